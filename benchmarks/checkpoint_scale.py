@@ -36,8 +36,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from hpc_train.checkpoint.manifest import FileEntry, Manifest, read_manifest, verify
 from hpc_train.checkpoint.plan import Places
 from hpc_train.checkpoint.reader import read_metadata
-from hpc_train.checkpoint.removals import Removals, Retention
-from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
+from hpc_train.checkpoint.store import Checkpoint, CheckpointStore, Removals, Retention
 from hpc_train.checkpoint.writer import Answer, Coordinator, RankWriter, Written
 
 CALLS = ("open", "stat", "lstat", "rename", "mkdir", "unlink", "rmdir", "scandir", "listdir", "fsync")

@@ -42,6 +42,13 @@ def lowest(problem: Any, group: dist.ProcessGroup) -> Any:
     return from_rank(rank, problem, group)
 
 
+def raise_lowest(error: Exception | None, group: dist.ProcessGroup) -> None:
+    """Raises on all ranks the error of the lowest rank that has one. Collective."""
+    error = lowest(error, group)
+    if error is not None:
+        raise error
+
+
 def from_rank(rank: int, value: Any, group: dist.ProcessGroup) -> Any:
     """Returns ``value`` of ``rank`` of the group on all ranks. Collective."""
     values = [value]
@@ -55,14 +62,13 @@ def broadcast_bytes(data: bytes | None, group: dist.ProcessGroup) -> bytes:
     Args:
         data: the bytes on the first rank; ignored on the others.
     """
-    payload = b"" if data is None else data
-    size = torch.tensor(len(payload))
+    size = torch.tensor(len(data or b""))
     dist.broadcast(size, group=group, group_src=0)
-    content = torch.empty(int(size.item()), dtype=torch.uint8)
-    if dist.get_rank(group) == 0 and payload:
-        content = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    if content.numel() > 0:
-        dist.broadcast(content, group=group, group_src=0)
-    if dist.get_rank(group) != 0:
-        return content.numpy().tobytes()
-    return payload
+    if not size:
+        return b""
+    if dist.get_rank(group) == 0 and data is not None:
+        dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), group=group, group_src=0)
+        return data
+    content = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(content, group=group, group_src=0)
+    return content.numpy().tobytes()

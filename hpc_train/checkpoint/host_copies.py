@@ -28,16 +28,12 @@ ALIGNMENT = 64  # bytes, a cache line
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of this process
 
 
+@torch.no_grad()  # without it DTensors ask autograd for their shards
 def local_shard(tensor: Tensor) -> Tensor:
     """Returns the part of the tensor that this rank holds."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach()
-
-
-@torch.no_grad()
-def is_on_host(tensor: Tensor) -> bool:
-    """Returns whether the tensor is in host memory."""
-    return local_shard(tensor).is_cpu
+    if isinstance(tensor, DTensor):
+        return tensor.to_local().detach()
+    return tensor.detach()
 
 
 class HostArena:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, foreign_files, read_manifest, verify
-from hpc_train.checkpoint.removals import Kept, best_step
-from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
+from hpc_train.checkpoint.store import Checkpoint, CheckpointStore, Kept, best_step
 from hpc_train.config.evaluation import BestMetric
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory, refuse_empty_name, sweep_given
@@ -38,33 +37,36 @@ class Listed:
 def list_checkpoints(run: RunDirectory) -> list[Listed]:
     """Returns all checkpoints of ``run``, oldest first, after a check of file names and sizes."""
     store = CheckpointStore(run.checkpoints)
-    return [item for found in store.committed() if (item := inspect_present(store, found, full=False)) is not None]
+    listed = (inspect_present(store, checkpoint, full=False) for checkpoint in store.committed())
+    return [item for item in listed if item is not None]
 
 
 def inspect_present(
-    store: CheckpointStore, found: Checkpoint, *, full: bool, on_bytes: Callable[[int], None] | None = None
+    store: CheckpointStore, checkpoint: Checkpoint, *, full: bool, on_bytes: Callable[[int], None] | None = None
 ) -> Listed | None:
     """Returns what ``inspect_checkpoint`` finds; None if the run has removed the checkpoint meanwhile."""
-    listed = inspect_checkpoint(found, full=full, on_bytes=on_bytes)
-    return listed if listed.problem is None or was_kept(store, found) else None
+    listed = inspect_checkpoint(checkpoint, full=full, on_bytes=on_bytes)
+    if listed.problem is None or was_kept(store, checkpoint):
+        return listed
+    return None
 
 
-def was_kept(store: CheckpointStore, found: Checkpoint) -> bool:
+def was_kept(store: CheckpointStore, checkpoint: Checkpoint) -> bool:
     """Returns whether a checkpoint is still committed; a run that prunes or sets it aside takes away that first."""
-    return found in store.committed()
+    return checkpoint in store.committed()
 
 
 def list_set_aside(run: RunDirectory) -> list[Listed]:
     """Returns checkpoints that an attempt found damaged and renamed; no run loads them."""
-    found = []
+    listed = []
     for path in CheckpointStore(run.checkpoints).bad():
-        step = int(path.name.split(".")[1].removeprefix("step-"))
-        manifest = inspect_checkpoint(Checkpoint(step, path), full=False).manifest
-        found.append(Listed(Checkpoint(step, path), manifest, f"damaged, set aside as {path.name}"))
-    return found
+        checkpoint = Checkpoint(int(path.name.split(".")[1].removeprefix("step-")), path)
+        manifest = inspect_checkpoint(checkpoint, full=False).manifest
+        listed.append(Listed(checkpoint, manifest, f"damaged, set aside as {path.name}"))
+    return listed
 
 
-def inspect_checkpoint(found: Checkpoint, *, full: bool, on_bytes: Callable[[int], None] | None = None) -> Listed:
+def inspect_checkpoint(checkpoint: Checkpoint, *, full: bool, on_bytes: Callable[[int], None] | None = None) -> Listed:
     """Compares a checkpoint with its manifest.
 
     Args:
@@ -73,13 +75,13 @@ def inspect_checkpoint(found: Checkpoint, *, full: bool, on_bytes: Callable[[int
     """
     manifest = None
     try:
-        manifest = read_manifest(found.path)
-        verify(found.path, manifest, full=full, on_bytes=on_bytes)
-        return Listed(found, manifest, None, foreign=tuple(foreign_files(found.path, manifest)))
+        manifest = read_manifest(checkpoint.path)
+        verify(checkpoint.path, manifest, full=full, on_bytes=on_bytes)
+        return Listed(checkpoint, manifest, None, foreign=tuple(foreign_files(checkpoint.path, manifest)))
     except (BadCheckpoint, OSError) as error:
-        return Listed(found, manifest, str(error).removeprefix(f"{found.path}/"))
+        return Listed(checkpoint, manifest, str(error).removeprefix(f"{checkpoint.path}/"))
     except UserError as error:  # another version of hpc_train wrote it
-        return Listed(found, manifest, error.what)
+        return Listed(checkpoint, manifest, error.what)
 
 
 def choose(run: RunDirectory, step: int | None) -> Checkpoint:
@@ -93,10 +95,10 @@ def choose(run: RunDirectory, step: int | None) -> Checkpoint:
         raise UserError(f"{run.path} has no checkpoint", where="RUN", fix="name a run that has saved one")
     if step is None:
         return committed[-1]
-    for found in committed:
-        if found.step == step:
-            return found
-    steps = ", ".join(str(found.step) for found in committed)
+    for checkpoint in committed:
+        if checkpoint.step == step:
+            return checkpoint
+    steps = ", ".join(str(checkpoint.step) for checkpoint in committed)
     raise UserError(f"{run.path} has no checkpoint of step {step}", where="--step", fix=f"use one of {steps}")
 
 
@@ -137,18 +139,18 @@ def choose_by_name(run: RunDirectory, name: str, metric: BestMetric) -> Checkpoi
     return choose(run, step)
 
 
-def verified_manifest(found: Checkpoint, on_bytes: Callable[[int], None] | None = None) -> Manifest:
+def verified_manifest(checkpoint: Checkpoint, on_bytes: Callable[[int], None] | None = None) -> Manifest:
     """Verifies every byte of a checkpoint and returns its manifest.
 
     Raises:
         UserError: the checkpoint is damaged, or has another format.
     """
     with suppress(BadCheckpoint, OSError):
-        read_manifest(found.path)  # raises for another format, which is no damage
-    listed = inspect_checkpoint(found, full=True, on_bytes=on_bytes)
+        read_manifest(checkpoint.path)  # raises for another format, which is no damage
+    listed = inspect_checkpoint(checkpoint, full=True, on_bytes=on_bytes)
     if listed.problem is not None or listed.manifest is None:
         raise UserError(
-            f"the checkpoint {found.path} is damaged: {listed.problem}",
+            f"the checkpoint {checkpoint.path} is damaged: {listed.problem}",
             where="RUN",
             fix="select another one with --step; `checkpoint verify RUN` lists the intact ones",
         )
@@ -174,8 +176,5 @@ def find_run(target: str, root: Path, command: str, trust_owner: bool = False) -
             return run
         if path.is_dir() and (runs := sorted(path.glob("*/config.yaml"))):
             raise sweep_given(target, [config.parent for config in runs], command)
-    raise UserError(
-        f"no run with checkpoints in {target}",
-        where="RUN",
-        fix=f"name a run directory, or a run in {root}/",
-    )
+    fix = f"name a run directory, or a run in {root}/"
+    raise UserError(f"no run with checkpoints in {target}", where="RUN", fix=fix)

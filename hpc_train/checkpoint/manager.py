@@ -17,12 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.checkpoint import disk
-from hpc_train.checkpoint.agreement import from_rank, lowest, on_first
-from hpc_train.checkpoint.choice import CheckpointChoice
+from hpc_train.checkpoint.agreement import from_rank, lowest, on_first, raise_lowest
 from hpc_train.checkpoint.extra_state import check_extra_state, digests, extra_state
-from hpc_train.checkpoint.host_copies import HostCopies, SideStream, Snapshot, is_on_host
+from hpc_train.checkpoint.host_copies import HostCopies, SideStream, Snapshot, local_shard
 from hpc_train.checkpoint.manifest import FileEntry, Manifest
-from hpc_train.checkpoint.removals import Removals
 from hpc_train.checkpoint.restoring import LoadHook, RestoredState, restore
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.state import (
@@ -36,9 +34,14 @@ from hpc_train.checkpoint.state import (
 from hpc_train.checkpoint.store import (
     Checkpoint,
     CheckpointStore,
+    Removals,
     Retention,
+    furthest_saved,
+    purged_error,
     record_save,
+    wait_for_checkpoint,
 )
+from hpc_train.checkpoint.verified import VerifiedCheckpoint, VerifiedSearch, on_network
 from hpc_train.checkpoint.writer import SaveFailed, TensorWriter
 from hpc_train.config.evaluation import best_metric
 from hpc_train.config.schema import Config
@@ -164,7 +167,10 @@ class CheckpointManager:
             snapshot = self._snapshot(step, state) if self._asynchronous and not final else None
             save = _Save(step, extra, metrics or {}, began, state, snapshot, final, again)
             if snapshot is not None:
-                self._start(save)
+                self._thread = threading.Thread(
+                    target=self._perform, args=(save,), name=f"checkpoint-{step}", daemon=True
+                )
+                self._thread.start()
                 return
             self._perform(save)
             self._surface(final)
@@ -180,28 +186,24 @@ class CheckpointManager:
             self._has_extra = self._anywhere(bool(digests(self.engine.parts)))
             if self._has_extra:
                 self._compare_replicas(step)
-        is_first = self.mesh.dp_cp_rank == 0 and self.mesh.tp_rank == 0
-        return extra_state(self.engine.parts, self.mesh) if self._has_extra and is_first else {}
+        if self._has_extra and self.mesh.dp_cp_rank == 0 and self.mesh.tp_rank == 0:
+            return extra_state(self.engine.parts, self.mesh)
+        return {}
 
     def _compare_replicas(self, step: int) -> None:
-        layout, mine = self.mesh.layout, digests(self.engine.parts)
-        first = from_rank(0, mine, self._group)
-        for stage in range(1, layout.pp):
-            found = from_rank(stage * layout.stage_ranks, mine, self._group)
-            first = found if stage == self.mesh.pp_rank else first
-        differing = sorted(key for key in mine if first.get(key) != mine[key])
-        found = lowest(differing or None, self._group)
-        if found and self.mesh.rank == 0:
+        local = digests(self.engine.parts)
+        layout = self.mesh.layout
+        by_stage = [from_rank(stage * layout.stage_ranks, local, self._group) for stage in range(layout.pp)]
+        first = by_stage[self.mesh.pp_rank]
+        differing = sorted(key for key in local if first.get(key) != local[key])
+        differing = lowest(differing or None, self._group)
+        if differing:
+            names = ", ".join(differing[:SHOWN])
             message = (
-                f"the state {', '.join(found[:SHOWN])} of the model differs between ranks; checkpoints hold that of "
-                "the first data-parallel rank, and all ranks continue with it after a restart"
+                f"the state {names} of the model differs between ranks; checkpoints hold that of the first "
+                "data-parallel rank, and all ranks continue with it after a restart"
             )
-            self._event("warning", step=step, message=message)
-            print(message, flush=True)
-
-    def _start(self, save: _Save) -> None:
-        self._thread = threading.Thread(target=self._perform, args=(save,), name=f"checkpoint-{save.step}", daemon=True)
-        self._thread.start()
+            self._warn(step, message)
 
     def _snapshot(self, step: int, state: Mapping[str, Tensor]) -> Snapshot | None:
         """Starts the host copies of an asynchronous save; returns None if a node lacks memory for them. Collective."""
@@ -214,10 +216,17 @@ class CheckpointManager:
         lacks = self._anywhere(problem is not None)
         if self._lacked is not lacks:
             self._lacked = lacks
+            setting = f"checkpoint.asynchronous={str(self.config.checkpoint.asynchronous).lower()}"
             if lacks:
-                self._report_lack(step, problem)
-            else:
-                self._report_copies(state)
+                reason = lowest(problem and f"on the node of rank {self.mesh.rank}, {problem}", self._group)
+                message = (
+                    f"{setting}: checkpoints are saved synchronously, because {reason}. Request more memory "
+                    "(cluster.mem), or set checkpoint.asynchronous=false"
+                )
+                self._warn(step, message)
+            elif self.mesh.rank == 0 and setting == "checkpoint.asynchronous=auto":
+                size = format_bytes(self._copies.bytes_of(state))
+                print(f"{setting}: training continues during saves; rank 0 copies {size} to host memory", flush=True)
         if lacks:
             return None
         snapshot = self._copies.take(state, kept_until_update(self.engine, state))
@@ -225,31 +234,11 @@ class CheckpointManager:
             self.optimizer.before_next_update(snapshot.hold)
         return snapshot
 
-    def _report_lack(self, step: int, problem: str | None) -> None:
-        """Reports on rank 0 the first problem of a rank. Collective."""
-        reason = lowest(None if problem is None else f"on the node of rank {self.mesh.rank}, {problem}", self._group)
-        if self.mesh.rank == 0:
-            message = (
-                f"{self._asked}: checkpoints are saved synchronously, because {reason}. Request more memory "
-                "(cluster.mem), or set checkpoint.asynchronous=false"
-            )
-            self._event("warning", step=step, message=message)
-            print(message, flush=True)
-
-    def _report_copies(self, state: Mapping[str, Tensor]) -> None:
-        if self.mesh.rank == 0 and self.config.checkpoint.asynchronous == "auto":
-            size = format_bytes(self._copies.bytes_of(state))
-            print(f"{self._asked}: training continues during saves; rank 0 copies {size} to host memory", flush=True)
-
-    @property
-    def _asked(self) -> str:
-        return f"checkpoint.asynchronous={str(self.config.checkpoint.asynchronous).lower()}"
-
     def _anywhere(self, flag: bool) -> bool:
         """Returns whether ``flag`` is true on any rank. Collective."""
-        found = torch.tensor(int(flag))
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return bool(found.item())
+        result = torch.tensor(int(flag))
+        dist.all_reduce(result, dist.ReduceOp.MAX, group=self._group)
+        return bool(result.item())
 
     def poll(self) -> None:
         """Reports a failed background save, without blocking; called at step boundaries."""
@@ -274,27 +263,68 @@ class CheckpointManager:
         """Loads the newest valid checkpoint of this run or of the run it was forked from; returns None without any.
 
         Raises:
-            UserError: the checkpoint does not match the model or optimizer, or a reason of ``CheckpointChoice``.
+            UserError: the checkpoint does not match the model or optimizer, all are damaged, the saved ones have
+                disappeared, or the run that this one was forked from has none.
         """
-        on_first(self._revoke, self._group)
+
+        def revoke() -> None:
+            self._removals.wait()
+            self.store.revoke(self.events.attempt)
+            self._removals.start(self.store.remove_hidden)
+
+        on_first(revoke, self._group)
         self._check_extra_state()
-        choice = CheckpointChoice(self.run, self.config, self.store, self._group, self.events)
-        found, forked = choice.newest()
-        if found is None:
+        verified = self._search(self.store)
+        if verified is None and on_first(self._appears_late, self._group):
+            verified = self._search(self.store)
+        forked_from = self.run.record().get("forked_from")
+        forked = verified is None and forked_from is not None
+        if forked:
+            verified = self._search(CheckpointStore(RunDirectory(Path(forked_from)).checkpoints), writable=False)
+            if verified is None:
+                raise UserError(
+                    f"the run was forked from {forked_from}, which no longer has a checkpoint",
+                    where=str(forked_from),
+                    fix="restore a checkpoint there, or choose another run.name to start at step 0",
+                )
+        if verified is None:
             return None
-        check_base(self.config.model, found.manifest.extra, str(found.checkpoint.path))
-        restored, self._load_hook = restore(found, forked, self.engine, self.optimizer, self.mesh, self._group)
-        if restored.missing and self.mesh.rank == 0:
-            message = (
-                f"the checkpoint has no state {', '.join(restored.missing[:SHOWN])} of the model, which continues with "
-                "its initial value"
-            )
-            self._event("warning", step=restored.step, message=message)
-            print(message, flush=True)
+        check_base(self.config.model, verified.manifest.extra, str(verified.checkpoint.path))
+        restored, self._load_hook = restore(verified, forked, self.engine, self.optimizer, self.mesh, self._group)
+        if restored.missing:
+            missing = ", ".join(restored.missing[:SHOWN])
+            message = f"the checkpoint has no state {missing} of the model, which continues with its initial value"
+            self._warn(restored.step, message)
         if restored.path.parent == self.store.root:
-            self._whole[found.checkpoint] = found.manifest
-            self._saved_step = found.checkpoint.step
+            self._whole[verified.checkpoint] = verified.manifest
+            self._saved_step = verified.checkpoint.step
         return restored
+
+    def _search(self, store: CheckpointStore, writable: bool = True) -> VerifiedCheckpoint | None:
+        """Returns the newest valid checkpoint of ``store``; damaged ones that this run may write are set aside."""
+
+        def report(checkpoint: Checkpoint, problem: str) -> None:
+            path = checkpoint.path
+            if writable:
+                path = store.set_aside(checkpoint, self.events.attempt)
+            print(f"skipping the damaged checkpoint of step {checkpoint.step} in {path}: {problem}", flush=True)
+            self.events.write("checkpoint_set_aside", step=checkpoint.step, path=str(path), message=problem)
+
+        full = self.config.checkpoint.verify == "full"
+        return VerifiedSearch(store, self._group, full, VISIBILITY_TIMEOUT_S, report, writable).newest()
+
+    def _appears_late(self) -> bool:
+        """Returns whether a checkpoint has become visible since the search; called on rank 0 if none was found.
+
+        Raises:
+            Purged: the run has saved a checkpoint and none becomes visible.
+        """
+        saved = furthest_saved(self.run)
+        if saved == 0:
+            return False
+        if wait_for_checkpoint(self.store, VISIBILITY_TIMEOUT_S * on_network(self.store.root)):
+            return True
+        raise purged_error(self.run, saved)
 
     def _check_extra_state(self) -> None:
         """Checks on all ranks that checkpoints can hold the state dicts of the modules. Collective."""
@@ -304,13 +334,9 @@ class CheckpointManager:
             warnings = check_extra_state(self.engine.parts)
         except UserError as error:
             refused = error
-        refused = lowest(refused, self._group)
-        if refused is not None:
-            raise refused
+        raise_lowest(refused, self._group)
         for message in lowest(warnings or None, self._group) or ():
-            if self.mesh.rank == 0:
-                self._event("warning", step=0, message=message)
-                print(message, flush=True)
+            self._warn(0, message)
 
     def load_hook(self, tensors: Mapping[str, Tensor]) -> str | None:
         """Loads tensors of a hook by their names from the checkpoint that was restored last. Collective.
@@ -331,23 +357,21 @@ class CheckpointManager:
             return None
         return self.restore()
 
-    def _revoke(self) -> None:
-        self._removals.wait()
-        self.store.revoke(self.events.attempt)
-        self._removals.start(self._remove_hidden)
-
     def _set_aside_after(self, step: int) -> bool:
         self._removals.wait()
         store = self.store
-        found = store.committed()
-        if not any(checkpoint.step <= step for checkpoint in found):
+        committed = store.committed()
+        if not any(checkpoint.step <= step for checkpoint in committed):
             return False
-        for checkpoint in found:
+        for checkpoint in committed:
             if checkpoint.step > step:
-                moved = str(store.set_aside(checkpoint, self.events.attempt))
-                message = f"rolling back to a checkpoint of step {step} or earlier"
-                details = {"path": moved, "message": message, "rolled_back": True}
-                self._event("checkpoint_set_aside", step=checkpoint.step, **details)
+                self.events.write(
+                    "checkpoint_set_aside",
+                    step=checkpoint.step,
+                    path=str(store.set_aside(checkpoint, self.events.attempt)),
+                    message=f"rolling back to a checkpoint of step {step} or earlier",
+                    rolled_back=True,
+                )
         return True
 
     def _perform(self, save: _Save) -> None:
@@ -362,13 +386,16 @@ class CheckpointManager:
             on_first(partial(self._commit, writing, save, files), self._group)
         except (SaveFailed, OSError) as error:
             self._copies.forget_plan()
-            self._error = failed = error if isinstance(error, SaveFailed) else _failure_of_first_rank(error)
+            failed = error
+            if not isinstance(failed, SaveFailed):
+                failed = SaveFailed(f"rank 0: {type(error).__name__}: {error}", {0: error})
+            self._error = failed
             failed.secondary = self.mesh.rank not in failed.ranks
             if self.mesh.rank == 0:
                 if writing is not None:
                     disk.remove(writing)  # before the event, which may need the disk space
                 if not save.again:
-                    self._event("checkpoint_failed", step=save.step, message=str(failed), final=save.final)
+                    self.events.write("checkpoint_failed", step=save.step, message=str(failed), final=save.final)
         except Exception as error:
             self._error = error
         else:
@@ -382,7 +409,9 @@ class CheckpointManager:
                 save.snapshot.complete()
                 self.copied_s = time.monotonic() - save.began
             return save.snapshot.tensors
-        return None if all(map(is_on_host, save.state.values())) else self._copies.streamed(save.state)
+        if all(local_shard(tensor).is_cpu for tensor in save.state.values()):
+            return None
+        return self._copies.streamed(save.state)
 
     def _surface(self, final: bool) -> None:
         error = self._error
@@ -408,22 +437,19 @@ class CheckpointManager:
         committed = self.store.commit(writing, manifest)
         seconds = round(time.monotonic() - save.began, 3)
         path = str(committed.path)
-        self._event("checkpoint_saved", step=save.step, path=path, bytes=manifest.size, seconds=seconds)
+        self.events.write("checkpoint_saved", step=save.step, path=path, bytes=manifest.size, seconds=seconds)
         record_save(self.run, save.step)
         self._removals.start(partial(self._prune, committed, manifest))
 
     def _prune(self, committed: Checkpoint, manifest: Manifest) -> None:
         settings = self.config.checkpoint
         retention = Retention(settings.keep, settings.keep_every, best_metric(settings.keep_best, settings.best_mode))
-        self._whole[committed] = manifest  # each rank has told the size of its files
+        self._whole[committed] = manifest  # each rank has sent the sizes of its files
         self.store.prune(retention, self.events.attempt, self._whole)
-
-    def _remove_hidden(self) -> None:
-        self.store.remove_hidden()
 
     def _report_removal(self, error: Exception) -> None:
         if not isinstance(error, Superseded):  # the next save reports that
-            self._event("warning", step=self._saved_step or 0, message=f"cannot remove old checkpoints: {error}")
+            self.events.write("warning", step=self._saved_step or 0, message=f"cannot remove old checkpoints: {error}")
 
     def _check_space(self, writing: Path, tensor_bytes: int, files: int) -> None:
         keep = self.config.checkpoint.keep
@@ -440,9 +466,12 @@ class CheckpointManager:
         if newest > self.events.attempt:
             raise Superseded(f"attempt {newest} has taken over the run from attempt {self.events.attempt}")
 
-    def _event(self, event: str, step: int, **details: Any) -> None:
-        self.events.write(event, step=step, **details)
+    def _warn(self, step: int, message: str) -> None:
+        """Prints a warning on rank 0 and records it."""
+        if self.mesh.rank == 0:
+            self.events.write("warning", step=step, message=message)
+            print(message, flush=True)
 
 
-def _failure_of_first_rank(error: OSError) -> SaveFailed:
-    return SaveFailed(f"rank 0: {type(error).__name__}: {error}", {0: error})
+# seconds for a missing or short file on a network file system, whose attribute caches may be 60 s old
+VISIBILITY_TIMEOUT_S = 75.0

@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ NAME = "manifest.json"
 COMMITTED = "COMMITTED"
 METADATA = ".metadata"
 MAX_BYTES = 256 << 20  # largest manifest; 100,000 ranks need 15 MB
-MARKER_BYTES = 64
+_MARKER_SIZES = range(64 + 1)
 _CHUNK = 4 << 20
 _TRANSIENT = (errno.ENOENT, errno.ESTALE)
 _UNREACHABLE = (
@@ -97,11 +98,16 @@ def decode(data: bytes, where: str = NAME) -> Manifest:
     try:
         content = json.loads(data)
         digest = content.pop("digest")
-        if content["format"] != FORMAT and digest == _digest(content):
-            raise _other_format(content["format"], where)
-        if content["format"] != FORMAT or digest != _digest(content):
-            raise BadCheckpoint(f"{NAME}: the digest does not match")
-        if _encode_json(content | {"digest": digest}) != data:
+        version = content["format"]
+        intact = digest == _digest(content)
+        if version != FORMAT and intact:
+            age = "a newer" if isinstance(version, int) and version > FORMAT else "an older"
+            raise UserError(
+                f"the checkpoint has format {version}, but hpc_train {__version__} reads format {FORMAT}",
+                where=where,
+                fix=f"{age} hpc_train, which reads format {version}, or another checkpoint",
+            )
+        if version != FORMAT or not intact or _encode_json(content | {"digest": digest}) != data:
             raise BadCheckpoint(f"{NAME}: the digest does not match")
         files = {_plain(name): FileEntry(_count(entry["size"]), str(entry["digest"]))
                  for name, entry in content.pop("files").items()}  # fmt: skip
@@ -110,32 +116,19 @@ def decode(data: bytes, where: str = NAME) -> Manifest:
             files=files, **{name: value for name, value in content.items() if name in fields_of_version}
         )
         _count(manifest.step)
-        _check_types(manifest)
+        # what commands read without loading the checkpoint
+        if not all(isinstance(value, dict) for value in (manifest.extra, manifest.layout, manifest.versions)):
+            raise TypeError("not an object")
+        if not rows.seconds(manifest.time) or not rows.count(manifest.attempt):
+            raise TypeError("not a number")
+        metrics = manifest.metrics.values()
+        if not all(value is None or isinstance(value, float) or rows.number(value) for value in metrics):  # NaN is one
+            raise TypeError("not a metric")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{NAME}: not a manifest ({type(error).__name__})") from None
     if METADATA not in files:
         raise BadCheckpoint(f"{NAME}: {METADATA} is missing")
     return manifest
-
-
-def _check_types(manifest: Manifest) -> None:
-    """Raises TypeError if a field that commands read without loading the checkpoint has a wrong type."""
-    if not all(isinstance(value, dict) for value in (manifest.extra, manifest.layout, manifest.versions)):
-        raise TypeError("not an object")
-    if not rows.seconds(manifest.time) or not rows.count(manifest.attempt):
-        raise TypeError("not a number")
-    values = [*manifest.metrics.values()] if isinstance(manifest.metrics, dict) else [manifest.metrics]
-    if not all(value is None or isinstance(value, float) or rows.number(value) for value in values):  # NaN is one
-        raise TypeError("not a metric")
-
-
-def _other_format(version: Any, where: str) -> UserError:
-    newer = isinstance(version, int) and version > FORMAT
-    return UserError(
-        f"the checkpoint has format {version}, but hpc_train {__version__} reads format {FORMAT}",
-        where=where,
-        fix=f"{'a newer' if newer else 'an older'} hpc_train, which reads format {version}, or another checkpoint",
-    )
 
 
 def read_manifest(checkpoint: Path, visibility_timeout_s: float = 0.0) -> Manifest:
@@ -147,22 +140,15 @@ def read_manifest(checkpoint: Path, visibility_timeout_s: float = 0.0) -> Manife
     Raises:
         BadCheckpoint: the manifest is missing or damaged, or its step differs from the directory's name.
     """
-
-    def read() -> bytes:
-        with _open(checkpoint, NAME, range(1, MAX_BYTES + 1)) as file:
-            content: bytes = file.readall()  # read(MAX_BYTES) would allocate MAX_BYTES first
-            return content
-
+    read = partial(_read, checkpoint, NAME, range(1, MAX_BYTES + 1))
     data = wait_until_visible(read, visibility_timeout_s, f"{checkpoint / NAME}")
     manifest = decode(data, str(checkpoint / NAME))
     name = checkpoint.name.partition(".")[0]
     if name.startswith("step-") and name != f"step-{manifest.step:08d}":
         raise BadCheckpoint(f"{NAME}: it belongs to step {manifest.step}, but the directory is {checkpoint.name}")
     if name.startswith("step-") and name != checkpoint.name:
-        marker_data = wait_until_visible(
-            lambda: _read_marker(checkpoint), visibility_timeout_s, f"{checkpoint / COMMITTED}"
-        )
-        if marker_data != marker(data):
+        read = partial(_read, checkpoint, COMMITTED, _MARKER_SIZES)
+        if wait_until_visible(read, visibility_timeout_s, f"{checkpoint / COMMITTED}") != marker(data):
             raise BadCheckpoint(f"{COMMITTED}: it does not match {NAME}")
     return manifest
 
@@ -179,7 +165,7 @@ def has_marker(checkpoint: Path) -> bool:
     checkpoint look uncommitted.
     """
     try:
-        data = _read_marker(checkpoint)
+        data = _read(checkpoint, COMMITTED, _MARKER_SIZES)
     except (FileNotFoundError, NotADirectoryError, BadCheckpoint):
         return False
     except OSError:
@@ -187,9 +173,9 @@ def has_marker(checkpoint: Path) -> bool:
     return len(data) == len(marker(b"")) and data.endswith(b"\n")
 
 
-def _read_marker(checkpoint: Path) -> bytes:
-    with _open(checkpoint, COMMITTED, range(MARKER_BYTES + 1)) as file:
-        data: bytes = file.readall()
+def _read(checkpoint: Path, name: str, sizes: range) -> bytes:
+    with _open(checkpoint, name, sizes) as file:
+        data: bytes = file.readall()  # read(MAX_BYTES) would allocate MAX_BYTES first
         return data
 
 
@@ -216,11 +202,7 @@ def verify(
         OSError: this process cannot read a file, so nothing is known about the file.
     """
     for name in manifest.files if names is None else names:
-        entry = manifest.files[name]
-
-        def check(name: str = name, entry: FileEntry = entry) -> None:
-            _check_file(checkpoint, name, entry, full, on_bytes)
-
+        check = partial(_check_file, checkpoint, name, manifest.files[name], full, on_bytes)
         wait_until_visible(check, visibility_timeout_s, f"{checkpoint / name}")
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from hpc_train.checkpoint.agreement import broadcast_bytes, lowest, on_first
+from hpc_train.checkpoint.agreement import broadcast_bytes, on_first, raise_lowest
 from hpc_train.checkpoint.extra_state import keys, names_of, read_entry
 from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint, FileEntry, Manifest, verify
 from hpc_train.checkpoint.state import ALIASES, TensorShape, stored_shapes, weights_of_hook
@@ -91,9 +91,7 @@ class SafeReader(dcp.FileSystemReader):
             self._metadata = self._metadata or _decode(data)
         except BadCheckpoint as error:  # e.g. out of memory
             problem = error
-        problem = lowest(problem, group)
-        if problem is not None:
-            raise problem
+        raise_lowest(problem, group)
 
     def _read_file(self) -> bytes:
         self._wait_for([METADATA])
@@ -116,7 +114,7 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def read_metadata(data: bytes, manifest: Manifest) -> Metadata:
-    """Decodes and checks the content of ``.metadata``.
+    """Decodes and checks ``.metadata``.
 
     Raises:
         BadCheckpoint: it refers to a class that DCP does not write, or it does not match the manifest's files.

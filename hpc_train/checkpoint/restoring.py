@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from hpc_train.checkpoint.agreement import lowest, on_first
 from hpc_train.checkpoint.extra_state import ExtraLoad
-from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, read_manifest
+from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest
 from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.state import (
     CompressionLoad,
@@ -105,20 +104,23 @@ def restore(
     round_to_weights(engine.named_parameters().values())
     optimizer.loaded()
     extra_state.finish()
-    step = verified.checkpoint.step
-    extra = verified.manifest.extra
-    missing = tuple(lowest(extra_state.missing or None, group) or ())
-    restored = RestoredState(step, extra, path, with_optimizer, forked, compression.drops, missing)
-    return restored, partial(_load_hook, reader, in_checkpoint, group)
+    restored = RestoredState(
+        verified.checkpoint.step,
+        verified.manifest.extra,
+        path,
+        with_optimizer,
+        forked,
+        drops_residuals=compression.drops,
+        missing=tuple(lowest(extra_state.missing or None, group) or ()),
+    )
 
+    def load_hook(tensors: Mapping[str, Tensor]) -> str | None:
+        problem: str | None = lowest(missing_in(in_checkpoint, shapes(tensors)), group)
+        if problem is None:
+            _load(tensors, reader, group)
+        return problem
 
-def _load_hook(
-    reader: SafeReader, stored: Mapping[str, TensorShape], group: dist.ProcessGroup, tensors: Mapping[str, Tensor]
-) -> str | None:
-    missing: str | None = lowest(missing_in(stored, shapes(tensors)), group)
-    if missing is None:
-        _load(tensors, reader, group)
-    return missing
+    return restored, load_hook
 
 
 def load_weights(engine: ModelState, mesh: Mesh, checkpoint: Checkpoint, hook: str | None = None) -> Manifest:
@@ -134,10 +136,21 @@ def load_weights(engine: ModelState, mesh: Mesh, checkpoint: Checkpoint, hook: s
         UserError: the checkpoint is damaged, does not match the model, or has no weights of the hook.
     """
     group = mesh.control
-    manifest: Manifest = on_first(lambda: _read_manifest(checkpoint), group)
+
+    def damaged(problem: object) -> UserError:
+        return UserError(
+            f"the checkpoint is damaged: {problem}",
+            where=str(checkpoint.path),
+            fix="select another one with --checkpoint; `checkpoint verify RUN` lists the intact ones",
+        )
+
+    try:
+        manifest: Manifest = on_first(checkpoint.manifest, group)
+    except BadCheckpoint as error:
+        raise damaged(error) from error
     problem = verify_together(VerifiedCheckpoint(checkpoint, manifest), group, full=True)
     if problem is not None:
-        raise _damaged(checkpoint, problem)
+        raise damaged(problem)
     reader = SafeReader(checkpoint.path, manifest)
     state = model_state(engine)
     stored = _stored_shapes(reader, group)
@@ -149,21 +162,6 @@ def load_weights(engine: ModelState, mesh: Mesh, checkpoint: Checkpoint, hook: s
     round_to_weights(engine.named_parameters().values())
     extra_state.finish()
     return manifest
-
-
-def _read_manifest(checkpoint: Checkpoint) -> Manifest:
-    try:
-        return read_manifest(checkpoint.path)
-    except BadCheckpoint as error:
-        raise _damaged(checkpoint, str(error)) from error
-
-
-def _damaged(checkpoint: Checkpoint, problem: str) -> UserError:
-    return UserError(
-        f"the checkpoint is damaged: {problem}",
-        where=str(checkpoint.path),
-        fix="select another one with --checkpoint; `checkpoint verify RUN` lists the intact ones",
-    )
 
 
 def _stored_shapes(reader: SafeReader, group: dist.ProcessGroup) -> dict[str, TensorShape]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,11 @@ def check_space(directory: Path, store: CheckpointStore, tensor_bytes: int, file
     """
     needed = int(tensor_bytes * MARGIN) + files * PER_FILE
     for room in room_in(directory):
-        code, whose = (errno.ENOSPC, "") if room.whose == FILE_SYSTEM else (errno.EDQUOT, f" ({room.whose})")
+        code = errno.ENOSPC
+        whose = ""
+        if room.whose != FILE_SYSTEM:
+            code = errno.EDQUOT
+            whose = f" ({room.whose})"
         if needed > room.free:
             fix = _fitting_keep(store, needed - room.free, keep)
             what = f"the checkpoint needs {format_bytes(needed)}, {format_bytes(room.free)} free{whose}{fix}"
@@ -43,10 +48,8 @@ def _fitting_keep(store: CheckpointStore, lacking: int, keep: int) -> str:
     """Returns a hint with the largest ``checkpoint.keep`` that leaves enough space, or an empty string."""
     sizes = []
     for checkpoint in store.committed():
-        try:
+        with suppress(BadCheckpoint, OSError):
             sizes.append(checkpoint.manifest().size)
-        except (BadCheckpoint, OSError):
-            continue
     freed = 0
     for left, size in zip(range(len(sizes) - 1, 0, -1), sizes, strict=False):
         freed += size

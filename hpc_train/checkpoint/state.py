@@ -74,11 +74,10 @@ def model_state(engine: ModelState) -> dict[str, Tensor]:
 
 def training_state(engine: ModelState, optimizer: OptimizerState) -> dict[str, Tensor]:
     """Returns all tensors that this rank holds; loading into them restores the rank."""
-    return model_state(engine) | _optimizer_state(optimizer.named_state())
-
-
-def _optimizer_state(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"optim.{name}.{key}": tensor for name, tensors in state.items() for key, tensor in tensors.items()}
+    state = model_state(engine)
+    for name, tensors in optimizer.named_state().items():
+        state |= {f"optim.{name}.{key}": tensor for key, tensor in tensors.items()}
+    return state
 
 
 def saved_state(engine: ModelState, optimizer: OptimizerState, mesh: Mesh) -> dict[str, Tensor]:
@@ -113,10 +112,9 @@ def shapes(state: Mapping[str, Tensor]) -> dict[str, TensorShape]:
 
 def stored_shapes(metadata: Metadata) -> dict[str, TensorShape]:
     """Returns the shapes of the tensors in a checkpoint."""
-    entries = metadata.state_dict_metadata.items()
     return {
         name: TensorShape(tuple(entry.size), entry.properties.dtype)
-        for name, entry in entries
+        for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
 
@@ -150,11 +148,16 @@ def check_match(stored: Mapping[str, TensorShape], needed: Mapping[str, TensorSh
         for name in needed
         if name in stored and not _loads_into(stored[name], needed[name], converts=name.startswith("optim."))
     ]
-    problems = [
-        *_problem("missing in the checkpoint", [name for name in needed if name not in stored]),
-        *_problem("only in the checkpoint", [name for name in stored if name not in needed]),
-        *_problem("different shape or dtype", different),
-    ]
+    differences = {
+        "missing in the checkpoint": [name for name in needed if name not in stored],
+        "only in the checkpoint": [name for name in stored if name not in needed],
+        "different shape or dtype": different,
+    }
+    problems = []
+    for kind, names in differences.items():
+        more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        if names:
+            problems.append(f"{kind} ({len(names)}): {', '.join(sorted(names)[:SHOWN])}{more}")
     if problems:
         raise UserError(
             "the checkpoint does not match the model or optimizer:\n  " + "\n  ".join(problems),
@@ -169,18 +172,10 @@ def _loads_into(stored: TensorShape, needed: TensorShape, converts: bool) -> boo
     return stored == needed or (converts and numbers and stored.shape == needed.shape)
 
 
-def _problem(kind: str, names: Iterable[str]) -> list[str]:
-    ordered = sorted(names)
-    if not ordered:
-        return []
-    more = f", and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
-    return [f"{kind} ({len(ordered)}): {', '.join(ordered[:SHOWN])}{more}"]
-
-
 PREFIX = "compression."
 HOOKS = "hooks."
 EXTRA = ("extra.", "extra_tensor.")
-_SLOT = re.compile(r"(.+)\.(\d+)")
+_SLOT = re.compile(r"(compression\..+)\.(\d+)")
 _Value = TypeVar("_Value")
 
 
@@ -206,10 +201,9 @@ def weights_of_hook(stored: Mapping[str, object], hook: str) -> dict[str, str]:
     Raises:
         UserError: the hook keeps none.
     """
-    hook_names = {
-        f"model.{name}": f"{HOOKS}{hook}.{name}" for name in (full_name.removeprefix("model.") for full_name in stored)
-    }
-    present = {name: hook_name for name, hook_name in hook_names.items() if name in stored and hook_name in stored}
+    prefix = f"{HOOKS}{hook}."
+    hook_names = {f"model.{name.removeprefix(prefix)}": name for name in stored if name.startswith(prefix)}
+    present = {name: hook_name for name, hook_name in hook_names.items() if name in stored}
     if not present:
         hooks = sorted({name.split(".")[1] for name in stored if name.startswith(HOOKS)})
         alternatives = f"it has those of {', '.join(hooks)}" if hooks else "it has no tensors of hooks"
@@ -245,11 +239,15 @@ class CompressionLoad:
     def __init__(self, engine: ModelState, stored: Mapping[str, TensorShape]) -> None:
         self.targets: dict[str, Tensor] = {}
         self._sums: list[tuple[Tensor, list[Tensor]]] = []
-        slots = _slots(stored)
+        slots: dict[str, list[int]] = {}  # compression.NAME.residual -> its slots in the checkpoint
+        for name in stored:
+            if match := _SLOT.fullmatch(name):
+                slots.setdefault(match[1], []).append(int(match[2]))
         for compression in engine.compressions():
             for residual in compression.local_state():
                 head = f"{PREFIX}{residual.name}.residual"
-                names = [f"{head}.{slot}" for slot in slots.get(head, ()) if slot % residual.slots == residual.slot]
+                present = sorted(slots.get(head, ()))
+                names = [f"{head}.{slot}" for slot in present if slot % residual.slots == residual.slot]
                 parts = [torch.empty_like(residual.tensor) for _ in names]
                 self.targets |= zip(names, parts, strict=True)
                 self._sums.append((residual.tensor, parts))
@@ -264,13 +262,3 @@ class CompressionLoad:
             tensor.zero_()
             for part in parts:
                 tensor.add_(part)
-
-
-def _slots(stored: Mapping[str, object]) -> dict[str, list[int]]:
-    """Returns ``compression.NAME.KEY`` -> its slots in a checkpoint."""
-    slots_by_head: dict[str, list[int]] = {}
-    for name in stored:
-        match = _SLOT.fullmatch(name) if name.startswith(PREFIX) else None
-        if match:
-            slots_by_head.setdefault(match[1], []).append(int(match[2]))
-    return {head: sorted(slots) for head, slots in slots_by_head.items()}

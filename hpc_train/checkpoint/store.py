@@ -9,12 +9,14 @@ verify. Any other entry is unfinished or being removed. No directory is written 
 from __future__ import annotations
 
 import errno
+import math
 import re
 import shlex
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_train.checkpoint import disk
@@ -29,10 +31,116 @@ from hpc_train.checkpoint.manifest import (
     verify,
     verify_listing,
 )
-from hpc_train.checkpoint.removals import Kept, Retention, removable
+from hpc_train.config.evaluation import BestMetric
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import Event
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Holds the step and metrics of a complete checkpoint, by which ``removable`` decides."""
+
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Defines which checkpoints are kept; one rule that keeps a checkpoint is enough.
+
+    Attributes:
+        newest: keep this many of the newest, at least one.
+        every: keep the first checkpoint at or after each multiple of this many steps; 0 disables the rule.
+        best: keep the best by this metric.
+    """
+
+    newest: int = 2
+    every: int = 0
+    best: BestMetric | None = None
+
+
+def removable(checkpoints: Sequence[Kept], retention: Retention) -> set[int]:
+    """Returns the steps of the checkpoints that ``retention`` does not keep."""
+    steps = sorted(checkpoint.step for checkpoint in checkpoints)
+    retained = set(steps[-max(1, retention.newest) :])
+    if retention.every > 0:
+        first: dict[int, int] = {}
+        for step in steps:
+            first.setdefault(step // retention.every, step)
+        retained.update(step for span, step in first.items() if span > 0)
+    best = best_step(checkpoints, retention.best)
+    if best is not None:
+        retained.add(best)
+    return set(steps) - retained
+
+
+def best_step(checkpoints: Sequence[Kept], metric: BestMetric | None) -> int | None:
+    """Returns the step with the best ``metric``, the first of equals; None if no checkpoint has it."""
+    if metric is None:
+        return None
+    sign = -1.0 if metric.highest else 1.0
+    results = [
+        (sign * checkpoint.metrics[metric.name], checkpoint.step)
+        for checkpoint in checkpoints
+        if metric.name in checkpoint.metrics and math.isfinite(checkpoint.metrics[metric.name])
+    ]
+    if results:
+        return min(results)[1]
+    return None
+
+
+_POLL_S = 0.2
+
+
+@dataclass
+class Removals:
+    """Runs removals one after the other in one thread, so that no save waits for their unlinks.
+
+    A checkpoint of N ranks has N files, and a metadata server takes about a millisecond for each. A checkpoint is first
+    renamed to a hidden name, or loses its marker, and that is synced; only then its files are unlinked. A process that
+    dies in between leaves a hidden directory, which no run loads and which the next removal finishes.
+
+    Attributes:
+        report: called in that thread with the exception of a removal that failed.
+    """
+
+    report: Callable[[Exception], None]
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _due: list[Callable[[], None]] = field(default_factory=list, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None
+
+    def start(self, removal: Callable[[], None]) -> None:
+        """Runs ``removal`` after the ones that are running or due; returns at once. Any thread may call it.
+
+        Each removal looks for all that is to be removed, so the ones that follow a slow one find little to do.
+        """
+        with self._lock:
+            self._due.append(removal)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="remove-checkpoints", daemon=True)
+                self._thread.start()
+
+    def wait(self, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Waits until all removals are finished or ``give_up`` returns True."""
+        while (thread := self._thread) is not None and not give_up():
+            thread.join(_POLL_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._due:
+                    self._thread = None
+                    return
+                removal = self._due.pop(0)
+            try:
+                removal()
+            except Exception as error:
+                self.report(error)
+
 
 _COMMITTED = re.compile(r"step-(\d{8,})(\.attempt-\d+\.\d+)?")
 _UNFINISHED = re.compile(r"(?:\.(?:bad\.)?)?step-\d{8,}\.(?:attempt-(\d+).*|removed.*)")
@@ -48,11 +156,7 @@ class Checkpoint:
     path: Path
 
     def manifest(self) -> Manifest:
-        """Reads the manifest of this checkpoint.
-
-        Raises:
-            BadCheckpoint: the manifest is missing or damaged.
-        """
+        """Reads the manifest; see ``read_manifest``."""
         return read_manifest(self.path)
 
 
@@ -102,7 +206,7 @@ class CheckpointStore:
         self.guard()
         self.root.mkdir(exist_ok=True)  # a run directory that was deleted is not made again
         self._refuse_second_commit(step)
-        hidden = "" if self.by_marker else "."
+        hidden = "." * (not self.by_marker)
         serial = 0
         while True:
             writing = self.root / f"{hidden}step-{step:08d}.attempt-{attempt:03d}.{serial}"
@@ -175,18 +279,10 @@ class CheckpointStore:
     def set_aside(self, checkpoint: Checkpoint, attempt: int) -> Path:
         """Renames a checkpoint so that no run loads it and a person can inspect it; returns the new path."""
         name = checkpoint.path.name.partition(".")[0]
-        target = self.root / f"bad.{name}.attempt-{attempt:03d}"
-        serial = 0
-        while target.exists():
-            serial += 1
-            target = self.root / f"bad.{name}.attempt-{attempt:03d}.{serial}"
+        target = self._free(f"bad.{name}.attempt-{attempt:03d}")
         self._unmark(checkpoint.path)
         self._move(checkpoint.path, target)
         return target
-
-    def remove(self, checkpoint: Checkpoint) -> None:
-        """Removes a committed checkpoint."""
-        self._remove(checkpoint.path)
 
     def prune(self, retention: Retention, attempt: int, known: dict[Checkpoint, Manifest] | None = None) -> None:
         """Removes checkpoints that ``retention`` does not keep, all bad ones but the newest, and unfinished saves.
@@ -199,10 +295,10 @@ class CheckpointStore:
                 call adds what it has compared and drops what is gone.
         """
         self.guard()
-        known = {} if known is None else known
-        complete = self._complete(known)
-        known.clear()
-        known.update(complete)
+        complete = self._complete(known or {})
+        if known is not None:
+            known.clear()
+            known.update(complete)
         steps = removable([Kept(found.step, manifest.metrics) for found, manifest in complete.items()], retention)
         expired = [checkpoint.path for checkpoint in complete if checkpoint.step in steps] + self.bad()[:-1]
         for path in [*expired, *self._unfinished_before(attempt)]:
@@ -237,14 +333,18 @@ class CheckpointStore:
         disk.remove(path)
 
     def _hide(self, path: Path) -> Path:
-        name = path.name.lstrip(".")
-        serial = 0
-        hidden = self.root / f".{name}.removed"
-        while hidden.exists():
-            serial += 1
-            hidden = self.root / f".{name}.removed.{serial}"
+        hidden = self._free(f".{path.name.lstrip('.')}.removed")
         self._move(path, hidden)
         return hidden
+
+    def _free(self, name: str) -> Path:
+        """Returns the path ``name``, with a number if it exists."""
+        path = self.root / name
+        serial = 0
+        while path.exists():
+            serial += 1
+            path = self.root / f"{name}.{serial}"
+        return path
 
     def _unmark(self, path: Path) -> None:
         """Removes the marker of a committed checkpoint; restores it if a newer attempt has taken over."""
@@ -292,8 +392,11 @@ class Purged(UserError):
 def furthest_saved(run: RunDirectory) -> int:
     """Returns the highest step with a committed checkpoint according to events and ``run.json``; 0 without any."""
     record = run.record()
-    proofs = [event for event in run.read_events() if _proves_checkpoint(event, run)]
-    saved = [*(event.step for event in proofs), record.get("saved_step"), record.get("result", {}).get("steps")]
+    saved = [record.get("saved_step"), record.get("result", {}).get("steps")]
+    for event in run.read_events():
+        resumed = event.name == "resumed" and event.path.startswith(f"{run.checkpoints}/")  # not from another run's
+        if resumed or event.name == "checkpoint_saved":
+            saved.append(event.step)
     return max((step for step in saved if isinstance(step, int)), default=0)
 
 
@@ -305,12 +408,6 @@ def record_save(run: RunDirectory, step: int) -> None:
     with suppress(OSError, UserError):  # the checkpoint is committed in any case
         if "saved_step" not in run.record():
             run.update_record(saved_step=step)
-
-
-def _proves_checkpoint(event: Event, run: RunDirectory) -> bool:
-    """Returns whether ``event`` reports a commit of this run, or a resume from a checkpoint of this run."""
-    own = event.path.startswith(f"{run.checkpoints}/")
-    return event.name == "checkpoint_saved" or (event.name == "resumed" and own)
 
 
 def wait_for_checkpoint(store: CheckpointStore, wait_s: float) -> bool:

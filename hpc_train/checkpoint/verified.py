@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from hpc_train.checkpoint.agreement import lowest, on_first
+from hpc_train.checkpoint.agreement import lowest, on_first, raise_lowest
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, read_manifest, verify
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.errors import UserError
@@ -77,23 +77,20 @@ class VerifiedSearch:
             OSError: they cannot be read at the moment.
         """
         while True:
-            candidate = self._propose()
+            candidate: VerifiedCheckpoint | None = on_first(self._candidate, self.group)
             if candidate is None:
                 return None
             state = self._file_state(candidate)
-            problem = self._verify(candidate, self._on_first(partial(self._is_remembered, candidate, state)))
+            remembered = on_first(partial(self._is_remembered, candidate, state), self.group)
+            problem = verify_together(candidate, self.group, full=self.full and not remembered)
             if problem is None:
-                self._on_first(partial(self._remember, candidate, state))
+                on_first(partial(self._remember, candidate, state), self.group)
                 return candidate
-            self._on_first(partial(self._refuse, candidate.checkpoint, problem))
-
-    def _propose(self) -> VerifiedCheckpoint | None:
-        candidate: VerifiedCheckpoint | None = self._on_first(self._candidate)
-        return candidate
+            on_first(partial(self._refuse, candidate.checkpoint, problem), self.group)
 
     def _candidate(self) -> VerifiedCheckpoint | None:
         """Returns the newest checkpoint with a valid manifest as seen by rank 0, whose view counts for all ranks."""
-        timeout_s = self._visibility_s()
+        timeout_s = self.visibility_timeout_s * on_network(self.store.root)
         for checkpoint in reversed(self.store.committed()):
             if checkpoint.step in self._refused:
                 continue
@@ -103,17 +100,15 @@ class VerifiedSearch:
                 self._refuse(checkpoint, str(error))
             except OSError as error:
                 raise _unreadable(checkpoint, 0, error) from error
-        if self._refused or self.store.bad():
-            bad = [f"step {step}: {why}" for step, why in sorted(self._refused.items(), reverse=True)]
+        damaged = [f"step {step}: {why}" for step, why in sorted(self._refused.items(), reverse=True)]
+        damaged = damaged or [path.name for path in self.store.bad()]
+        if damaged:
             raise AllDamaged(
-                "all checkpoints of this run are damaged:\n  " + "\n  ".join(bad or [p.name for p in self.store.bad()]),
+                "all checkpoints of this run are damaged:\n  " + "\n  ".join(damaged),
                 where=str(self.store.root),
                 fix="restore an intact checkpoint there, or choose another run.name to start at step 0",
             )
         return None
-
-    def _verify(self, candidate: VerifiedCheckpoint, remembered: bool) -> str | None:
-        return verify_together(candidate, self.group, full=self.full and not remembered)
 
     def _file_state(self, candidate: VerifiedCheckpoint) -> str | None:
         """Returns a digest of the attributes of all files that change with a write; None if it is not needed.
@@ -142,11 +137,6 @@ class VerifiedSearch:
         self._refused[checkpoint.step] = problem
         self.on_bad(checkpoint, problem)
 
-    def _visibility_s(self) -> float:
-        if on_network(self.store.root):
-            return self.visibility_timeout_s
-        return 0.0
-
     def _remember(self, verified: VerifiedCheckpoint, state: str | None) -> None:
         """Records the verified checkpoint, so that a restart within this job does not read it again."""
         if state is None:
@@ -160,9 +150,6 @@ class VerifiedSearch:
         except (OSError, ValueError):
             return False
         return remembered
-
-    def _on_first(self, action: Callable[[], Any]) -> Any:
-        return on_first(action, self.group)
 
 
 def verify_together(candidate: VerifiedCheckpoint, group: dist.ProcessGroup, full: bool) -> str | None:
@@ -185,9 +172,7 @@ def verify_together(candidate: VerifiedCheckpoint, group: dist.ProcessGroup, ful
         damage = f"{error} (rank {rank}, {socket.gethostname()})"
     except OSError as error:
         unreadable = _unreadable(candidate.checkpoint, rank, error)
-    failure = lowest(unreadable, group)
-    if failure is not None:
-        raise failure
+    raise_lowest(unreadable, group)
     problem: str | None = lowest(damage, group)
     return problem
 

@@ -34,9 +34,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from hpc_train.checkpoint import disk
-from hpc_train.checkpoint.encoding import encode_metadata
 from hpc_train.checkpoint.manifest import METADATA, FileEntry
-from hpc_train.checkpoint.plan import Holding, Places, SharedPlan, senders, share_out
+from hpc_train.checkpoint.plan import Holding, Places, SharedPlan, encode_metadata, senders, share_out
 from hpc_train.run.exits import CollectiveFailure
 
 SHOWN = 4  # failed ranks that a message describes
@@ -84,13 +83,13 @@ class RankWriter:
     """Holds one rank's share of the plan, and writes it.
 
     Args:
-        one_file: write one file per rank; otherwise one per tensor. DCP keeps all tensors of a file in memory until
+        single_file: write one file per rank; otherwise one per tensor. DCP keeps all tensors of a file in memory until
             the file is complete.
     """
 
     def __init__(self, rank: int, single_file: bool = True) -> None:
         self._rank = rank
-        self._one_file = single_file
+        self._single_file = single_file
         self._items: list[WriteItem] = []
         self._holding: Holding | None = None
         self._planned: tuple[int, bytes, bytes] | None = None  # serial, digest of what is held, one bit per part
@@ -103,8 +102,10 @@ class RankWriter:
         planner.set_up_planner(dict(state), is_coordinator=self._rank == 0)
         self._items = planner.create_local_plan().items
         self._holding = Holding.of(self._items)
-        unchanged = self._planned is not None and self._planned[1] == self._holding.digest
-        return Answer(self._planned[0] if unchanged and self._planned is not None else None, self._holding.digest)
+        serial = None
+        if self._planned is not None and self._planned[1] == self._holding.digest:
+            serial = self._planned[0]
+        return Answer(serial, self._holding.digest)
 
     def pack(self) -> bytes:
         """Returns the described holding."""
@@ -130,7 +131,7 @@ class RankWriter:
         Raises:
             RuntimeError: DCP has not written each item exactly once.
         """
-        writer = HashingWriter(writing, self._one_file)
+        writer = HashingWriter(writing, self._single_file)
         planner = SnapshotPlanner(state, host)
         items = self.items
         plan = SavePlan(items, storage_data=_StoragePrefix(f"__{self._rank}_"))
@@ -196,7 +197,10 @@ class Coordinator:
         assert len(places) == self._ranks, "a rank has not sent where its parts are"
         files = {name: entry for answer in written for name, entry in answer.files.items()}
         for rank, place in enumerate(places):
-            _check_ends(rank, place, files)
+            for name, end in place.ends().items():
+                size = files[name].size if name in files else 0
+                if name not in files or end > size:
+                    raise RuntimeError(f"rank {rank}: {name} has {size} bytes, and its last part ends at {end}")
         if self._metadata is None:
             self._metadata = encode_metadata(self._plan, places)
         metadata = disk.write_file(writing / METADATA, self._metadata)
@@ -204,24 +208,17 @@ class Coordinator:
         return files
 
 
-def _check_ends(rank: int, places: Places, files: Mapping[str, FileEntry]) -> None:
-    for name, end in places.ends().items():
-        if name not in files or end > files[name].size:
-            size = files[name].size if name in files else 0
-            raise RuntimeError(f"rank {rank}: {name} has {size} bytes, and its last part ends at {end}")
-
-
 class TensorWriter:
     """Writes tensors collectively over ``group``, and plans anew only when what a rank holds has changed.
 
     Args:
         group: None means one process.
-        one_file: see ``RankWriter``.
+        single_file: see ``RankWriter``.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, single_file: bool = True) -> None:
         self._ranks = _DistWrapper(group, group is not None, 0)
-        self._own = RankWriter(self._ranks.get_rank(), single_file)
+        self._local = RankWriter(self._ranks.get_rank(), single_file)
         self._first = Coordinator(self._ranks.get_world_size())  # used on rank 0
 
     def names(self, state: Mapping[str, Tensor]) -> set[str]:
@@ -237,7 +234,7 @@ class TensorWriter:
                 self._plan(state, None)
         except CheckpointException as error:
             _fail(error)
-        return {item.index.fqn for item in self._own.items}
+        return {item.index.fqn for item in self._local.items}
 
     def write(
         self,
@@ -267,10 +264,10 @@ class TensorWriter:
         try:
             with quiet():
                 self._plan(state, check_space)
-                self._ranks.all_reduce("write", partial(self._own.write, writing, state, host), finish)
+                self._ranks.all_reduce("write", partial(self._local.write, writing, state, host), finish)
         except CheckpointException as error:
             _fail(error)
-        self._own.confirm()
+        self._local.confirm()
         return files
 
     def _plan(self, state: Mapping[str, Tensor], check_space: Callable[[int, int], None] | None) -> None:
@@ -290,11 +287,11 @@ class TensorWriter:
                 self._first.check_space(check_space)
             return plans
 
-        sending = self._ranks.all_reduce("plan", partial(self._own.describe, state), ask)
+        sending = self._ranks.all_reduce("plan", partial(self._local.describe, state), ask)
         if sending:
             sends = self._ranks.get_rank() in sending
-            local_plan = self._ranks.reduce_scatter("plan", lambda: self._own.pack() if sends else None, plan)
-            self._own.accept(*local_plan)
+            local_plan = self._ranks.reduce_scatter("plan", lambda: self._local.pack() if sends else None, plan)
+            self._local.accept(*local_plan)
 
 
 def write_tensors(
@@ -311,8 +308,13 @@ def write_tensors(
 
 def _fail(error: CheckpointException) -> NoReturn:
     failures = {rank: failure[0] for rank, failure in error.failures.items()}
-    expected = all(isinstance(failure, OSError) for failure in failures.values())  # these need no traceback
-    raise SaveFailed(_describe(failures), failures) from (None if expected else error)
+    messages = [f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in sorted(failures.items())]
+    if len(messages) > SHOWN:
+        messages[SHOWN:] = [f"and {len(messages) - SHOWN} more ranks"]
+    message = "; ".join(messages)
+    if all(isinstance(failure, OSError) for failure in failures.values()):  # these need no traceback
+        raise SaveFailed(message, failures) from None
+    raise SaveFailed(message, failures) from error
 
 
 class SnapshotPlanner(dcp.DefaultSavePlanner):
@@ -369,9 +371,3 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _describe(failures: Mapping[int, BaseException]) -> str:
-    messages = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(failures.items())]
-    more = [f"and {len(messages) - SHOWN} more ranks"] if len(messages) > SHOWN else []
-    return "; ".join(messages[:SHOWN] + more)

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from hpc_train.checkpoint.extra_state import decoded, encoded, tensors_in
 from hpc_train.checkpoint.failures import PRIOR_PER_GPU_HOUR
 from hpc_train.checkpoint.manager import CheckpointManager
-from hpc_train.checkpoint.plain_values import decoded, encoded, tensors_in
 from hpc_train.checkpoint.state import TensorShape
 from hpc_train.config.import_path import locate
 from hpc_train.config.schema import Config

@@ -99,7 +99,6 @@ def test_metadata_with_code_is_damage(
     assert problems[1:] == [None, None]
     assert problems[0].endswith("it refers to os.getpid, which is not on the allow-list")
     monkeypatch.setattr(transfer, "_model", lambda run: (GPTConfig(), 8))
-    monkeypatch.setattr(transfer, "_format", lambda *arguments: "pt")
     with pytest.raises(UserError, match=r"os.getpid, which is not on the allow-list"):
         transfer.export(run, 1, run.path / "x.pt", "pt", None, lambda label, total: nullcontext(lambda count: None))
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from hpc_train.checkpoint import disk
-from hpc_train.checkpoint.removals import Retention
-from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.checkpoint.store import CheckpointStore, Retention
 from tests.checkpoint.progress import LONG
 from tests.checkpoint.tiny import LIMIT_S, commit, newest_good
 from tests.ranks import run_ranks

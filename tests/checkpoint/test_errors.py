@@ -17,8 +17,7 @@ import torch.distributed as dist
 from hpc_train.checkpoint import disk, manager, space
 from hpc_train.checkpoint.manager import CheckpointManager, Superseded
 from hpc_train.checkpoint.manifest import verify
-from hpc_train.checkpoint.removals import Retention
-from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.checkpoint.store import CheckpointStore, Retention
 from hpc_train.checkpoint.writer import SaveFailed
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory

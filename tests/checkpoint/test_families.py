@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hpc_train.checkpoint.export import PublishedFiles
-from hpc_train.checkpoint.transfer import export, import_hf
+from hpc_train.checkpoint.transfer import PublishedFiles, export, import_hf
 from hpc_train.config.schema import GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_train.checkpoint.export import export_hf
 from hpc_train.checkpoint.listing import choose, verified_manifest
 from hpc_train.checkpoint.reader import StoredTensors
-from hpc_train.checkpoint.transfer import export, import_hf
+from hpc_train.checkpoint.transfer import export, export_hf, import_hf
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import GPTConfig
 from hpc_train.errors import UserError

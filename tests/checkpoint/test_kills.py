@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_train.checkpoint import disk
-from hpc_train.checkpoint.removals import Retention
-from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.checkpoint.store import CheckpointStore, Retention
 from tests.checkpoint.progress import LONG, Progress
 from tests.checkpoint.tiny import LIMIT_S, commit_together, newest_good
 from tests.ranks import CONTEXT

@@ -11,8 +11,7 @@ import pytest
 
 from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.manifest import COMMITTED, NAME, BadCheckpoint
-from hpc_train.checkpoint.removals import Retention
-from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.checkpoint.store import CheckpointStore, Retention
 from hpc_train.machine.storage import FileSystem
 from tests.checkpoint.made import is_complete
 from tests.checkpoint.test_crash_states import Recorder

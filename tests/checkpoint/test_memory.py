@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.checkpoint import export as exporting
+from hpc_train.checkpoint import transfer as exporting
 from hpc_train.checkpoint.transfer import export, import_hf, write_checkpoint
 from hpc_train.config.schema import GPTConfig
 from hpc_train.models.build import build_model

@@ -15,8 +15,7 @@ import torch
 from hpc_train import cli
 from hpc_train.checkpoint import listing, transfer
 from hpc_train.checkpoint.reader import StoredTensors
-from hpc_train.checkpoint.removals import Retention
-from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.checkpoint.store import CheckpointStore, Retention
 from hpc_train.config.evaluation import LOWEST_LOSS
 from hpc_train.config.schema import CustomModelConfig
 from hpc_train.errors import UserError

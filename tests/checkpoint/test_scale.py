@@ -9,6 +9,7 @@ import pickle
 import sys
 import threading
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -31,14 +33,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from benchmarks.checkpoint_scale import SimulatedSave
 from hpc_train.checkpoint import disk, manifest
 from hpc_train.checkpoint.agreement import broadcast_bytes, from_rank, lowest
-from hpc_train.checkpoint.encoding import encode_metadata
 from hpc_train.checkpoint.manifest import METADATA, FileEntry, Manifest
-from hpc_train.checkpoint.plan import Holding, Places, SharedPlan, senders, share_out
+from hpc_train.checkpoint.plan import Holding, Places, SharedPlan, encode_metadata, senders, share_out
 from hpc_train.checkpoint.reader import SafeReader, read_metadata
-from hpc_train.checkpoint.removals import Removals, Retention
-from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
+from hpc_train.checkpoint.store import Checkpoint, CheckpointStore, Removals, Retention
 from hpc_train.checkpoint.verified import VerifiedSearch
-from hpc_train.checkpoint.writer import TensorWriter, _describe, quiet
+from hpc_train.checkpoint.writer import SaveFailed, TensorWriter, _fail, quiet
 from tests.checkpoint.tiny import commit, state_of
 from tests.ranks import run_on_world, run_ranks
 
@@ -215,9 +215,12 @@ def test_a_checkpoint_of_an_older_version_loads(tmp_path: Path) -> None:
 
 
 def test_a_message_describes_a_few_ranks_and_counts_the_others() -> None:
-    failures = {rank: OSError(errno.ENOSPC, "full") for rank in range(8000)}
-    assert _describe(failures).startswith("rank 0: OSError: [Errno 28] full; rank 1: ")
-    assert _describe(failures).endswith("; and 7996 more ranks") and len(_describe(failures)) < 300
+    failures = {rank: (OSError(errno.ENOSPC, "full"), StackSummary()) for rank in range(8000)}
+    with pytest.raises(
+        SaveFailed, match=r"^rank 0: OSError: \[Errno 28\] full; rank 1: .*; and 7996 more ranks$"
+    ) as failed:
+        _fail(CheckpointException("write", failures))
+    assert len(str(failed.value)) < 300
 
 
 def test_the_parts_are_described_again_after_a_failed_save(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from hpc_train.checkpoint.disk import HashedFile
 from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint, FileEntry, Manifest, decode, verify
-from hpc_train.checkpoint.removals import Kept, Retention, removable
-from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.checkpoint.store import CheckpointStore, Kept, Retention, removable
 from hpc_train.config.evaluation import BestMetric
 
 

@@ -159,7 +159,7 @@ def test_the_flight_recorder_uses_the_gpu_of_the_rank(
 
 THREADS = {  # module: whether its threads may call CUDA
     "checkpoint/manager.py": "copies and saves tensors",
-    "checkpoint/removals.py": "no",
+    "checkpoint/store.py": "no",
     "data/build.py": "no",
     "bench/doctor/reach.py": "no",
     "elastic/on_event.py": "no",

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpc_train.checkpoint.export import export_hf
 from hpc_train.checkpoint.listing import choose, verified_manifest
 from hpc_train.checkpoint.reader import StoredTensors
+from hpc_train.checkpoint.transfer import export_hf
 from hpc_train.config.schema import (
     Config,
     CustomModelConfig,

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_train.checkpoint.export import export_hf
 from hpc_train.checkpoint.listing import choose, verified_manifest
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.reader import StoredTensors
+from hpc_train.checkpoint.transfer import export_hf
 from hpc_train.config.schema import Config, HFModelConfig, LoraConfig, OptimConfig
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model

@@ -28,8 +28,7 @@ from hpc_train.checkpoint.listing import (
     list_set_aside,
 )
 from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint
-from hpc_train.checkpoint.removals import Kept, best_step
-from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.checkpoint.store import CheckpointStore, Kept, best_step
 from hpc_train.collector import without_collector
 from hpc_train.commands.checkpoints import ACTIONS
 from hpc_train.config.evaluation import LOWEST_LOSS, BestMetric, best_metric
