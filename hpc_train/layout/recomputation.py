@@ -10,7 +10,7 @@ What ``kept_by_layers`` counts is bounded by the budget. The logits of the loss,
 it is recomputed, and the gradients that a split backward keeps between its two parts come on top: the memory estimate
 adds them.
 
-``train.activation_offload`` moves what layers keep to host memory and back; ``parallel.activations.offload`` moves it.
+``train.activation_offload`` moves what layers keep to host memory and back; ``parallel.activation_offload`` moves it.
 """
 
 from __future__ import annotations
