@@ -13,9 +13,10 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+from hpc_train.config import hf_config
 from hpc_train.config.extensions import IMAGES, family_of, is_import_path
 from hpc_train.config.import_path import method_parameters
-from hpc_train.config.schema import Config, CustomModelConfig, StreamDataConfig
+from hpc_train.config.schema import Config, CustomModelConfig, HFModelConfig, StreamDataConfig
 from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError, check_all
 from hpc_train.layout.layout import Layout
@@ -181,6 +182,17 @@ def _comparing_loss(config: Config, _: Layout) -> str:
     return f"{target}.loss" if target and "gather" in method_parameters(target, "loss") else ""
 
 
+def _balances_experts(config: Config, _: Layout) -> bool:
+    """Returns whether the config.json of a model asks for a load-balancing loss, whose dependence on the split is not
+    accepted; the workers know it of families that have a default coefficient.
+    """
+    model = config.model
+    if not isinstance(model, HFModelConfig) or model.split_dependent_loss:
+        return False
+    values = hf_config.read(model.name_or_path, model.revision, model.config) or {}
+    return hf_config.balances_experts(values, model.task)
+
+
 def _why_not_stages(config: Config, _: Layout) -> str:
     family = family_of(config.model)
     return "" if family.why_not_stages is None else family.why_not_stages(config.model)
@@ -196,6 +208,7 @@ PIPELINE = Condition("a pipeline", lambda _, layout: layout.pp > 1 and layout.pp
 TENSOR = Condition("tensor parallelism", lambda _, layout: layout.tp > 1 and layout.tp, "strategy.tp={}")
 CONTEXT = Condition("context parallelism", lambda _, layout: layout.cp > 1 and layout.cp, "strategy.cp={}")
 NO_TENSOR = Condition("no tensor parallelism", lambda _, layout: layout.tp == 1)
+SEVERAL_RANKS = Condition("several ranks with the same parameters", lambda _, layout: layout.dp_cp > 1 and layout.dp_cp)
 SEVERAL_BATCHES = Condition(
     "several micro-batches in a step",
     lambda _, layout: layout.micro_batches > 1 and layout.micro_batches,
@@ -359,6 +372,16 @@ COMPARED_SAMPLES = Condition(
     message="{this} compares samples, as its parameter gather declares, so it needs each rank's samples of a step in "
     "one micro-batch; {reason}",
 )
+# a product of means over a batch, so that one rank has to hold all of it
+BALANCED_EXPERTS = Condition(
+    "`output_router_logits` of `model=hf`",
+    _balances_experts,
+    "model.name_or_path, model.config",
+    message="the config of the model has output_router_logits=true, which adds a load-balancing loss; it is no sum "
+    "over samples, and {reason} compute the loss of a batch in parts, so the result would depend on their number",
+    fix="model.split_dependent_loss=true, which accepts this; +strategy=single batch.micro_batches=1 "
+    "batch.micro_size=auto; or +model.config.output_router_logits=false, which trains without that loss",
+)
 EPOCHS = _key("train.epochs")
 STREAM = Condition("a stream", lambda config, _: isinstance(config.data, StreamDataConfig))
 NO_SEQUENCES = Condition(
@@ -505,6 +528,9 @@ OF_RUN: tuple[Exclusion, ...] = (
         "this layout splits them into {it}",
         "batch.micro_batches=1 and batch.micro_size=auto",
     ),
+    Exclusion(BALANCED_EXPERTS, SEVERAL_RANKS, "{it} ranks"),
+    Exclusion(BALANCED_EXPERTS, SEVERAL_BATCHES, "{it} micro-batches"),
+    Exclusion(BALANCED_EXPERTS, REPRODUCIBLE, "logical micro-batches"),
     Exclusion(
         EPOCHS,
         STREAM,

@@ -1,12 +1,13 @@
-"""Derives the effective layout of one attempt from the frozen config and the allocated nodes and workers.
+"""Derives the layout of one attempt from the frozen config and the allocated nodes and workers. Imports no torch.
 
-This module imports no torch, so the submission refuses an impossible layout before the job waits in a queue.
+``strategy=auto`` leaves the keys with the value ``auto`` to the planner. The submission replaces them by its choice, so
+that a frozen config has none of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +33,38 @@ from hpc_train.layout.techniques import (
 )
 from hpc_train.units import counted, format_bytes
 
+ONLY_CHOSEN = ("tp", "data_parallel", "shard", "stages_per_rank")  # keys for which only the planner reads auto
+# what the planner starts from where a key is open
+SIMPLEST: Mapping[str, Any] = {
+    "strategy.tp": 1,
+    "strategy.data_parallel": "ddp",
+    "strategy.shard": "fill",
+    "strategy.stages_per_rank": 1,
+    "strategy.pp": 1,
+    "strategy.schedule": "1f1b",
+    "train.activation_checkpointing": "none",
+}
+AUTO_LOGICAL = 8  # logical micro-batches, as many as a node usually has GPUs
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of an attempt. A tensor-parallel group has ``tp`` of them, and a context-parallel group ``cp``."""
+
+    nodes: int
+    per_node: int
+    tp: int
+    cp: int
+
+    @property
+    def available(self) -> int:
+        return self.nodes * self.per_node
+
+    @property
+    def columns(self) -> int:
+        """Ranks that pipeline and data parallelism divide."""
+        return self.available // (self.cp * self.tp)
+
 
 def resolve_layout(config: Config, nodes: int, workers_per_node: int, device_bytes: float | None = None) -> Layout:
     """Derives the layout of ``config`` on ``nodes`` x ``workers_per_node`` ranks.
@@ -44,13 +77,27 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int, device_byt
     """
     config = for_nodes(config, nodes)
     check_chosen(config)
-    tp = _tensor_parallel(config.strategy, workers_per_node)
-    ranks = Ranks(nodes, workers_per_node, tp, _context_parallel(config.strategy, nodes * workers_per_node // tp))
+    tp = config.strategy.tp
+    if not isinstance(tp, int) or tp < 1 or workers_per_node % tp:
+        divisors = (str(number) for number in range(1, workers_per_node + 1) if workers_per_node % number == 0)
+        raise UserError(
+            f"strategy.tp is {tp}, which does not divide the {workers_per_node} workers of a node",
+            where="strategy.tp",
+            fix=f"strategy.tp={' or '.join(divisors)}, because tensor parallelism stays within a node",
+        )
+    cp = config.strategy.cp
+    tensor_groups = nodes * workers_per_node // tp  # each holds one rank of a context-parallel group
+    if not isinstance(cp, int) or not 1 <= cp <= tensor_groups:
+        raise UserError(
+            f"strategy.cp is {cp!r}, but there are {tensor_groups} ranks that can share the tokens of a sample",
+            where="strategy.cp",
+            fix=f"a number from 1 to {tensor_groups}, or more workers (cluster.gpus_per_node, cluster.cpu_workers)",
+        )
+    ranks = Ranks(nodes, workers_per_node, tp, cp)
     notes: list[str] = []
     if runs_own_code(config):
-        return _of_own_code(config, ranks, notes)
-    pp = pipeline_ranks(config, ranks, lambda candidate: _lay_out(config, ranks, candidate, []), device_bytes, notes)
-    return _lay_out(config, ranks, pp, notes)
+        return _of_user_code(config, ranks, notes)
+    return _lay_out(config, ranks, _pipeline_ranks(config, ranks, device_bytes, notes), notes)
 
 
 def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
@@ -59,43 +106,45 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
     Raises:
         UserError: the strategy does not fit these ranks.
     """
-    strategy, tp, cp = config.strategy, ranks.tp, ranks.cp
-    dp = _data_parallel(strategy, ranks, pp)
-    _check_use(dp * pp * cp * tp, ranks.nodes, ranks.available, notes)
+    strategy = config.strategy
+    dp = _data_parallel(strategy, ranks, pp, notes)
+    holders = dp * ranks.cp
     stages_per_rank = stages_of_rank(strategy) if pp > 1 else 1
     asked = asked_kind(config)
-    synchronized = asked if dp * cp > 1 else None
-    schedule, (micro_batches, micro_size) = choose_schedule(config, synchronized, dp, pp, stages_per_rank, notes)
-    kind = _used_kind(config, asked, dp * cp, notes)
-    reproducible, logical = config.train.reproducible is not None, 0
-    if reproducible:
-        logical, micro_batches, micro_size = divide(config, dp)
+    synchronized = asked if holders > 1 else None
+    schedule, (micro_batches, micro_size) = _choose_schedule(config, synchronized, dp, pp, stages_per_rank, notes)
+    kind = asked if synchronized is None else _used_kind(config, asked, notes)
+    logical = 0
+    if config.train.reproducible is not None:
+        kind = TREE.name
+        logical, micro_batches, micro_size = _divide(config, dp)
+    notes += notices(config)
     layout = Layout(
         dp=dp,
         pp=pp,
-        tp=tp,
-        shard=_shard(strategy, find_kind(asked), dp * cp, ranks.per_node // tp),
-        data_parallel=TREE.name if reproducible else kind,
+        tp=ranks.tp,
+        shard=_shard(strategy, find_kind(asked), holders, ranks.per_node // ranks.tp),
+        data_parallel=kind,
         schedule=schedule,
         stages_per_rank=stages_per_rank,
         micro_batches=micro_batches,
         micro_size=micro_size,
-        notes=(*notes, *notices(config)),
+        notes=tuple(notes),
         logical_micro_batches=logical,
-        cp=cp,
+        cp=ranks.cp,
     )
     check_compatibility(OF_LAYOUT, config, layout)
-    chosen = describe_recomputation(config, layout)
-    return layout if chosen is None else replace(layout, notes=(*layout.notes, chosen))
+    recomputation = describe_recomputation(config, layout)
+    return layout if recomputation is None else replace(layout, notes=(*layout.notes, recomputation))
 
 
-def _of_own_code(config: Config, ranks: Ranks, notes: list[str]) -> Layout:
+def _of_user_code(config: Config, ranks: Ranks, notes: list[str]) -> Layout:
     """Returns the ranks of custom code, which has no micro-batches that hpc_train knows of.
 
     Raises:
         UserError: the strategy does not fit these ranks.
     """
-    strategy, tp, cp = config.strategy, ranks.tp, ranks.cp
+    strategy = config.strategy
     pp = strategy.pp
     if pp == "fill" and isinstance(strategy.dp, int):
         pp = ranks.columns // max(1, strategy.dp)
@@ -105,103 +154,140 @@ def _of_own_code(config: Config, ranks: Ranks, notes: list[str]) -> Layout:
             where="strategy.pp",
             fix="strategy.pp=N",
         )
-    dp = _data_parallel(strategy, ranks, pp)
-    _check_use(dp * pp * cp * tp, ranks.nodes, ranks.available, notes)
+    dp = _data_parallel(strategy, ranks, pp, notes)
+    kind = find_kind(strategy.data_parallel)
     return Layout(
         dp=dp,
         pp=pp,
-        tp=tp,
-        shard=_shard(strategy, find_kind(strategy.data_parallel), dp * cp, ranks.per_node // tp),
+        tp=ranks.tp,
+        shard=_shard(strategy, kind, dp * ranks.cp, ranks.per_node // ranks.tp),
         data_parallel=strategy.data_parallel,
         schedule=strategy.schedule,
         stages_per_rank=1,
         micro_batches=0,
         micro_size=0,
         notes=tuple(notes),
-        cp=cp,
+        cp=ranks.cp,
     )
 
 
-def _divisors(number: int) -> str:
-    return " or ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
+def open_keys(config: Config) -> tuple[str, ...]:
+    """Returns the dotted names of the keys that the planner chooses; none after it has chosen."""
+    if config.strategy.name != AUTO:
+        return ()
+    names = []
+    for name in SIMPLEST:
+        group, _, key = name.partition(".")
+        if getattr(getattr(config, group), key) == AUTO:
+            names.append(name)
+    batch = config.batch
+    # train.reproducible determines the micro-batches
+    if batch.micro_size == batch.micro_batches == AUTO and config.train.reproducible is None:
+        names.append("batch.micro_size")
+    return tuple(names)
 
 
-def _tensor_parallel(strategy: StrategyConfig, workers_per_node: int) -> int:
-    if not isinstance(strategy.tp, int) or strategy.tp < 1 or workers_per_node % strategy.tp:
+def check_chosen(config: Config) -> None:
+    """Raises UserError if a key of the layout is open, or ``auto`` without ``strategy=auto``."""
+    key = next((f"strategy.{name}" for name in ONLY_CHOSEN if getattr(config.strategy, name) == AUTO), None)
+    if key is None:
+        return
+    if config.strategy.name != AUTO:
         raise UserError(
-            f"strategy.tp is {strategy.tp}, which does not divide the {workers_per_node} workers of a node",
-            where="strategy.tp",
-            fix=f"strategy.tp={_divisors(workers_per_node)}, because tensor parallelism stays within a node",
+            f"{key} is auto, which only strategy=auto chooses", where=key, fix=f"+strategy=auto, or {key}=VALUE"
         )
-    return strategy.tp
+    if runs_own_code(config):
+        raise UserError(
+            "strategy=auto cannot choose a layout for custom code, because it does not know the model",
+            where="strategy, run.entry or run.command",
+            fix="a strategy with a layout, such as +strategy=dp",
+        )
+    raise UserError(
+        f"strategy=auto chooses {key} when a training is submitted, but this command does not submit one",
+        where="strategy",
+        fix="a strategy with a layout, such as +strategy=dp; the command plan shows which layouts are fast",
+    )
 
 
-def _context_parallel(strategy: StrategyConfig, columns: int) -> int:
-    """Returns ``strategy.cp``, of which each of ``columns`` tensor-parallel groups holds one rank.
+def for_nodes(config: Config, nodes: int) -> Config:
+    """Returns ``config`` with the layout that ``strategy=auto`` has frozen for ``nodes`` nodes, if there is one.
 
     Raises:
-        UserError: it is not a number, or there are too few ranks.
+        UserError: no layout fitted this number of nodes, or ``strategy.for_nodes`` names an unknown key.
     """
-    if not isinstance(strategy.cp, int) or not 1 <= strategy.cp <= columns:
+    others = config.strategy.for_nodes
+    if str(nodes) not in others:
+        return config
+    chosen = others[str(nodes)]
+    if chosen is None:
         raise UserError(
-            f"strategy.cp is {strategy.cp!r}, but there are {columns} ranks that can share the tokens of a sample",
-            where="strategy.cp",
-            fix=f"a number from 1 to {columns}, or more workers (cluster.gpus_per_node, cluster.cpu_workers)",
+            f"strategy=auto found no layout for {nodes} nodes when the run was submitted",
+            where="cluster.nodes, elastic.min_nodes",
+            fix="other numbers of nodes",
         )
-    return strategy.cp
+    try:
+        config = replace(config, **{group: replace(getattr(config, group), **keys) for group, keys in chosen.items()})
+    except (AttributeError, TypeError) as error:
+        where = "strategy.for_nodes"
+        fix = "{'NODES': {GROUP: {KEY: VALUE}}}"
+        raise UserError(f"{where} holds {chosen!r}: {error}", where=where, fix=fix) from error
+    return replace(config, strategy=replace(config.strategy, for_nodes={}))
 
 
-def _data_parallel(strategy: StrategyConfig, ranks: Ranks, pp: int) -> int:
+def _data_parallel(strategy: StrategyConfig, ranks: Ranks, pp: int, notes: list[str]) -> int:
+    """Returns the number of data-parallel ranks.
+
+    Raises:
+        UserError: ``strategy.dp`` is wrong, needs more ranks than there are, or leaves ranks of several nodes idle.
+    """
+    dp: int | str = strategy.dp
     room = ranks.columns // pp
-    if strategy.dp == "fill":
-        return room
-    if not isinstance(strategy.dp, int) or strategy.dp < 1:
-        raise UserError(f"strategy.dp is {strategy.dp!r}", where="strategy.dp", fix="a number from 1, or fill")
-    if strategy.dp > room:
+    if dp == "fill":
+        dp = room
+    if not isinstance(dp, int) or dp < 1:
+        raise UserError(f"strategy.dp is {dp!r}", where="strategy.dp", fix="a number from 1, or fill")
+    used = dp * pp * ranks.cp * ranks.tp
+    if dp > room:
         context = f" x cp {ranks.cp}" if ranks.cp > 1 else ""
         raise UserError(
-            f"dp {strategy.dp} x pp {pp}{context} x tp {ranks.tp} needs {strategy.dp * pp * ranks.cp * ranks.tp} "
-            f"workers, but only {ranks.available} are available",
+            f"dp {dp} x pp {pp}{context} x tp {ranks.tp} needs {used} workers, but only {ranks.available} are "
+            "available",
             where="strategy.dp",
             fix="strategy.dp=fill, or more workers (cluster.nodes, cluster.gpus_per_node, cluster.cpu_workers)",
         )
-    return strategy.dp
+    if used < ranks.available:
+        if ranks.nodes > 1:
+            raise UserError(
+                f"the layout uses {used} of {ranks.available} workers on {ranks.nodes} nodes",
+                where="strategy",
+                fix="strategy.dp=fill, or fewer nodes, because idle nodes also cost GPU-hours",
+            )
+        notes.append(f"the layout uses {used} of {ranks.available} workers")
+    return dp
 
 
-def _used_kind(config: Config, asked: str, holders: int, notes: list[str]) -> str:
-    """Returns the kind that sums the gradients. Compressed gradients may need another kind than ``asked``."""
+def _used_kind(config: Config, asked: str, notes: list[str]) -> str:
+    """Returns the kind that sums the gradients, which may be another one than ``asked``."""
     kind = find_kind(asked)
-    if holders == 1:
-        return asked
     replacements = (
         (config.strategy.compression != "none", kind.compressed_as, "compress gradients"),
         (config.optim.in_backward, kind.updated_as, "update parameters inside the backward"),
     )
-    for wanted, other, what in replacements:
-        if wanted and other is not None and other != asked:
+    for is_set, other, what in replacements:
+        if is_set and other is not None and other != asked:
             notes.append(f"the data-parallel kind {other} replaces {kind.name}, which cannot {what}")
             return other
     return asked
 
 
-def _check_use(world_size: int, nodes: int, available: int, notes: list[str]) -> None:
-    if world_size == available:
-        return
-    if nodes > 1:
-        raise UserError(
-            f"the layout uses {world_size} of {available} workers on {nodes} nodes",
-            where="strategy",
-            fix="strategy.dp=fill, or fewer nodes, because idle nodes also cost GPU-hours",
-        )
-    notes.append(f"the layout uses {world_size} of {available} workers")
-
-
 def _shard(strategy: StrategyConfig, kind: DataParallelKind, holders: int, per_node: int) -> int:
     if not kind.shards:
         return 1
-    if strategy.shard == "fill":
-        return holders
-    shard = min(holders, max(1, per_node)) if strategy.shard == "node" else strategy.shard
+    shard: int | str = strategy.shard
+    if shard == "fill":
+        shard = holders
+    elif shard == "node":
+        shard = min(holders, max(1, per_node))
     if not isinstance(shard, int) or shard < 1 or holders % shard:
         raise UserError(
             f"strategy.shard is {strategy.shard!r}, which does not divide {holders} data-parallel ranks",
@@ -229,197 +315,87 @@ def long_warmup(optim: OptimConfig, steps: int) -> Iterator[str]:
         )
 
 
-ONLY_CHOSEN = ("tp", "data_parallel", "shard", "stages_per_rank")  # auto has no other meaning there
-# what the planner starts from where a key is open
-SIMPLEST: Mapping[str, Any] = {
-    "strategy.tp": 1,
-    "strategy.data_parallel": "ddp",
-    "strategy.shard": "fill",
-    "strategy.stages_per_rank": 1,
-    "strategy.pp": 1,
-    "strategy.schedule": "1f1b",
-    "train.activation_checkpointing": "none",
-}
+# The number of pipeline ranks
 
 
-def open_keys(config: Config) -> tuple[str, ...]:
-    """Returns the dotted names of the keys that the planner chooses; none after it has chosen."""
-    if config.strategy.name != AUTO:
-        return ()
-    found = [name for name in SIMPLEST if getattr(getattr(config, _group(name)), _key(name)) == "auto"]
-    batch, is_divided = config.batch, config.train.reproducible is not None  # which determines the micro-batches
-    size = batch.micro_size == batch.micro_batches == "auto" and not is_divided
-    return (*found, "batch.micro_size") if size else tuple(found)
-
-
-def _group(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def _key(name: str) -> str:
-    return name.partition(".")[2]
-
-
-def check_chosen(config: Config) -> None:
-    """Raises UserError if a key of the layout is open, or ``auto`` without ``strategy=auto``."""
-    left = [f"strategy.{name}" for name in ONLY_CHOSEN if getattr(config.strategy, name) == "auto"]
-    if not left:
-        return
-    if config.strategy.name != AUTO:
-        raise UserError(
-            f"{left[0]} is auto, which only strategy=auto chooses",
-            where=left[0],
-            fix=f"+strategy=auto, or {left[0]}=VALUE",
-        )
-    if runs_own_code(config):
-        raise UserError(
-            "strategy=auto cannot choose a layout for custom code, because it does not know the model",
-            where="strategy, run.entry or run.command",
-            fix="a strategy with a layout, such as +strategy=dp",
-        )
-    raise UserError(
-        f"strategy=auto chooses {left[0]} when a training is submitted, but this command does not submit one",
-        where="strategy",
-        fix="a strategy with a layout, such as +strategy=dp; the command plan shows which layouts are fast",
-    )
-
-
-def for_nodes(config: Config, nodes: int) -> Config:
-    """Returns ``config`` with the layout that was chosen for ``nodes`` nodes.
-
-    Raises:
-        UserError: no layout fitted this number of nodes.
-    """
-    others = config.strategy.for_nodes
-    if str(nodes) not in others:
-        return config
-    chosen = others[str(nodes)]
-    if chosen is None:
-        raise UserError(
-            f"strategy=auto found no layout for {nodes} nodes when the run was submitted",
-            where="cluster.nodes, elastic.min_nodes",
-            fix="other numbers of nodes",
-        )
-    found = with_groups(config, chosen)
-    return replace(found, strategy=replace(found.strategy, for_nodes={}))
-
-
-def with_groups(config: Config, groups: Mapping[str, Mapping[str, Any]]) -> Config:
-    """Returns ``config`` with other values of keys, by group and name.
-
-    Raises:
-        UserError: there is no such group or key.
-    """
-    try:
-        return replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in groups.items()})
-    except (AttributeError, TypeError) as error:
-        where = "strategy.for_nodes"
-        raise UserError(
-            f"{where} holds {groups!r}: {error}", where=where, fix="{'NODES': {GROUP: {KEY: VALUE}}}"
-        ) from error
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks of an attempt. A tensor-parallel group has ``tp`` of them, and a context-parallel group ``cp``."""
-
-    nodes: int
-    per_node: int
-    tp: int
-    cp: int = 1
-
-    @property
-    def available(self) -> int:
-        return self.nodes * self.per_node
-
-    @property
-    def columns(self) -> int:
-        """Ranks that pipeline and data parallelism divide."""
-        return self.available // (self.cp * self.tp)
-
-
-def pipeline_ranks(
-    config: Config, ranks: Ranks, lay_out: Callable[[int], Layout], device_bytes: float | None, notes: list[str]
-) -> int:
-    """Returns the number of pipeline ranks.
-
-    Args:
-        lay_out: returns the layout with a number of pipeline ranks; raises UserError if there is none.
-        device_bytes: the memory of the smallest GPU; None if unknown.
-        notes: receives the reasons for an automatic choice.
+def _pipeline_ranks(config: Config, ranks: Ranks, device_bytes: float | None, notes: list[str]) -> int:
+    """Returns ``strategy.pp`` as a number. ``notes`` receives the reasons for an automatic choice.
 
     Raises:
         UserError: ``strategy.pp`` is wrong, or needs more ranks than there are.
     """
-    pp, columns = config.strategy.pp, ranks.columns
+    pp = config.strategy.pp
     if pp == "fill":
-        return _fill(config, columns, notes)
-    if pp == "auto":
+        return _fill(config, ranks.columns, notes)
+    if pp == AUTO:
         if ranks.nodes > 1:
-            return _fewest_that_fit(config, columns, lay_out, device_bytes, notes)
-        return 1 if _indivisible(2, columns, notes) else 2
+            return _fewest_that_fit(config, ranks, device_bytes, notes)
+        if ranks.columns % 2:
+            notes.append(_indivisible(2, ranks.columns))
+            return 1
+        return 2
     if not isinstance(pp, int) or pp < 1:
         raise UserError(f"strategy.pp is {pp!r}", where="strategy.pp", fix="a number from 1, auto, or fill")
-    if pp > columns:
+    if pp > ranks.columns:
+        others = f" x cp {ranks.cp} x tp {ranks.tp}" if ranks.cp * ranks.tp > 1 else ""
         raise UserError(
-            f"{pp} pipeline ranks{_times(ranks)} need more than the {ranks.available} available workers",
+            f"{pp} pipeline ranks{others} need more than the {ranks.available} available workers",
             where="strategy.pp",
-            fix=f"strategy.pp={columns} or fewer, or more workers (cluster.gpus_per_node, cluster.cpu_workers)",
+            fix=f"strategy.pp={ranks.columns} or fewer, or more workers (cluster.gpus_per_node, cluster.cpu_workers)",
         )
     return pp
 
 
-def _times(ranks: Ranks) -> str:
-    """Returns by how many ranks of the other axes that share a model the pipeline ranks are multiplied."""
-    return f" x cp {ranks.cp} x tp {ranks.tp}" if ranks.cp * ranks.tp > 1 else ""
-
-
 def stages_of_rank(strategy: StrategyConfig) -> int:
     """Returns ``strategy.stages_per_rank``. Raises UserError if it is not a number."""
+    key = "strategy.stages_per_rank"
     if not isinstance(strategy.stages_per_rank, int):
-        raise UserError(
-            f"strategy.stages_per_rank is {strategy.stages_per_rank!r}",
-            where="strategy.stages_per_rank",
-            fix="a number from 1",
-        )
+        raise UserError(f"{key} is {strategy.stages_per_rank!r}", where=key, fix="a number from 1")
     return strategy.stages_per_rank
 
 
-def _indivisible(pp: int, columns: int, notes: list[str]) -> bool:
-    if columns % pp == 0:
-        return False
-    notes.append(f"{pp} pipeline ranks do not divide {columns} ranks: {columns} replicas of 1 stage are used instead")
-    return True
+def _indivisible(pp: int, columns: int) -> str:
+    return f"{pp} pipeline ranks do not divide {columns} ranks: {columns} replicas of 1 stage are used instead"
 
 
-def _fewest_that_fit(
-    config: Config,
-    columns: int,
-    lay_out: Callable[[int], Layout],
-    device_bytes: float | None,
-    notes: list[str],
-) -> int:
-    """Returns the fewest pipeline ranks from 2 whose stages fit; those with the smallest stages if none do."""
+def _fewest_that_fit(config: Config, ranks: Ranks, device_bytes: float | None, notes: list[str]) -> int:
+    """Returns the fewest pipeline ranks from 2 whose stages fit into the memory of a GPU; if none do, those with the
+    smallest stages.
+
+    More stages enlarge the pipeline bubble; the ranks that are left are replicas. Because ranks of a stage are
+    consecutive, the stages of one replica are on different nodes as long as there are at least as many nodes as stages.
+    """
+    columns = ranks.columns
     layers = getattr(config.model, "n_layers", None)
     most = columns if layers is None else layers // stages_of_rank(config.strategy)
     candidates = [pp for pp in range(2, min(columns, most) + 1) if columns % pp == 0]
     if not candidates:
-        divisor = next((pp for pp in range(2, columns + 1) if columns % pp == 0), 2)
-        if not _indivisible(divisor, columns, notes):
+        divisor = next((pp for pp in range(2, columns + 1) if columns % pp == 0), None)
+        if divisor is None:
+            notes.append(_indivisible(2, columns))
+        else:
             notes.append(f"{layers} layers are too few for {divisor} pipeline ranks: 1 stage is used instead")
         return 1
     needed: dict[int, float] = {}
     for pp in candidates:
         try:
-            memory = estimate(config, lay_out(pp))
+            memory = estimate(config, _lay_out(config, ranks, pp, []))
         except UserError:  # such as fewer samples than replicas
             continue
         if memory is None or device_bytes is None:
-            notes.append(_unknown(pp, "of the model" if memory is None else "of a rank's device"))
+            whose = "the model" if memory is None else "a rank's device"
+            notes.append(
+                f"{pp} pipeline ranks are used, the fewest possible, because the memory of {whose} is unknown here; "
+                "strategy.pp=N sets another number"
+            )
             return pp
         needed[pp] = needed_bytes(memory.total)
         if needed[pp] <= device_bytes:
-            notes.append(_fit(pp, needed, device_bytes))
+            fewer = ", ".join(f"{number} need {format_bytes(size)}" for number, size in needed.items() if number != pp)
+            notes.append(
+                f"{pp} pipeline ranks are the fewest whose stages fit: about {format_bytes(needed[pp])} of the "
+                f"{format_bytes(device_bytes)} of a GPU" + (f" ({fewer})" if fewer else "")
+            )
             return pp
     if not needed:
         return candidates[0]  # its error explains why there is no layout
@@ -429,21 +405,6 @@ def _fewest_that_fit(
         f"{format_bytes(needed[best])} of the {format_bytes(device_bytes or 0)} of a GPU"
     )
     return best
-
-
-def _unknown(pp: int, whose: str) -> str:
-    number = f"{pp} pipeline ranks are used, the fewest possible"
-    return f"{number}, because the memory {whose} is unknown here; strategy.pp=N sets another number"
-
-
-def _fit(pp: int, needed: dict[int, float], device_bytes: float) -> str:
-    """Describes the choice of ``pp``, the last one in ``needed``."""
-    small = [f"{fewer} need {format_bytes(size)}" for fewer, size in needed.items() if fewer != pp]
-    more = f" ({', '.join(small)})" if small else ""
-    return (
-        f"{pp} pipeline ranks are the fewest whose stages fit: about "
-        f"{format_bytes(needed[pp])} of the {format_bytes(device_bytes)} of a GPU{more}"
-    )
 
 
 def _fill(config: Config, columns: int, notes: list[str]) -> int:
@@ -457,15 +418,19 @@ def _fill(config: Config, columns: int, notes: list[str]) -> int:
         )
     room = max(1, columns // max(1, strategy.dp))
     layers = getattr(config.model, "n_layers", None)
-    most = room if layers is None else max(1, layers // stages_of_rank(strategy))
+    if layers is None:
+        return room
+    stages = stages_of_rank(strategy)
+    most = max(1, layers // stages)
     if most < room:
-        notes.append(
-            f"{layers} layers suffice for {most} pipeline ranks of {stages_of_rank(strategy)} stages, not for {room}"
-        )
+        notes.append(f"{layers} layers suffice for {most} pipeline ranks of {stages} stages, not for {room}")
     return min(room, most)
 
 
-def choose_schedule(
+# The schedule and the micro-batches
+
+
+def _choose_schedule(
     config: Config, kind: str | None, dp: int, pp: int, stages_per_rank: int, notes: list[str]
 ) -> tuple[str, tuple[int, int]]:
     """Chooses the schedule. Returns its name, the number of micro-batches of a step, and the samples in each.
@@ -480,14 +445,14 @@ def choose_schedule(
     asked = config.strategy.schedule
     if asked != AUTO or pp == 1:
         schedule = "1f1b" if asked == AUTO else asked
-        return schedule, _scheduled(config, schedule, dp, pp, stages_per_rank)
+        return schedule, _micro_batches(config, find_schedule(schedule), dp, pp, stages_per_rank)
     problems: list[UserError] = []
     rows = [row for row in reversed(SCHEDULES.values()) if row.auto is not None and row.has_room_for(stages_per_rank)]
     for row in rows:
         if kind is not None and not supports(row.name, kind):
             continue
         try:
-            divided = _scheduled(config, row.name, dp, pp, stages_per_rank)
+            divided = _micro_batches(config, row, dp, pp, stages_per_rank)
         except UserError as problem:
             problems.append(problem)
             continue
@@ -495,31 +460,29 @@ def choose_schedule(
         return row.name, divided
     if problems:
         raise problems[0]
-    return rows[0].name, _scheduled(config, rows[0].name, dp, pp, stages_per_rank)  # whose row excludes the kind
+    return rows[0].name, _micro_batches(config, rows[0], dp, pp, stages_per_rank)  # whose row excludes the kind
 
 
-def _scheduled(config: Config, schedule: str, dp: int, pp: int, stages_per_rank: int) -> tuple[int, int]:
-    row = find_schedule(schedule)
+def _micro_batches(
+    config: Config, schedule: PipelineSchedule, dp: int, pp: int, stages_per_rank: int
+) -> tuple[int, int]:
+    """Returns the micro-batches per step and rank, and the samples per micro-batch.
+
+    Raises:
+        UserError: the schedule does not support the stages or the micro-batches.
+    """
+    stages = pp * stages_per_rank
     if pp > 1:
-        _check_stages(row, stages_per_rank)
-        check_split(config.strategy.pp_split, getattr(config.model, "n_layers", None), pp * stages_per_rank)
-    return _micro_batches(config, row, dp, pp, pp * stages_per_rank)
-
-
-def _check_stages(row: PipelineSchedule, stages_per_rank: int) -> None:
-    if row.has_room_for(stages_per_rank):
-        return
-    least, most = row.stages_per_rank
-    wanted = f"{least} to {most} stages" if least < most else f"{least} stage{'s' if least > 1 else ''}"
-    raise UserError(
-        f"strategy.stages_per_rank is {stages_per_rank}, but the schedule {row.name} requires {wanted} per rank",
-        where="strategy.stages_per_rank",
-        fix=f"strategy.stages_per_rank={least}",
-    )
-
-
-def _micro_batches(config: Config, schedule: PipelineSchedule, dp: int, pp: int, stages: int) -> tuple[int, int]:
-    """Returns the micro-batches per step and rank, and the samples per micro-batch."""
+        if not schedule.has_room_for(stages_per_rank):
+            least, most = schedule.stages_per_rank
+            required = f"{least} to {most} stages" if least < most else counted(least, "stage", "stages")
+            raise UserError(
+                f"strategy.stages_per_rank is {stages_per_rank}, but the schedule {schedule.name} requires {required} "
+                "per rank",
+                where="strategy.stages_per_rank",
+                fix=f"strategy.stages_per_rank={least}",
+            )
+        check_split(config.strategy.pp_split, getattr(config.model, "n_layers", None), stages)
     batch = config.batch
     if batch.global_size < dp:
         raise UserError(
@@ -543,25 +506,18 @@ def _micro_batches(config: Config, schedule: PipelineSchedule, dp: int, pp: int,
         size = math.ceil(local / count)
     elif pp == 1 or schedule.micro_batches == "one":
         return 1, local
-    else:
+    else:  # one to four micro-batches per stage, with the least padding; more are better
         step = stages if schedule.micro_batches == "multiple_of_ranks" else 1
-        count = _least_padding(local, stages, step)
+        candidates = range(stages, 4 * stages + 1, step)
+        count = min(candidates, key=lambda count: (count * math.ceil(local / count), -count))
         size = math.ceil(local / count)
-    _check_micro_batches(batch, schedule, pp, stages, count)
+    if pp > 1:
+        _check_micro_batches(batch, schedule, pp, stages, count)
     return count, size
 
 
-def _least_padding(local: int, stages: int, step: int) -> int:
-    """Returns the number of micro-batches, one to four per stage, with the least padding; more are better."""
-    candidates = range(stages, 4 * stages + 1, step)
-    return min(candidates, key=lambda count: (count * math.ceil(local / count), -count))
-
-
 def _check_micro_batches(batch: BatchConfig, schedule: PipelineSchedule, pp: int, stages: int, count: int) -> None:
-    if pp == 1:
-        return
-    is_given = isinstance(batch.micro_batches, int)  # otherwise it follows from the sizes
-    where, size = ("batch.micro_batches", "") if is_given else ("batch.micro_size", "batch.micro_size=auto and ")
+    """Raises UserError if a step of ``count`` micro-batches does not suit the schedule."""
     if schedule.micro_batches == "one":
         if count == 1:
             return
@@ -571,51 +527,52 @@ def _check_micro_batches(batch: BatchConfig, schedule: PipelineSchedule, pp: int
             where="batch.micro_batches",
             fix=f"strategy.schedule={others}, or batch.micro_size=auto and batch.micro_batches=auto",
         )
+    enough = count - count % pp + pp
+    if isinstance(batch.micro_batches, int):
+        where = "batch.micro_batches"
+        more = f"batch.micro_batches={stages} or more"
+        multiple = f"batch.micro_batches={enough}, a multiple of {pp}"
+    else:  # it follows from the sizes
+        where = "batch.micro_size"
+        more = f"a smaller batch.micro_size or a larger batch.global_size, for {stages} micro-batches or more"
+        multiple = f"batch.micro_size=auto and batch.micro_batches={enough}, a multiple of {pp}"
     if count < stages:
-        raise UserError(
-            f"{counted(count, 'micro-batch', 'micro-batches')} per step cannot fill {stages} pipeline stages",
-            where=where,
-            fix=f"batch.micro_batches={stages} or more"
-            if is_given
-            else f"a smaller batch.micro_size or a larger batch.global_size, for {stages} micro-batches or more",
-        )
+        what = f"{counted(count, 'micro-batch', 'micro-batches')} per step cannot fill {stages} pipeline stages"
+        raise UserError(what, where=where, fix=more)
     if schedule.micro_batches == "multiple_of_ranks" and count % pp:
         raise UserError(
             f"the schedule {schedule.name} requires a multiple of {pp} micro-batches on {pp} pipeline ranks, but the "
             f"step has {count}",
             where=where,
-            fix=f"{size}batch.micro_batches={count - count % pp + pp}, a multiple of {pp}",
+            fix=multiple,
         )
 
 
-_REPRODUCIBLE = "train.reproducible"
-AUTO_LOGICAL = 8  # logical micro-batches, as many as a node usually has GPUs
+def _divide(config: Config, dp: int) -> tuple[int, int, int]:
+    """Returns the logical micro-batches of a step under ``train.reproducible``, the micro-batches of each of ``dp``
+    ranks, and the samples of each.
 
-
-def divide(config: Config, dp: int) -> tuple[int, int, int]:
-    """Returns the logical micro-batches of a step, the micro-batches of each of ``dp`` ranks, and the samples of each.
+    The number of logical micro-batches does not depend on the ranks. Each data-parallel rank computes consecutive ones.
 
     Raises:
         UserError: there are fewer logical micro-batches than ranks, or fewer samples than logical micro-batches.
     """
     batch = config.batch
-    logical = _logical_micro_batches(batch)
+    key = "batch.logical_micro_batches"
+    if isinstance(batch.logical_micro_batches, int):
+        logical = batch.logical_micro_batches
+    else:
+        logical = min(AUTO_LOGICAL, batch.global_size)
+    if logical > batch.global_size:
+        raise UserError(
+            f"batch.global_size is {batch.global_size}, less than {logical} logical micro-batches",
+            where=key,
+            fix=f"{key}={batch.global_size} or fewer",
+        )
     if dp > logical:
         raise UserError(
             f"{logical} logical micro-batches are too few for {dp} ranks",
-            where=f"batch.logical_micro_batches, {_REPRODUCIBLE}",
-            fix=f"at most {logical} ranks, or a new run with batch.logical_micro_batches={dp} or more",
+            where=f"{key}, train.reproducible",
+            fix=f"at most {logical} ranks, or a new run with {key}={dp} or more",
         )
     return logical, math.ceil(logical / dp), math.ceil(batch.global_size / logical)
-
-
-def _logical_micro_batches(batch: BatchConfig) -> int:
-    if not isinstance(batch.logical_micro_batches, int):
-        return min(AUTO_LOGICAL, batch.global_size)
-    if batch.logical_micro_batches > batch.global_size:
-        raise UserError(
-            f"batch.global_size is {batch.global_size}, less than {batch.logical_micro_batches} logical micro-batches",
-            where="batch.logical_micro_batches",
-            fix=f"batch.logical_micro_batches={batch.global_size} or fewer",
-        )
-    return batch.logical_micro_batches

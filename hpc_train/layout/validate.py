@@ -34,7 +34,6 @@ from hpc_train.layout.compatibility import OF_RUN, check_compatibility
 from hpc_train.layout.float8 import check_float8, check_skip
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.loss_chunks import check_loss_chunks
-from hpc_train.layout.mixing import check_declared_balancing
 from hpc_train.layout.optimizers import check_optimizers, own_code
 from hpc_train.layout.recomputation import check_budget, parse_activation_offload
 from hpc_train.layout.resolve import for_nodes, resolve_layout
@@ -296,7 +295,6 @@ def _check_samples(config: Config, layout: Layout) -> None:
 CHECKS_OF_LAYOUT: tuple[Callable[[Config, Layout], None], ...] = (
     partial(check_compatibility, OF_RUN),
     check_targets,
-    check_declared_balancing,
     _check_tensor_parallel,
     _check_context_parallel,
     _check_samples,

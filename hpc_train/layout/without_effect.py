@@ -1,13 +1,14 @@
 """Finds the keys that a user sets although nothing reads them in this job, such as ``optim.betas`` with SGD.
 
-The schema states when a key is read (``config.schema.key``). Such a key gets a notice and is not a mistake,
-because the jobs of a sweep over optimizers or strategies share their other keys. This module imports no torch.
+A user sets keys on the command line, and in config files outside of ``conf/`` that an override, or the Defaults List of
+such a file, chooses. The schema states when a key is read (``config.schema.key``). A key without effect gets a notice
+and is not a mistake, because the jobs of a sweep over optimizers or strategies share their other keys.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +30,8 @@ from hpc_train.layout.recomputation import OFFLOAD, kept_if_less
 from hpc_train.units import format_bytes
 
 # groups whose keys custom code reads as it likes; ``layout.user_code`` says what applies
-READ_BY_OWN_CODE = ("strategy", "model", "data", "optim", "precision", "train", "batch", "checkpoint")
+READ_BY_USER_CODE = ("strategy", "model", "data", "optim", "precision", "train", "batch", "checkpoint")
+LONGEST = 60  # characters of an override in a message
 SHOWN_JOBS = 5
 
 
@@ -50,32 +52,38 @@ class WithoutEffect:
     fix: str
 
 
-def without_effect(config: Config, layout: Layout, shape: JobShape, own: Mapping[str, str]) -> list[WithoutEffect]:
-    """Returns the keys among ``own`` that this job does not read.
+def without_effect(config: Config, layout: Layout, shape: JobShape, user: Mapping[str, str]) -> list[WithoutEffect]:
+    """Returns the keys among ``user`` that this job does not read.
 
     Args:
-        own: the keys that the user sets, by dotted name, as messages show them.
+        user: the keys that the user sets, by dotted name, as messages show them.
     """
     facts = facts_of(config, layout, shape)
 
     def value_of(subject: str) -> Any:
-        return facts[subject] if subject in FACTS else _value(config, subject)
+        if subject in FACTS:
+            return facts[subject]
+        node: Any = config
+        for name in subject.split("."):
+            node = getattr(node, name, None)
+        return node
 
-    found = []
-    for name, shown in own.items():
-        known = None if _belongs_to_own_code(config, name) else _find(config, name)
-        failed = next((each for each in known.reads if not each.holds(value_of)), None) if known is not None else None
+    unread = []
+    for key, shown in user.items():
+        if runs_own_code(config) and key.partition(".")[0] in READ_BY_USER_CODE:
+            continue
+        facts_of_key = _info_of(config, key)
+        conditions = facts_of_key.reads if facts_of_key is not None else ()
+        failed = next((condition for condition in conditions if not condition.holds(value_of)), None)
         if failed is not None:
-            found.append(WithoutEffect(name, shown, failed.fails(value_of), failed.fix))
-    kept = kept_if_less(config, layout) if OFFLOAD in own else None
-    if kept is not None:
-        reason = f"on layers that keep {format_bytes(kept)} for a micro-batch"
-        found.append(WithoutEffect(OFFLOAD, own[OFFLOAD], reason, f"set {OFFLOAD} to less than the size of a tensor"))
-    return found
-
-
-def _belongs_to_own_code(config: Config, name: str) -> bool:
-    return runs_own_code(config) and name.partition(".")[0] in READ_BY_OWN_CODE
+            unread.append(WithoutEffect(key, shown, failed.fails(value_of), failed.fix))
+    if OFFLOAD in user:
+        kept = kept_if_less(config, layout)
+        if kept is not None:
+            reason = f"on layers that keep {format_bytes(kept)} for a micro-batch"
+            fix = f"set {OFFLOAD} to less than the size of a tensor"
+            unread.append(WithoutEffect(OFFLOAD, user[OFFLOAD], reason, fix))
+    return unread
 
 
 def facts_of(config: Config, layout: Layout, shape: JobShape) -> dict[str, bool]:
@@ -101,62 +109,47 @@ def facts_of(config: Config, layout: Layout, shape: JobShape) -> dict[str, bool]
     }
 
 
-def _value(config: Config, key: str) -> Any:
-    node: Any = config
-    for name in key.split("."):
-        node = getattr(node, name, None)
-    return node
-
-
-def _find(config: Config, key: str) -> KeyInfo | None:
+def _info_of(config: Config, key: str) -> KeyInfo | None:
     """Returns what the schema says about ``key``, or about the table that has it."""
     node: Any = config
     for name in key.split("."):
-        each = next((each for each in fields(node) if each.name == name), None) if is_dataclass(node) else None
-        if each is None:
+        field = next((field for field in fields(node) if field.name == name), None) if is_dataclass(node) else None
+        if field is None:
             return None
-        known = info(each)
         node = getattr(node, name)
-        if known is not None and not is_dataclass(node):
-            return known
+        facts = info(field)
+        if facts is not None and not is_dataclass(node):
+            return facts
     return None
 
 
 def notices(jobs: Mapping[int, Sequence[WithoutEffect]]) -> list[str]:
     """Returns one line for the keys that have no effect for the same reason, from the keys of jobs by their number."""
-    alike: dict[tuple[str, str, tuple[int, ...]], dict[str, set[str]]] = {}
-    for (key, reason, fix), (numbers, shown) in _by_key(jobs).items():
-        alike.setdefault((reason, fix, tuple(numbers)), {})[key] = shown
-    return [_line(reason, fix, where, keys, len(jobs)) for (reason, fix, where), keys in alike.items()]
-
-
-def _by_key(jobs: Mapping[int, Sequence[WithoutEffect]]) -> dict[tuple[str, str, str], tuple[list[int], set[str]]]:
-    found: dict[tuple[str, str, str], tuple[list[int], set[str]]] = {}
+    places: dict[tuple[str, str, str], tuple[list[int], set[str]]] = {}
     for number, unread in jobs.items():
-        for each in unread:
-            numbers, shown = found.setdefault((each.key, each.reason, each.fix), ([], set()))
+        for row in unread:
+            numbers, shown = places.setdefault((row.key, row.reason, row.fix), ([], set()))
             numbers.append(number)
-            shown.add(each.shown)
-    return found
+            shown.add(row.shown)
+    alike: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
+    for (key, reason, fix), (numbers, shown) in places.items():
+        name = shown.pop() if len(shown) == 1 else key
+        alike.setdefault((reason, fix, tuple(numbers)), []).append(name)
+    lines = []
+    for (reason, fix, numbers_of_jobs), (*first, last) in alike.items():
+        where = ""
+        if len(numbers_of_jobs) < len(jobs):
+            listed = ", ".join(map(str, numbers_of_jobs[:SHOWN_JOBS]))
+            more = len(numbers_of_jobs) - SHOWN_JOBS
+            where = f" in job{'s' * (len(numbers_of_jobs) > 1)} {listed}" + (f" and {more} more" if more > 0 else "")
+        if first:
+            lines.append(f"note: {', '.join(first)} and {last} have no effect {reason}{where}; remove them, or {fix}")
+        else:
+            lines.append(f"note: {last} has no effect {reason}{where}; remove it, or {fix}")
+    return lines
 
 
-def _line(reason: str, fix: str, where: Iterable[int], keys: Mapping[str, set[str]], jobs: int) -> str:
-    names = [next(iter(shown)) if len(shown) == 1 else key for key, shown in keys.items()]
-    *first, last = names
-    listed = f"{', '.join(first)} and {last} have" if first else f"{last} has"
-    numbers = [*where]
-    some = f" in {_jobs(numbers)}" if len(numbers) < jobs else ""
-    return f"note: {listed} no effect {reason}{some}; remove {'them' if first else 'it'}, or {fix}"
-
-
-def _jobs(numbers: Sequence[int]) -> str:
-    named = ", ".join(map(str, numbers[:SHOWN_JOBS]))
-    more = f" and {len(numbers) - SHOWN_JOBS} more" if len(numbers) > SHOWN_JOBS else ""
-    return f"{'jobs' if len(numbers) > 1 else 'job'} {named}{more}"
-
-
-SHOWN = 60  # characters of an override in a message
-NO_VALUES = ("null", "false")
+# The keys that a user sets
 
 
 def user_keys(line: CommandLine, overrides: Sequence[str]) -> dict[str, str]:
@@ -167,32 +160,31 @@ def user_keys(line: CommandLine, overrides: Sequence[str]) -> dict[str, str]:
     Args:
         overrides: those of one job of ``line``.
     """
-    files = _own_files(line, overrides)
-    found = {key: place for path, package in files for key, place in _keys_of(path, package)}
+    files = _user_files(line, overrides)
+    places = {key: place for path, package in files for key, place in _keys_of(path, package)}
     for text in overrides:
         override = parsed_override(text)
-        if not override.is_delete():
-            shown = "" if isinstance(override.value(), dict) else _shown(text)
-            found |= {key: shown or key for key in _set_by(override.key_or_group, override.value())}
+        if override.is_delete():
+            continue
+        shown = shown_override(text).lstrip("+")
+        if len(shown) > LONGEST:
+            shown = shown.partition("=")[0]
+        for key in _keys_set_by(override.key_or_group, override.value()):
+            places[key] = key if isinstance(override.value(), dict) else shown
     texts = [*overrides, *(path.read_text(encoding="utf-8") for path, _ in files)]
     mentions = " ".join(text for text in texts if "${" in text)
-    return {key: shown for key, shown in found.items() if not _is_mentioned(key, mentions)}
+    return {
+        key: shown
+        for key, shown in places.items()
+        if key not in mentions or not re.search(rf"\$\{{[^}}]*\b{re.escape(key)}\b", mentions)
+    }
 
 
-def _is_mentioned(key: str, text: str) -> bool:
-    return key in text and re.search(rf"\$\{{[^}}]*\b{re.escape(key)}\b", text) is not None
-
-
-def _shown(override: str) -> str:
-    text = shown_override(override).lstrip("+")
-    return text if len(text) <= SHOWN else text.partition("=")[0]
-
-
-def _set_by(key: str, value: Any) -> Iterator[str]:
+def _keys_set_by(key: str, value: Any) -> Iterator[str]:
     """Yields the dotted keys of an override. A choice of a group yields the name of the group, which is not a key."""
     if isinstance(value, dict):
-        for name, each in value.items():
-            yield from _set_by(f"{key}.{getattr(name, 'text', name)}", each)
+        for name, item in value.items():
+            yield from _keys_set_by(f"{key}.{getattr(name, 'text', name)}", item)
     elif value is not None and value is not False:
         yield key
 
@@ -200,53 +192,56 @@ def _set_by(key: str, value: Any) -> Iterator[str]:
 @lru_cache(maxsize=256)
 def _keys_of(path: Path, package: str) -> list[tuple[str, str]]:
     """Returns the keys that a file sets, with their places."""
-    found = []
+    places = []
     for key, node in leaves(read_yaml(path)):
-        if key.partition(".")[0] not in ("defaults", "hydra") and node.value.lower() not in NO_VALUES:
+        if key.partition(".")[0] not in ("defaults", "hydra") and node.value.lower() not in ("null", "false"):
             name = f"{package}.{key}".lstrip(".")
-            found.append((name, f"{name} in {relative(path)}:{node.start_mark.line + 1}"))
-    return found
+            places.append((name, f"{name} in {relative(path)}:{node.start_mark.line + 1}"))
+    return places
 
 
 Included = tuple[Path, str, str | None]  # a file, its group, and the package that the Defaults List gives it
 
 
-def _own_files(line: CommandLine, overrides: Sequence[str]) -> list[tuple[Path, str]]:
+def _user_files(line: CommandLine, overrides: Sequence[str]) -> list[tuple[Path, str]]:
     """Returns the user's files with their packages, each before those that its Defaults List names."""
     directories = [*line.directories, config_directory()]
     waiting: list[Included] = [(path, group, None) for group, path in chosen_by(overrides, directories).items()]
     if line.config_name != PRIMARY and (primary := find_file("", line.config_name, directories)) is not None:
         waiting.append((primary, "", None))
-    found: dict[Path, str] = {}
+    packages: dict[Path, str] = {}
     while waiting:
         path, group, package = waiting.pop(0)
-        if path in found or path.is_relative_to(config_directory()):
-            continue
-        found[path] = _package(path, group, package)
-        waiting += _included(path, group, directories)
-    return [*found.items()]
+        if path not in packages and not path.is_relative_to(config_directory()):
+            packages[path] = _package(path, group, package)
+            waiting += _included(path, group, directories)
+    return list(packages.items())
 
 
 @lru_cache(maxsize=256)
 def _package(path: Path, group: str, given: str | None) -> str:
     written = PACKAGE.search(path.read_text(encoding="utf-8"))
-    named = given or (written[1] if written else "_group_")
-    return {"_global_": "", "_group_": group.replace("/", ".")}.get(named, named)
+    package = given or (written[1] if written else "_group_")
+    return {"_global_": "", "_group_": group.replace("/", ".")}.get(package, package)
 
 
 def _included(path: Path, group: str, directories: Sequence[Path]) -> Iterator[Included]:
     """Yields the files in the Defaults List of ``path``: ``NAME``, or ``[override] [/]GROUP[@PACKAGE]: NAME``."""
-    listed = _read_plain(path)
-    for entry in (listed.get("defaults") or []) if isinstance(listed, Mapping) else []:
+    content = _read_plain(path)
+    entries = content.get("defaults") if isinstance(content, Mapping) else None
+    for entry in entries or []:
         ((option, names),) = entry.items() if isinstance(entry, dict) else [("", entry)]
         words = re.sub(r"^((override|optional)\s+)+", "", option)
         for name in names if isinstance(names, list) else [names]:
-            chosen, _, package = (words or str(name)).partition("@")
-            whole = f"{chosen}/{name}" if words else chosen
-            folder, _, stem = (whole if whole.startswith("/") else f"{group}/{whole}").strip("/").rpartition("/")
-            found = None if stem == "_self_" else find_file(folder, stem, directories)
-            if found is not None:
-                yield found, folder, package or None
+            choice, _, package = (words or str(name)).partition("@")
+            if words:
+                choice = f"{choice}/{name}"
+            if not choice.startswith("/"):
+                choice = f"{group}/{choice}"
+            folder, _, stem = choice.strip("/").rpartition("/")
+            file = find_file(folder, stem, directories) if stem != "_self_" else None
+            if file is not None:
+                yield file, folder, package or None
 
 
 @lru_cache(maxsize=256)

@@ -10,8 +10,7 @@ from torch import nn
 
 from hpc_train.config.schema import Config, HFModelConfig
 from hpc_train.errors import UserError
-from hpc_train.layout.compatibility import COMPARED_SAMPLES, refusals
-from hpc_train.layout.mixing import check_balancing
+from hpc_train.layout.compatibility import BALANCED_EXPERTS, COMPARED_SAMPLES, refusals
 from hpc_train.models import batch_norm
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
@@ -56,9 +55,15 @@ def build_engine(config: Config, mesh: Mesh, layers: Sequence[range] | None = No
         model.gather = partial(gather, group=mesh.group("dp"))
     if isinstance(model, WrappedModel) and model.balances_experts:
         accepted = isinstance(config.model, HFModelConfig) and config.model.split_dependent_loss
-        warning = check_balancing(mesh.layout, accepted)
-        if warning is not None and mesh.rank == 0:
-            warnings.warn(warning, stacklevel=2)
+        parts = list(refusals(BALANCED_EXPERTS, config, mesh.layout))
+        if parts and not accepted:
+            raise parts[0]
+        if parts and mesh.rank == 0:
+            warnings.warn(
+                "the load-balancing loss (output_router_logits) is computed for each rank and micro-batch separately, "
+                "so the results depend on their number (model.split_dependent_loss=true)",
+                stacklevel=2,
+            )
     if config.train.z_loss:
         _check_z_loss(model)
     if mesh.layout.logical_micro_batches:

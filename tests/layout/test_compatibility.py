@@ -35,6 +35,9 @@ ZBV = {"strategy.pp": 2, "strategy.schedule": "zbv", "strategy.stages_per_rank":
 OWN_OPTIMIZER = {"optim.name": "custom", "optim._target_": "examples.own_optimizer.Lion", "optim.elementwise": False}
 VIT = {"model": replace(Cell(1, "vit").config().model, n_layers=4), "data": Cell(1, "vit").config().data}
 CUSTOM = {"model": Cell(1, "custom").config().model, "data": VIT["data"]}
+EXPERTS = HFModelConfig(
+    name_or_path="small", task="causal_lm", config={"output_router_logits": True, "router_aux_loss_coef": 0.1}
+)
 ON_DEVICE = replace(KINDS["allreduce"], name="on_device", offloads=())
 # the keys that make each condition hold, by its name on the page
 EXAMPLES: dict[str, dict[str, Any]] = {
@@ -45,6 +48,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "tensor parallelism or context parallelism": {"strategy.cp": 2},
     "a pipeline or tensor parallelism or context parallelism": {"strategy.pp": 2},
     "no tensor parallelism": {"strategy.tp": 1},
+    "several ranks with the same parameters": {"strategy.dp": "fill"},
     "several micro-batches in a step": {"batch.micro_batches": 4},
     "`batch.micro_size` or `batch.micro_batches`": {"batch.micro_batches": 4},
     "stages that are divided when the workers start": {"strategy.pp": 2, "strategy.pp_split": "measured"},
@@ -102,6 +106,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "a model that predicts no next token": VIT,
     "a loss that compares samples": {**CUSTOM, "model": Cell(1, "custom-contrastive").config().model},
     "`model.lora`": {"model": HFModelConfig(name_or_path="small", task="causal_lm", lora=LoraConfig(rank=2))},
+    "`output_router_logits` of `model=hf`": {"model": EXPERTS},
     "`train.z_loss`": {"train.z_loss": 1e-4},
     "`train.epochs`": {"train.epochs": 1.0, "train.steps": None},
     "a stream": {"data": StreamDataConfig(_target_="tests.data.test_stream.Counting")},
