@@ -1,7 +1,19 @@
-"""Estimates from the config the memory of each rank, and the size of the model and its optimizer state, without torch.
+"""Estimates the memory of each rank from the config, by a replay of what it allocates and frees in a step. No torch.
 
-``peak`` replays what a rank allocates and frees in a step. ``Memory`` leaves out what is not in tensors;
-``needed_bytes`` adds it.
+The order of the passes is that of the pipeline's schedule. What a pass allocates is that of the engines in ``parallel``
+and of torch: a step keeps copies of the matrices in the compute type; the softmax of the head and its two gradients are
+fp32, or a fused loss keeps the gradient of its matrix from the forward; a recomputed layer is complete for a moment; a
+gradient is allocated by the first backward of a step; ZeRO gathers and reduces one block at a time; ``allreduce`` sums
+copies of buckets. A step of many micro-batches repeats itself, so a rank has the passes of the first ones only.
+
+CUDA graphs (``train.cuda_graphs``) hold what the layers compute in a separate memory pool, which all graphs of a
+device share. The blocks that one graph has freed serve the next, as in an ordinary step, but nothing else can use them
+(``CUDAGraphTreeManager`` in torch/_inductor/cudagraph_trees.py, torch 2.13). So a rank needs the peak of the pool and
+the peak of all else, even if they are at different moments. In the pool are the activations of the layers, the cast of
+one matrix at a time, since the step keeps none, all gradients of one layer, which its graph returns together, and
+copies of the inputs that are neither parameters nor results of a graph: the rotary tables, for each layer. The
+gradients of all parameters have memory outside from step to step. The warm-up allocates from the pool, too, and what
+it frees is used again.
 """
 
 from __future__ import annotations
@@ -9,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import groupby
+from operator import add
 from typing import Literal, NamedTuple
 
-from hpc_train.config.schema import Config, StrategyConfig
+from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode, runs_own_code
 from hpc_train.layout.counted import counted
 from hpc_train.layout.layout import Layout
@@ -78,9 +91,7 @@ def _tells_sizes(config: Config) -> bool:
 def state_bytes(config: Config, replicas: int = 1) -> int | None:
     """Returns the bytes of a checkpoint; None if unknown.
 
-    It has the parameters, the optimizer's values for each, and the averages that hooks keep.
-
-    Frozen weights that adapters are trained beside are not in checkpoints.
+    It has the trained parameters, the optimizer's values for each, and the averages that hooks keep.
 
     Args:
         replicas: the number of replicas. Each adds the residual of its compressed gradients.
@@ -93,7 +104,9 @@ def state_bytes(config: Config, replicas: int = 1) -> int | None:
     moment = 2 if config.optim.moments == "bf16" else width
     values = width + moment * values_per_parameter(config.optim)
     values += width * averages_of_weights(config)
-    return int(parameters * (values + width * _carried_per_parameter(config.strategy, replicas)))
+    if replicas > 1 and config.strategy.compression in CARRYING:
+        values += width * replicas
+    return int(parameters * values)
 
 
 def host_copy_bytes(config: Config, replicas: int, nodes: int) -> float | None:
@@ -103,13 +116,6 @@ def host_copy_bytes(config: Config, replicas: int, nodes: int) -> float | None:
     """
     size = state_bytes(config, replicas)
     return None if size is None else size / nodes
-
-
-def _carried_per_parameter(strategy: StrategyConfig, replicas: int) -> int:
-    """Returns the values per parameter: a residual on each replica."""
-    if replicas == 1 or strategy.compression not in CARRYING:
-        return 0
-    return replicas
 
 
 Part = Literal["parameters", "gradients", "optimizer", "activations", "hooks"]
@@ -145,7 +151,7 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.hooks
 
     def __add__(self, other: Memory) -> Memory:
-        return Memory(*(own + theirs for own, theirs in zip(astuple(self), astuple(other), strict=True)))
+        return Memory(*map(add, astuple(self), astuple(other)))
 
     @property
     def largest(self) -> str:
@@ -196,11 +202,12 @@ def replay(passages: Iterable[Passage]) -> Memory:
     """Returns what is held at the peak of ``passages``, which begin with nothing."""
     held = most = tuple([0.0] * len(PARTS))
     total = height = 0.0
-    for each in passages:
-        if total + each.height > height:
-            height, most = total + each.height, tuple(map(sum, zip(held, each.peak, strict=True)))
-        total += each.total
-        held = tuple(map(sum, zip(held, each.net, strict=True)))
+    for step in passages:
+        if total + step.height > height:
+            height = total + step.height
+            most = tuple(map(add, held, step.peak))
+        total += step.total
+        held = tuple(map(add, held, step.net))
     return Memory(*most)
 
 
@@ -274,50 +281,48 @@ def ranks_of(config: Config, layout: Layout) -> Iterator[Rank]:
     """Returns the pipeline ranks; of those with equal stages only the first, which keeps the most micro-batches, unless
     the stages form a V, where the order of the passes decides.
     """
-    seen, stages = set[tuple[Stage, ...]](), stages_of(config, layout)
-    for rank in range(layout.pp):
-        own = tuple(stages[number] for number, owner in enumerate(layout.placement) if owner == rank)
-        if own not in seen or layout.pipeline.placement == "v":
-            seen.add(own)
-            found = rank_of(layout, rank, stages)
-            sends = layout.dp_cp > 1 and layout.kind.buckets and not found.keeps_gradients
-            if found.reduces == "after" and sends:
-                bucket = config.strategy.bucket_cap_mb * 2**20
-                copied = 0.5 if config.strategy.compression in ("bf16", "fp16") else 1.0
-                found = replace(found, bucket=bucket, copied=copied)
-            found = replace(found, captured=compiler_mode(config) == CompilerMode.CUDA_GRAPHS)
-            yield replace(found, reduces="inside") if config.optim.in_backward else found
+    seen = set[tuple[Stage, ...]]()
+    stages = stages_of(config, layout)
+    for number in range(layout.pp):
+        rank = rank_of(layout, number, stages)
+        held = tuple(rank.stages.values())
+        if held in seen and layout.pipeline.placement != "v":
+            continue
+        seen.add(held)
+        if rank.reduces == "after" and layout.dp_cp > 1 and layout.kind.buckets and not rank.keeps_gradients:
+            copied = 0.5 if config.strategy.compression in ("bf16", "fp16") else 1.0
+            rank = replace(rank, bucket=config.strategy.bucket_cap_mb * 2**20, copied=copied)
+        if config.optim.in_backward:
+            rank = replace(rank, reduces="inside")
+        yield replace(rank, captured=compiler_mode(config) == CompilerMode.CUDA_GRAPHS)
 
 
 def rank_of(layout: Layout, rank: int, stages: Sequence[Stage]) -> Rank:
     """Returns one pipeline rank of ``layout``, whose ``stages`` are those of ``stages_of``."""
-    own = {number: stages[number] for number, owner in enumerate(layout.placement) if owner == rank}
-    gathers, reduces = _sharing(layout)
+    held = {number: stages[number] for number, owner in enumerate(layout.placement) if owner == rank}
+    gathers: Gathers = "never"
+    reduces: Reduces = "after"
+    if layout.shards_state:
+        gathers = "layer" if "parameters" in layout.kind.shards else "step"
+        reduces = "each" if layout.micro_batches == 1 or "gradients" in layout.kind.shards else "last"
     views = layout.data_parallel == "ddp" and layout.dp_cp > 1  # DDP's gradients are views of its buckets
-    return Rank(own, _actions(layout, rank, [*own]), layout.micro_batches, gathers, reduces, views)
-
-
-def _sharing(layout: Layout) -> tuple[Gathers, Reduces]:
-    """Returns what ``Rank.gathers`` and ``Rank.reduces`` are in ``layout``."""
-    if not layout.shards_state:
-        return "never", "after"
-    shards = layout.kind.shards
-    each = layout.micro_batches == 1 or "gradients" in shards
-    return "layer" if "parameters" in shards else "step", "each" if each else "last"
+    return Rank(held, _actions(layout, rank, [*held]), layout.micro_batches, gathers, reduces, views)
 
 
 def stages_of(config: Config, layout: Layout) -> list[Stage]:
     """Returns the stages of the model."""
     counts = layer_counts(config.model.n_layers, layout.stages, config.strategy.pp_split if layout.pp > 1 else "even")
-    recomputation, last = recomputation_of(config, layout), config.model.n_layers - 1
-    found, first = [], 0
+    recomputation = recomputation_of(config, layout)
+    last = config.model.n_layers - 1
+    stages = []
+    first = 0
     for stage, count in enumerate(counts):
         numbers = range(first, first + count)
         kinds = ((recomputation.mode(number), number < last) for number in numbers)
         runs = tuple(Run(*kind, len([*group])) for kind, group in groupby(kinds))
-        found.append(Stage(stage == 0, stage == layout.stages - 1, runs))
+        stages.append(Stage(stage == 0, stage == layout.stages - 1, runs))
         first += count
-    return found
+    return stages
 
 
 def _actions(layout: Layout, rank: int, stages: Sequence[int]) -> tuple[Action, ...]:
@@ -371,31 +376,29 @@ class _Step:
         for work, stage, _ in self.rank.actions:
             if work in (FULL_BACKWARD, BACKWARD_WEIGHT):
                 self.left[stage] = self.left.get(stage, 0) + 1
-        known: dict[tuple[Work, int, bool, bool, bool], Passage] = {}
+        passages: dict[tuple[Work, int, bool, bool, bool], Passage] = {}
         for work, stage, _ in self.rank.actions:
             self.left[stage] -= work in (FULL_BACKWARD, BACKWARD_WEIGHT)
             key = work, stage, stage in self.gathered, stage in self.summed, not self.left[stage]
-            if key not in known:
-                known[key] = self._passage(self._pass(work, stage))
-            yield known[key]
-            self._passed(work, stage)
+            if key not in passages:
+                if work == FORWARD:
+                    changes = self._forward(stage)
+                elif work == BACKWARD_INPUT:
+                    changes = self._inputs(stage)
+                else:
+                    changes = self._backward(stage, work == BACKWARD_WEIGHT)
+                passages[key] = self._passage(changes)
+            yield passages[key]
+            if work == FORWARD:
+                self.gathered.add(stage)
+            elif work != BACKWARD_INPUT:
+                self.summed.add(stage)
+                if self._reshards(stage):
+                    self.gathered.discard(stage)
         yield self._passage(self._update())
 
     def _passage(self, changes: Iterable[Change]) -> Passage:
-        return passage(each for each in changes if self.in_layer in (None, each.in_layer))
-
-    def _pass(self, work: Work, stage: int) -> Iterator[Change]:
-        if work == FORWARD:
-            return self._forward(stage)
-        return self._inputs(stage) if work == BACKWARD_INPUT else self._backward(stage, work == BACKWARD_WEIGHT)
-
-    def _passed(self, work: Work, stage: int) -> None:
-        if work == FORWARD:
-            self.gathered.add(stage)
-        elif work != BACKWARD_INPUT:
-            self.summed.add(stage)
-            if self._reshards(stage):
-                self.gathered.discard(stage)
+        return passage(change for change in changes if self.in_layer in (None, change.in_layer))
 
     def _reshards(self, stage: int) -> bool:
         """Returns whether a backward of ``stage`` frees its gathered parameters."""
@@ -404,10 +407,11 @@ class _Step:
     def _parameters(self, stage: Stage) -> tuple[float, float, float]:
         """Returns the parameters of the stem, one layer and the head of a stage, as far as it has them."""
         of = self.sizes.parameters
-        stem = of.stem if stage.first else 0.0
+        head = of.head
         # the last stage has a copy of a shared table, unless the first one is on the same rank
-        copies = of.table and not any(each.first for each in self.rank.stages.values())
-        return stem, of.layer, (of.head + (of.table if copies else 0.0)) if stage.last else 0.0
+        if not any(held.first for held in self.rank.stages.values()):
+            head += of.table
+        return of.stem * stage.first, of.layer, head * stage.last
 
     def _begin(self) -> Iterator[Change]:
         """Allocates the state, its casts, and the buffers of messages, which torch has for each micro-batch."""
@@ -416,13 +420,13 @@ class _Step:
         for stage in self.rank.stages.values():
             stem, layer, head = self._parameters(stage)
             count += stem + stage.layers * layer + head
-            cast += (0 if self.rank.captured else stage.layers * layer) + (of.head + of.table if stage.last else 0.0)
+            cast += (of.head + of.table) * stage.last
+            if not self.rank.captured:
+                cast += stage.layers * layer
         yield Change("parameters", cast * per.cast)
-        state: tuple[tuple[Part, float], ...] = (
-            ("parameters", per.held), ("optimizer", per.optimizer), ("hooks", per.hooks),
-        )  # fmt: skip
-        for part, size in state:
-            yield Change(part, count * size)
+        yield Change("parameters", count * per.held)
+        yield Change("optimizer", count * per.optimizer)
+        yield Change("hooks", count * per.hooks)
         if self.rank.keeps_gradients or self.rank.captured:
             yield Change("gradients", count * per.whole)
             if self.rank.micro_batches < 2 or self.rank.captured:  # else DDP sums the first ones outside its buckets
@@ -437,13 +441,11 @@ class _Step:
         if self.rank.reduces == "after":
             yield Change("gradients", min(self.rank.bucket, self.computed), moment=True)
             yield Change("gradients", -self.waiting)
-        count = sum(
-            stem + stage.layers * layer + head
-            for stage in self.rank.stages.values()
-            for stem, layer, head in [self._parameters(stage)]
-        )
-        per = self.sizes.per_parameter
-        yield Change("gradients", min(count * per.updated, WIDENED_BYTES), moment=True)
+        count = 0.0
+        for stage in self.rank.stages.values():
+            stem, layer, head = self._parameters(stage)
+            count += stem + stage.layers * layer + head
+        yield Change("gradients", min(count * self.sizes.per_parameter.updated, WIDENED_BYTES), moment=True)
 
     def _on_the_way(self) -> float:
         """Returns what is on the device of activations that are kept in host memory: those of the layer that computes
@@ -451,7 +453,8 @@ class _Step:
         """
         stages, moved = self.rank.stages.values(), self.sizes.activations.moved
         sizes = [moved[run.mode] for stage in stages for run in stage.runs for _ in range(run.layers * run.moves)]
-        return sum(sorted(sizes)[-1 if any(stage.last for stage in stages) else -2 :])
+        sizes.sort(reverse=True)
+        return sum(sizes[: 2 - any(stage.last for stage in stages)])
 
     def _forward(self, number: int) -> Iterator[Change]:
         stage, held = self.rank.stages[number], self.sizes.activations
@@ -468,7 +471,7 @@ class _Step:
         yield Change("activations", self._boundary(stage))
 
     def _boundary(self, stage: Stage) -> float:
-        """Returns the bytes of a stage's output, which is kept, less its input, which is in the buffer of a message."""
+        """Returns the bytes of a stage's output, which stays, less its input, which is in the buffer of a message."""
         return ((not stage.last) - (not stage.first)) * self.sizes.activations.hidden
 
     def _gather(self, number: int) -> Iterator[Change]:
@@ -495,7 +498,7 @@ class _Step:
         if stage.last:
             yield Change("activations", held.backward, moment=True)
         recomputes = any(run.mode != "none" for run in stage.runs)
-        yield Change("activations", held.gradients + (held.kept["none"] if recomputes else 0.0), moment=True)
+        yield Change("activations", held.gradients + held.kept["none"] * recomputes, moment=True)
         yield Change("activations", stage.layers * held.products + held.hidden + held.logits * stage.last)
         yield Change("activations", sum(run.layers * held.restored(run.mode, run.moves) for run in stage.runs))
 
@@ -507,12 +510,13 @@ class _Step:
         if stage.last:
             yield from self._head_backward(number, inputs_done)
         for mode, moves, count in reversed(stage.runs):
-            kept = held.on_device(mode, moves) + self._tables
-            kept += held.products + held.restored(mode, moves) if inputs_done else 0.0
+            freed = held.on_device(mode, moves) + self._tables
+            if inputs_done:
+                freed += held.products + held.restored(mode, moves)
             # layers that follow each other are alike: the first and the last one tell the peak
             for several in (1, count - 2, 1) if count > 2 else (1,) * count:
                 yield from self._layer_backward(number, mode, layer, several)
-                yield Change("activations", -several * kept, in_layer=True)
+                yield Change("activations", -several * freed, in_layer=True)
         yield Change("activations", -self._boundary(stage) - held.hidden * inputs_done)
         yield from self._end(number)
 
@@ -525,8 +529,9 @@ class _Step:
         if self._shares:  # ZeRO reduces it with that of the stem
             yield Change("gradients", head * per.fresh)
         elif held.matrix:  # it exists already, and passes a cast
-            yield Change("gradients", head * per.fresh if per.fresh != per.whole else 0.0, moment=True)
-            yield Change("gradients", self._kept(number, head))
+            if per.fresh != per.whole:
+                yield Change("gradients", head * per.fresh, moment=True)
+            yield Change("gradients", self._grown(number, head))
             yield from self._copied(number, head, head)
         else:
             yield from self._gradient(number, head, head)
@@ -535,7 +540,7 @@ class _Step:
 
     @property
     def _tables(self) -> float:
-        return self.sizes.activations.tables if self.rank.captured else 0.0
+        return self.sizes.activations.tables * self.rank.captured
 
     @property
     def _shares(self) -> bool:
@@ -546,15 +551,19 @@ class _Step:
         """Returns the bytes of the head's part of the gradient of a shared table, which waits for that of the stem."""
         stage = self.rank.stages[number]
         waits = stage.first and stage.last and not self._shares
-        return self.sizes.parameters.table * self.sizes.per_parameter.whole if waits else 0.0
+        return self.sizes.parameters.table * self.sizes.per_parameter.whole * waits
 
     def _layer_backward(self, number: int, mode: LayerMode, layer: float, several: int) -> Iterator[Change]:
         """Computes the gradients of ``several`` equal layers, of which the peak of one counts."""
         per, held, matrix = self.sizes.per_parameter, self.sizes.activations, self.sizes.parameters.matrix
-        recomputed = 0.0 if mode == "none" else held.kept["none"]
-        gathered = 2 * layer * per.gathered if self.rank.gathers == "layer" else 0.0
-        # with ZeRO, that in which the gradients of the layer before are sent
-        fresh = layer * per.whole if self._shares else matrix * self._copies(number)
+        recomputed = held.kept["none"] * (mode != "none")
+        gathered = 2 * layer * per.gathered * (self.rank.gathers == "layer")
+        adds_copy = number in self.summed and per.fresh != per.whole  # to a gradient of another type
+        block = matrix
+        fresh = matrix * (per.whole + per.fresh * adds_copy)
+        if self._shares:
+            block = layer
+            fresh = layer * per.whole  # in which the gradients of the layer before are sent
         cast = 0.0
         if self.rank.captured:
             fresh += (layer - matrix) * per.whole
@@ -569,19 +578,14 @@ class _Step:
         if self.rank.captured:  # they are added to memory that exists
             yield from self._copied(number, several * layer, matrix)
         else:
-            yield from self._gradient(number, several * layer, layer if self._shares else matrix)
-
-    def _copies(self, number: int) -> float:
-        """Returns the bytes per parameter of a gradient while it is computed and added."""
-        per = self.sizes.per_parameter
-        return per.whole + (per.fresh if number in self.summed and per.fresh != per.whole else 0.0)
+            yield from self._gradient(number, several * layer, block)
 
     def _gradient(self, number: int, parameters: float, block: float) -> Iterator[Change]:
         """Adds the gradients of ``parameters``, which are computed or reduced in blocks of ``block``."""
         per = self.sizes.per_parameter
-        copies = per.whole + (per.fresh if per.fresh != per.whole or self._shares else 0.0)
+        copies = per.whole + per.fresh * (per.fresh != per.whole or self._shares)
         yield Change("gradients", block * copies, moment=True)
-        yield Change("gradients", self._kept(number, parameters))
+        yield Change("gradients", self._grown(number, parameters))
         yield from self._copied(number, parameters, block)
         if self.rank.reduces == "last" and not self.left[number]:
             yield Change("gradients", parameters * (per.shard - per.whole))
@@ -602,26 +606,26 @@ class _Step:
         yield Change("gradients", sent - self.waiting)
         self.waiting = sent
 
-    def _kept(self, number: int, parameters: float) -> float:
-        """Returns the bytes by which the gradients grow that are kept, if those of ``parameters`` are added."""
+    def _grown(self, number: int, parameters: float) -> float:
+        """Returns the bytes by which the gradients of a step grow, if those of ``parameters`` are added."""
         per = self.sizes.per_parameter
         if self.rank.reduces != "inside":
-            kept = per.shard if self.rank.reduces == "each" else per.whole
-            return parameters * kept if number not in self.summed else 0.0
+            size = per.shard if self.rank.reduces == "each" else per.whole
+            return parameters * size * (number not in self.summed)
+        # gradients are in the bucket that is filled and in those on the way; a bucket of several parameters is sent
+        # as a copy
         self.computed += parameters * per.whole
-        before, self.waiting = self.waiting, self._waiting()
-        return self.waiting - before
-
-    def _waiting(self) -> float:
-        """Returns the bytes of gradients in the bucket that is filled and in those on the way. A bucket of several
-        parameters is sent as a copy."""
-        bucket, matrix = self.rank.bucket, self.sizes.parameters.matrix * self.sizes.per_parameter.whole
+        before = self.waiting
+        bucket = self.rank.bucket
+        matrix = self.sizes.parameters.matrix * per.whole
         if not bucket:
-            return 0.0
-        if matrix > bucket:
-            return min(self.computed, (IN_FLIGHT - 1) * matrix)
-        sent = min(self.computed // bucket, IN_FLIGHT - 1) * bucket
-        return sent + min(self.computed, sent + bucket)
+            self.waiting = 0.0
+        elif matrix > bucket:
+            self.waiting = min(self.computed, (IN_FLIGHT - 1) * matrix)
+        else:
+            sent = min(self.computed // bucket, IN_FLIGHT - 1) * bucket
+            self.waiting = sent + min(self.computed, sent + bucket)
+        return self.waiting - before
 
     def _end(self, number: int) -> Iterator[Change]:
         """Ends the backward of a micro-batch with the stem and, for ZeRO, what is reduced and resharded with it."""
@@ -652,8 +656,8 @@ def peak_exceeds(sizes: Sizes, rank: Rank, limit: float) -> bool:
     if rank.captured:
         return peak_of(sizes, rank).total > limit
     total = 0.0
-    for each in _Step(sizes, rank).run():
-        if total + each.height > limit:
+    for step in _Step(sizes, rank).run():
+        if total + step.height > limit:
             return True
-        total += each.total
+        total += step.total
     return False

@@ -42,21 +42,36 @@ class HeldLayer:
 
 def recomputation_of(config: Config, layout: Layout) -> Recomputation:
     """Returns what each layer recomputes under ``layout``; all of them everything if no choice meets a budget."""
-    asked = parse_recomputation(config.train.activation_checkpointing)
-    if asked.budget is None or not knows_sizes(config):
-        return asked
+    recomputation = parse_recomputation(config.train.activation_checkpointing)
+    if recomputation.budget is None or not knows_sizes(config):
+        return recomputation
+    sizes = layer_bytes(config, layout)
+    has_ops = layout.pp == 1 or layout.pipeline.ops_checkpointing
+    cheapest_first: list[LayerMode] = ["ops", "full"] if has_ops and sizes["ops"] < sizes["none"] else ["full"]
     chosen: dict[int, LayerMode] = {}
     for pp_rank in range(layout.pp):
-        chosen |= _chosen(config, layout, pp_rank, asked.budget)
-    return replace(asked, chosen=tuple(mode for _, mode in sorted(chosen.items())))
+        layers = sorted(layers_of_rank(config, layout, pp_rank), key=lambda layer: (-layer.in_flight, layer.number))
+        modes = _greedy([layer.in_flight for layer in layers], sizes, recomputation.budget, cheapest_first)
+        chosen |= {layer.number: mode for layer, mode in zip(layers, modes, strict=True)}
+    return replace(recomputation, chosen=tuple(mode for _, mode in sorted(chosen.items())))
 
 
 def kept_by_layers(config: Config, layout: Layout, pp_rank: int) -> float:
     """Returns the bytes that the layers of a rank keep for the backward passes of the micro-batches in flight."""
-    sizes, recomputation = layer_bytes(config, layout), recomputation_of(config, layout)
-    return sum(
-        layer.in_flight * sizes[recomputation.mode(layer.number)] for layer in layers_of_rank(config, layout, pp_rank)
-    )
+    sizes = layer_bytes(config, layout)
+    mode_of = recomputation_of(config, layout).mode
+    return sum(layer.in_flight * sizes[mode_of(layer.number)] for layer in layers_of_rank(config, layout, pp_rank))
+
+
+def residual_width(config: Config) -> int:
+    """Returns the bytes of an element of the residual stream."""
+    narrow = compute_width(config)
+    return narrow if config.precision.residual == "compute" else max(4, narrow)
+
+
+def compute_width(config: Config) -> int:
+    """Returns the bytes of an element of a layer's results."""
+    return {"fp64": 8, "fp32": 4}.get(config.precision.name, 2)
 
 
 def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
@@ -68,15 +83,27 @@ def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
     count = family_of(config.model).activations
     assert count is not None
     kept = count(config.model, config.data)
-    narrow = {"fp64": 8, "fp32": 4}.get(config.precision.name, 2)
-    normed = narrow if config.precision.residual == "compute" else max(4, narrow)  # bytes of the residual stream
-    whole = _split_bytes(kept, narrow, normed, _exchanged(config, layout, kept), config.train.compile)
+    narrow = compute_width(config)
+    normed = residual_width(config)
+    inputs = float(kept.layer_input * normed)
+    # the inputs of norms are sums of the layer's input and the branches, of which compiled code keeps the results
+    branches = max(0, kept.norm_inputs - kept.layer_input) if config.train.compile else 0
+    norms = float((kept.norm_inputs - branches) * normed + branches * narrow)
+    results = kept.layer - kept.fused if config.train.compile else kept.layer
+    of_scores = 2 * max(4, narrow) + narrow * (narrow < 4)
+    sizes: dict[LayerMode, float] = {
+        "none": norms + (results + _exchanged(config, layout, kept)) * narrow + kept.scores * of_scores,
+        "ops": inputs + (kept.products + kept.scores) * narrow,
+        "full": inputs,
+    }
     if layout.tp > 1:
         split = family_of(config.model).tensor_parallel
-        shards_sequence = split is not None and split.shards_sequence
-        same = _unsplit_bytes(kept, narrow, normed, shards_sequence, config.train.compile)
-        whole = {mode: same[mode] + (size - same[mode]) / layout.tp for mode, size in whole.items()}
-    return {mode: layout.micro_size * kept.tokens / layout.cp * size for mode, size in whole.items()}
+        gathered = 2.0 * kept.layer_input * narrow  # of attention and the feed-forward branch
+        shared: dict[LayerMode, float] = {"none": gathered + norms, "ops": gathered + inputs, "full": inputs}
+        if split is not None and split.shards_sequence:
+            shared = {"none": gathered, "ops": gathered, "full": 0.0}
+        sizes = {mode: shared[mode] + (size - shared[mode]) / layout.tp for mode, size in sizes.items()}
+    return {mode: layout.micro_size * kept.tokens / layout.cp * size for mode, size in sizes.items()}
 
 
 def _exchanged(config: Config, layout: Layout, kept: Activations) -> float:
@@ -95,58 +122,16 @@ def _exchanged(config: Config, layout: Layout, kept: Activations) -> float:
     return kept.mixed * (1 + 2 * copies * keys / queries)
 
 
-def _split_bytes(
-    kept: Activations, narrow: int, normed: int, exchanged: float, compiled: bool
-) -> dict[LayerMode, float]:
-    """Returns the bytes per token of a layer that is not split, of which context parallelism exchanges some results."""
-    of_scores = 2 * max(4, narrow) + (narrow if narrow < 4 else 0)
-    full = kept.layer_input * normed
-    layer = kept.layer - (kept.fused if compiled else 0)
-    norms = _norm_bytes(kept, narrow, normed, compiled)
-    return {
-        "none": norms + (layer + exchanged) * narrow + kept.scores * of_scores,
-        "ops": full + (kept.products + kept.scores) * narrow,
-        "full": full,
-    }
-
-
-def _norm_bytes(kept: Activations, narrow: int, normed: int, compiled: bool) -> float:
-    """Returns the bytes per token of the inputs of norms, which are sums of the layer's input and the branches.
-
-    Compiled code keeps the results of the branches and computes the sums again.
-    """
-    branches = max(0, kept.norm_inputs - kept.layer_input) if compiled else 0
-    return float((kept.norm_inputs - branches) * normed + branches * narrow)
-
-
-def _unsplit_bytes(
-    kept: Activations, narrow: int, normed: int, shards_sequence: bool, compiled: bool
-) -> dict[LayerMode, float]:
-    """Returns the part of them that each tensor-parallel rank has whole."""
-    gathered = 2.0 * kept.layer_input * narrow  # of attention and the feed-forward branch
-    inputs = 0.0 if shards_sequence else float(kept.layer_input * normed)
-    norms = 0.0 if shards_sequence else _norm_bytes(kept, narrow, normed, compiled)
-    return {"none": gathered + norms, "ops": gathered + inputs, "full": inputs}
-
-
 def layers_of_rank(config: Config, layout: Layout, pp_rank: int) -> list[HeldLayer]:
     """Returns the layers of all stages of a rank."""
     counts = layer_counts(config.model.n_layers, layout.stages, config.strategy.pp_split if layout.pp > 1 else "even")
-    found, first = [], 0
+    layers = []
+    first = 0
     for stage, (count, rank) in enumerate(zip(counts, layout.placement, strict=True)):
         if rank == pp_rank:
-            found += [HeldLayer(number, layout.in_flight(stage)) for number in range(first, first + count)]
+            layers += [HeldLayer(number, layout.in_flight(stage)) for number in range(first, first + count)]
         first += count
-    return found
-
-
-def _chosen(config: Config, layout: Layout, pp_rank: int, budget: int) -> dict[int, LayerMode]:
-    layers = sorted(layers_of_rank(config, layout, pp_rank), key=lambda layer: (-layer.in_flight, layer.number))
-    sizes = layer_bytes(config, layout)
-    has_ops = layout.pp == 1 or layout.pipeline.ops_checkpointing
-    cheapest_first: list[LayerMode] = ["ops", "full"] if has_ops and sizes["ops"] < sizes["none"] else ["full"]
-    modes = _greedy([layer.in_flight for layer in layers], sizes, budget, cheapest_first)
-    return {layer.number: mode for layer, mode in zip(layers, modes, strict=True)}
+    return layers
 
 
 def _greedy(
@@ -191,11 +176,11 @@ def check_budget(config: Config, layout: Layout) -> None:
     budget = parse_recomputation(config.train.activation_checkpointing).budget
     if budget is None or not knows_sizes(config):
         return
-    asked = f"{CHECKPOINTING} is {config.train.activation_checkpointing}"
     most = max(kept_by_layers(config, layout, rank) for rank in range(layout.pp))
     if most > budget:
         raise UserError(
-            f"{asked}, but the layers of a rank keep {format_bytes(most)} even if all are recomputed",
+            f"{CHECKPOINTING} is {config.train.activation_checkpointing}, but the layers of a rank keep "
+            f"{format_bytes(most)} even if all are recomputed",
             where=CHECKPOINTING,
             fix=f"{CHECKPOINTING}={ceil(most / _MIB)}MiB or more, or a smaller batch.micro_size",
         )
@@ -216,8 +201,10 @@ def parse_activation_offload(text: str) -> int | None:
     Raises:
         UserError: ``text`` is neither none nor a size.
     """
-    size = None if text == "none" else parse_bytes(text)
-    if text == "none" or size:
+    if text == "none":
+        return None
+    size = parse_bytes(text)
+    if size:
         return size
     raise UserError(
         f"{OFFLOAD} is {text!r}, which is not a size", where=OFFLOAD, fix=f"{OFFLOAD}=1MiB, or none to offload nothing"
@@ -253,7 +240,8 @@ def moved_bytes(config: Config, layout: Layout, layer: int) -> float:
 
 def moved_by_mode(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
     """Returns ``moved_bytes`` of a layer that is not the last, by what it recomputes."""
-    least, sizes = parse_activation_offload(config.train.activation_offload), layer_bytes(config, layout)
+    least = parse_activation_offload(config.train.activation_offload)
+    sizes = layer_bytes(config, layout)
     if least is None or sizes["full"] < least:
         return {"none": 0.0, "ops": 0.0, "full": 0.0}
     return {"none": sizes["none"], "ops": sizes["full"], "full": sizes["full"]}
@@ -261,9 +249,7 @@ def moved_by_mode(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
 
 def node_bytes(config: Config, layout: Layout, nodes: int) -> float | None:
     """Returns the host memory that the activations of a node's ranks take; None if it is unknown or none is taken."""
-    family = family_of(config.model)
-    known = family.parameters is not None and family.parameters(config.model) is not None
-    if not known or family.activations is None:
+    if not knows_sizes(config):
         return None
     of_ranks = sum(offloaded_bytes(config, layout, rank) for rank in range(layout.pp))
     return of_ranks * layout.stage_ranks / nodes or None

@@ -17,7 +17,7 @@ from hpc_train.layout.counted import CountedModel
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.layout.optimizers import averages_of_weights, held_whole, values_per_parameter
-from hpc_train.layout.recomputation import layer_bytes, moved_by_mode
+from hpc_train.layout.recomputation import layer_bytes, moved_by_mode, residual_width
 
 MATRIX_SHARE = 0.25  # of the parameters of a layer in its largest matrix; a third in a ViT, 0.22 in a Llama
 
@@ -128,39 +128,45 @@ def sizes_of(config: Config, layout: Layout) -> Sizes:
 def parameters_of(config: Config, tp: int) -> Parameters:
     """Returns the numbers of parameters of a rank. Norms count as if tensor-parallel ranks shared them, too."""
     model = config.model
-    count, layer = parameter_count(model), layer_parameters(model)
+    count = parameter_count(model)
+    layer = layer_parameters(model)
     assert count is not None
     outside = count - model.n_layers * layer
-    known = family_of(model).stem_parameters
+    of_stem = family_of(model).stem_parameters
     tied = bool(getattr(model, "tied_embeddings", False))
-    stem = known(model) if known is not None else outside if tied else outside // 2
-    stem = outside // 2 if stem is None else stem
-    head = outside - stem
+    if of_stem is None:
+        stem = outside if tied else outside // 2
+    else:
+        count = of_stem(model)
+        stem = outside // 2 if count is None else count
     return Parameters(
         stem=stem / tp,
         layer=layer / tp,
-        head=head / tp,
+        head=(outside - stem) / tp,
         table=stem / tp if tied else 0.0,
         matrix=MATRIX_SHARE * layer / tp,
         trained=trained_share(model),
     )
 
 
+WIDTHS = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (4, 2), "fp16": (4, 2)}
+
+
 def widths(config: Config) -> tuple[int, int]:
     """Returns the bytes of a parameter, and of what it is computed with."""
-    name = config.precision.name
-    return (8, 8) if name == "fp64" else (4, 2 if name in ("bf16", "fp16") else 4)
+    return WIDTHS[config.precision.name]
 
 
 def per_parameter(config: Config, layout: Layout) -> PerParameter:
     """Returns the bytes per parameter, without what ``strategy.offload`` moves to the host."""
     width, narrow = widths(config)
-    sharded, offload = layout.shards_state, config.strategy.offload
+    sharded = layout.shards_state
+    offload = config.strategy.offload
     shard = layout.shard if sharded else 1
     trained = trained_share(config.model)
-    # the owner of a whole parameter has a copy of it and of its gradient
-    whole = 2 * width if (sharded or layout.tp > 1) and held_whole(config.optim) else 0
-    moments = whole + values_per_parameter(config.optim) * (2 if config.optim.moments == "bf16" else width)
+    moments = values_per_parameter(config.optim) * (2 if config.optim.moments == "bf16" else width)
+    if (sharded or layout.tp > 1) and held_whole(config.optim):
+        moments += 2 * width  # the owner of a parameter has a copy of all of it and of its gradient
     on_device = offload != "all"
     masters = config.precision.weights == "bf16"
     weight = narrow if masters else width
@@ -169,11 +175,11 @@ def per_parameter(config: Config, layout: Layout) -> PerParameter:
         held=weight / shard * on_device + of_masters,
         optimizer=trained * moments / shard * (offload == "none"),
         hooks=trained * width * averages_of_weights(config) / shard * on_device,
-        cast=narrow if narrow < weight and not sharded else 0.0,
-        gathered=narrow if sharded else 0.0,
+        cast=narrow * (narrow < weight and not sharded),
+        gathered=narrow * sharded,
         fresh=trained * narrow,
         whole=trained * (width if sharded else weight),  # FSDP adds micro-batches up in fp32
-        shard=trained * weight / shard * on_device if sharded else 0.0,
+        shard=trained * weight / shard * on_device * sharded,
         updated=of_masters,
     )
 
@@ -181,28 +187,33 @@ def per_parameter(config: Config, layout: Layout) -> PerParameter:
 def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMicroBatch:
     """Returns the bytes of the activations of a micro-batch of ``layout``."""
     _, narrow = widths(config)
-    normed = narrow if config.precision.residual == "compute" else max(4, narrow)  # bytes of the residual stream
-    tokens, tp = layout.micro_size * kept.tokens / layout.cp, layout.tp
+    tokens = layout.micro_size * kept.tokens / layout.cp
+    tp = layout.tp
     split = family_of(config.model).tensor_parallel
-    shards_sequence = tp > 1 and split is not None and split.shards_sequence
-    hidden = kept.layer_input * normed / (tp if shards_sequence else 1)
-    fused = loss_form(config, layout).fused
-    head, forward, backward = (_fused_head_bytes if fused else _head_bytes)(config, layout, kept, hidden)
-    of_matrix = max(4, narrow) if fused and trained_share(config.model) == 1 else 0  # beside adapters it is frozen
+    hidden = float(kept.layer_input * residual_width(config))
+    if split is not None and split.shards_sequence:
+        hidden /= tp
+    form = loss_form(config, layout)
+    head, forward, backward = (_fused_head_bytes if form.fused else _head_bytes)(config, layout, kept, hidden)
     gradients = kept.layer // 4 if kept.backward is None else kept.backward
-    of_gathered = kept.layer_input * narrow if tp > 1 else 0.0  # a gathered gradient
+    of_layer = gradients * narrow / tp + hidden
+    if tp > 1:
+        of_layer += kept.layer_input * narrow  # a gathered gradient
+    matrix = 0.0
+    if form.fused and trained_share(config.model) == 1:  # beside adapters it is frozen
+        matrix = kept.logits * kept.layer_input / tp * max(4, narrow)
     return PerMicroBatch(
         kept=layer_bytes(config, layout),
         moved=moved_by_mode(config, layout),
-        gradients=tokens * (gradients * narrow / tp + hidden + of_gathered) + _float8_bytes(config, tp, tokens, kept),
+        gradients=tokens * of_layer + _float8_bytes(config, tp, tokens, kept),
         products=tokens * (kept.products * narrow / tp + 2 * hidden),
         hidden=tokens * hidden,
         tables=4 * kept.tables * kept.tokens / layout.cp,
         head=tokens * head,
         forward=tokens * forward,
         backward=tokens * backward,
-        logits=0.0 if fused else tokens * kept.logits / loss_form(config, layout).chunks * narrow,
-        matrix=kept.logits * kept.layer_input / tp * of_matrix,
+        logits=tokens * kept.logits / form.chunks * narrow * (not form.fused),
+        matrix=matrix,
     )
 
 
@@ -236,9 +247,10 @@ def _fused_head_bytes(config: Config, layout: Layout, kept: Activations, hidden:
     half precision beside their softmax in fp32; tensor-parallel ranks share the words.
     """
     _, narrow = widths(config)
-    wide, gradient = max(4, narrow), kept.layer_input * narrow
+    wide = max(4, narrow)
+    gradient = kept.layer_input * narrow
     logits = kept.logits / loss_form(config, layout).chunks / layout.tp
-    return hidden + gradient, logits * (wide + (narrow if narrow < wide else 0)) + gradient, hidden
+    return hidden + gradient, logits * (wide + narrow * (narrow < wide)) + gradient, hidden
 
 
 def _head_bytes(config: Config, layout: Layout, kept: Activations, hidden: float) -> tuple[float, float, float]:
@@ -250,14 +262,15 @@ def _head_bytes(config: Config, layout: Layout, kept: Activations, hidden: float
     if not kept.logits:
         return 0.0, 0.0, 0.0
     _, narrow = widths(config)
-    wide, chunks = max(4, narrow), loss_form(config, layout).chunks
-    logits, gradients = kept.logits / chunks, 1 if config.train.z_loss else 2
-    widened = logits * (narrow + wide) if narrow < wide else logits * wide  # before the softmax
-    inputs = hidden + kept.layer_input * narrow  # of the norm and of the product
-    whole = inputs + logits * wide
+    wide = max(4, narrow)
+    chunks = loss_form(config, layout).chunks
+    logits = kept.logits / chunks
+    gradients = logits * wide * (1 if config.train.z_loss else 2)
+    widened = logits * (wide + narrow * (narrow < wide))  # before the softmax
+    results = hidden + kept.layer_input * narrow + logits * wide  # of the norm, the product and the softmax
     if chunks == 1:
-        return whole, widened, gradients * logits * wide
-    return hidden, whole + widened, whole + gradients * logits * wide
+        return results, widened, gradients
+    return hidden, results + widened, results + gradients
 
 
 def layer_parameters(model: ModelConfig) -> int:
@@ -266,9 +279,10 @@ def layer_parameters(model: ModelConfig) -> int:
     if count is not None:
         return count(model) or 0
     sized: Any = model  # which has ``n_layers``
-    one, two = (parameter_count(replace(sized, n_layers=number)) for number in (1, 2))
-    assert one is not None and two is not None
-    return two - one
+    small = parameter_count(replace(sized, n_layers=1))
+    larger = parameter_count(replace(sized, n_layers=2))
+    assert small is not None and larger is not None
+    return larger - small
 
 
 def trained_share(model: ModelConfig) -> float:
