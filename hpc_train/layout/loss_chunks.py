@@ -14,7 +14,7 @@ least 4096 tokens, or the model's width if that is larger.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from hpc_train.config.extensions import family_of
@@ -55,7 +55,17 @@ def loss_form(config: Config, layout: Layout) -> LossForm:
     ``interleaved_zero_bubble``. With tensor parallelism it is always chosen, since only this form leaves the logits
     spread over the ranks.
     """
-    return replace(_form(config, layout), z_loss=config.train.z_loss)
+    family = family_of(config.model)
+    chunks = config.train.loss_chunks
+    fuses = family.fuses_loss(config.model) and (layout.tp > 1 or layout.in_flight(layout.stages - 1) == 1)
+    if chunks == "auto" and fuses and family.activations is not None:
+        kept = family.activations(config.model, config.data)
+        if kept.logits >= LARGE * kept.layer_input:
+            tokens = layout.micro_size * kept.tokens // layout.cp
+            chunks = max(1, ceil(tokens / max(LEAST_TOKENS, kept.layer_input)))
+            return LossForm(chunks, fused=True, z_loss=config.train.z_loss)
+    number = chunks if isinstance(chunks, int) else 1
+    return LossForm(number, fused=fuses and (number > 1 or layout.tp > 1), z_loss=config.train.z_loss)
 
 
 def check_loss_chunks(config: Config, layout: Layout) -> None:
@@ -64,36 +74,20 @@ def check_loss_chunks(config: Config, layout: Layout) -> None:
     Raises:
         UserError: there are not.
     """
-    chunks, length = config.train.loss_chunks, getattr(config.data, "sequence_length", None)
+    chunks = config.train.loss_chunks
+    length = getattr(config.data, "sequence_length", None)
     if isinstance(chunks, str) or not length:  # another check refuses a length of 0
         return
-    fused = loss_form(config, layout).fused  # which cuts all tokens of a micro-batch
-    most = length * layout.micro_size // layout.cp if fused else length // (layout.cp * layout.tp)
+    if loss_form(config, layout).fused:  # which cuts all tokens of a micro-batch
+        most = length * layout.micro_size // layout.cp
+        unit = "micro-batch"
+    else:
+        most = length // (layout.cp * layout.tp)
+        unit = "sequence"
     if chunks > most:
-        whole = "micro-batch" if fused else "sequence"
         raise UserError(
-            f"train.loss_chunks is {chunks}, but a rank has only {most} tokens of a {whole}",
+            f"train.loss_chunks is {chunks}, but a rank has only {most} tokens of a {unit}",
             where="train.loss_chunks",
             fix=f"train.loss_chunks={most} or fewer",
         )
 
-
-def _form(config: Config, layout: Layout) -> LossForm:
-    asked, fuses = config.train.loss_chunks, family_of(config.model).fuses_loss(config.model)
-    if fuses and layout.tp > 1:
-        return LossForm(asked if isinstance(asked, int) else _chosen(config, layout).chunks, fused=True)
-    fuses = fuses and layout.in_flight(layout.stages - 1) == 1
-    if isinstance(asked, int):
-        return LossForm(asked, fuses and asked > 1)
-    return _chosen(config, layout) if fuses else LossForm()
-
-
-def _chosen(config: Config, layout: Layout) -> LossForm:
-    count = family_of(config.model).activations
-    if count is None:
-        return LossForm()
-    kept = count(config.model, config.data)
-    if kept.logits < LARGE * kept.layer_input:
-        return LossForm()
-    tokens = layout.micro_size * kept.tokens // layout.cp
-    return LossForm(max(1, ceil(tokens / max(LEAST_TOKENS, kept.layer_input))), fused=True)

@@ -46,8 +46,10 @@ def check_split(split: Any, layers: int | None, stages: int) -> None:
         UserError: the division is not possible.
     """
     if isinstance(split, str):
-        most = None if layers is None else layers if split == "even" else layers + 2
-        if most is not None and most < stages:
+        if layers is None:
+            return
+        most = layers if split == "even" else layers + 2
+        if most < stages:
             raise UserError(
                 f"model.n_layers is {layers}, too few for {stages} pipeline stages",
                 where="strategy.pp",
@@ -55,11 +57,11 @@ def check_split(split: Any, layers: int | None, stages: int) -> None:
             )
         return
     counts = [*split]
-    named = len(counts) == stages and min(counts) >= 0 and all(counts[1:-1])
-    if not named or (layers is not None and sum(counts) != layers):
+    fits = len(counts) == stages and min(counts) >= 0 and all(counts[1:-1])
+    if not fits or (layers is not None and sum(counts) != layers):
+        total = "" if layers is None else f" with {layers} layers in total"
         raise UserError(
-            f"strategy.pp_split is {counts}, but must list {stages} stages"
-            + (f" with {layers} layers in total" if layers is not None else ""),
+            f"strategy.pp_split is {counts}, but must list {stages} stages{total}",
             where="strategy.pp_split",
             fix="even, flops, measured, or the number of layers of each stage (only the first and the last may have 0)",
         )
@@ -127,9 +129,9 @@ def _cheapest(
         following: dict[int, tuple[float, tuple[range, ...]]] = {}
         for first, (so_far, held) in best.items():
             for end in range(first + 1, blocks - (stages - stage - 1) + 1):
-                own = price(stage, range(first, end))
-                if own is not None and (end not in following or join(so_far, own) < following[end][0]):
-                    following[end] = (join(so_far, own), (*held, range(first, end)))
+                cost = price(stage, range(first, end))
+                if cost is not None and (end not in following or join(so_far, cost) < following[end][0]):
+                    following[end] = (join(so_far, cost), (*held, range(first, end)))
         best = following
     return best.get(blocks)
 
