@@ -23,6 +23,7 @@ from hpc_train.config.schema import Config, HFModelConfig
 from hpc_train.config.schema.data import OwnKeys
 from hpc_train.config.values import runs_own_code
 from hpc_train.layout.float8 import Products
+from hpc_train.layout.recomputation import compute_width, residual_width
 from hpc_train.users import user_cache
 from hpc_train.version import __version__
 
@@ -113,14 +114,17 @@ class CountedModel:
     def layers(self) -> tuple[Block, ...]:
         return self.counts.blocks[1:-1]
 
-    def kept(self, block: Block) -> float:
-        """Returns the bytes that a block keeps for the backward per sample."""
-        narrow = self.width < 4
-        return block.narrow_bytes if narrow else block.wide_bytes * self.width / 4
+    def saved(self, block: Block) -> float:
+        """Returns the bytes that a block saves for the backward per sample."""
+        if self.width < 4:
+            return block.narrow_bytes
+        return block.wide_bytes * self.width / 4
 
-    def given(self, block: Block) -> float:
+    def input_bytes(self, block: Block) -> float:
         """Returns the bytes of the input of a block per sample."""
-        return block.narrow_input if self.width < 4 else block.wide_input * self.width / 4
+        if self.width < 4:
+            return block.narrow_input
+        return block.wide_input * self.width / 4
 
 
 def counted(config: Config) -> Config:
@@ -130,8 +134,8 @@ def counted(config: Config) -> Config:
     counts = read_counts(key_of(config))
     if counts is None:
         return config
-    width = {"fp64": 8, "fp32": 4}.get(config.precision.name, 2)
-    normed = width if config.precision.residual == "compute" else max(4, width)
+    width = compute_width(config.precision)
+    normed = residual_width(config.precision)
     model: Any = CountedModel(counts, width, normed, len(counts.blocks) - 2)
     return replace(config, model=model)
 
@@ -153,11 +157,11 @@ def has_own_samples(data: Any) -> bool:
 
 def sample_shape(data: Any) -> tuple[int, ...]:
     """Returns the shape of a sample's inputs; empty if the config does not show it."""
-    images = getattr(data, "task", "images") == "images"
-    for names in _SHAPES if images else _SHAPES[1:]:
+    for names in _SHAPES:
         sizes = [getattr(data, name, None) for name in names]
-        if all(isinstance(size, int) for size in sizes):
-            return tuple(size for size in sizes if size is not None)
+        shape = tuple(size for size in sizes if isinstance(size, int))
+        if len(shape) == len(names) and (len(shape) == 1 or getattr(data, "task", "images") == "images"):
+            return shape
     return ()
 
 
@@ -165,21 +169,21 @@ def key_of(config: Config) -> str:
     """Returns what the counts depend on, besides the files of the user and versions, as a hash."""
     model, data = config.model, config.data
     samples = asdict(data) if has_own_samples(data) else {"shape": sample_shape(data)}
-    found = None
+    values = None
     if isinstance(model, HFModelConfig):
-        found = hf_config.read(model.name_or_path, model.revision, model.config)
-    content = [_FORMAT, __version__, asdict(model), found, samples, config.precision.residual, str(Path.cwd())]
+        values = hf_config.read(model.name_or_path, model.revision, model.config)
+    content = [_FORMAT, __version__, asdict(model), values, samples, config.precision.residual, str(Path.cwd())]
     return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 @cache
 def versions() -> Mapping[str, str]:
     """Returns package -> version of those packages that may change the counts and are installed here."""
-    found = {}
+    installed = {}
     for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            installed[package] = metadata.version(package)
+    return installed
 
 
 def counts_file(key: str) -> Path:
@@ -192,40 +196,22 @@ def read_counts(key: str) -> Counts | None:
     """Returns the counts in the cache; None if there are none, or a file of the user or a package has changed."""
     try:
         stored = json.loads(counts_file(key).read_text(encoding="utf-8"))
-        blocks, products = (Block(**block) for block in stored["blocks"]), map(_products, stored["products"])
-        counts = Counts(**{**stored, "blocks": tuple(blocks), "products": tuple(products)})
-        unchanged = all(file_hash(Path(path)) == found for path, found in counts.files.items())
-        unchanged &= all(counts.versions.get(name) == found for name, found in versions().items())
+        blocks = tuple(Block(**block) for block in stored["blocks"])
+        products = tuple(
+            Products(tuple(map(tuple, row["names"])), row["inputs"], tuple(row["outputs"]), row["rows"])
+            for row in stored["products"]
+        )
+        counts = Counts(**{**stored, "blocks": blocks, "products": products})
+        same_files = all(file_hash(Path(path)) == digest for path, digest in counts.files.items())
     except (OSError, ValueError, TypeError, KeyError):  # missing, or written by another version
         return None
-    return counts if unchanged else None
-
-
-def _products(stored: Mapping[str, Any]) -> Products:
-    names, outputs = tuple(map(tuple, stored["names"])), tuple(stored["outputs"])
-    return Products(**{**stored, "names": names, "outputs": outputs})
+    same_packages = all(counts.versions.get(name) == version for name, version in versions().items())
+    return counts if same_files and same_packages else None
 
 
 def file_hash(path: Path) -> str:
     """Returns the hash of the content of a file."""
     return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-
-
-def _parameters(model: CountedModel) -> int:
-    return sum(block.parameters for block in model.counts.blocks)
-
-
-def _trained(model: CountedModel) -> int:
-    return sum(block.trained for block in model.counts.blocks)
-
-
-def _layer_parameters(model: CountedModel) -> int:
-    """Returns the mean of the layers."""
-    return sum(block.parameters for block in model.layers) // max(1, model.n_layers)
-
-
-def _stem_parameters(model: CountedModel) -> int:
-    return model.counts.blocks[0].parameters
 
 
 def _activations(model: CountedModel, _: Any) -> Activations:
@@ -234,39 +220,34 @@ def _activations(model: CountedModel, _: Any) -> Activations:
     The head's largest tensor is that of the logits, whose gradient and copies the estimate adds. All else that stem and
     head keep counts as logits too, by its bytes.
     """
-    stem, head = model.counts.blocks[0], model.counts.blocks[-1]
-    layers, count = model.layers, max(1, model.n_layers)
-    of_logits = 3 * max(4, model.width)  # as the estimate counts them in the backward
-    others = model.kept(stem) + model.kept(head) - head.largest * max(4, model.width)
+    stem, *layers, head = model.counts.blocks
+    count = max(1, model.n_layers)
+    wide = max(4, model.width)
+    of_logits = 3 * wide  # as the estimate counts them in the backward
+    others = model.saved(stem) + model.saved(head) - head.largest * wide
     return Activations(
         tokens=1,
         norm_inputs=0,
-        layer=round(sum(map(model.kept, layers)) / count / model.width),
+        layer=round(sum(map(model.saved, layers)) / count / model.width),
         products=round(sum(block.results for block in layers) / count),
-        layer_input=round(sum(map(model.given, layers)) / count / model.normed),
+        layer_input=round(sum(map(model.input_bytes, layers)) / count / model.normed),
         logits=round(head.largest + max(0.0, others) / of_logits),
     )
-
-
-def _flops_per_sample(model: CountedModel, _: tuple[int, ...]) -> float:
-    return sum(block.total for block in model.counts.blocks)
-
-
-def _why_not_stages(model: CountedModel) -> str:
-    return "" if model.counts.has_stages else "the model is not a hpc_train.models.model.Model with layers"
 
 
 COUNTED_FAMILY = ModelFamily(
     schema=CountedModel,
     learns_from=None,
     builder="hpc_train.models.counting:count",  # is not called: the config of the model itself names its builder
-    parameters=_parameters,
-    layer_parameters=_layer_parameters,
-    stem_parameters=_stem_parameters,
-    trained_parameters=_trained,
+    parameters=lambda model: sum(block.parameters for block in model.counts.blocks),
+    layer_parameters=lambda model: sum(block.parameters for block in model.layers) // max(1, model.n_layers),  # a mean
+    stem_parameters=lambda model: model.counts.blocks[0].parameters,
+    trained_parameters=lambda model: sum(block.trained for block in model.counts.blocks),
     activations=_activations,
-    flops_per_sample=_flops_per_sample,
+    flops_per_sample=lambda model, _: sum(block.total for block in model.counts.blocks),
     tensor_parallel=None,
-    why_not_stages=_why_not_stages,
+    why_not_stages=lambda model: (
+        "" if model.counts.has_stages else "the model is not a hpc_train.models.model.Model with layers"
+    ),
     hugging_face=None,
 )

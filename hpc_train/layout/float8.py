@@ -49,7 +49,9 @@ def why_not_float8(name: str, inputs: int, outputs: int, precision: PrecisionCon
     if any(re.search(pattern, name) for pattern in precision.fp8_skip):
         return "precision.fp8_skip"
     multiple = MULTIPLES[str(precision.fp8)]
-    return f"sizes that are not multiples of {multiple}" if inputs % multiple or outputs % multiple else ""
+    if inputs % multiple or outputs % multiple:
+        return f"sizes that are not multiples of {multiple}"
+    return ""
 
 
 def check_skip(precision: PrecisionConfig) -> None:
@@ -75,13 +77,17 @@ def check_float8(config: Config, layout: Layout) -> None:
     Raises:
         UserError: a shard has a size that fp8 does not support.
     """
-    recipe, model, tp = config.precision.fp8, config.model, layout.tp
-    if recipe is None or tp == 1 or config.precision.fp8_skip:  # the workers know the names of the matrices
-        return
-    head = getattr(model, "head_dim", None) or getattr(model, "dim", 0) // getattr(model, "n_heads", 1)
+    recipe = config.precision.fp8
+    model = config.model
+    tp = layout.tp
     plan = family_of(model).tensor_parallel
-    for key in plan.divisible if plan is not None else ():
-        width = getattr(model, key) * (head if key.endswith("heads") else 1)
+    # the workers know the names of the matrices to skip
+    if recipe is None or tp == 1 or plan is None or config.precision.fp8_skip:
+        return
+    for key in plan.divisible:
+        width = getattr(model, key)
+        if key.endswith("heads"):
+            width *= getattr(model, "head_dim", None) or getattr(model, "dim", 0) // getattr(model, "n_heads", 1)
         if width % MULTIPLES[recipe] == 0 and width % (tp * MULTIPLES[recipe]):
             raise refused_shard(recipe, f"a matrix of model.{key}", width, tp)
 
@@ -155,11 +161,13 @@ def check_architecture(recipe: str, device: str, architecture: str, instead: Col
 def _why_not(recipe: str, architecture: str) -> str:
     """Returns what ``recipe`` needs; an empty string if ``architecture`` has it."""
     if architecture.startswith("gfx"):
-        has_it = recipe != "mxfp8" and architecture.startswith(AMD)
-        return "" if has_it else "fp8 needs an MI300 or later, and mxfp8 an NVIDIA B200"
-    major, minor = map(int, architecture.split("."))
-    needed = CAPABILITIES[recipe]
-    return "" if (major, minor) >= needed else f"{recipe} needs {needed[0]}.{needed[1]} or later"
+        if recipe == "mxfp8" or not architecture.startswith(AMD):
+            return "fp8 needs an MI300 or later, and mxfp8 an NVIDIA B200"
+        return ""
+    major, minor = CAPABILITIES[recipe]
+    if tuple(map(int, architecture.split("."))) < (major, minor):
+        return f"{recipe} needs {major}.{minor} or later"
+    return ""
 
 
 def check_gpus(config: Config, gpus: Collection[str]) -> None:
@@ -174,7 +182,7 @@ def check_gpus(config: Config, gpus: Collection[str]) -> None:
     recipe = config.precision.fp8
     if recipe is None:
         return
-    known = {gpu: found for gpu in sorted(gpus) if (found := architecture_of(gpu)) is not None}
-    instead = [f"cluster.gpu_type={gpu}" for gpu, found in known.items() if not _why_not(recipe, found)]
-    for gpu, architecture in known.items():
+    architectures = {gpu: name for gpu in sorted(gpus) if (name := architecture_of(gpu)) is not None}
+    instead = [f"cluster.gpu_type={gpu}" for gpu, name in architectures.items() if not _why_not(recipe, name)]
+    for gpu, architecture in architectures.items():
         check_architecture(recipe, gpu, architecture, instead)

@@ -90,4 +90,3 @@ def check_loss_chunks(config: Config, layout: Layout) -> None:
             where="train.loss_chunks",
             fix=f"train.loss_chunks={most} or fewer",
         )
-

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_train.config.import_path import check_call
@@ -72,27 +72,35 @@ class ParameterGroup:
 
 def target_of(optim: OptimConfig, group: ParameterGroup | None = None) -> Target:
     """Returns the optimizer of the parameters of ``group``, or of those that are in no group."""
+    settings: OptimConfig | ParameterGroup = optim
+    where = "optim"
     if group is not None and group._target_ is not None:
-        return _target(group._target_, group.args, group.elementwise, group.where)
-    return _target(optim._target_, optim.args, optim.elementwise, "optim")
-
-
-def _target(path: str | None, args: Mapping[str, Any], elementwise: bool | None, where: str) -> Target:
-    known = Target(path, args, True, where)
-    return Target(path, args, known.torch_name in _TORCH or path is None if elementwise is None else elementwise, where)
+        settings = group
+        where = group.where
+    elementwise = settings.elementwise
+    target = Target(settings._target_, settings.args, elementwise is not False, where)
+    if elementwise is None and target.path is not None and target.torch_name not in _TORCH:
+        return replace(target, elementwise=False)
+    return target
 
 
 def own_targets(optim: OptimConfig) -> list[Target]:
     """Returns all optimizers of a config, without those that are built in."""
-    found = [target_of(optim), *(target_of(optim, group) for group in parameter_groups(optim))]
-    return [target for number, target in enumerate(found) if target.path is not None and target not in found[:number]]
+    targets: list[Target] = []
+    for group in (None, *parameter_groups(optim)):
+        target = target_of(optim, group)
+        if target.path is not None and target not in targets:
+            targets.append(target)
+    return targets
 
 
 def own_code(optim: OptimConfig) -> list[str]:
     """Returns the import paths in a config: those of its optimizers and of its schedule."""
-    schedule = parse_schedule(optim.schedule)
     paths = [target.path for target in own_targets(optim) if target.path is not None]
-    return [*paths, *([schedule.name] if schedule.is_own else [])]
+    schedule = parse_schedule(optim.schedule)
+    if schedule.is_own:
+        paths.append(schedule.name)
+    return paths
 
 
 def parameter_groups(optim: OptimConfig) -> list[ParameterGroup]:
@@ -115,15 +123,17 @@ def _group(name: str, values: Any) -> ParameterGroup:
     if not isinstance(values, Mapping) or not values.get("match"):
         fix = f"+{where}.match=REGEX, such as 'embedding|\\.bias$'"
         raise UserError(f"{where} does not say which parameters it has", where=f"{where}.match", fix=fix)
-    known = [each.name for each in fields(ParameterGroup) if each.name != "name"]
     for key, value in values.items():
-        if key not in known:
-            fix = f"{nearest(str(key), known)}; arguments of the optimizer belong in {where}.args"
+        if key not in _TYPES:
+            fix = f"{nearest(str(key), list(_TYPES))}; arguments of the optimizer belong in {where}.args"
             raise UserError(f"{where}.{key} is not a config key", where=f"{where}.{key}", fix=fix)
-        negative = key in ("lr_factor", "weight_decay") and isinstance(value, int | float) and value < 0
-        if not isinstance(value, _TYPES[key]) or negative:
-            kinds = " or ".join("null" if kind is type(None) else kind.__name__ for kind in _TYPES[key])
-            must = "at least 0" if negative else f"of type {kinds}"
+        must = ""
+        if not isinstance(value, _TYPES[key]):
+            kinds = ("null" if kind is type(None) else kind.__name__ for kind in _TYPES[key])
+            must = f"of type {' or '.join(kinds)}"
+        elif key in ("lr_factor", "weight_decay") and value is not None and value < 0:
+            must = "at least 0"
+        if must:
             raise UserError(f"{where}.{key} is {value!r}, but must be {must}", where=where, fix=f"{where}.{key}=VALUE")
     try:
         re.compile(values["match"])
@@ -131,9 +141,6 @@ def _group(name: str, values: Any) -> ParameterGroup:
         what = f"{where}.match is {values['match']!r}, which is not a regular expression: {error}"
         raise UserError(what, where=f"{where}.match", fix="a regular expression of Python's module re") from error
     return ParameterGroup(name, **values)
-
-
-_KEYS = {"lr": "optim.lr", "weight_decay": "optim.weight_decay"}
 
 
 def check_optimizers(optim: OptimConfig, in_container: bool = False) -> None:
@@ -145,11 +152,11 @@ def check_optimizers(optim: OptimConfig, in_container: bool = False) -> None:
     Raises:
         UserError: a value is wrong, or the source of the user's code shows that it cannot be used.
     """
-    groups, schedule = parameter_groups(optim), parse_schedule(optim.schedule)
-    _refuse_given("optim", optim.args, _KEYS)
+    groups = parameter_groups(optim)
+    schedule = parse_schedule(optim.schedule)
+    _refuse_given("optim", optim.args, "optim.lr")
     for group in groups:
-        factors = {"lr": f"{group.where}.lr_factor", "weight_decay": f"{group.where}.weight_decay"}
-        _refuse_given(group.where, group.args, factors)
+        _refuse_given(group.where, group.args, f"{group.where}.lr_factor")
         if group._target_ is None and group.elementwise is not None:
             what = f"{group.where}.elementwise is set without {group.where}._target_"
             raise UserError(what, where=f"{group.where}.elementwise", fix=f"remove {group.where}.elementwise")
@@ -160,27 +167,26 @@ def check_optimizers(optim: OptimConfig, in_container: bool = False) -> None:
         key = "args" if optim.args else "elementwise"
         fix = f"optim._target_=package.module.Name, or remove optim.{key}"
         raise UserError(f"optim.{key} is set without optim._target_", where=f"optim.{key}", fix=fix)
-    for target in own_targets(optim):
+    targets = own_targets(optim)
+    for target in targets:
         if target.path in ("torch.optim.SparseAdam", "torch.optim.sparse_adam.SparseAdam"):
             what = "SparseAdam needs sparse gradients, but gradients are summed and clipped as dense tensors"
             fix = "optim=adamw and sparse=False in the embedding, which gives the same gradients"
             raise UserError(what, where=f"{target.where}._target_", fix=fix)
     if in_container:
         return
-    for target in own_targets(optim):
-        assert target.path is not None
-        _check_source(target.path, target.args, f"{target.where}._target_", f"{target.where}.args")
+    calls = [(target.path, target.args, f"{target.where}._target_", target.where) for target in targets]
     if schedule.is_own:
-        _check_source(schedule.name, schedule.args, "optim.schedule", "optim.schedule.args")
+        calls.append((schedule.name, schedule.args, "optim.schedule", "optim.schedule"))
+    for path, args, where, head in calls:
+        assert path is not None
+        # lr and weight_decay are passed as well if the signature has them
+        check_call(path, where, positional=1, arguments=args, arguments_key=f"{head}.args", complete=False)
 
 
-def _check_source(path: str, args: Mapping[str, Any], where: str, args_key: str) -> None:
-    """Checks the arguments after the first; lr and weight_decay are passed if the signature has them."""
-    check_call(path, where, positional=1, arguments=args, arguments_key=args_key, complete=False)
-
-
-def _refuse_given(where: str, args: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-    for name, key in keys.items():
+def _refuse_given(where: str, args: Mapping[str, Any], key_of_lr: str) -> None:
+    """Raises UserError if ``args`` have an argument that hpc_train passes itself."""
+    for name, key in (("lr", key_of_lr), ("weight_decay", f"{where}.weight_decay")):
         if name in args:
             what = f"{where}.args.{name} is set, but hpc_train passes {name} itself"
             raise UserError(what, where=f"{where}.args.{name}", fix=f"{key}=VALUE")
@@ -212,8 +218,11 @@ SHOWN = 20  # names in a message
 
 def shortened(names: list[str]) -> str:
     """Returns the names once for all layers, such as ``layers.*.norm.weight``."""
-    found = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
-    return ", ".join(found[:SHOWN]) + (f", and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
+    patterns = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
+    shown = patterns[:SHOWN]
+    if len(patterns) > SHOWN:
+        shown.append(f"and {len(patterns) - SHOWN} more")
+    return ", ".join(shown)
 
 
 def values_per_parameter(optim: OptimConfig) -> float:
@@ -222,8 +231,7 @@ def values_per_parameter(optim: OptimConfig) -> float:
         return 2.0 if optim.name == "adamw" else float(optim.momentum > 0)
     if optim.state_per_parameter is not None:
         return optim.state_per_parameter
-    name = target_of(optim).torch_name
-    return ASSUMED if name is None else (_TORCH | _WHOLE)[name]
+    return (_TORCH | _WHOLE).get(target_of(optim).torch_name or "", ASSUMED)
 
 
 def averages_of_weights(config: Config) -> int:
@@ -274,8 +282,8 @@ def parse_schedule(value: Any) -> Schedule:
         fix = f"{nearest(value, SCHEDULES)}, or the import path of your own: package.module.name"
         raise UserError(f"{where} is {value!r}", where=where, fix=fix)
     if isinstance(value, Mapping) and isinstance(value.get("_target_"), str) and "." in value["_target_"]:
-        args, unknown = value.get("args") or {}, set(value) - {"_target_", "args"}
-        if isinstance(args, Mapping) and not unknown:
+        args = value.get("args") or {}
+        if isinstance(args, Mapping) and set(value) <= {"_target_", "args"}:
             return Schedule(value["_target_"], args)
     fix = (
         f"{where}=cosine, {where}=package.module.name, or {where}={{_target_: package.module.name, args: {{N: VALUE}}}}"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from hpc_train.config.extensions import Activations, family_of
-from hpc_train.config.schema import Config
+from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.config.values import LayerMode, Recomputation, parse_recomputation, runs_own_code
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
@@ -63,15 +63,15 @@ def kept_by_layers(config: Config, layout: Layout, pp_rank: int) -> float:
     return sum(layer.in_flight * sizes[mode_of(layer.number)] for layer in layers_of_rank(config, layout, pp_rank))
 
 
-def residual_width(config: Config) -> int:
-    """Returns the bytes of an element of the residual stream."""
-    narrow = compute_width(config)
-    return narrow if config.precision.residual == "compute" else max(4, narrow)
+def compute_width(precision: PrecisionConfig) -> int:
+    """Returns the bytes of a result of a layer."""
+    return {"fp64": 8, "fp32": 4}.get(precision.name, 2)
 
 
-def compute_width(config: Config) -> int:
-    """Returns the bytes of an element of a layer's results."""
-    return {"fp64": 8, "fp32": 4}.get(config.precision.name, 2)
+def residual_width(precision: PrecisionConfig) -> int:
+    """Returns the bytes of an element of the hidden states between layers."""
+    narrow = compute_width(precision)
+    return narrow if precision.residual == "compute" else max(4, narrow)
 
 
 def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
@@ -83,8 +83,8 @@ def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
     count = family_of(config.model).activations
     assert count is not None
     kept = count(config.model, config.data)
-    narrow = compute_width(config)
-    normed = residual_width(config)
+    narrow = compute_width(config.precision)
+    normed = residual_width(config.precision)
     inputs = float(kept.layer_input * normed)
     # the inputs of norms are sums of the layer's input and the branches, of which compiled code keeps the results
     branches = max(0, kept.norm_inputs - kept.layer_input) if config.train.compile else 0

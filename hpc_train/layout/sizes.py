@@ -17,7 +17,7 @@ from hpc_train.layout.counted import CountedModel
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.layout.optimizers import averages_of_weights, held_whole, values_per_parameter
-from hpc_train.layout.recomputation import layer_bytes, moved_by_mode, residual_width
+from hpc_train.layout.recomputation import compute_width, layer_bytes, moved_by_mode, residual_width
 
 MATRIX_SHARE = 0.25  # of the parameters of a layer in its largest matrix; a third in a ViT, 0.22 in a Llama
 
@@ -149,17 +149,10 @@ def parameters_of(config: Config, tp: int) -> Parameters:
     )
 
 
-WIDTHS = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (4, 2), "fp16": (4, 2)}
-
-
-def widths(config: Config) -> tuple[int, int]:
-    """Returns the bytes of a parameter, and of what it is computed with."""
-    return WIDTHS[config.precision.name]
-
-
 def per_parameter(config: Config, layout: Layout) -> PerParameter:
     """Returns the bytes per parameter, without what ``strategy.offload`` moves to the host."""
-    width, narrow = widths(config)
+    narrow = compute_width(config.precision)
+    width = max(4, narrow)
     sharded = layout.shards_state
     offload = config.strategy.offload
     shard = layout.shard if sharded else 1
@@ -186,11 +179,11 @@ def per_parameter(config: Config, layout: Layout) -> PerParameter:
 
 def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMicroBatch:
     """Returns the bytes of the activations of a micro-batch of ``layout``."""
-    _, narrow = widths(config)
+    narrow = compute_width(config.precision)
     tokens = layout.micro_size * kept.tokens / layout.cp
     tp = layout.tp
     split = family_of(config.model).tensor_parallel
-    hidden = float(kept.layer_input * residual_width(config))
+    hidden = float(kept.layer_input * residual_width(config.precision))
     if split is not None and split.shards_sequence:
         hidden /= tp
     form = loss_form(config, layout)
@@ -246,7 +239,7 @@ def _fused_head_bytes(config: Config, layout: Layout, kept: Activations, hidden:
     It keeps the input of the norm and the gradient of the norm's result. Its forward holds the logits of a chunk, in
     half precision beside their softmax in fp32; tensor-parallel ranks share the words.
     """
-    _, narrow = widths(config)
+    narrow = compute_width(config.precision)
     wide = max(4, narrow)
     gradient = kept.layer_input * narrow
     logits = kept.logits / loss_form(config, layout).chunks / layout.tp
@@ -261,7 +254,7 @@ def _head_bytes(config: Config, layout: Layout, kept: Activations, hidden: float
     """
     if not kept.logits:
         return 0.0, 0.0, 0.0
-    _, narrow = widths(config)
+    narrow = compute_width(config.precision)
     wide = max(4, narrow)
     chunks = loss_form(config, layout).chunks
     logits = kept.logits / chunks

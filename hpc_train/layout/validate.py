@@ -66,7 +66,9 @@ def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: fl
     check_values(config)
     check_own_code(config)
     if runs_own_code(config):
-        return _validate_own_code(config, nodes, workers_per_node)
+        layout = resolve_layout(config, nodes, workers_per_node)
+        check_own_layout(config, layout)
+        return replace(layout, notes=(*layout.notes, *own_code_notes(config)))
     layout = _check_parts(config, nodes, workers_per_node, device_bytes)
     if is_extension(config.model.kind):
         check_built_model(config)
@@ -123,12 +125,6 @@ def checked_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
     return layout
 
 
-def _validate_own_code(config: Config, nodes: int, workers_per_node: int) -> Layout:
-    layout = resolve_layout(config, nodes, workers_per_node)
-    check_own_layout(config, layout)
-    return replace(layout, notes=(*layout.notes, *own_code_notes(config)))
-
-
 def check_values(config: Config) -> None:
     """Checks each value by itself.
 
@@ -137,8 +133,9 @@ def check_values(config: Config) -> None:
     """
     check_all(
         lambda: check_keys(config),
-        lambda: _check_kind(config),
-        lambda: _check_schedule(config),
+        # the layout refuses auto unless strategy=auto has replaced it
+        lambda: None if config.strategy.data_parallel == AUTO else find_kind(config.strategy.data_parallel),
+        lambda: None if config.strategy.schedule == AUTO else find_schedule(config.strategy.schedule),
         lambda: _check_betas(config),
         lambda: _check_pp_split(config),
         lambda: check_optimizers(config.optim, in_container=config.cluster.container.image is not None),
@@ -155,16 +152,6 @@ def check_values(config: Config) -> None:
         lambda: _check_time("time", config.cluster.time),
         lambda: _check_time("time_min", config.cluster.time_min),
     )
-
-
-def _check_kind(config: Config) -> None:
-    if config.strategy.data_parallel != AUTO:  # which the layout refuses unless strategy=auto has replaced it
-        find_kind(config.strategy.data_parallel)
-
-
-def _check_schedule(config: Config) -> None:
-    if config.strategy.schedule != AUTO:
-        find_schedule(config.strategy.schedule)
 
 
 def _check_betas(config: Config) -> None:
@@ -199,15 +186,13 @@ def _check_time(name: str, limit: str | None) -> None:
 
 def _check_length(config: Config) -> None:
     steps, epochs = config.train.steps, config.train.epochs
-    if (steps is None) == (epochs is None):
-        both = steps is not None
-        raise UserError(
-            f"train.steps is {steps} and train.epochs is {epochs}; only one may be set"
-            if both
-            else "neither train.steps nor train.epochs is set",
-            where="train.steps, train.epochs",
-            fix="train.steps=null or train.epochs=null" if both else "train.steps=N or train.epochs=N",
-        )
+    where = "train.steps, train.epochs"
+    if steps is None and epochs is None:
+        what = "neither train.steps nor train.epochs is set"
+        raise UserError(what, where=where, fix="train.steps=N or train.epochs=N")
+    if steps is not None and epochs is not None:
+        what = f"train.steps is {steps} and train.epochs is {epochs}; only one may be set"
+        raise UserError(what, where=where, fix="train.steps=null or train.epochs=null")
     ends = isinstance(config.data, StreamDataConfig) and not config.data.repeat
     if ends and config.data.shards > config.batch.global_size:
         raise UserError(
@@ -220,73 +205,66 @@ def _check_length(config: Config) -> None:
 
 def _check_tensor_parallel(config: Config, layout: Layout) -> None:
     """Raises UserError for all sizes of the model and the data that the ranks do not divide."""
-    plan, tp = family_of(config.model).tensor_parallel, layout.tp
+    family = family_of(config.model)
+    plan = family.tensor_parallel
+    tp = layout.tp
     if tp == 1 or plan is None:
         return
     sizes = {f"model.{name}": getattr(config.model, name) for name in plan.divisible}
-    sizes |= sequence_lengths(config) if plan.shards_sequence else {}
-    divide = (partial(check_divides, tp, size, "strategy.tp", name) for name, size in sizes.items())
-    check_all(*divide, lambda: _check_words(config, tp))
-
-
-def _check_words(config: Config, tp: int) -> None:
-    """Raises UserError if a tensor-parallel rank has no words of the vocabulary: each but the last has equally many."""
+    if plan.shards_sequence:
+        sizes |= sequence_lengths(config)
+    mistakes = Mistakes()
+    for name, size in sizes.items():
+        with mistakes.collected():
+            check_divides(tp, size, "strategy.tp", name)
     words = getattr(config.model, "vocab_size", None)
-    if family_of(config.model).fuses_loss(config.model) and words and ceil(words / tp) * (tp - 1) >= words:
-        raise UserError(
-            f"model.vocab_size is {words}, which leaves tensor-parallel ranks without words: strategy.tp is {tp}",
-            where="model.vocab_size, strategy.tp",
-            fix="a smaller strategy.tp, or a larger vocabulary",
-        )
+    with mistakes.collected():  # each rank but the last has equally many words
+        if family.fuses_loss(config.model) and words and ceil(words / tp) * (tp - 1) >= words:
+            raise UserError(
+                f"model.vocab_size is {words}, which leaves tensor-parallel ranks without words: strategy.tp is {tp}",
+                where="model.vocab_size, strategy.tp",
+                fix="a smaller strategy.tp, or a larger vocabulary",
+            )
+    mistakes.report()
 
 
 def _check_context_parallel(config: Config, layout: Layout) -> None:
     """Raises UserError for all sizes of the model and the data that the ranks do not divide."""
-    keys = family_of(config.model).context_heads
-    if layout.cp == 1 or keys is None:
+    family = family_of(config.model)
+    cp = layout.cp
+    if cp == 1 or family.context_heads is None:
         return
-    heads, shared = (getattr(config.model, key) for key in keys)
-    check_all(
-        partial(_check_heads, layout, heads, keys[0]),
-        partial(_check_shared_heads, layout, shared, keys[1]),
-        partial(_check_tokens, config, layout),
-    )
-
-
-def _check_heads(layout: Layout, heads: int, key: str) -> None:
-    check_divides(layout.cp, heads // layout.tp, "strategy.cp", f"{_per_rank(layout)}model.{key}")
-
-
-def _check_shared_heads(layout: Layout, heads: int, key: str) -> None:
-    """Each rank needs equally many heads of keys and values, or one that it shares with equally many ranks."""
-    of_rank = max(1, heads // layout.tp)
-    if layout.cp % of_rank:
-        check_divides(layout.cp, of_rank, "strategy.cp", f"{_per_rank(layout)}model.{key}")
-
-
-def _per_rank(layout: Layout) -> str:
-    return "the heads per tensor-parallel rank of " if layout.tp > 1 else ""
-
-
-def _check_tokens(config: Config, layout: Layout) -> None:
-    split = family_of(config.model).tensor_parallel
-    shards = layout.tp if split is not None and split.shards_sequence else 1
-    by = f"strategy.cp x strategy.tp = {layout.cp * shards}" if shards > 1 else f"strategy.cp={layout.cp}"
-    for key, length in sequence_lengths(config).items():
-        if length % (layout.cp * shards):
-            raise UserError(
-                f"{by} does not divide {key}={length}",
-                where=f"strategy.cp, {key}",
-                fix=f"use a multiple of {layout.cp * shards} as {key}",
-            )
+    heads, shared_heads = (getattr(config.model, key) // layout.tp for key in family.context_heads)
+    queries, keys = (f"model.{key}" for key in family.context_heads)
+    if layout.tp > 1:
+        queries, keys = (f"the heads per tensor-parallel rank of {key}" for key in (queries, keys))
+    mistakes = Mistakes()
+    with mistakes.collected():
+        check_divides(cp, heads, "strategy.cp", queries)
+    with mistakes.collected():
+        # each rank needs equally many heads of keys and values, or one that it shares with equally many ranks
+        if cp % max(1, shared_heads):
+            check_divides(cp, max(1, shared_heads), "strategy.cp", keys)
+    parts = cp
+    by = f"strategy.cp={cp}"
+    if layout.tp > 1 and family.tensor_parallel is not None and family.tensor_parallel.shards_sequence:
+        parts = cp * layout.tp
+        by = f"strategy.cp x strategy.tp = {parts}"
+    with mistakes.collected():
+        for key, length in sequence_lengths(config).items():
+            if length % parts:
+                what = f"{by} does not divide {key}={length}"
+                raise UserError(what, where=f"strategy.cp, {key}", fix=f"use a multiple of {parts} as {key}")
+    mistakes.report()
 
 
 def _check_samples(config: Config, layout: Layout) -> None:
-    short = isinstance(config.data, SyntheticDataConfig) and config.data.samples < config.batch.global_size
-    if short and config.batch.drop_last:
+    data = config.data
+    if not isinstance(data, SyntheticDataConfig) or not config.batch.drop_last:
+        return
+    if data.samples < config.batch.global_size:
         raise UserError(
-            f"data.samples is {getattr(config.data, 'samples', 0)}, less than one global batch of "
-            f"{config.batch.global_size}",
+            f"data.samples is {data.samples}, less than one global batch of {config.batch.global_size}",
             where="data.samples, batch.global_size",
             fix=f"data.samples={config.batch.global_size} or more, or batch.drop_last=false",
         )

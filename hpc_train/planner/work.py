@@ -110,7 +110,11 @@ def _of_counts(config: Config, model: CountedModel) -> Work:
     share = COMPILED_KERNELS / EAGER_KERNELS if compiled else 1.0
     blocks = [
         Block(
-            each.products, each.attention, model.kept(each) / model.width, ceil(each.kernels * share), each.parameters
+            each.products,
+            each.attention,
+            model.saved(each) / model.width,
+            ceil(each.kernels * share),
+            each.parameters,
         )
         for each in model.counts.blocks
     ]
