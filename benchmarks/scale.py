@@ -39,7 +39,7 @@ from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.elastic.rendezvous.addresses import ServerAddress, bind
 from hpc_train.elastic.rendezvous.channel import Message
 from hpc_train.elastic.rendezvous.coordinator import Coordinator
-from hpc_train.elastic.rendezvous.orders import Start
+from hpc_train.elastic.rendezvous.messages import Start
 from hpc_train.elastic.rendezvous.server import RendezvousServer, beat_s
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.machine.allocation import Allocation

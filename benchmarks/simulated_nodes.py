@@ -27,11 +27,9 @@ from uuid import UUID
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous.addresses import ServerAddress
 from hpc_train.elastic.rendezvous.channel import Channel
-from hpc_train.elastic.rendezvous.messages import report_message
-from hpc_train.elastic.rendezvous.orders import NodeReport
+from hpc_train.elastic.rendezvous.messages import NodeReport, report_message
 from hpc_train.machine.network.discovery import read_tree, recorded_tree
-from hpc_train.machine.network.facts import NodeFacts, NodeLimits
-from hpc_train.machine.network.nccl_settings import Setting
+from hpc_train.machine.network.facts import NodeFacts, NodeLimits, Setting
 from hpc_train.run.exits import Exit
 from tests.machine.network.machines import hgx
 

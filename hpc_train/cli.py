@@ -16,7 +16,7 @@ from hpc_train.commands import COMMANDS, RUNS, actions_of, function_of
 from hpc_train.commands.completion import is_own
 from hpc_train.commands.completion import main as complete_words
 from hpc_train.errors import UserError, nearest
-from hpc_train.machine.rejected_variable import rejected_variable
+from hpc_train.machine.environment import rejected_variable
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import keep_others_from_writing
 from hpc_train.run.processes import out_of_resources

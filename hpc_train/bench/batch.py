@@ -38,7 +38,7 @@ from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.validate import validate
 from hpc_train.machine.allocation import workers_per_node
-from hpc_train.machine.host_memory import free_memory
+from hpc_train.machine.kernel_counters import free_memory
 from hpc_train.report.plots import check_plot
 from hpc_train.run.exits import Exit
 from hpc_train.units import GIB, format_bytes

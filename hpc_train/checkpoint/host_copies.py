@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hpc_train.machine.host_memory import free_memory
+from hpc_train.machine.kernel_counters import free_memory
 from hpc_train.units import format_bytes
 
 HOST_SHARE = 0.9  # share of the free host memory that the copies of a save may take

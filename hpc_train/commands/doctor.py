@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # the quick check of a node starts without what the others im
     from hpc_train.bench.doctor.node import NodeReport
     from hpc_train.config.schema import Config
     from hpc_train.machine.health.finding import Finding
-    from hpc_train.machine.network.recording import FabricReport
-    from hpc_train.machine.network.versions import Version
+    from hpc_train.machine.network.nccl_settings import Version
+    from hpc_train.machine.network.node import FabricReport
 
 SHORT = "00:10:00"
 OWN_OPTIONS = ("--json", "--verbose", "--nodes", "--measure", "--submit", "--sbatch", "--node", "--quiet", "--gpus",
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     _check(options, overrides)
     if options.quiet:
         return _check_quickly(options)
-    from hpc_train.machine.network.versions import parse_version
+    from hpc_train.machine.network.nccl_settings import parse_version
 
     nccl = None if options.nccl is None else parse_version(options.nccl)
     if options.sysfs is not None or options.topo is not None or options.ibstat is not None:
@@ -137,8 +137,8 @@ def _examine_recording(options: argparse.Namespace, nccl: Version | None) -> int
     from hpc_train.bench.doctor.report import recording_lines
     from hpc_train.machine.network.decision import FabricJob
     from hpc_train.machine.network.nccl_settings import settings
+    from hpc_train.machine.network.node import gpus_recorded, read_recording, report
     from hpc_train.machine.network.rank_binding import unknown_cores
-    from hpc_train.machine.network.recording import gpus_recorded, read_recording, report
 
     facts = read_recording(options.sysfs, options.topo, options.ibstat)
     outcome = report(facts, FabricJob(options.nodes, gpus_recorded(facts, options.sysfs), nccl), settings(os.environ))
@@ -204,8 +204,8 @@ def _examine_this_node(config: Config) -> NodeReport:
     from hpc_train.machine.allocation import current_allocation
     from hpc_train.machine.health.health_check import check_node
     from hpc_train.machine.network.facts import NodeFacts
+    from hpc_train.machine.network.nccl_settings import read_versions
     from hpc_train.machine.network.node import automatic_interface, interface_to, this_node
-    from hpc_train.machine.network.versions import read_versions
 
     here = current_allocation()
     first = None
@@ -236,9 +236,8 @@ class Seen:
     def of(cls, reports: Sequence[NodeReport], config: Config, nodes: int, nccl: Version | None) -> Seen:
         from hpc_train.bench.doctor.node import check_environment
         from hpc_train.machine.network.decision import FabricJob, decide, site_profile
-        from hpc_train.machine.network.nccl_settings import merged
-        from hpc_train.machine.network.recording import report
-        from hpc_train.machine.network.versions import lowest_nccl
+        from hpc_train.machine.network.nccl_settings import lowest_nccl, merged
+        from hpc_train.machine.network.node import report
 
         facts = [found.facts for found in reports]
         gpus = min(len(found.visible or found.gpus) for found in facts)

@@ -1,8 +1,8 @@
 """The agents of a job start the workers of their nodes, watch them, and decide together how to react to failures.
 
-1. One node: ``agent`` starts, and ``agent_loop`` follows the orders of the rendezvous server; ``attempts.run_attempt``
-   runs the workers once. ``worker_process`` forks and wraps a worker, ``workers`` handles pipes and exits, ``logs`` the
-   output. With ``run.command`` a worker is a ``script``, which ``exec_script`` becomes.
+1. One node: ``agent`` starts, and ``agent_loop`` follows the orders of the rendezvous server and runs the workers of an
+   attempt. ``worker_process`` forks and wraps a worker, ``workers`` handles pipes, output and exits. With
+   ``run.command`` a worker is a ``script``, which ``exec_script`` becomes.
 2. All nodes, in ``rendezvous``: the ``server``, in the agent of the batch host, talks to a ``client`` in every agent
    over one ``channel`` each; ``messages`` are checked when they arrive; ``addresses`` has ports and tokens. ``store``
    is the process with the ranks' key-value store. ``nodes`` has what each node contributes, ``fabric`` the network

@@ -14,10 +14,9 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from typing import TYPE_CHECKING
 
 from hpc_train.config.schema import Config
-from hpc_train.elastic.killed_step import end_event, find_killed_step, refuse_third_kill
 from hpc_train.elastic.nodes import Node, Unfit
 from hpc_train.elastic.on_event import calling
-from hpc_train.elastic.requeue import JobEnd
+from hpc_train.elastic.requeue import JobEnd, end_event, find_killed_step, refuse_third_kill
 from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.elastic.worker_process import start_warm_parent
 from hpc_train.errors import UserError
@@ -31,11 +30,11 @@ from hpc_train.machine.environment import (
     node_local_caches,
     refuse_loopback_down,
     refuse_unknown_interface,
+    refuse_unreadable_sizes,
     threads_per_rank,
 )
 from hpc_train.machine.gpus import UnusableGpus
 from hpc_train.machine.placement import switch_address
-from hpc_train.machine.rejected_variable import refuse_unreadable_sizes
 from hpc_train.registration import MONITOR, registered
 from hpc_train.run.code import frozen_code, use_frozen_code
 from hpc_train.run.directory import RunDirectory

@@ -1,4 +1,4 @@
-"""Follows the orders of the rendezvous server and runs the workers of this node."""
+"""Follows the orders of the rendezvous server, runs the workers of this node, and notices a deleted run directory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
 from hpc_train.elastic.attempts import run_attempt
 from hpc_train.elastic.decision import OVER_BUDGET, Budget, WorkerFailure
-from hpc_train.elastic.deletion import DeletionWatch
 from hpc_train.elastic.gpu_errors import GpuErrors
 from hpc_train.elastic.hang_bounds import patience_s
-from hpc_train.elastic.logs import WorkerLog
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec, ServerAddress
 from hpc_train.elastic.rendezvous.client import (
@@ -24,11 +22,12 @@ from hpc_train.elastic.rendezvous.client import (
     RendezvousClient,
     ServerLost,
 )
-from hpc_train.elastic.rendezvous.orders import NodeReport
+from hpc_train.elastic.rendezvous.messages import NodeReport
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
 from hpc_train.elastic.script import FolderLooks, Script
 from hpc_train.elastic.watch import OtherNodes, Watch
+from hpc_train.elastic.workers import WorkerLog
 from hpc_train.machine.allocation import Allocation
 from hpc_train.machine.environment import threads_per_rank
 from hpc_train.machine.network.rank_binding import Device, bindings, devices
@@ -37,7 +36,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import Clock, EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.file_writer import FileWriter
-from hpc_train.run.files import read_or
+from hpc_train.run.files import BackgroundCall, read_or
 from hpc_train.run.requests import StacksRequests, StopRequests
 from hpc_train.schedulers.slurm.client import is_current_start, was_suspended
 
@@ -278,3 +277,43 @@ def _device_and_environment(
     if device is not None and (device.is_slice or (visible_gpus == "own" and device.is_nvidia)):
         return {"cuda_device": 0, "environment": new_variables | {"CUDA_VISIBLE_DEVICES": device.name}}
     return {"cuda_device": local_rank, "environment": new_variables}
+
+
+LOOK_EVERY_S = 2.0
+LOOK_S = 1.0  # the agent waits at most this long for the file system
+LOOKS = 5  # in a row that must agree
+
+
+class DeletionWatch:
+    """Looks for ``config.yaml``, which exists as long as the run does."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._device = run.path.stat().st_dev
+        self._look = BackgroundCall(self._is_deleted)
+        self._next = 0.0
+        self._agree = 0
+
+    def finding(self) -> str | None:
+        """Returns what has happened to a run directory that was deleted. It is called a few times per second."""
+        now = time.monotonic()
+        if now < self._next:
+            return None
+        self._next = now + LOOK_EVERY_S
+        try:
+            self._agree = self._agree + 1 if self._look.poll(LOOK_S) else 0
+        except OSError:  # it fails or hangs
+            self._agree = 0
+        if self._agree < LOOKS:
+            return None
+        return (
+            f"the run directory {self._run.path} was deleted, or its config.yaml, while the job was running: the run "
+            "cannot be resumed without its checkpoints. The job is stopped; start the run again under this or another "
+            "run.name"
+        )
+
+    def _is_deleted(self) -> bool:
+        if self._run.config.exists():
+            return False
+        path = next(path for path in (self._run.path, *self._run.path.absolute().parents) if path.exists())
+        return path.stat().st_dev == self._device  # otherwise its file system is not mounted any more

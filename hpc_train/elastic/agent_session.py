@@ -16,17 +16,16 @@ from dataclasses import dataclass, replace
 
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
-from hpc_train.elastic.agent_loop import Agent
+from hpc_train.elastic.agent_loop import Agent, DeletionWatch
 from hpc_train.elastic.attempts import Attempts
 from hpc_train.elastic.decision import Budget, History, over_budget
-from hpc_train.elastic.deletion import DeletionWatch
 from hpc_train.elastic.fabric import Fabric
-from hpc_train.elastic.gpu_errors import GpuErrors
+from hpc_train.elastic.gpu_errors import GpuErrors, IdleGpus
 from hpc_train.elastic.nodes import Node, NodeFailures, check_health
 from hpc_train.elastic.rendezvous.addresses import ServerAddress, bind
 from hpc_train.elastic.rendezvous.client import ServerLost, requeue_after_server_loss, wait_for_server
 from hpc_train.elastic.rendezvous.coordinator import Coordinator
-from hpc_train.elastic.rendezvous.orders import Leave
+from hpc_train.elastic.rendezvous.messages import Leave
 from hpc_train.elastic.rendezvous.server import RendezvousServer
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
@@ -35,7 +34,6 @@ from hpc_train.elastic.watch import Watch
 from hpc_train.errors import UserError
 from hpc_train.machine.allocation import LOOPBACK, Allocation
 from hpc_train.machine.gpus import gpu_memory
-from hpc_train.machine.health.idle_gpus import IdleGpus
 from hpc_train.machine.network.node import this_node
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog

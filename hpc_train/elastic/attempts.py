@@ -15,19 +15,24 @@ from hpc_train.checkpoint.space import UNKNOWN_S, stop_time
 from hpc_train.config.schema import Config
 from hpc_train.elastic.decision import ANNOUNCEMENT, RestartDecision, WorkerFailure, is_secondary, root_cause
 from hpc_train.elastic.fabric import Fabric
-from hpc_train.elastic.killed_step import KilledStep, find_killed_step
-from hpc_train.elastic.logs import WorkerLog, prune_logs
 from hpc_train.elastic.nodes import have_been_checked
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec, bind, withdraw
-from hpc_train.elastic.rendezvous.causes import FailureReport
 from hpc_train.elastic.rendezvous.channel import Message
-from hpc_train.elastic.rendezvous.orders import Leave, Start
+from hpc_train.elastic.rendezvous.messages import FailureReport, Leave, Start
 from hpc_train.elastic.rendezvous.store import Stores
-from hpc_train.elastic.requeue import JobEnd, is_announcement, progress_of, request, request_from_slurm
+from hpc_train.elastic.requeue import (
+    JobEnd,
+    KilledStep,
+    find_killed_step,
+    is_announcement,
+    progress_of,
+    request,
+    request_from_slurm,
+)
 from hpc_train.elastic.script import Script
 from hpc_train.elastic.watch import Watch
 from hpc_train.elastic.worker_process import crash_of, ensure_warm_parent
-from hpc_train.elastic.workers import Workers, cpu_limit
+from hpc_train.elastic.workers import WorkerLog, Workers, cpu_limit, prune_logs
 from hpc_train.errors import UserError
 from hpc_train.machine.allocation import Allocation
 from hpc_train.machine.placement import has_blocks, judge, mapping, network_of, parse_switch_sizes

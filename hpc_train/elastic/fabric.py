@@ -26,15 +26,12 @@ from typing import Any
 
 from hpc_train.config.schema import Config
 from hpc_train.elastic.nodes import Node
-from hpc_train.elastic.rendezvous.orders import Start
+from hpc_train.elastic.rendezvous.messages import Start
 from hpc_train.machine.network.decision import FabricDecision, FabricJob, decide, site_profile
-from hpc_train.machine.network.facts import NodeFacts, format_cpu_list
-from hpc_train.machine.network.machines import by_machine, local_facts
-from hpc_train.machine.network.nccl_settings import Setting, merged, warnings
-from hpc_train.machine.network.port_filter import sick_lines
-from hpc_train.machine.network.rails import different_rails, match, port_warnings, rate_gbps
+from hpc_train.machine.network.facts import NodeFacts, Setting, by_machine, format_cpu_list, local_facts
+from hpc_train.machine.network.nccl_settings import different_versions, lowest_nccl, merged, warnings
+from hpc_train.machine.network.rails import different_rails, match, port_warnings, rate_gbps, sick_lines
 from hpc_train.machine.network.rank_binding import bindings
-from hpc_train.machine.network.versions import different_versions, lowest_nccl
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import write_text

@@ -1,4 +1,4 @@
-"""Reads what the GPUs of a node report after an error of a worker, and waits until their memory is free.
+"""What the GPUs of a node report after an error of a worker, whether their memory is free, and whether they are idle.
 
 An error message of CUDA or HIP rarely shows whether the program or the GPU is at fault. The driver knows more: NVML
 counts memory errors, remapped rows and lost GPUs, and the kernel log, where it may be read, has Xid errors (AMD: the
@@ -8,8 +8,9 @@ GPU any more.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpc_train.elastic.decision import WorkerFailure
@@ -136,3 +137,53 @@ def _with_foreign_memory(failure: WorkerFailure, gpu: GpuState | None) -> Worker
     if used:
         return replace(failure, message="; ".join([failure.message, *used]))
     return failure
+
+
+LOOK_S = 60.0
+
+
+class IdleGpus:
+    """Looks at the GPUs of one node from its agent.
+
+    Args:
+        addresses: the PCI addresses of the GPUs that the ranks use.
+        limit_s: seconds after which GPUs that were idle at every look are reported, once until one of them works again.
+        report: called with the minutes and the names of the GPUs.
+    """
+
+    def __init__(
+        self,
+        addresses: Collection[str],
+        limit_s: float,
+        report: Callable[[float, list[str]], object],
+        states: Callable[[], tuple[GpuState, ...]] = read_states,
+    ) -> None:
+        self._addresses = addresses
+        self._limit_s = limit_s
+        self._report = report
+        self._states = states
+        self._since: dict[str, float] = {}  # by name of the GPU: the first look at which it was idle
+        self._told: set[str] = set()
+        self._end = threading.Event()
+
+    def start(self) -> None:
+        if self._addresses and self._limit_s > 0:
+            threading.Thread(target=self._work, name="idle-gpus", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the thread, without waiting for a driver that does not respond."""
+        self._end.set()
+
+    def look(self, now: float) -> None:
+        """Reads the GPUs once; ``now`` is of ``time.monotonic()``."""
+        idle = [gpu.name for gpu in self._states() if gpu.pci in self._addresses and gpu.idle]
+        self._since = {name: self._since.get(name, now) for name in idle}
+        self._told &= self._since.keys()
+        long = [name for name, since in self._since.items() if now - since >= self._limit_s]
+        if not self._told.issuperset(long):
+            self._told.update(long)
+            self._report(round((now - min(self._since[name] for name in long)) / 60, 1), long)
+
+    def _work(self) -> None:
+        while not self._end.wait(LOOK_S):
+            self.look(time.monotonic())

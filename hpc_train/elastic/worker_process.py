@@ -32,7 +32,7 @@ from typing import Any
 
 from hpc_train.elastic.warm_parent.head_start import IMPORTS, SIGNALS, HeadStart
 from hpc_train.errors import UserCodeError, UserError
-from hpc_train.machine.rejected_variable import rejected_variable
+from hpc_train.machine.environment import rejected_variable
 from hpc_train.machine.temporary import SOCKETS, TemporaryDirectory
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.exits import CollectiveFailure, Exit, Failure, classify

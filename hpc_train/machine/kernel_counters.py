@@ -1,7 +1,7 @@
-"""Counters of the kernel that need no privileges: bytes that this node has sent and received, and out-of-memory kills.
+"""What the kernel counts without privileges: free host memory, network traffic, and out-of-memory kills.
 
-A process that exceeds the memory limit of its control group (Slurm's ``--mem``, a container's) is killed without a
-message; the counter is the only trace.
+Slurm's ``--mem`` and a container's limit are limits of control groups. A process that exceeds one is killed without a
+message, although the node has free memory; the counter of kills is the only trace.
 """
 
 from __future__ import annotations
@@ -11,7 +11,103 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.machine.host_memory import CGROUPS, PROCESSES, MemoryGroup
+CGROUPS = Path("/sys/fs/cgroup")
+PROCESSES = Path("/proc")
+NODE = "the node's memory"
+GROUP = "the memory limit of the job or container"
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """Holds the bytes that all processes under one bound may still allocate.
+
+    Attributes:
+        bound: what sets the bound, ``NODE`` or ``GROUP``.
+    """
+
+    size: int
+    bound: str
+
+
+def free_memory(groups: Path = CGROUPS, processes: Path = PROCESSES) -> FreeMemory:
+    """Returns the smallest of MemAvailable and what each control group above this process leaves.
+
+    The page cache of a group counts as free, since the kernel drops it before it kills a process.
+    """
+    bounds = [FreeMemory(1024 * _field(processes / "meminfo", "MemAvailable:"), NODE)]
+    bounds += [FreeMemory(size, GROUP) for size in _left_in_groups(groups, processes)]
+    return min(bounds, key=lambda bound: bound.size)
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """Names the control group that accounts the memory of this process.
+
+    Attributes:
+        root: the top of the hierarchy: cgroup v1 has a hierarchy for memory, v2 one for all controllers.
+        version: 1 or 2; 0 if the group cannot be read.
+    """
+
+    path: Path
+    root: Path
+    version: int
+
+    @classmethod
+    def current(cls, groups: Path = CGROUPS, processes: Path = PROCESSES) -> MemoryGroup:
+        try:
+            lines = (processes / "self" / "cgroup").read_text().splitlines()
+        except OSError:
+            return cls(groups / "unknown", groups, 0)
+        paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
+        if "memory" in paths:
+            root = groups / "memory"
+            return cls(root / paths["memory"].lstrip("/"), root, 1)
+        return cls(groups / paths.get("", "").lstrip("/"), groups, 2)
+
+
+def _left_in_groups(groups: Path, processes: Path) -> Iterator[int]:
+    """Yields the bytes left in the group of this process and in each group above it that has a limit."""
+    group = MemoryGroup.current(groups, processes)
+    for level in (group.path, *group.path.parents):
+        left = _left(level, group.version)
+        if left is not None:
+            yield left
+        if level == group.root:
+            return
+
+
+def _left(group: Path, version: int) -> int | None:
+    """Returns the bytes left in one group; None without a limit."""
+    old = version == 1
+    limits = ["memory.limit_in_bytes"] if old else ["memory.max", "memory.high"]
+    bounds = [bound for bound in (_number(group / name) for name in limits) if bound is not None]
+    usage = _number(group / ("memory.usage_in_bytes" if old else "memory.current"))
+    if not bounds or usage is None:
+        return None
+    if old:
+        names = ("total_active_file", "total_inactive_file")
+    else:
+        names = ("active_file", "inactive_file")
+    cache = sum(_field(group / "memory.stat", name) for name in names)
+    return max(0, min(bounds) - usage + cache)
+
+
+def _number(file: Path) -> int | None:
+    """Returns the number in ``file``; None for ``max`` and for an unreadable file."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _field(file: Path, name: str) -> int:
+    """Returns the number after ``name`` at the beginning of a line of ``file``, or 0."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(words[1]) for words in map(str.split, lines) if len(words) > 1 and words[0] == name), 0)
+
 
 SYSFS = Path("/sys")
 LANES = 4  # port_xmit_data and port_rcv_data count in units of 4 bytes (InfiniBand spec, PortCounters)

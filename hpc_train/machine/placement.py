@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from hpc_train.layout.layout import Layout
 from hpc_train.machine.allocation import expand
-from hpc_train.machine.natural_order import natural
+from hpc_train.machine.sysfs import natural
 
 TORUS = re.compile(r"(?P<name>.+):(?P<x>\d+):(?P<y>\d+):(?P<z>\d+)\..+")
 

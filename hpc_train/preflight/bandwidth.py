@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from hpc_train.machine.network.facts import NodeFacts
-from hpc_train.machine.network.machines import by_machine, with_local_facts
+from hpc_train.machine.network.facts import NodeFacts, by_machine, with_local_facts
 from hpc_train.machine.network.rails import match, usable_nics
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import DamagedFile

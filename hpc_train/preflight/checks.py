@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from hpc_train.machine.network.rccl import NO_GPU_DIRECT
+from hpc_train.machine.network.libfabric import NO_GPU_DIRECT
 from hpc_train.preflight.bandwidth import ExpectedBandwidths, SlowNode
 from hpc_train.preflight.nccl_log import Transport
 

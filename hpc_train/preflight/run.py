@@ -24,8 +24,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.values import preflight_actions
 from hpc_train.errors import UserError
 from hpc_train.machine.allocation import Allocation, current_allocation
-from hpc_train.machine.network.facts import NodeFacts
-from hpc_train.machine.network.machines import by_machine
+from hpc_train.machine.network.facts import NodeFacts, by_machine
 from hpc_train.machine.network.rails import judge_ports
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.preflight.bandwidth import (

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_train.checkpoint.store import CheckpointStore
-from hpc_train.elastic.killed_step import more_memory
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
+from hpc_train.elastic.requeue import more_memory
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import Event, Level
 from hpc_train.run.exits import FIX, HOST_MEMORY, RESPONSES, Exit, Failure, advice_for

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as distributed_c10d
 
 from hpc_train.config.schema import Config, TrainConfig
+from hpc_train.machine.environment import rejected_variable
 from hpc_train.machine.network.decision import ALLOCATOR_SETTINGS, GROWING_SEGMENTS
-from hpc_train.machine.rejected_variable import rejected_variable
 from hpc_train.parallel.mesh import Mesh, join_mesh, use_device
 from hpc_train.parallel.precision.dtypes import choose_tf32
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec

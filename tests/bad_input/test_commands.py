@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train import cli
-from hpc_train.elastic.logs import WorkerLog
+from hpc_train.elastic.workers import WorkerLog
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.freeze import freeze

@@ -27,7 +27,7 @@ from hpc_train.checkpoint.writer import write_tensors
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import CheckpointConfig
 from hpc_train.config.values import saves_asynchronously
-from hpc_train.machine.host_memory import NODE, FreeMemory
+from hpc_train.machine.kernel_counters import NODE, FreeMemory
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze, load
 from tests.checkpoint.tensors import read_tensors

@@ -10,8 +10,8 @@ from hpc_train.config.compose import config_directory
 from hpc_train.errors import UserError
 from hpc_train.layout.validate import check_values
 from hpc_train.machine.network.decision import FabricJob, decide, site_profile
-from hpc_train.machine.network.facts import Gpu, NodeFacts
-from hpc_train.machine.network.nccl_settings import RENAMED, Setting
+from hpc_train.machine.network.facts import Gpu, NodeFacts, Setting
+from hpc_train.machine.network.nccl_settings import RENAMED
 from tests.config.composing import config_of
 
 PROFILES = sorted(path.stem for path in (config_directory() / "cluster" / "fabric").glob("*.yaml"))

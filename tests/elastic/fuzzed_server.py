@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.elastic.fabric import Fabric
-from hpc_train.elastic.rendezvous.orders import Leave, Start
+from hpc_train.elastic.rendezvous.messages import Leave, Start
 from hpc_train.elastic.rendezvous.server import RendezvousServer
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog

@@ -12,7 +12,7 @@ from hpc_train.config.schema import BatchConfig, ClusterConfig, Config, ElasticC
 from hpc_train.elastic.decision import OVER_BUDGET, History, WorkerFailure
 from hpc_train.elastic.nodes import Node, NodeFailures, Unfit, check_health
 from hpc_train.elastic.rendezvous.coordinator import NODE_LOSS_WAIT_S, SECONDARY_WAIT_S, Coordinator
-from hpc_train.elastic.rendezvous.orders import End, Leave, NodeReport, SaveStacks, Start
+from hpc_train.elastic.rendezvous.messages import End, Leave, NodeReport, SaveStacks, Start
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog

@@ -17,11 +17,10 @@ import torch.distributed as dist
 import hpc_train
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.elastic.agent_loop import Agent
-from hpc_train.elastic.logs import WorkerLog
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec
 from hpc_train.elastic.worker_process import ensure_warm_parent
-from hpc_train.elastic.workers import Workers
+from hpc_train.elastic.workers import WorkerLog, Workers
 from hpc_train.layout.layout import Layout
 from hpc_train.machine.network.facts import Gpu, NodeFacts
 from hpc_train.parallel.mesh import Mesh
@@ -162,10 +161,10 @@ THREADS = {  # module: whether its threads may call CUDA
     "checkpoint/store.py": "no",
     "data/build.py": "no",
     "bench/doctor/reach.py": "no",
+    "elastic/gpu_errors.py": "no",
     "elastic/on_event.py": "no",
     "elastic/rendezvous/client.py": "no",
     "elastic/rendezvous/server.py": "no",
-    "machine/health/idle_gpus.py": "no",
     "preflight/nccl_log.py": "no",
     "run/file_lock.py": "no",
     "run/file_writer.py": "no",

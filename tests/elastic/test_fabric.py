@@ -11,10 +11,9 @@ from hpc_train.config.schema import Config
 from hpc_train.elastic.attempts import report_placement
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import Node, have_been_checked
-from hpc_train.elastic.rendezvous.orders import Start
+from hpc_train.elastic.rendezvous.messages import Start
 from hpc_train.layout.layout import Layout
-from hpc_train.machine.network.facts import UNLIMITED, Gpu, Nic, NodeFacts, NodeLimits
-from hpc_train.machine.network.nccl_settings import Setting
+from hpc_train.machine.network.facts import UNLIMITED, Gpu, Nic, NodeFacts, NodeLimits, Setting
 from hpc_train.preflight.bandwidth import read_fabric
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog

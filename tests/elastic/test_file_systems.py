@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from hpc_train.config.schema import Config, ElasticConfig
-from hpc_train.elastic import deletion, nodes
+from hpc_train.elastic import agent_loop, nodes
+from hpc_train.elastic.agent_loop import DeletionWatch
 from hpc_train.elastic.attempts import Attempts
 from hpc_train.elastic.decision import Budget, RestartDecision
-from hpc_train.elastic.deletion import DeletionWatch
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.elastic.rendezvous import client
-from hpc_train.elastic.rendezvous.orders import Leave, Start
+from hpc_train.elastic.rendezvous.messages import Leave, Start
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
 from hpc_train.machine.allocation import Allocation
@@ -152,11 +152,11 @@ def test_a_run_directory_that_is_deleted_ends_the_job(frozen: Freeze) -> None:
 def test_a_file_system_that_is_not_mounted_is_not_taken_for_a_deletion(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deletion, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(agent_loop, "LOOK_EVERY_S", 0.0)
     run.config.touch()
     watch = DeletionWatch(run)
     run.config.unlink()
-    assert [watch.finding() for _ in range(deletion.LOOKS - 1)] == [None] * (deletion.LOOKS - 1)
+    assert [watch.finding() for _ in range(agent_loop.LOOKS - 1)] == [None] * (agent_loop.LOOKS - 1)
     assert "was deleted" in (watch.finding() or "")
     with small_disk(tmp_path / "disk", kilobytes=64) as disk:
         away = RunDirectory(disk / "run")

@@ -29,10 +29,8 @@ from hpc_train.elastic.hangs import GroupState, RankState
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous.addresses import ServerAddress
 from hpc_train.elastic.rendezvous.client import RendezvousClient
-from hpc_train.elastic.rendezvous.messages import report_message
-from hpc_train.elastic.rendezvous.orders import NodeReport
-from hpc_train.machine.network.facts import Gpu, GpuLink, Interface, Nic, NodeFacts, Port
-from hpc_train.machine.network.nccl_settings import Setting
+from hpc_train.elastic.rendezvous.messages import NodeReport, report_message
+from hpc_train.machine.network.facts import Gpu, GpuLink, Interface, Nic, NodeFacts, Port, Setting
 from hpc_train.run.exits import Exit, Failure
 from tests.checkpoint.progress import LONG
 from tests.elastic.fuzzed_server import NODES, SILENT_S, TOKEN

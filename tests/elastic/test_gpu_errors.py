@@ -11,8 +11,7 @@ import pytest
 from hpc_train.elastic import gpu_errors
 from hpc_train.elastic.decision import WorkerFailure
 from hpc_train.elastic.gpu_errors import GpuErrors
-from hpc_train.elastic.rendezvous.messages import report_message, report_of
-from hpc_train.elastic.rendezvous.orders import NodeReport
+from hpc_train.elastic.rendezvous.messages import NodeReport, report_message, report_of
 from hpc_train.machine.health.finding import OK, Finding
 from hpc_train.machine.health.gpu_health import GpuProcess, GpuState, judge
 from hpc_train.machine.health.health_check import NodeHealth

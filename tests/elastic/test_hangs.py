@@ -34,7 +34,7 @@ from hpc_train.elastic.hang_bounds import (
     patience_s,
 )
 from hpc_train.elastic.hangs import WINDOW_S, Evidence, GroupState, RankState, culprit, group_states, proof
-from hpc_train.elastic.rendezvous.causes import FailureReport, primary_cause
+from hpc_train.elastic.rendezvous.messages import FailureReport, primary_cause
 from hpc_train.elastic.watch import OTHERS_S, SAVE_TICK_S, OtherNodes, Watch
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout

@@ -27,8 +27,7 @@ from hpc_train.elastic.rendezvous.addresses import ServerAddress
 from hpc_train.elastic.rendezvous.channel import LONGEST_LINE, MAX_PENDING, Channel, encode
 from hpc_train.elastic.rendezvous.client import RendezvousClient, ServerLost
 from hpc_train.elastic.rendezvous.coordinator import Coordinator
-from hpc_train.elastic.rendezvous.messages import report_message
-from hpc_train.elastic.rendezvous.orders import Leave, NodeReport, Start
+from hpc_train.elastic.rendezvous.messages import Leave, NodeReport, Start, report_message
 from hpc_train.elastic.rendezvous.server import Member, RendezvousServer
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import EXITS, Action, Exit, Failure

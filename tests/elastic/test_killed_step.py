@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.elastic.killed_step import find_killed_step, more_memory, refuse_third_kill
+from hpc_train.elastic.requeue import find_killed_step, more_memory, refuse_third_kill
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hpc_train.elastic.logs import RETAINED_ATTEMPTS, TAIL_LINES, WorkerLog, prune_logs
+from hpc_train.elastic.workers import RETAINED_ATTEMPTS, TAIL_LINES, WorkerLog, prune_logs
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.file_writer import FileWriter
 from tests.elastic.conftest import Freeze

@@ -20,9 +20,8 @@ from hpc_train.elastic.decision import ended_without_report, is_secondary
 from hpc_train.elastic.worker_process import _failure, explained
 from hpc_train.elastic.workers import class_of_end
 from hpc_train.errors import UserError
-from hpc_train.machine.environment import refuse_loopback_down, refuse_unknown_interface
+from hpc_train.machine.environment import refuse_loopback_down, refuse_unknown_interface, refuse_unreadable_sizes
 from hpc_train.machine.kernel_counters import OomKills
-from hpc_train.machine.rejected_variable import refuse_unreadable_sizes
 from hpc_train.run.exits import FILE_SYSTEM, HOST_MEMORY, Failure, advice_for, classify
 from hpc_train.train.saving import TRANSIENT
 

@@ -19,7 +19,7 @@ from hpc_train.elastic.decision import Budget, RestartDecision, over_budget
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
 from hpc_train.elastic.rendezvous.client import Pause, _ask_slurm
-from hpc_train.elastic.rendezvous.orders import Leave
+from hpc_train.elastic.rendezvous.messages import Leave
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd, is_announcement, request, request_from_slurm
 from hpc_train.launch.script import by_hand, requeue_lines_before, requeue_script_lines

@@ -20,14 +20,13 @@ from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous import coordinator
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec
-from hpc_train.elastic.rendezvous.orders import Start
+from hpc_train.elastic.rendezvous.messages import Start
 from hpc_train.elastic.rendezvous.server import BEATS, BEATS_PER_S, beat_s
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.machine.allocation import Allocation
 from hpc_train.machine.network import rails
-from hpc_train.machine.network.facts import Gpu, NodeFacts
-from hpc_train.machine.network.machines import Machines, by_machine
+from hpc_train.machine.network.facts import Gpu, Machines, NodeFacts, by_machine
 from hpc_train.machine.network.rank_binding import bindings
 from hpc_train.preflight.bandwidth import expected_bandwidths, read_fabric
 from hpc_train.run.directory import RunDirectory

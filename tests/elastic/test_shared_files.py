@@ -22,7 +22,7 @@ from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous import client
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec, ServerAddress
 from hpc_train.elastic.rendezvous.client import ServerLost, lookup_interval_s, wait_for_server
-from hpc_train.elastic.rendezvous.orders import Start
+from hpc_train.elastic.rendezvous.messages import Start
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.script import (
     LOOK_EVERY_S,

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from hpc_train.elastic.logs import RETAINED_ATTEMPTS
 from hpc_train.elastic.rendezvous.addresses import candidate_ports
+from hpc_train.elastic.workers import RETAINED_ATTEMPTS
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, read_lines
 from tests.checkpoint.tensors import assert_same_bits

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.machine.host_memory import GROUP, NODE, FreeMemory, free_memory
+from hpc_train.machine.kernel_counters import GROUP, NODE, FreeMemory, free_memory
 
 NO_LIMIT_V1 = 9223372036854771712
 NODE_FREE = 4000 * 1024

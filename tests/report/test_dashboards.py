@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.schema import PrometheusConfig, TelemetryConfig
-from hpc_train.elastic.logs import WorkerLog
+from hpc_train.elastic.workers import WorkerLog
 from hpc_train.machine.allocation import Allocation
 from hpc_train.report.monitoring.exporter import monitored
 from hpc_train.report.monitoring.metrics import METRICS

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from hpc_train import cli
 from hpc_train.commands.plot import _curves, _results
-from hpc_train.elastic.killed_step import find_killed_step
 from hpc_train.elastic.nodes import NodeFailures, have_been_checked
+from hpc_train.elastic.requeue import find_killed_step
 from hpc_train.errors import UserError
 from hpc_train.preflight.bandwidth import read_fabric
 from hpc_train.report.live_runs import Details, Row

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.elastic.logs import WorkerLog
+from hpc_train.elastic.workers import WorkerLog
 from hpc_train.run import file_writer
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog

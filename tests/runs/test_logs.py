@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.commands import logs
-from hpc_train.elastic.logs import WorkerLog
+from hpc_train.elastic.workers import WorkerLog
 from hpc_train.errors import UserError
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory

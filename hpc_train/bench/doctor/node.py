@@ -25,10 +25,9 @@ from hpc_train.machine.health.health_check import NodeHealth
 from hpc_train.machine.network.decision import FabricDecision
 from hpc_train.machine.network.discovery import NONE
 from hpc_train.machine.network.facts import SHARED_MEMORY, UNLIMITED, NodeFacts, NodeLimits
-from hpc_train.machine.network.libfabric import FABRICS, find_plugin
+from hpc_train.machine.network.libfabric import FABRICS, NO_GPU_DIRECT, find_plugin, on_amd
 from hpc_train.machine.network.nccl_settings import merged, warnings
 from hpc_train.machine.network.rails import beyond_gpu_direct, judge_ports, match, port_warnings, rate_gbps
-from hpc_train.machine.network.rccl import NO_GPU_DIRECT, on_amd
 from hpc_train.run.processes import can_listen
 from hpc_train.units import GIB, format_bytes
 

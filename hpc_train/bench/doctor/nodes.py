@@ -17,10 +17,8 @@ from hpc_train.launch.gpus import gpus_of_this_job
 from hpc_train.launch.script import container_of, python, step_on_nodes
 from hpc_train.machine.allocation import expand
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding
-from hpc_train.machine.network.nccl_settings import merged, who_has_what
-from hpc_train.machine.network.port_filter import sick_nodes
-from hpc_train.machine.network.rails import different_rails
-from hpc_train.machine.network.versions import different_versions
+from hpc_train.machine.network.nccl_settings import different_versions, merged, who_has_what
+from hpc_train.machine.network.rails import different_rails, sick_nodes
 from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.client import SlurmError
 from hpc_train.schedulers.slurm.variables import Receiver, environment_for

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from hpc_train.machine.health.finding import ERROR, OK, UNCHECKED, WARNING, Finding
 from hpc_train.machine.network.decision import FabricDecision
 from hpc_train.machine.network.facts import format_cpu_list
-from hpc_train.machine.network.recording import FabricReport
+from hpc_train.machine.network.node import FabricReport
 
 ALWAYS = ("GPUs", "job")  # what a run would use, shown also if it is ok
 Located = tuple[str, Finding]  # the node, or "" for what concerns no single node

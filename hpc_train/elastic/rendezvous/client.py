@@ -23,8 +23,7 @@ from hpc_train.config.schema import Config
 from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures
 from hpc_train.elastic.rendezvous.addresses import ServerAddress
 from hpc_train.elastic.rendezvous.channel import Channel, Message
-from hpc_train.elastic.rendezvous.messages import hello, report_message
-from hpc_train.elastic.rendezvous.orders import NodeReport
+from hpc_train.elastic.rendezvous.messages import NodeReport, hello, report_message
 from hpc_train.elastic.rendezvous.server import beat_s, has_stalled
 from hpc_train.elastic.requeue import JobEnd, request
 from hpc_train.machine.allocation import Allocation

@@ -23,11 +23,20 @@ from hpc_train.elastic.decision import (
     is_secondary,
 )
 from hpc_train.elastic.nodes import HEALTH_CHECK_KEY, TOO_OFTEN, Node, NodeFailures, in_order_of_rank, why_unfit
-from hpc_train.elastic.rendezvous.causes import FailureReport, is_loss, primary_cause
-from hpc_train.elastic.rendezvous.orders import End, Leave, NodeReport, Order, SaveStacks, Start
+from hpc_train.elastic.rendezvous.messages import (
+    End,
+    FailureReport,
+    Leave,
+    NodeReport,
+    Order,
+    SaveStacks,
+    Start,
+    is_loss,
+    primary_cause,
+)
 from hpc_train.errors import UserError
 from hpc_train.layout.resolve import resolve_layout
-from hpc_train.machine.network.machines import Machines
+from hpc_train.machine.network.facts import Machines
 from hpc_train.machine.network.rank_binding import refuse_slices_of_same_gpu
 from hpc_train.run.exits import OF_DISKS, Action, Exit, Failure, concerns_gpu
 

@@ -1,18 +1,20 @@
-"""The messages that agents send to the rendezvous server: how they are made, and what the server checks in them.
+"""What the coordinator orders, what agents report, and how both travel.
 
-A message is checked completely when it arrives. A wrong field costs its sender the connection, and affects nobody else.
+A message to the server is checked completely when it arrives. A wrong field costs its sender the connection, and
+affects nobody else.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hpc_train.elastic.decision import WorkerFailure
-from hpc_train.elastic.hangs import RankState
+from hpc_train.elastic.decision import RestartDecision, WorkerFailure, is_secondary
+from hpc_train.elastic.hangs import RankState, find_culprit
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous.channel import Message
-from hpc_train.elastic.rendezvous.orders import NodeReport
+from hpc_train.layout.layout import Layout
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.processes import this_process
 from hpc_train.run.rows import check_fields
@@ -85,3 +87,86 @@ def _head_and_tail(text: str) -> str:
     if len(text) <= LONGEST_TEXT:
         return text
     return f"{text[:half]}\n… (shortened)\n{text[-half:]}"
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """Holds the failure that ended an attempt; ``noticed`` is on the coordinator's clock."""
+
+    failure: WorkerFailure
+    node: str
+    noticed: float
+
+
+def primary_cause(causes: Sequence[FailureReport]) -> FailureReport | None:
+    """Returns the primary cause: a lost node first, otherwise the earliest failure that is not secondary, and among
+    these an error of a GPU before its consequences on other nodes.
+
+    For a hang the states of all nodes are combined to find the rank that the others wait for.
+    """
+    if len(causes) > 1 and all(cause.failure.states for cause in causes):
+        hang = find_culprit([cause.failure for cause in causes])
+        return next(replace(cause, failure=hang) for cause in causes if cause.failure.states == hang.states)
+    return min(causes, key=_order, default=None)
+
+
+def _order(cause: FailureReport) -> tuple[bool, bool, bool, float]:
+    return (
+        not is_loss(cause),
+        is_secondary(cause.failure),
+        cause.failure.failure is not Failure.DEVICE,
+        cause.noticed,
+    )
+
+
+def is_loss(cause: FailureReport) -> bool:
+    """Returns whether a node is lost."""
+    return cause.failure.failure is Failure.NODE_LOST
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """Reports the end of an attempt on the node of an agent. ``step`` is the furthest step of its workers."""
+
+    exit: Exit
+    failure: WorkerFailure | None
+    step: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """Order to start the next attempt on ``nodes`` (in rank order). ``cause`` ended the previous attempt, on
+    ``before``.
+    """
+
+    nodes: tuple[Node, ...]
+    layout: Layout
+    before: tuple[Node, ...] = ()
+    cause: FailureReport | None = None
+
+
+@dataclass(frozen=True)
+class SaveStacks:
+    """Order to save the stacks of the ranks, since some hang and will be killed. ``done``: all nodes have done so."""
+
+    done: bool
+
+
+@dataclass(frozen=True)
+class End:
+    """Order to kill the workers of the attempt, which cannot continue."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Orders an agent to end the job. ``stop`` is the signal that asked the run to stop. ``outage`` is the error of
+    the file system because of which the server cannot continue.
+    """
+
+    decision: RestartDecision
+    cause: FailureReport | None = None
+    stop: str | None = None
+    outage: str | None = None
+
+
+Order = Start | SaveStacks | End | Leave

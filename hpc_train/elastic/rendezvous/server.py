@@ -25,8 +25,7 @@ from hpc_train.elastic.decision import RestartDecision
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous.channel import MAX_PENDING, Admission, BadMessage, Channel, Message, encode
 from hpc_train.elastic.rendezvous.coordinator import Coordinator
-from hpc_train.elastic.rendezvous.messages import FIELDS, report_of, typed
-from hpc_train.elastic.rendezvous.orders import End, Leave, Order, SaveStacks, Start
+from hpc_train.elastic.rendezvous.messages import FIELDS, End, Leave, Order, SaveStacks, Start, report_of, typed
 from hpc_train.run.exits import Action, Exit
 from hpc_train.run.files import BackgroundCall
 

@@ -24,10 +24,11 @@ from hpc_train.machine.health.gpu_health import (
     NoResponse,
     judge_speed,
     out_of_service,
+    read_in_child,
 )
 from hpc_train.machine.health.kernel_log import SUBJECT as LOG
 from hpc_train.machine.health.kernel_log import Defect, Kind, Line, occurrences, read_kernel_log
-from hpc_train.machine.health.vendor import Paths, VendorHealth, read_in_child
+from hpc_train.machine.health.vendor import Paths, VendorHealth
 from hpc_train.machine.sysfs import read_text
 
 LINK = ("current_link_width", "max_link_width", "current_link_speed", "max_link_speed")

@@ -1,20 +1,12 @@
-"""Holds what all vendors' checks share: where a node shows its devices, their result, and a call that may hang."""
+"""Where a node shows its devices, and what the check of one vendor's GPUs returns."""
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import signal
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpc_train.machine.health.finding import Finding
-from hpc_train.machine.health.gpu_health import LIMIT_S, GpuState, NoResponse
+from hpc_train.machine.health.gpu_health import GpuState
 from hpc_train.machine.health.kernel_log import Defect, GpuError
 
 
@@ -48,52 +40,3 @@ class VendorHealth:
     errors: tuple[GpuError, ...] = ()
     defects: tuple[Defect, ...] = ()
     findings: tuple[Finding, ...] = ()
-
-
-def read_in_child(read: Callable[[], Any], limit_s: float = LIMIT_S) -> Any | None:
-    """Returns what ``read`` returns in a forked child, through JSON; None if it raises.
-
-    A driver may hang in the kernel where no signal ends the call; such a child is left behind.
-
-    Raises:
-        NoResponse: it takes longer than ``limit_s`` seconds.
-    """
-    source, target = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with suppress(BaseException):
-            _close_all_but(target)  # a child that hangs must not hold the caller's connections open
-            with os.fdopen(target, "w") as file:
-                json.dump(read(), file)
-        os._exit(0)
-    os.close(target)
-    try:
-        text = _receive(source, time.monotonic() + limit_s)
-    finally:
-        os.close(source)
-    if text is None:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, os.WNOHANG)  # it may hang in the kernel; init inherits it
-        raise NoResponse(f"no response within {limit_s:g} s")
-    os.waitpid(child, 0)
-    if text:
-        return json.loads(text)
-    return None
-
-
-def _close_all_but(descriptor: int) -> None:
-    for other in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-        if other > 2 and other != descriptor:
-            with suppress(OSError):
-                os.close(other)
-
-
-def _receive(source: int, until: float) -> str | None:
-    """Returns what the child writes; None if it has not finished in time."""
-    parts: list[bytes] = []
-    while select.select([source], [], [], max(0.0, until - time.monotonic()))[0]:
-        part = os.read(source, 1 << 16)
-        if not part:
-            return b"".join(parts).decode()
-        parts.append(part)
-    return None

@@ -14,12 +14,10 @@ from dataclasses import dataclass
 
 from hpc_train.config.schema import FabricConfig
 from hpc_train.machine.environment import Variable
-from hpc_train.machine.network import libfabric, rccl
-from hpc_train.machine.network.facts import FLAPS, NodeFacts
-from hpc_train.machine.network.nccl_settings import Setting
-from hpc_train.machine.network.port_filter import port_filter
-from hpc_train.machine.network.rails import beyond_gpu_direct, judge_ports, match, several_node_nvlink
-from hpc_train.machine.network.versions import Version
+from hpc_train.machine.network import libfabric
+from hpc_train.machine.network.facts import FLAPS, NodeFacts, Setting
+from hpc_train.machine.network.nccl_settings import Version
+from hpc_train.machine.network.rails import beyond_gpu_direct, judge_ports, match, port_filter, several_node_nvlink
 
 LARGE_JOB_GPUS = 1000  # in larger jobs some link always flaps
 # All versions of torch read this name; torch 2.9 ignores expandable_segments under its new name (pytorch#183387).
@@ -67,15 +65,15 @@ def decide(nodes: Sequence[NodeFacts], job: FabricJob, settings: Mapping[str, Se
     connection.
     """
     fabric = _fabric(nodes, job)
-    amd = rccl.on_amd(nodes)
+    amd = libfabric.on_amd(nodes)
     if amd and fabric == "slingshot":
-        detected = rccl.variables(settings)
+        detected = libfabric.rccl_variables(settings)
     else:
         detected = _of_fabric(fabric, nodes, job, settings)
     candidates = [*job.profile, *detected, *_general(nodes, job, settings)]
     variables: dict[str, Variable] = {}
     left: dict[str, UnsetVariable] = {}
-    for variable in rccl.read_by_rccl(candidates) if amd else candidates:
+    for variable in libfabric.read_by_rccl(candidates) if amd else candidates:
         if (setting := settings.get(variable.name)) is not None:
             where = f"already set to {setting.value} by {setting.source}, which takes precedence"
             left.setdefault(variable.name, UnsetVariable(variable.name, where))
@@ -171,7 +169,7 @@ def _of_fabric(
         yield from _retry_settings(nodes, job)
     if fabric == "roce":
         yield from _gid_index(nodes, job)
-    if fabric in libfabric.FABRICS and not rccl.on_amd(nodes):
+    if fabric in libfabric.FABRICS and not libfabric.on_amd(nodes):
         yield from libfabric.variables(fabric, nodes, settings)
     if fabric == "ethernet" and not _has_cloud_sockets(nodes):
         yield from _sockets(nodes)
@@ -237,8 +235,8 @@ def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterato
     yield UnsetVariable("NCCL_P2P_DISABLE", f"{debugging}; it makes the GPUs of a node communicate through host memory")
     yield UnsetVariable("NCCL_P2P_LEVEL", f"{debugging}; NCCL detects the same topology")
     yield UnsetVariable("NCCL_SHM_DISABLE", f"{debugging}; enlarge /dev/shm if it is too small")
-    if rccl.on_amd(nodes):
-        yield from (UnsetVariable(*pair) for pair in rccl.not_set(fabric))
+    if libfabric.on_amd(nodes):
+        yield from (UnsetVariable(*pair) for pair in libfabric.not_set_for_rccl(fabric))
     else:
         yield UnsetVariable("NCCL_NVLS_ENABLE", "NCCL detects it")
     yield UnsetVariable("NCCL_IGNORE_CPU_AFFINITY", "NCCL already respects the affinity masks")
@@ -286,7 +284,7 @@ def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterato
 
 
 def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: FabricJob, settings: Mapping[str, Setting]) -> Iterator[str]:
-    if job.nccl is None and fabric == "roce" and not rccl.on_amd(nodes):
+    if job.nccl is None and fabric == "roce" and not libfabric.on_amd(nodes):
         yield "the version of NCCL; before 2.21 NCCL_IB_GID_INDEX is needed"
     if fabric == "unknown":
         yield "the network between the nodes; no active port was found"
@@ -295,7 +293,7 @@ def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: FabricJob, settings: 
     network = settings.get("NCCL_NET") or next(
         (variable for variable in job.profile if variable.name == "NCCL_NET"), None
     )
-    if fabric in libfabric.FABRICS and not rccl.on_amd(nodes):
+    if fabric in libfabric.FABRICS and not libfabric.on_amd(nodes):
         yield from libfabric.unknown(nodes, None if network is None else network.value)
     by_google = network is not None or any(_OF_GOOGLE.match(name) for name in settings)
     if job.nodes > 1 and _needs_google_plugin(nodes) and not by_google:

@@ -1,16 +1,20 @@
-"""Reads communication settings from the environment and from the configuration files of NCCL.
+"""Communication settings of the user and the administrator, and versions, which must be equal on all nodes.
 
-NCCL uses a key of a file only if the environment does not set it, so an exported variable would silently override the
-administrator's file. Keys of all three sources therefore count as set. It also describes differences between nodes.
+NCCL uses a key of its configuration files only if the environment does not set it, so an exported variable would
+silently override the administrator's file. Keys of all sources therefore count as set. Versions are read from files,
+without importing packages or starting tools.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from hpc_train.errors import UserError
+from hpc_train.machine.network.facts import NodeFacts, Setting
 
 # variables that are sent to other nodes: communication, threads and allocator, nothing that could be a secret
 _OF_COMMUNICATION = re.compile(
@@ -39,15 +43,6 @@ _LEVELS = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL", "NCCL_P2P_PXN_LEVEL")
 # NCCL's defaults since 2.23, and the valid values of NCCL_IB_TIMEOUT: with others NCCL waits forever
 _IB_TIMEOUT, _IB_TIMEOUTS = 20, range(1, 32)
 _IB_RETRIES, _IB_RETRY_COUNTS = 7, range(8)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A variable that is already set. ``source`` is "the environment" or the path of a file."""
-
-    name: str
-    value: str
-    source: str
 
 
 def settings(
@@ -165,3 +160,96 @@ def who_has_what(values: Mapping[str, str]) -> str:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+Version = tuple[int, ...]
+
+_FILES = (
+    ("driver", "proc/driver/nvidia/version", r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s"),
+    ("amdgpu", "sys/module/amdgpu/version", r"^([\w.-]+)"),
+    ("rocm", "opt/rocm/.info/version", r"^([\w.-]+)"),
+    ("cuda", "usr/local/cuda/version.json", r'"cuda"\s*:\s*\{[^}]*"version"\s*:\s*"([\d.]+)"'),
+    ("ofed", "sys/module/mlx5_core/version", r"^([\w.-]+)"),
+    ("efa_installer", "opt/amazon/efa_installed_packages", r"EFA installer version:\s*([\d.]+)"),
+    ("efa_driver", "sys/module/efa/version", r"^([\w.-]+)"),
+    ("kernel", "proc/sys/kernel/osrelease", r"^(\S+)"),
+)
+_WHEELS = (
+    ("torch", ("torch",)),
+    ("nccl", ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")),
+    ("hpc_train", ("hpc_train",)),
+)
+_LIBRARIES = (("libfabric", "libfabric.so.1.*"), ("rdma_core", "libibverbs.so.1.*"))
+_FOLDERS = ("usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "opt/amazon/efa/lib64")
+
+
+def read_versions(root: Path = Path("/")) -> tuple[tuple[str, str], ...]:
+    """Returns sorted (name, version) pairs; those of Python packages belong to this interpreter."""
+    return tuple(sorted([*recorded_versions(root), *_of_wheels()]))
+
+
+def recorded_versions(root: Path) -> tuple[tuple[str, str], ...]:
+    """Returns the versions found in a copy of a root directory."""
+    return tuple(sorted([*_of_files(root), *_of_libraries(root)]))
+
+
+def _of_files(root: Path) -> Iterator[tuple[str, str]]:
+    for name, path, pattern in _FILES:
+        try:
+            match = re.search(pattern, (root / path).read_text(errors="replace"), re.MULTILINE)
+        except OSError:
+            continue
+        if match:
+            yield name, match[1]
+
+
+def _of_libraries(root: Path) -> Iterator[tuple[str, str]]:
+    """Yields versions of libraries, taken from the end of their file names."""
+    for name, pattern in _LIBRARIES:
+        files = [path for folder in _FOLDERS for path in (root / folder).glob(pattern)]
+        if files:
+            yield name, max(path.name.partition(".so.")[2] for path in files)
+
+
+def _of_wheels() -> Iterator[tuple[str, str]]:
+    for name, wheels in _WHEELS:
+        for wheel in wheels:
+            try:
+                yield name, version(wheel)
+                break
+            except PackageNotFoundError:
+                continue
+
+
+def different_versions(nodes: Sequence[NodeFacts]) -> list[str]:
+    """Returns a line with the nodes for each version that is not equal on all nodes."""
+    versions = {facts.node or "?": dict(facts.versions) for facts in nodes}
+    names = sorted({name for node_versions in versions.values() for name in node_versions})
+    versions_by_node = (
+        (name, {node: node_versions.get(name, "none") for node, node_versions in versions.items()}) for name in names
+    )
+    return [
+        f"{name} is not the same on all nodes: {who_has_what(by)}"
+        for name, by in versions_by_node
+        if len(set(by.values())) > 1
+    ]
+
+
+def lowest_nccl(nodes: Sequence[NodeFacts]) -> Version | None:
+    """Returns the lowest NCCL version of the nodes; None if one is unknown."""
+    texts = [dict(facts.versions).get("nccl") for facts in nodes]
+    if all(texts):
+        return min((parse_version(text) for text in texts if text is not None), default=None)
+    return None
+
+
+def parse_version(text: str) -> Version:
+    """Parses ``2.21.5``, also with a suffix such as ``+cuda12.4``.
+
+    Raises:
+        UserError: ``text`` is not a version.
+    """
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?!\d)", text.strip())
+    if match is None:
+        raise UserError(f"{text!r} is not a version", where="--nccl", fix="give a version of NCCL such as 2.21.5")
+    return tuple(int(part) for part in match.groups() if part is not None)

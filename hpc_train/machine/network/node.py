@@ -1,33 +1,47 @@
-"""Reads the facts of this node for the agent and for ``doctor``, without privileges. Missing facts are not fatal.
+"""Reads the facts of this node for the agent and ``doctor``, or of a recorded one, and derives the report on them.
 
-The facts include the network interface that leads to the rendezvous node and the one that gloo would select itself.
-NVIDIA's management library (NVML), a part of the driver, fills gaps where ``/sys`` is hidden. It respects the control
-group of the job and knows MIG slices.
+No privileges are needed, and missing facts are not fatal. NVIDIA's management library (NVML), a part of the driver,
+fills gaps where ``/sys`` is hidden. It respects the control group of the job and knows MIG slices.
 """
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from hpc_train.errors import UserError
 from hpc_train.machine.gpus import job_gpus, print_listing, visible_devices
-from hpc_train.machine.health.gpu_health import GpuReading, problems
-from hpc_train.machine.health.nvml import read_nvml
-from hpc_train.machine.network.discovery import discover, merge, print_matrix
-from hpc_train.machine.network.facts import Gpu, NodeFacts
+from hpc_train.machine.health.gpu_health import GpuReading, problems, read_nvml
+from hpc_train.machine.network.decision import FabricDecision, FabricJob, decide
+from hpc_train.machine.network.discovery import discover, merge, print_matrix, read_tree, recorded_tree
+from hpc_train.machine.network.facts import Gpu, NodeFacts, Setting, format_cpu_list
 from hpc_train.machine.network.libfabric import find_plugin
-from hpc_train.machine.network.nccl_settings import settings_of_communication
-from hpc_train.machine.network.nvidia_smi import parse_matrix, parse_nvlink_domain, print_nvlink_domain, with_slices
-from hpc_train.machine.network.rails import several_node_nvlink
-from hpc_train.machine.network.rdma import read_text
-from hpc_train.machine.network.versions import read_versions
+from hpc_train.machine.network.nccl_settings import (
+    read_versions,
+    recorded_versions,
+    settings_of_communication,
+    warnings,
+)
+from hpc_train.machine.network.rails import Match, PortVerdict, judge_ports, match, port_warnings, several_node_nvlink
+from hpc_train.machine.network.rank_binding import Mask, cpu_masks, unknown_cores
+from hpc_train.machine.network.rdma import parse_rdma_text, read_text
+from hpc_train.machine.network.smi import (
+    is_rocm_smi,
+    parse_matrix,
+    parse_nvlink_domain,
+    parse_showtopo,
+    print_nvlink_domain,
+    with_slices,
+)
 
 # for the ND series, whose GPUs have NVLink; the images contain these files on every machine. Azure's health checks use
 # the file of the H100 for the H200 as well (azurehpc-health-checks, nd96isr_h200_v5). The H200 NVL is a PCIe card.
@@ -162,3 +176,111 @@ def _filled(seen: Gpu, nvml_facts: Gpu | None) -> Gpu:
         return seen
     model, uuid = seen.model or nvml_facts.model, seen.uuid or nvml_facts.uuid
     return replace(seen, model=model, uuid=uuid, slices=nvml_facts.slices, problems=nvml_facts.problems)
+
+
+@dataclass(frozen=True)
+class FabricReport:
+    """A node's facts and the resulting decisions for a job of several such nodes."""
+
+    facts: NodeFacts
+    ports: tuple[PortVerdict, ...]
+    gpu_nics: tuple[Match, ...]
+    masks: tuple[Mask, ...]
+    decision: FabricDecision
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns ``gpus nics links limits gpu_direct versions gpu_nics masks environment not_set warnings
+        unknown``.
+        """
+        verdicts = {(verdict.nic, verdict.port.number): verdict for verdict in self.ports}
+        return {
+            "fabric": self.decision.fabric,
+            "gpus": [
+                asdict(gpu) | {"name": gpu.name, "cpus": format_cpu_list(gpu.cpus) or None} for gpu in self.facts.gpus
+            ],
+            "nics": [
+                asdict(nic)
+                | {
+                    "ports": [
+                        asdict(port)
+                        | {
+                            "usable": verdicts[nic.name, port.number].usable,
+                            "reason": verdicts[nic.name, port.number].reason,
+                        }
+                        for port in nic.ports
+                    ]
+                }
+                for nic in self.facts.nics
+            ],
+            "links": [asdict(link) for link in self.facts.links],
+            "limits": asdict(self.facts.limits),
+            "gpu_direct": self.facts.gpu_direct,
+            "versions": dict(self.facts.versions),
+            "gpu_nics": [asdict(matched) for matched in self.gpu_nics],
+            "masks": [
+                asdict(mask) | {"cpus": None if mask.cpus is None else format_cpu_list(mask.cpus)}
+                for mask in self.masks
+            ],
+            "environment": [asdict(variable) for variable in self.decision.variables],
+            "not_set": [asdict(alone) for alone in self.decision.not_set],
+            "warnings": list(self.warnings),
+            "unknown": [*self.facts.unknown, *unknown_cores(self.facts), *self.decision.unknown],
+        }
+
+
+def report(facts: NodeFacts, job: FabricJob, settings: Mapping[str, Setting]) -> FabricReport:
+    """Returns the report for a job whose nodes all have these ``facts``."""
+    messages = (*port_warnings(facts), *warnings(settings))
+    return FabricReport(
+        facts, judge_ports(facts), match(facts), cpu_masks(facts), decide([facts], job, settings), messages
+    )
+
+
+def read_recording(sysfs: Path | None, matrix: Path | None, rdma: Path | None = None) -> NodeFacts:
+    """Returns the facts of a recorded node; facts without a recording stay unknown.
+
+    Args:
+        sysfs: a copy of ``/sys``, of a whole root directory, or of ``/sys/class/infiniband``.
+        matrix: a file with the output of ``nvidia-smi topo -m`` or ``rocm-smi --showtopo``.
+        rdma: a file with the output of ``ibstat`` or a similar tool, used if ``sysfs`` shows no NIC.
+
+    Raises:
+        UserError: one of them does not exist.
+    """
+    facts = NodeFacts()
+    if sysfs is not None:
+        if not sysfs.is_dir():
+            raise UserError(f"{sysfs} is not a directory", where="--sysfs", fix="give the path of a copy of /sys")
+        facts = replace(read_tree(*recorded_tree(sysfs)), versions=recorded_versions(sysfs))
+    if rdma is not None and not facts.nics:
+        facts = replace(facts, nics=parse_rdma_text(_read(rdma, "--ibstat", "give a file with the output of ibstat")))
+    if matrix is not None:
+        text = _read(matrix, "--topo", "give a file with the output of nvidia-smi topo -m or rocm-smi --showtopo")
+        facts = merge(facts, parse_showtopo(text) if is_rocm_smi(text) else parse_matrix(text))
+    return facts
+
+
+def gpus_recorded(facts: NodeFacts, sysfs: Path | None) -> int:
+    """Returns the number of GPUs of a recorded node; 1 if the recording lacks the PCI bus and shows none."""
+    has_bus = sysfs is not None and (recorded_tree(sysfs)[0] / "bus/pci/devices").is_dir()
+    return len(facts.gpus) or (0 if has_bus else 1)
+
+
+def _read(path: Path, where: str, fix: str) -> str:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}", where=where, fix=fix) from None
+    return data.decode(_encoding(data), errors="replace")
+
+
+def _encoding(data: bytes) -> str:
+    """Returns UTF-16, which PowerShell writes, if the mark at the beginning or the zero bytes of ASCII text show it."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    if data[1:16:2] and not any(data[1:16:2]):
+        return "utf-16-le"
+    if data[:16:2] and not any(data[:16:2]):
+        return "utf-16-be"
+    return "utf-8-sig"

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.machine.natural_order import natural
 from hpc_train.machine.network.facts import Nic, Port
+from hpc_train.machine.sysfs import natural
 
 # highest rate in Gb/s per NIC type as reported by Mellanox drivers; a port below it negotiated a low rate
 NIC_RATE_GBPS = {

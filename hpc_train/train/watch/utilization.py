@@ -25,7 +25,7 @@ from hpc_train.config.values import Recomputation
 from hpc_train.layout.loss_chunks import LossForm
 from hpc_train.machine.amd_gpus import NODES, PCI, AmdNode
 from hpc_train.machine.gpus import DEVICES
-from hpc_train.machine.health.nvml import Nvml
+from hpc_train.machine.health.gpu_health import Nvml
 from hpc_train.models.model import Model
 from hpc_train.train.watch.peak_rates import peak_flops
 

@@ -25,8 +25,7 @@ from hpc_train.bench.doctor.node import (
 )
 from hpc_train.bench.doctor.nodes import compare
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, worst
-from hpc_train.machine.network.facts import UNLIMITED, Gpu, Nic, NodeFacts, NodeLimits, Port
-from hpc_train.machine.network.nccl_settings import Setting
+from hpc_train.machine.network.facts import UNLIMITED, Gpu, Nic, NodeFacts, NodeLimits, Port, Setting
 from tests.doors.command import environment
 
 SMALL_AND_FULL = """

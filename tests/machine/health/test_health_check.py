@@ -16,23 +16,24 @@ from typing import Any
 import pynvml
 import pytest
 
-from hpc_train.machine.health import health_check, nvml
+from hpc_train.machine.health import gpu_health, health_check
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding
-from hpc_train.machine.health.gpu_health import GpuProcess, GpuReading, GpuState
+from hpc_train.machine.health.gpu_health import GpuProcess, GpuReading, GpuState, read_in_child, read_nvml
 from hpc_train.machine.health.health_check import (
     NodeHealth,
+    PortState,
     check_count,
     check_gpus,
     check_node,
     configured_gpus,
     fabric_manager_runs,
+    judge_ports,
     metrics,
+    read_ports,
     read_states,
 )
 from hpc_train.machine.health.kernel_log import GpuError, Line
-from hpc_train.machine.health.nvml import read_nvml
-from hpc_train.machine.health.port_health import PortState, judge_ports, read_ports
-from hpc_train.machine.health.vendor import Paths, read_in_child
+from hpc_train.machine.health.vendor import Paths
 from hpc_train.schedulers.slurm.records import NodeRecord
 
 
@@ -127,7 +128,7 @@ def test_the_library_is_called_as_its_header_declares(tmp_path: Path, monkeypatc
         slices_used=(3 << 30, 3 << 30),
     )
     assert found.gpus[0].processes[0].name != "?" and found.gpus[1].slices == ()
-    assert (nvml.Nvml().utilization("GPU-1a"), nvml.Nvml().utilization("GPU-1b")) == (0.97, None)
+    assert (gpu_health.Nvml().utilization("GPU-1a"), gpu_health.Nvml().utilization("GPU-1b")) == (0.97, None)
 
 
 def test_slurm_configures_as_many_gpus_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hpc_train.elastic.gpu_errors import IdleGpus
 from hpc_train.machine.health.gpu_health import GpuState
-from hpc_train.machine.health.idle_gpus import IdleGpus
 
 
 def test_gpus_are_told_when_they_were_idle_at_every_look_for_the_time() -> None:

@@ -11,12 +11,11 @@ from hpc_train.bench.doctor.node import check_gpus, check_software
 from hpc_train.machine.health.finding import ERROR, OK, WARNING
 from hpc_train.machine.network.decision import FabricJob, decide
 from hpc_train.machine.network.discovery import read_gpu_direct, read_tree
-from hpc_train.machine.network.facts import NodeFacts, format_cpu_list, parse_cpu_list
-from hpc_train.machine.network.nccl_settings import Setting
+from hpc_train.machine.network.facts import NodeFacts, Setting, format_cpu_list, parse_cpu_list
+from hpc_train.machine.network.node import read_recording
 from hpc_train.machine.network.rails import match
 from hpc_train.machine.network.rank_binding import bindings, devices
-from hpc_train.machine.network.recording import read_recording
-from hpc_train.machine.network.rocm_smi import is_rocm_smi, parse_showtopo
+from hpc_train.machine.network.smi import is_rocm_smi, parse_showtopo
 from hpc_train.run.rows import check_fields
 from tests.machine.amd_nodes import MI300X, AmdMachine, lumi
 from tests.machine.network.machines import Machine

@@ -10,10 +10,9 @@ import pytest
 from hpc_train.errors import UserError
 from hpc_train.machine.gpus import job_gpus, visible_devices
 from hpc_train.machine.network.discovery import read_tree
-from hpc_train.machine.network.facts import NodeFacts, format_cpu_list
-from hpc_train.machine.network.nccl_settings import Setting
-from hpc_train.machine.network.nvidia_smi import with_slices
+from hpc_train.machine.network.facts import NodeFacts, Setting, format_cpu_list
 from hpc_train.machine.network.rank_binding import bindings, devices, refuse_slices_of_same_gpu
+from hpc_train.machine.network.smi import with_slices
 from hpc_train.run.rows import check_fields
 from tests.machine.network.machines import Machine, hgx, switch
 

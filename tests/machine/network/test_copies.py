@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.machine.network.nvidia_smi import parse_matrix
-from hpc_train.machine.network.recording import read_recording
+from hpc_train.machine.network.node import read_recording
+from hpc_train.machine.network.smi import parse_matrix
 from tests.machine.network.machines import matrix
 from tests.machine.network.printed import MATRICES
 

@@ -8,11 +8,11 @@ import pytest
 
 from hpc_train.machine.network.discovery import discover, merge, read_tree
 from hpc_train.machine.network.facts import UNLIMITED, NodeFacts, NodeLimits
-from hpc_train.machine.network.nvidia_smi import parse_matrix
+from hpc_train.machine.network.node import read_recording
 from hpc_train.machine.network.rails import different_rails, judge_ports, match, port_warnings, usable_nics
 from hpc_train.machine.network.rank_binding import cpu_masks
 from hpc_train.machine.network.rdma import parse_rate, parse_rdma_text, parse_state, read_rdma
-from hpc_train.machine.network.recording import read_recording
+from hpc_train.machine.network.smi import parse_matrix
 from hpc_train.run.rows import check_fields
 from tests.machine.network.machines import Machine, hgx, matrix, switch
 

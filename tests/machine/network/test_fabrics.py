@@ -13,7 +13,7 @@ import pytest
 
 from hpc_train.machine.network.decision import FabricJob, decide
 from hpc_train.machine.network.facts import Nic, NodeFacts
-from hpc_train.machine.network.port_filter import sick_lines
+from hpc_train.machine.network.rails import sick_lines
 from tests.machine.network.nodes import DOWN, H200, Card, Site, rails
 from tests.machine.network.test_libfabric import ALPS, P5, POLARIS, PUBLISHED
 

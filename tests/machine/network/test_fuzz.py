@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from hpc_train.machine.network.decision import FabricJob
 from hpc_train.machine.network.facts import Gpu, GpuLink, Nic, NodeFacts, Port, format_cpu_list, parse_cpu_list
-from hpc_train.machine.network.nvidia_smi import parse_matrix
+from hpc_train.machine.network.node import report
 from hpc_train.machine.network.rails import match
 from hpc_train.machine.network.rank_binding import bindings, cpu_masks
 from hpc_train.machine.network.rdma import parse_rdma_text
-from hpc_train.machine.network.recording import report
+from hpc_train.machine.network.smi import parse_matrix
 from hpc_train.run.rows import check_fields
 from tests.machine.network.machines import matrix
 

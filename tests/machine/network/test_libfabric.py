@@ -11,9 +11,8 @@ import yaml
 from hpc_train.config.compose import config_directory
 from hpc_train.machine.environment import Variable
 from hpc_train.machine.network.decision import FabricDecision, FabricJob, decide
-from hpc_train.machine.network.facts import NodeFacts
+from hpc_train.machine.network.facts import NodeFacts, Setting
 from hpc_train.machine.network.libfabric import SLINGSHOT, find_plugin
-from hpc_train.machine.network.nccl_settings import Setting
 from tests.machine.network.nodes import Card, Site
 
 ALPS = Site(

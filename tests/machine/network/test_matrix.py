@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_train.machine.network.facts import NodeFacts
-from hpc_train.machine.network.nvidia_smi import parse_matrix
+from hpc_train.machine.network.smi import parse_matrix
 
 TABS = (
     "\tGPU0\tGPU1\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_train.machine.network.facts import Gpu, NodeFacts
 from hpc_train.machine.network.node import imex_channels, topology_file
-from hpc_train.machine.network.nvidia_smi import parse_nvlink_domain
+from hpc_train.machine.network.smi import parse_nvlink_domain
 from hpc_train.run.rows import check_fields
 
 UUID = "6f1c2ce4-9b3a-4a5e-8f7d-0f3f2e8d1c11"

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hpc_train.machine.network.decision import FabricJob, decide
-from hpc_train.machine.network.port_filter import port_filter, sick_lines
-from hpc_train.machine.network.rails import judge_ports, match, port_warnings
+from hpc_train.machine.network.rails import judge_ports, match, port_filter, port_warnings, sick_lines
 from tests.machine.network.nodes import DOWN, H200, Card, Site, rails
 
 RAIL = H200.cards["mlx5_4"]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import pytest
 
 from hpc_train.machine.network.facts import NodeFacts, format_cpu_list
-from hpc_train.machine.network.nvidia_smi import parse_matrix
 from hpc_train.machine.network.rails import judge_ports, match, port_warnings
 from hpc_train.machine.network.rank_binding import cpu_masks
 from hpc_train.machine.network.rdma import parse_rdma_text
+from hpc_train.machine.network.smi import parse_matrix
 from tests.machine.network.printed import MATRICES, TABS, Printed
 
 
