@@ -126,6 +126,7 @@ class Line(dict[str, Any]):
     step_s = Field[float | None]("step_s", None)
     eval_s = Field[float | None]("eval_s", None)
     save_s = Field[float | None]("save_s", None)
+    peak_memory_bytes = Field[float | None]("peak_memory_bytes", None)
 
 
 def metrics_row(row: Row) -> Line | None:

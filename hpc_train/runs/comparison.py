@@ -42,30 +42,15 @@ def best_metric_of(config: Mapping[str, Any]) -> BestMetric | None:
 def settings_of(run: RunDirectory) -> Settings:
     """Returns the overrides with which ``run`` was frozen, without ``UNCOMPARED``; empty for an old run."""
     parts = [override.lstrip("+~").partition("=") for override in run.record().get("overrides", [])]
-    return {key: _spelled(value) for key, _, value in parts if not key.startswith(UNCOMPARED)}
+    return {key: _normalized(value) for key, _, value in parts if not key.startswith(UNCOMPARED)}
 
 
-def _spelled(value: str) -> str:
+def _normalized(value: str) -> str:
     """Returns a float in one spelling, as the command line of one run may have 3e-2 and that of another 0.03."""
     try:
         return value if value.lstrip("+-").isdigit() else str(float(value))
     except ValueError:
         return value
-
-
-def _completed(settings: Mapping[Path, Settings]) -> dict[Path, Settings]:
-    """Adds to each run what its config has for the overrides that only other runs have.
-
-    A run that was continued with other overrides than the rest of its sweep has such.
-    """
-    keys = dict.fromkeys(key for own in settings.values() for key in own)
-    found: dict[Path, Settings] = {}
-    for path, own in settings.items():
-        missing = [key for key in keys if key not in own]
-        config = RunDirectory(path).plain_config(*{key.partition(".")[0] for key in missing}) if missing else {}
-        values = ((key, _value_in(config, key)) for key in missing)
-        found[path] = own | {key: _spelled(str(value)) for key, value in values if value is not None}
-    return found
 
 
 def _value_in(config: dict[str, Any], key: str) -> Any:
@@ -78,8 +63,8 @@ def _value_in(config: dict[str, Any], key: str) -> Any:
 
 def varied(settings: Sequence[Settings]) -> list[str]:
     """Returns the keys whose values differ between the runs, in the order of the command line."""
-    keys = dict.fromkeys(key for each in settings for key in each)
-    return [key for key in keys if len({each.get(key) for each in settings}) > 1]
+    keys = dict.fromkeys(key for overrides in settings for key in overrides)
+    return [key for key in keys if len({overrides.get(key) for overrides in settings}) > 1]
 
 
 @dataclass(frozen=True)
@@ -98,8 +83,18 @@ class Comparison:
 
     @classmethod
     def of(cls, runs: Iterable[RunDirectory], metric: BestMetric | None = None) -> Comparison:
-        """Reads the overrides from the records of ``runs``, and what only some of them override from their configs."""
-        settings = _completed({run.path: settings_of(run) for run in runs})
+        """Reads the overrides from the records of ``runs``, and what only some of them override from their configs.
+
+        A run that was continued with other overrides than the rest of its sweep lacks some of theirs.
+        """
+        settings = {run.path: settings_of(run) for run in runs}
+        keys = dict.fromkeys(key for overrides in settings.values() for key in overrides)
+        for path, overrides in settings.items():
+            missing = [key for key in keys if key not in overrides]
+            if missing:
+                config = RunDirectory(path).plain_config(*{key.partition(".")[0] for key in missing})
+                values = {key: _value_in(config, key) for key in missing}
+                overrides |= {key: _normalized(str(value)) for key, value in values.items() if value is not None}
         return cls(tuple(varied([*settings.values()])), settings, metric)
 
     @property
@@ -109,13 +104,13 @@ class Comparison:
 
     def row(self, run: RunDirectory) -> list[str]:
         """Returns the values of ``run`` for the ``columns``."""
-        own = self.of_run(run)
-        return [own[key] for key in self.columns]
+        values = self.of_run(run)
+        return [values[key] for key in self.columns]
 
     def of_run(self, run: RunDirectory) -> Settings:
         """Returns the values of ``run`` for all keys that differ."""
-        own = self.settings.get(run.path, {})
-        return {key: own.get(key, DEFAULT) for key in self.keys}
+        overrides = self.settings.get(run.path, {})
+        return {key: overrides.get(key, DEFAULT) for key in self.keys}
 
     def words(self, run: RunDirectory) -> str:
         """Returns ``optim.lr=1e-3 model.dim=64``."""
@@ -131,8 +126,11 @@ class Comparison:
     def values(self, views: Sequence[View]) -> list[float | None]:
         """Returns the metric of each run that has ended; None if it is not known or not finite."""
         name = self.ranked_by(views).name
-        found = [None if view.exit is None else view.metrics.get(name) for view in views]
-        return [value if is_number(value) else None for value in found]
+        values = (view.metrics.get(name) for view in views)
+        return [
+            value if view.exit is not None and is_number(value) else None
+            for view, value in zip(views, values, strict=True)
+        ]
 
     def best(self, views: Sequence[View]) -> int | None:
         """Returns the index of the best of the runs that are done.
@@ -141,15 +139,15 @@ class Comparison:
         """
         if len(views) < len(self.settings):
             return None
-        metric = self.ranked_by(views)
-        done = [
-            (index, value)
+        values = {
+            index: value
             for index, (view, value) in enumerate(zip(views, self.values(views), strict=True))
             if view.exit == Exit.DONE and value is not None
-        ]
-        if len(done) < 2:
+        }
+        if len(values) < 2:
             return None
-        return (max if metric.highest else min)(done, key=lambda item: item[1])[0]
+        extreme = max if self.ranked_by(views).highest else min
+        return extreme(values, key=values.__getitem__)
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -160,5 +158,5 @@ def is_number(value: Any) -> TypeGuard[float]:
 def evaluated_parts(runs: Iterable[RunDirectory]) -> list[str]:
     """Returns one line, ``evaluated 320 of 1,248 samples``, if runs evaluated only a part of their validation set."""
     results = (run.record().get("result") or {} for run in runs)
-    found = dict.fromkeys(str(result["evaluated"]) for result in results if result.get("evaluated"))
-    return [f"evaluated {'; or '.join(found)}"] if found else []
+    parts = dict.fromkeys(str(result["evaluated"]) for result in results if result.get("evaluated"))
+    return [f"evaluated {'; or '.join(parts)}"] if parts else []

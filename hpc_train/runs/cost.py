@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hpc_train.checkpoint.failures import Saves, shares
@@ -34,14 +34,17 @@ class Prices:
     @classmethod
     def of(cls, values: Mapping[str, Any] | None) -> Prices:
         """Returns the prices of the config of a run, which may be older than the keys."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in (values or {}).items() if name in known})
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in (values or {}).items() if name in names})
 
     @classmethod
     def of_config(cls, price: PriceConfig) -> Prices:
-        own = {} if price.purchase is None else {"years": price.years, "use": price.use, "upkeep": price.upkeep}
-        spot = {} if price.spot is None else {"preemptions_per_day": price.preemptions_per_day}
-        return cls(price.per_gpu_hour, price.currency, price.purchase, spot=price.spot, **own, **spot)
+        prices = cls(price.per_gpu_hour, price.currency, price.purchase, spot=price.spot)
+        if price.purchase is not None:
+            prices = replace(prices, years=price.years, use=price.use, upkeep=price.upkeep)
+        if price.spot is not None:
+            prices = replace(prices, preemptions_per_day=price.preemptions_per_day)
+        return prices
 
     @property
     def gpu_hour(self) -> float | None:
@@ -100,25 +103,25 @@ class Prices:
 
     def compared(self, gpu_hours: float) -> list[str]:
         """Returns lines that compare what ``gpu_hours`` cost rented, on purchased GPUs and on spot GPUs."""
-        known = {
+        prices = {
             "rented": self.per_gpu_hour,
             f"on purchased GPUs, written off over {self.years:g} years, {self.use:.0%} in use": self.own_gpu_hour,
             f"on spot GPUs, with {self.preemptions_per_day:g} preemptions a day": self.spot_gpu_hour,
         }
-        found = [
+        sums = [
             f"{self.money(gpu_hours * price)} {how} ({self.money(price)} per GPU-hour)"
-            for how, price in known.items()
+            for how, price in prices.items()
             if price is not None and math.isfinite(price)
         ]
-        lines = [f"row 1 costs {'; '.join(found)}"] if len(found) > 1 else []
-        return lines if self.break_even_use is None else [*lines, self._break_even(self.break_even_use)]
-
-    def _break_even(self, use: float) -> str:
-        if use > 1:
-            return "renting is cheaper than buying, even if the GPUs compute all the time"
-        years = self.break_even_years
-        after = f"after {years:.1f} years" if years is not None else "never"
-        return (
-            f"buying costs less than renting if the GPUs compute more than {use:.0%} of the time; at {self.use:.0%} it "
-            f"has paid for itself {after}"
-        )
+        lines = [f"row 1 costs {'; '.join(sums)}"] if len(sums) > 1 else []
+        use = self.break_even_use
+        if use is not None and use > 1:
+            lines.append("renting is cheaper than buying, even if the GPUs compute all the time")
+        elif use is not None:
+            years = self.break_even_years
+            after = "never" if years is None else f"after {years:.1f} years"
+            lines.append(
+                f"buying costs less than renting if the GPUs compute more than {use:.0%} of the time; at "
+                f"{self.use:.0%} it has paid for itself {after}"
+            )
+        return lines

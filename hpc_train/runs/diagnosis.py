@@ -12,6 +12,7 @@ from pathlib import Path
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
 from hpc_train.elastic.requeue import more_memory
+from hpc_train.opening import DamagedFile, read_tail
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import Event, Level
 from hpc_train.run.exits import FIX, HOST_MEMORY, RESPONSES, Exit, Failure, advice_for
@@ -19,7 +20,6 @@ from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.run.rows import Line
 from hpc_train.runs.job_status import NOT_LAUNCHED, JobStatus, SlurmStatuses, View, time_left
 from hpc_train.runs.lookup import RunHandle, statuses_of
-from hpc_train.runs.nccl_messages import NcclProblem, explain_nccl, nccl_warnings
 from hpc_train.schedulers.slurm.client import query
 from hpc_train.schedulers.slurm.reasons import JobFacts, explain, read_facts, sooner, with_gpus
 from hpc_train.schedulers.slurm.records import FREE, Free
@@ -27,6 +27,7 @@ from hpc_train.telemetry.progress import ended_early
 from hpc_train.telemetry.tracebacks import own_place
 
 WITH_STACKS = ("hang_detected", "collective_timed_out")
+AFTER_OUTAGE_S = 30.0  # until it is noticed that nodes or ranks stood still
 LAST_STEPS = 15
 TAIL_LINES = 25
 # failures that come again with the same code and settings
@@ -135,16 +136,21 @@ def diagnose(
         asks_slurm: whether to ask Slurm for the facts of the job, if the run was submitted to it.
         spent: the time account of the run; None reads it.
     """
-    known = statuses_of([found], SlurmStatuses()) if statuses is None else statuses
-    status = known.get(found.job_id or "")
+    if statuses is None:
+        statuses = statuses_of([found], SlurmStatuses())
+    status = statuses.get(found.job_id or "")
     view = found.view({} if status is None else {found.job_id or "": status})
     events = found.run.read_events()
-    cause = _with_nccl(find_cause(events), found.run)
-    waits = status is not None and status.is_pending
-    facts = read_facts(found.job_id) if found.job_id and asks_slurm else None
+    cause = find_cause(events)
+    if cause is not None and cause.rank is not None and cause.node is not None:
+        cause = replace(cause, nccl=nccl_warnings(found.run, cause.node, cause.rank, cause.attempt))
+    facts = waiting = None
+    if asks_slurm and found.job_id:
+        facts = read_facts(found.job_id)
+        if status is not None and status.is_pending:
+            waiting = _waiting(found, status, view)
     hours = found.plain_config.get("elastic", {}).get("exclude_hours", 0.0)
-    metrics = list(found.run.read_all_metrics())
-    of_attempt = [line for line in metrics if cause is None or line.attempt == cause.attempt]
+    metrics = [line for line in found.run.read_all_metrics() if cause is None or line.attempt == cause.attempt]
     return Diagnosis(
         run=str(found.run.path),
         job_id=found.job_id,
@@ -152,10 +158,10 @@ def diagnose(
         exit_code=view.exit,
         message=view.message,
         cause=cause,
-        waiting=_waiting(found, status, view) if waits and status and asks_slurm else None,
+        waiting=waiting,
         slurm=facts,
-        peak_memory_bytes=max((line.get("peak_memory_bytes") or 0 for line in of_attempt), default=0) or None,
-        checkpoint=_checkpoint(found.run, cause, events, of_attempt),
+        peak_memory_bytes=max((line.peak_memory_bytes or 0 for line in metrics), default=0) or None,
+        checkpoint=_checkpoint(found.run, cause, events, metrics),
         done=tuple(event for event in events if event.kind.level >= Level.REACTION)[-LAST_STEPS:],
         excluded_nodes=tuple(excluded_nodes(found.run, hours)),
         advice=tuple(_advice(view, cause, facts, found)),
@@ -187,11 +193,11 @@ def sweep_failures(found: Sequence[RunHandle], views: Sequence[View]) -> list[Sw
     for index, (item, view) in enumerate(zip(found, views, strict=True)):
         if view.exit in (None, Exit.DONE):
             continue
-        kind, message, place, whole = _why_ended(item.run, view)
-        alike = kind, re.sub(r"\d+", "0", message)
-        advice = advice_for(Failure(kind), whole) if kind in list(Failure) else ""
-        group = groups.get(alike, SweepFailure(kind, message, place, advice, ()))
-        groups[alike] = replace(group, runs=(*group.runs, index))
+        kind, message, place, text = _why_ended(item.run, view)
+        key = kind, re.sub(r"\d+", "0", message)
+        advice = advice_for(Failure(kind), text) if kind in list(Failure) else ""
+        group = groups.get(key, SweepFailure(kind, message, place, advice, ()))
+        groups[key] = replace(group, runs=(*group.runs, index))
     return sorted(groups.values(), key=lambda group: -len(group.runs))
 
 
@@ -199,15 +205,15 @@ def _why_ended(run: RunDirectory, view: View) -> tuple[str, str, str, str]:
     """Returns the class, or the state, of a run that did not finish, the line of its message that says most, and the
     line of the user's code, and the whole message.
     """
-    cause = find_cause(run.read_events()) if view.exit != Exit.STOPPED else None
-    if cause is not None:
-        first = next(iter(cause.message.strip().splitlines()), "")
-        # the line of the traceback also names the exception: KeyError: 'x'
-        lines = reversed(cause.traceback.strip().splitlines())
-        message = next((line for line in lines if line.endswith(first)), first)
-        return cause.kind, message, own_place(cause.traceback) or "", cause.message
-    last = next(iter(reversed(view.message.strip().splitlines())), "")  # the end of a traceback
-    return view.state, last, "", view.message
+    cause = None if view.exit == Exit.STOPPED else find_cause(run.read_events())
+    if cause is None:
+        lines = view.message.strip().splitlines()
+        return view.state, lines[-1] if lines else "", "", view.message  # the end of a traceback
+    first = next(iter(cause.message.strip().splitlines()), "")
+    # the line of the traceback also names the exception: KeyError: 'x'
+    lines = cause.traceback.strip().splitlines()
+    message = next((line for line in reversed(lines) if line.endswith(first)), first)
+    return cause.kind, message, own_place(cause.traceback) or "", cause.message
 
 
 def find_cause(events: Sequence[Event]) -> FailureCause | None:
@@ -224,11 +230,15 @@ def find_cause(events: Sequence[Event]) -> FailureCause | None:
     if not failed:
         return None
     newest = max(event.attempt for event in failed)
-    own = [event for event in failed if event.attempt == newest]
-    first = min(own, key=_weight)
-    first = next((outage for outage in outages if _explains(outage, first)), first)
-    looks = (event for event in events if event.name in WITH_STACKS and event.attempt == newest)
-    stacks = next((look.stacks for look in looks if look.stacks), None)
+    first = min((event for event in failed if event.attempt == newest), key=_weight)
+    if _kind(first) in (Failure.HANG, Failure.NODE_LOST, Failure.COMMUNICATION):  # something stood still
+        for outage in outages:
+            began = outage.time if outage.began is None else outage.began
+            if began <= first.time <= outage.time + AFTER_OUTAGE_S:
+                first = outage
+                break
+    of_hang = (event for event in events if event.name in WITH_STACKS and event.attempt == newest)
+    stacks = next((event.stacks for event in of_hang if event.stacks), None)
     return FailureCause(
         kind=_kind(first),
         message=first.message if "message" in first else first.reason,
@@ -238,24 +248,8 @@ def find_cause(events: Sequence[Event]) -> FailureCause | None:
         node=first.node,
         traceback=first.traceback,
         stacks=stacks,
-        gpus=tuple(first.get("gpus", ())),
+        gpus=tuple(first.gpus or ()),
     )
-
-
-AFTER_OUTAGE_S = 30.0  # until it is found that nodes or ranks stood still
-
-
-def _explains(outage: Event, failure: Event) -> bool:
-    """Returns whether ``failure`` means that something stood still, and did so because of ``outage``."""
-    began = outage.get("began", outage.time)
-    stood_still = _kind(failure) in (Failure.HANG, Failure.NODE_LOST, Failure.COMMUNICATION)
-    return stood_still and bool(began <= failure.time <= outage.time + AFTER_OUTAGE_S)
-
-
-def _with_nccl(cause: FailureCause | None, run: RunDirectory) -> FailureCause | None:
-    if cause is None or cause.rank is None or cause.node is None:
-        return cause
-    return replace(cause, nccl=nccl_warnings(run, cause.node, cause.rank, cause.attempt))
 
 
 def _kind(event: Event) -> str:
@@ -273,16 +267,20 @@ def _weight(event: Event) -> tuple[bool, bool, bool, float]:
 def _checkpoint(
     run: RunDirectory, cause: FailureCause | None, events: Sequence[Event], metrics: Sequence[Line]
 ) -> LastCheckpoint:
+    checkpoint = LastCheckpoint(0, None, 0, None)
     newest = CheckpointStore(run.checkpoints).newest()
-    step, path = (0, None) if newest is None else (newest.step, str(newest.path))
+    if newest is not None:
+        checkpoint = LastCheckpoint(newest.step, str(newest.path), 0, None)
     if cause is None or run.record().get("own_code") == "command":  # a script saves where only it knows
-        return LastCheckpoint(step, path, 0, None)
+        return checkpoint
     saved = [event for event in events if event.name == "checkpoint_saved" and event.time < cause.time]
-    kept, since = max(((event["step"], event.time) for event in saved), default=(0, None))
-    started = [event.time for event in events if event.name == "started" and event.attempt == cause.attempt]
-    since = max([time for time in (since, *started) if time is not None], default=None)
+    last = max(saved, key=lambda event: (event.step or 0, event.time), default=Event())
+    begins = [event.time for event in events if event.name == "started" and event.attempt == cause.attempt]
+    if saved:
+        begins.append(last.time)
     furthest = max((line.step for line in metrics), default=0)
-    return LastCheckpoint(step, path, max(0, furthest - kept), None if since is None else max(0.0, cause.time - since))
+    lost_s = max(0.0, cause.time - max(begins)) if begins else None
+    return replace(checkpoint, lost_steps=max(0, furthest - (last.step or 0)), lost_s=lost_s)
 
 
 def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, item: RunHandle) -> list[str]:
@@ -290,25 +288,30 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, item
     if view.exit in (None, Exit.DONE):
         return []
     saved = CheckpointStore(item.run.checkpoints).newest() is not None
-    found = [BY_STATE[facts.state]] if facts is not None and facts.state in BY_STATE else []
-    if facts is not None and facts.exit_code.endswith(":9") and view.state == "stopped":
-        found.append("its batch script was killed by SIGKILL (scancel --batch, or a lack of memory on the batch host)")
+    lines: list[str] = []  # the best step first
+    if cause is not None and cause.nccl_problem is not None:
+        lines.append(f"{cause.nccl_problem.meaning}: {cause.nccl_problem.fix}")
+    if cause is None:  # an agent, or a job before its agents, may have refused the run
+        lines += FIX.findall(view.message)
+    elif cause.kind not in list(Failure):
+        lines += FIX.findall(cause.message)
+    elif facts is not None and HOST_MEMORY in cause.message:  # the memory of the job is that of cluster.mem
+        lines.append(more_memory(item.config.cluster.mem))
+    else:
+        lines.append(advice_for(Failure(cause.kind), cause.message, None if item.config.run.command else saved))
+    if facts is not None:
+        lines.append(BY_STATE.get(facts.state, ""))
+        if facts.exit_code.endswith(":9") and view.state == "stopped":
+            killed = "its batch script was killed by SIGKILL"
+            lines.append(f"{killed} (scancel --batch, or a lack of memory on the batch host)")
     if NOT_LAUNCHED in view.message:
-        found.append(NOT_LAUNCHED_ADVICE.format(folder=Path(item.submission.get("output", item.run.logs)).parent))
-    if cause is not None and cause.kind in list(Failure):
-        by_job = facts is not None and HOST_MEMORY in cause.message  # its memory is that of cluster.mem
-        known = advice_for(Failure(cause.kind), cause.message, None if item.config.run.command else saved)
-        found.insert(0, more_memory(item.config.cluster.mem) if by_job else known)
-    else:  # of an agent, or a job before its agents, that has refused the run
-        found[:0] = FIX.findall(view.message if cause is None else cause.message)
-    if cause is not None and (problem := cause.nccl_problem) is not None:
-        found.insert(0, f"{problem.meaning}: {problem.fix}")
+        lines.append(NOT_LAUNCHED_ADVICE.format(folder=Path(item.submission.get("output", item.run.logs)).parent))
     where = shown(item.run.path)
     refused = cause is None and FIX.search(view.message) is not None
     if not refused and (cause is None or cause.kind not in SAME_AGAIN):
         begins = "resumes from the last checkpoint" if saved else "starts again: there is no checkpoint"
-        found.append(f"python -m hpc_train resume {where}   {begins}")
-    return [*dict.fromkeys(filter(None, found)), f"python -m hpc_train logs {where}   prints all output"]
+        lines.append(f"python -m hpc_train resume {where}   {begins}")
+    return [*dict.fromkeys(filter(None, lines)), f"python -m hpc_train logs {where}   prints all output"]
 
 
 def shown(path: Path) -> str:
@@ -325,11 +328,11 @@ def _waiting(found: RunHandle, status: JobStatus, view: View) -> Waiting:
         return Waiting(status.reason, words, f"scancel {found.job_id}", status.starts, ())
     changes: list[str] = []
     if reason.by_size:
-        gpus, rest = found.config.cluster.gpus_per_node, time_left(view)
+        gpus = found.config.cluster.gpus_per_node
         free = Free.read_all(query(FREE) or "")
         if not isinstance(gpus, int):
             gpus = with_gpus(found.config.cluster, free)
-        changes = sooner(found.config.cluster, gpus, free, rest)
+        changes = sooner(found.config.cluster, gpus, free, time_left(view))
     return Waiting(
         reason=status.reason,
         words=reason.words,
@@ -351,22 +354,191 @@ class ExcludedNode:
     def words(self) -> str:
         """One line with the failures and the command that drains the node."""
         classes = ", ".join(self.failures)
-        one = len(self.failures) == 1
-        count, reason = (
-            ("once", "failure") if one else (f"{len(self.failures)} times", f"{len(self.failures)} failures")
-        )
+        times = f"{len(self.failures)} times"
+        reason = f"{len(self.failures)} failures"
+        if len(self.failures) == 1:
+            times = "once"
+            reason = "failure"
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.until))
         drain = f"scontrol update nodename={self.node} state=drain reason='{reason}: {classes}'"
-        failed = f"{self.node} failed {count} ({classes}) and is excluded until {until}"
+        failed = f"{self.node} failed {times} ({classes}) and is excluded until {until}"
         return f"{failed}; administrators drain it with: {drain}"
 
 
 def excluded_nodes(run: RunDirectory, exclude_hours: float) -> list[ExcludedNode]:
     """Returns the nodes that ``run`` excludes now, sorted by name. ``exclude_hours`` comes from the run's config."""
-    failures, found = NodeFailures(run, exclude_hours * 3600), []
+    failures = NodeFailures(run, exclude_hours * 3600)
     recent = failures.recent()
+    excluded = []
     for node in sorted(failures.failing_nodes()):
-        own = [line for line in recent if line["node"] == node]
-        times = sorted(line["time"] for line in own for _ in range(line.get("times", 1)))
-        found.append(ExcludedNode(node, tuple(line["class"] for line in own), times[-TOO_OFTEN] + exclude_hours * 3600))
-    return found
+        lines = [line for line in recent if line["node"] == node]
+        times = sorted(line["time"] for line in lines for _ in range(line.get("times", 1)))
+        classes = tuple(line["class"] for line in lines)
+        excluded.append(ExcludedNode(node, classes, times[-TOO_OFTEN] + exclude_hours * 3600))
+    return excluded
+
+
+LOG_BYTES = 256 << 10
+MOST_WARNINGS = 5
+_STATUS = r"[Gg]ot completion from peer .*?(?:with (?:error|status=)\s*{0}\b|status=\w*\({0}\))"
+
+
+@dataclass(frozen=True)
+class NcclProblem:
+    """The meaning of a message of NCCL, and what to do."""
+
+    pattern: str
+    meaning: str
+    fix: str
+
+
+# The messages are those of NCCL 2.9 to 2.30 (its source, June 2026, and the reports in its issue tracker) and of torch,
+# which quotes NCCL's last warning in the exception. Status numbers are those of ``enum ibv_wc_status`` of libibverbs.
+# The causes come first, then the errors that name no cause, then those that follow another rank's failure.
+PROBLEMS = (
+    NcclProblem(
+        _STATUS.format(12),
+        "InfiniBand error 12 (retry counter exceeded): the other port did not acknowledge the data",
+        "if another rank failed first, fix that. Otherwise a link or switch drops data, or no route leads to the port: "
+        "`doctor --submit` shows links with errors; exclude the node with cluster.exclude. With RoCE, check the GID "
+        "and the VLAN (show_gids). On fabrics with short interruptions set NCCL_IB_TIMEOUT=22 (cluster.env)",
+    ),
+    NcclProblem(
+        _STATUS.format(13),
+        "InfiniBand error 13 (receiver not ready): the other rank accepted no data for too long",
+        "the process of the other rank is stopped, swapping or overloaded: look at its log, and at the memory and load "
+        "of its node",
+    ),
+    NcclProblem(
+        _STATUS.format("(?:4|10)"),
+        "InfiniBand error 4 or 10 (protection or access): the NIC may not use the memory",
+        "usually GPUDirect: check that nvidia_peermem matches the driver, or set NCCL_NET_GDR_LEVEL=LOC (cluster.env) "
+        "to test without it; in virtual machines PCIe ACS must be off for it",
+    ),
+    NcclProblem(
+        r"Duplicate GPU detected",
+        "two ranks use the same GPU",
+        "set cluster.gpus_per_node to the GPUs that the job has, and remove --gpus-per-task, --gpu-bind and "
+        "CUDA_VISIBLE_DEVICES from the environment",
+    ),
+    NcclProblem(
+        r"shared memory segment|failed to extend \S*shm|failed to create shared memory file|posix_fallocate failed",
+        "NCCL cannot create its buffers in /dev/shm",
+        "free some space there: df -h /dev/shm on the node, and remove nccl-* files of ended jobs. In a container use "
+        "a larger one (--shm-size=8g) or bind the host's /dev/shm",
+    ),
+    NcclProblem(
+        r"[Ff]ailed to initialize any NET plugin|network .+ not found|no (?:net )?plugin found"
+        r"|[Cc]ould not find: ?\S*libnccl-net",
+        "NCCL did not find the network plugin that NCCL_NET or NCCL_NET_PLUGIN names",
+        "load the module of the plugin (aws-ofi-nccl) in cluster.setup, so that libnccl-net.so is in LD_LIBRARY_PATH; "
+        "in a container bind it. Only NCCL_NET=Socket or IB need no plugin",
+    ),
+    NcclProblem(
+        r"ibv_(?:reg_mr\w*|create_cq|create_qp|reg_dmabuf_mr).*(?:Cannot allocate memory|errno 12\b)",
+        "the NIC cannot lock memory",
+        "the limit of locked memory is too small: `ulimit -l` must be unlimited in the job "
+        "(PropagateResourceLimitsExcept=MEMLOCK in slurm.conf, LimitMEMLOCK of slurmd)",
+    ),
+    NcclProblem(
+        r"ibv_modify_qp.*(?:failed|timed out)",
+        "an InfiniBand connection cannot be set up",
+        "the ports cannot reach each other: different subnets or rails, or with RoCE a wrong GID index. Choose the "
+        "ports with NCCL_IB_HCA, on rail-isolated fabrics set NCCL_CROSS_NIC=0, and with RoCE unset NCCL_IB_GID_INDEX",
+    ),
+    NcclProblem(
+        r"no socket interface found|No usable listening interface|no device found (?:matching|after excluding)",
+        "NCCL found no network interface with the requested name",
+        "correct or unset NCCL_SOCKET_IFNAME and NCCL_OOB_NET_IFNAME; `ip -brief address` on the node lists the names",
+    ),
+    NcclProblem(
+        r"[Cc]onnect.*(?:Connection refused|No route to host|Network is unreachable)|exceeded error retry count",
+        "a rank cannot connect to another one",
+        "the other process has ended, or NCCL uses an interface that the other node cannot reach (docker0, a "
+        "management network): set NCCL_SOCKET_IFNAME in cluster.env, and ask the site whether a firewall closes ports",
+    ),
+    NcclProblem(
+        r"[Cc]onnect.*(?:timed out|Connection timed out)|Call to recv .*timed out",
+        "a connection to another rank timed out",
+        "NCCL uses an interface that the other node cannot reach, or a firewall drops packets: `doctor --submit` "
+        "compares the nodes; set NCCL_SOCKET_IFNAME in cluster.env",
+    ),
+    NcclProblem(
+        r"Mismatched NCCL version",
+        "the ranks use different versions of NCCL",
+        "use one environment for all nodes (cluster.python), and remove other copies of libnccl.so.2 from "
+        "LD_LIBRARY_PATH and LD_PRELOAD",
+    ),
+    NcclProblem(
+        r"mixed local (?:Net|CollNet) device counts|NET_MISMATCH",
+        "the ranks see different numbers of network devices",
+        "a NIC or port of one node is down, or the nodes have different hardware: `doctor --submit` compares them; "
+        "exclude that node with cluster.exclude",
+    ),
+    NcclProblem(
+        r"Too many open files",
+        "the limit of open files is too small for the connections",
+        "raise `ulimit -n` in cluster.setup, or ask the site to raise the hard limit",
+    ),
+    NcclProblem(
+        r"Cuda failure.*out of memory|Failed to CUDA calloc",
+        "no GPU memory is left for NCCL's buffers",
+        "use a smaller batch.micro_size or strategy=zero3, and check with nvidia-smi that no other process uses it",
+    ),
+    NcclProblem(
+        r"driver version is insufficient|forward compatibility was attempted",
+        "the GPU driver is too old for this NCCL",
+        "use a torch build for the CUDA version that nvidia-smi shows, or exclude the node (cluster.exclude)",
+    ),
+    NcclProblem(
+        r"Cuda failure|unhandled cuda error",
+        "a CUDA call inside NCCL failed",
+        "an earlier error of a kernel usually causes this: see the traceback of the rank that failed first, or set "
+        "CUDA_LAUNCH_BLOCKING=1. If nothing failed before, look for Xid messages (dmesg) on the node",
+    ),
+    NcclProblem(
+        r"Connection closed by (?:remote )?peer|remote process exited or there was a network error"
+        r"|Connection reset by peer|Broken pipe|ncclRemoteError",
+        "the other process ended, or the connection to it was lost",
+        "usually another rank failed first: `logs RUN --rank all` shows its error. If none did, check the network",
+    ),
+    NcclProblem(
+        r"invalid usage|ncclInvalidUsage|invalid argument \(run with",
+        "NCCL was called with arguments that do not match between the ranks",
+        "train.debug=true names the collective that differs; ranks may also share a GPU (cluster.gpus_per_node)",
+    ),
+    NcclProblem(
+        r"unhandled system error|ncclSystemError",
+        "a system call of NCCL failed",
+        "the warning before it names the call; the usual causes are a full /dev/shm, the limit of locked memory "
+        "(ulimit -l) and an interface that is down",
+    ),
+    NcclProblem(
+        r"ncclInternalError|NCCL.*internal error|Internal check failed",
+        "NCCL found an inconsistent state",
+        "the warning before it has the cause; another rank's failure or different versions of NCCL lead here. Set "
+        "NCCL_DEBUG=INFO (cluster.env) for details",
+    ),
+)  # fmt: skip
+
+
+def explain_nccl(text: str) -> NcclProblem | None:
+    """Returns the problem that ``text`` describes best; None without a known message of NCCL."""
+    if "NCCL" not in text:
+        return None
+    return next((problem for problem in PROBLEMS if re.search(problem.pattern, text)), None)
+
+
+def nccl_warnings(run: RunDirectory, node: str, rank: int, attempt: int) -> tuple[str, ...]:
+    """Returns the last warnings that NCCL printed on one rank of one attempt, oldest first.
+
+    They are in NCCL's own file if the attempt ran a preflight and failed, and otherwise in the log of the node.
+    """
+    lines = []
+    prefix = f"[{rank}] "
+    with suppress(OSError, DamagedFile):
+        lines += read_tail(run.logs / f"nccl/{attempt:03d}-rank-{rank:04d}.log", run.path, LOG_BYTES).splitlines()
+    with suppress(OSError, DamagedFile):
+        log = read_tail(run.logs / f"{node}-{attempt:03d}.log", run.path, LOG_BYTES)
+        lines += [line.partition(prefix)[2] for line in log.splitlines() if prefix in line]
+    return tuple(dict.fromkeys(line.strip() for line in lines if "NCCL WARN" in line))[-MOST_WARNINGS:]

@@ -40,7 +40,7 @@ class JobStatus:
     starts: str = ""  # the expected start, 2026-01-31T12:00:00; empty if unknown
     comment: str = ""
     part: str = ""  # which job of a chain: "job 18, 2 of 3"
-    asked: float = 0.0  # when Slurm was asked, in seconds since 1970; 0 if it was not
+    queried: float = 0.0  # when Slurm was queried, in seconds since 1970; 0 if it was not
 
     @property
     def present(self) -> bool:
@@ -93,9 +93,9 @@ class SlurmStatuses:
     """
 
     def __init__(self, *, silent: bool = False) -> None:
-        self._known: dict[str | None, dict[str, JobStatus]] = {}
+        self._jobs: dict[str | None, dict[str, JobStatus]] = {}  # by clusters, as listed last
         self._first = time.monotonic() if silent else float("-inf")
-        self._asked_at: dict[str | None, float] = {}
+        self._queried_at: dict[str | None, float] = {}
 
     def of(self, ids: Collection[str], clusters: str | None = None) -> dict[str, JobStatus]:
         """Returns the status of the jobs that Slurm knows; until Slurm responds, all of ``ids`` count as present.
@@ -104,52 +104,52 @@ class SlurmStatuses:
             clusters: the clusters that the jobs were submitted to; None for that of this machine.
         """
         pause = ASK_MANY_EVERY_S if len(ids) > MANY else ASK_EVERY_S
-        known = self._known.get(clusters, {})
-        new = {job_id: PRESENT for job_id in ids if status_of(job_id, known) is None}
-        if ids and time.monotonic() - self._asked_at.get(clusters, self._first) >= pause:
-            self._asked_at[clusters] = time.monotonic()
-            jobs = sorted({job_id.partition("_")[0] for job_id in ids})
-            # on another cluster, an id may belong to another user's job
-            found = ask([f"--jobs={','.join(jobs)}", *on_clusters(clusters), *(["--me"] if clusters else [])])
-            if found is not None:
-                self._known[clusters], known, new = found, found, {}
-        statuses = {job_id: new.get(job_id) or status_of(job_id, known) for job_id in ids}
+        jobs = self._jobs.get(clusters, {})
+        default: JobStatus | None = PRESENT
+        if ids and time.monotonic() - self._queried_at.get(clusters, self._first) >= pause:
+            self._queried_at[clusters] = time.monotonic()
+            selection = [f"--jobs={','.join(sorted({job_id.partition('_')[0] for job_id in ids}))}"]
+            if clusters:  # where an id may belong to another user's job
+                selection.append("--me")
+            listed = ask([*selection, *on_clusters(clusters)])
+            if listed is not None:
+                self._jobs[clusters] = jobs = listed
+                default = None
+        statuses = {job_id: status_of(job_id, jobs) or default for job_id in ids}
         return {job_id: status for job_id, status in statuses.items() if status is not None}
 
 
-def status_of(job_id: str, known: Mapping[str, JobStatus]) -> JobStatus | None:
+def status_of(job_id: str, jobs: Mapping[str, JobStatus]) -> JobStatus | None:
     """Returns the status of a job in the output of ``squeue``; None if it is not listed.
 
     Tasks of an array that were cancelled before they started are listed as one job, under the id of the array.
     """
-    return known.get(job_id) or known.get(job_id.partition("_")[0])
+    return jobs.get(job_id) or jobs.get(job_id.partition("_")[0])
 
 
 def ask(selection: Sequence[str], timeout_s: float = PATIENT_S) -> dict[str, JobStatus] | None:
     """Returns the jobs that ``squeue`` selects with ``selection``, by id (12 or 12_3); None if it does not respond."""
-    asked = time.time()
+    now = time.time()
     jobs = list_jobs(selection, timeout_s)
     if jobs is None:
         return None
-    return {job.job_id: JobStatus(job.state, job.reason, job.starts, job.comment, asked=asked) for job in jobs}
+    return {job.job_id: JobStatus(job.state, job.reason, job.starts, job.comment, queried=now) for job in jobs}
 
 
-def folded(chains: Mapping[str, Sequence[str]], known: Mapping[str, JobStatus]) -> dict[str, JobStatus]:
-    """Returns ``known`` with the status of each chain added under the id of its first job."""
-    by_first = {first: status for first, ids in chains.items() if (status := _of_chain(ids, known)) is not None}
-    return {**known, **by_first}
+def folded(chains: Mapping[str, Sequence[str]], jobs: Mapping[str, JobStatus]) -> dict[str, JobStatus]:
+    """Returns ``jobs`` with the status of each chain added under the id of its first job.
 
-
-def _of_chain(ids: Sequence[str], known: Mapping[str, JobStatus]) -> JobStatus | None:
-    """Returns the status of the job that runs, else of the next one, else of the last one that was not cancelled."""
-    present = [job_id for job_id in ids if job_id in known and known[job_id].present]
-    running = [job_id for job_id in present if not known[job_id].is_pending]
-    ended = [job_id for job_id in ids if job_id in known and job_id not in present]
-    by_themselves = [job_id for job_id in ended if known[job_id].state != "CANCELLED"]
-    current = next(iter([*running, *present, *reversed(by_themselves), *ended]), None)
-    if current is None:
-        return None
-    return replace(known[current], part=f"job {current}, {ids.index(current) + 1} of {len(ids)}")
+    It is that of the job that runs, else of the next one, else of the last one that was not cancelled.
+    """
+    statuses = dict(jobs)
+    for first, ids in chains.items():
+        present = [job_id for job_id in ids if job_id in jobs and jobs[job_id].present]
+        running = [job_id for job_id in present if not jobs[job_id].is_pending]
+        ended = [job_id for job_id in ids if job_id in jobs and job_id not in present]
+        by_themselves = [job_id for job_id in ended if jobs[job_id].state != "CANCELLED"]
+        for current in [*running, *present, *reversed(by_themselves), *ended][:1]:
+            statuses[first] = replace(jobs[current], part=f"job {current}, {ids.index(current) + 1} of {len(ids)}")
+    return statuses
 
 
 # signals that users send; after others the scheduler may run the job again
@@ -182,7 +182,8 @@ class View:
 
 def time_left(view: View) -> float | None:
     """Returns the seconds until the last step at the speed of the newest one; None if unknown or not at work."""
-    step, step_s = view.metrics.get("step"), view.metrics.get("step_s")
+    step = view.metrics.get("step")
+    step_s = view.metrics.get("step_s")
     if view.exit is not None or not view.is_working or view.steps is None or step is None or step_s is None:
         return None
     return (view.steps - step) * step_s
@@ -205,7 +206,9 @@ def view_of(
         view = replace(view, metrics=run.last_logged_step())
     if view.exit == Exit.STOPPED and (saved := last_saved(run)) > view.metrics.get("step", 0):
         view = replace(view, metrics=view.metrics | {"step": saved})
-    return replace(view, steps=view.steps or steps or run.record().get("total_steps")) if view.metrics else view
+    if not view.metrics:
+        return view
+    return replace(view, steps=view.steps or steps or run.record().get("total_steps"))
 
 
 def _view_of(run: RunDirectory, first_attempt: int, status: JobStatus | None, output: Path, steps: int | None) -> View:
@@ -215,31 +218,40 @@ def _view_of(run: RunDirectory, first_attempt: int, status: JobStatus | None, ou
         if status is not None and present:
             return View(status.words, {}, is_working=False)
         return _lost(run, View("failed", {}), status, output)
-    known = View(
+    view = View(
         state="starting",
         metrics=run.newest_metrics(attempt),
         steps=steps or run.record().get("total_steps"),
         restarts=attempt - first_attempt,
         nodes=run.attempt_record(attempt).get("nodes"),
     )
-    if known.metrics:
-        known = replace(known, state="running")
-    elif known.restarts:
-        known = replace(known, metrics=run.newest_metrics(attempt - 1))
+    if view.metrics:
+        view = replace(view, state="running")
+    elif view.restarts:
+        view = replace(view, metrics=run.newest_metrics(attempt - 1))
     end = attempt_end(run, attempt)
     if end is None:
         if status is not None and (status.is_suspended or _was_requeued(run, attempt, status)):
-            return replace(known, state=status.words, is_working=False)
+            return replace(view, state=status.words, is_working=False)
         if stop_was_requested(run):
-            known = replace(known, state="stopping", is_working=False)
-        return replace(known, message=_silence(run, known)) if present else _lost(run, known, status, output)
+            view = replace(view, state="stopping", is_working=False)
+        if not present:
+            return _lost(run, view, status, output)
+        # what the agents said last of a job without progress, unless a step was logged since then
+        silent = [event for event in run.events_of("agent-*", attempt) if event.name == "no_progress"]
+        last = max(silent, key=attrgetter("time"), default=None)
+        if last is not None and view.metrics.get("time", 0.0) <= last.time:
+            view = replace(view, message=last.message)
+        return view
     if present and not end.final:
-        return replace(known, state=_between_starts(end, status), is_working=False)
-    code = end.event["exit_code"]
+        return replace(view, state=_between_starts(end.state, status), is_working=False)
+    code = end.event.exit_code or Exit.DONE
     if code == Exit.STOPPED and end.event.failure is not None:  # a node was lost, and Slurm has not requeued the job
         code = Exit.FAILED
-    state = "cancelled" if code == Exit.STOPPED and _cancelled(status) else STATES.get(code, "failed")
-    return replace(known, state=state, exit=final_code(code, run), message=failure_text(run, end.event))
+    state = STATES.get(code, "failed")
+    if code == Exit.STOPPED and _cancelled(status):
+        state = "cancelled"
+    return replace(view, state=state, exit=final_code(code, run), message=failure_text(run, end.event))
 
 
 def view_at_end(run: RunDirectory, code: int) -> View:
@@ -253,8 +265,9 @@ def outcome(run: RunDirectory, view: View) -> str:
     record = run.record()
     jobs = job_ids((record.get("submissions") or [{}])[-1])
     result = record.get("result") if view.exit == Exit.DONE else None
-    found = {"run": str(run.path), "job_ids": jobs, "state": view.state, "exit_code": view.exit, "result": result}
-    return json.dumps(found)
+    return json.dumps(
+        {"run": str(run.path), "job_ids": jobs, "state": view.state, "exit_code": view.exit, "result": result}
+    )
 
 
 def final_code(code: int, run: RunDirectory) -> int:
@@ -278,9 +291,11 @@ def how_stopped(code: int, run: RunDirectory, state: str = "stopped") -> str:
     """Returns how a run was stopped and what the command that follows does, by the exit code that the run has."""
     if code != Exit.STOPPED:
         return f"{state} before the first checkpoint; start again with"
+    if state == "cancelled":
+        return "cancelled; resume with"
     saved = last_saved(run)  # 0 for a command of the user's own
-    stopped = f"stopped after a checkpoint at step {saved}" if saved else "stopped after a checkpoint"
-    return f"{'cancelled' if state == 'cancelled' else stopped}; resume with"
+    where = f" at step {saved}" if saved else ""
+    return f"stopped after a checkpoint{where}; resume with"
 
 
 def _was_requeued(run: RunDirectory, attempt: int, status: JobStatus) -> bool:
@@ -291,16 +306,16 @@ def _was_requeued(run: RunDirectory, attempt: int, status: JobStatus) -> bool:
         started = (run.attempts / f"{attempt:03d}.json").stat().st_mtime
     except FileNotFoundError:
         return False
-    return status.is_pending and status.asked > started
+    return status.is_pending and status.queried > started
 
 
-def _between_starts(end: AttemptEnd, status: JobStatus | None) -> str:
+def _between_starts(ended: str, status: JobStatus | None) -> str:
     """Returns the state of a job that may be started again without the user."""
-    if status is not None and status.is_pending:  # also after a requeue that the agents did not ask for
-        return f"{end.state}, {status.words}" if end.state == "requeued" else status.words
-    if end.state != "requeued" or status is None:
-        return end.state
-    return TO_BE_REQUEUED if status.is_running else end.state
+    if status is None:
+        return ended
+    if status.is_pending:  # also after a requeue that the agents did not ask for
+        return f"{ended}, {status.words}" if ended == "requeued" else status.words
+    return TO_BE_REQUEUED if ended == "requeued" and status.is_running else ended
 
 
 @dataclass(frozen=True)
@@ -315,10 +330,9 @@ class AttemptEnd:
 def attempt_end(run: RunDirectory, attempt: int) -> AttemptEnd | None:
     """Returns the end of the job as the rendezvous server recorded it; None while the job runs."""
     events = list(run.events_of("agent-*", attempt))
-    ends = sorted((event for event in events if "exit_code" in event), key=attrgetter("time"))
-    if not ends:
+    end = max((event for event in events if event.exit_code is not None), key=attrgetter("time"), default=None)
+    if end is None:
         return None
-    end = ends[-1]
     if end.name == "failed":
         return AttemptEnd(end, "failing", True)
     if any(event.name == "requeued" for event in events):
@@ -328,58 +342,54 @@ def attempt_end(run: RunDirectory, attempt: int) -> AttemptEnd | None:
     return AttemptEnd(end, "finishing", True)
 
 
-def _silence(run: RunDirectory, known: View) -> str:
-    """Returns what the agents said last of a job without progress; empty if a step was logged since then."""
-    told = [event for event in run.events_of("agent-*", run.newest_attempt()) if event.name == "no_progress"]
-    last = max(told, key=attrgetter("time"), default=None)
-    return "" if last is None or known.metrics.get("time", 0.0) > last.time else last.message
-
-
 def _cancelled(status: JobStatus | None) -> bool:
     return status is not None and status.state == "CANCELLED"
 
 
-def _lost(run: RunDirectory, known: View, status: JobStatus | None, output: Path) -> View:
+def _lost(run: RunDirectory, view: View, status: JobStatus | None, output: Path) -> View:
     """Returns the view of a job that ended without a record: its last output and its state in the scheduler."""
     if _cancelled(status):
-        exit_code = Exit.STOPPED if not known.metrics else Exit.FAILED
-        return replace(known, state="cancelled", exit=final_code(exit_code, run))
-    if stop_was_requested(run) and not known.metrics:
+        code = Exit.FAILED if view.metrics else Exit.STOPPED
+        return replace(view, state="cancelled", exit=final_code(code, run))
+    if stop_was_requested(run) and not view.metrics:
         message = f"stopped before the first step ({run.record().get('stop_requested_by', 'cancel')})"
-        return replace(known, state="cancelled", exit=final_code(Exit.STOPPED, run), message=message)
+        return replace(view, state="cancelled", exit=final_code(Exit.STOPPED, run), message=message)
     if not run.path.exists():  # and with it what the agent has written
         message = f"the run directory {run.path} was deleted while the job was running"
-        return replace(known, state="failed", exit=Exit.FAILED, message=message)
-    ended = "the agent ended without any output; it may have been killed"
-    if status is not None and NOT_LAUNCHED in status.reason:
-        ended = f"Slurm could not launch the job ({status.reason})"
-    last_output = "\n".join(run.end_of_output(output).strip().splitlines()[-30:]) or ended
-    reported = "" if status is None or state_of(status.state).by_itself else f"Slurm reports {status.state}\n"
-    return replace(known, state="failed", exit=Exit.FAILED, message=reported + last_output)
+        return replace(view, state="failed", exit=Exit.FAILED, message=message)
+    message = "\n".join(run.end_of_output(output).strip().splitlines()[-30:])
+    if not message and status is not None and NOT_LAUNCHED in status.reason:
+        message = f"Slurm could not launch the job ({status.reason})"
+    message = message or "the agent ended without any output; it may have been killed"
+    if status is not None and not state_of(status.state).by_itself:
+        message = f"Slurm reports {status.state}\n{message}"
+    return replace(view, state="failed", exit=Exit.FAILED, message=message)
 
 
 def resume_command(arguments: Sequence[str], run: RunDirectory, root: str, *, submits: bool = False) -> str:
     """Returns the command line that resumes ``run`` by its name; with ``-m`` if ``submits``."""
     name = f"run.name={os.path.relpath(run.path, root)}"
-    kept = [part for part in arguments if not part.startswith(("run.name=", "run.fork="))]
+    words = [part for part in arguments if not part.startswith(("run.name=", "run.fork="))]
     # next to the other overrides, because Hydra's parser requires all overrides to be adjacent
-    first = next((index for index, part in enumerate(kept) if "=" in part and not part.startswith("-")), len(kept))
-    return shlex.join(["python", "-m", "hpc_train", *(["-m"] if submits else []), *kept[:first], name, *kept[first:]])
+    first = next((index for index, part in enumerate(words) if "=" in part and not part.startswith("-")), len(words))
+    words.insert(first, name)
+    if submits:
+        words.insert(0, "-m")
+    return shlex.join(["python", "-m", "hpc_train", *words])
 
 
 def failure_text(run: RunDirectory, end: Event, *, whole: bool = False) -> str:
     """Returns the traceback of the failing rank, ``whole`` or its own frames, and why the run was given up."""
     if end.failure is None or end.exit_code == Exit.REFUSED:
         return end.message
-    failed = [
-        event
-        for event in run.read_events()
-        if event.name == "worker_failed" and event.attempt == end.attempt and "traceback" in event
-    ]
-    text = f"rank {end.rank} on {end.node} failed ({end.failure}):"
-    if failed:
-        traceback = failed[0].traceback.rstrip()
-        text += f"\n{traceback if whole else own_frames(traceback)}"
-    else:
-        text += f" {end.message}"
-    return f"{text}\ngiven up: {end.message}" if end.name == "stopped_retrying" else text
+    text = f"rank {end.rank} on {end.node} failed ({end.failure}): {end.message}"
+    for event in run.read_events():
+        if event.name == "worker_failed" and event.attempt == end.attempt and "traceback" in event:
+            traceback = event.traceback.rstrip()
+            if not whole:
+                traceback = own_frames(traceback)
+            text = f"rank {end.rank} on {end.node} failed ({end.failure}):\n{traceback}"
+            break
+    if end.name == "stopped_retrying":
+        text += f"\ngiven up: {end.message}"
+    return text

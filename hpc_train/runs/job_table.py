@@ -75,7 +75,8 @@ class JobTable:
             self._live = None
 
     def _table(self, views: Sequence[View]) -> Table:
-        best, count = self._comparison.best(views), len(views)
+        best = self._comparison.best(views)
+        count = len(views)
         # the best one, and those that are not done
         order = sorted(range(count), key=lambda index: (index != best, views[index].exit == 0, index))
         table = table_of(self._jobs, views, self._comparison, sorted(order[:ROWS]), ended=False)
@@ -85,7 +86,8 @@ class JobTable:
         return table
 
     def _lines(self, views: Sequence[View]) -> None:
-        now, compared = time.monotonic(), self._comparison
+        now = time.monotonic()
+        compared = self._comparison
         for job, view in zip(self._jobs, views, strict=True):
             state, shown_at = self._shown.get(job.number, ("", 0.0))
             if view.state != state or (view.state == "running" and now - shown_at > LINE_EVERY_S):
@@ -96,20 +98,17 @@ class JobTable:
 
 def cells(job: TableRow, view: View) -> tuple[str, ...]:
     """Returns the cells of one row: job, strategy, state, nodes, step, loss, time left, restarts."""
-    metrics, steps = view.metrics, view.steps
-    step, loss = metrics.get("step"), metrics.get("loss")
+    metrics = view.metrics
+    step = loss = left = ""
+    if metrics.get("step") is not None:
+        step = f"{metrics['step']}/{view.steps}" if view.steps else f"{metrics['step']}"
+    if "loss" in metrics:
+        loss = NOT_FINITE if metrics["loss"] is None else f"{metrics['loss']:.4f}"
     seconds = time_left(view)
-    left = "" if seconds is None else format_duration(seconds)
-    return (
-        str(job.number),
-        job.strategy,
-        view.state,
-        str(view.nodes or job.asked_nodes),
-        "" if step is None else f"{step}" + (f"/{steps}" if steps else ""),
-        NOT_FINITE if loss is None and "loss" in metrics else "" if loss is None else f"{loss:.4f}",
-        left,
-        str(view.restarts or ""),
-    )
+    if seconds is not None:
+        left = format_duration(seconds)
+    nodes = str(view.nodes or job.asked_nodes)
+    return str(job.number), job.strategy, view.state, nodes, step, loss, left, str(view.restarts or "")
 
 
 def plain_line(job: TableRow, view: View, overrides: Iterable[tuple[str, str]] = ()) -> str:
@@ -117,8 +116,11 @@ def plain_line(job: TableRow, view: View, overrides: Iterable[tuple[str, str]] =
     number, strategy, state, _, step, loss, left, restarts = cells(job, view)
     parts = [f"job {number}", strategy, *(f"{key}={value}" for key, value in overrides), state]
     parts += [text for value, text in ((step, f"step {step}"), (loss, f"loss {loss}")) if value]
-    parts += [*speed(view.metrics), *([f"{left} left"] if left else [])]
-    parts += [f"{restarts} restart{'s' if view.restarts > 1 else ''}"] if restarts else []
+    parts += speed(view.metrics)
+    if left:
+        parts.append(f"{left} left")
+    if restarts:
+        parts.append(counted(view.restarts, "restart", "restarts"))
     return " · ".join(parts)
 
 
@@ -132,9 +134,11 @@ def print_messages(jobs: Sequence[TableRow], views: Sequence[View]) -> None:
         if view.message:
             failed.setdefault(re.sub(r"\d+", "0", view.message), (view.message, []))[1].append(job)
     for message, same in [*failed.values()][:MESSAGES]:
-        numbers = ", ".join(str(job.number) for job in same[:ROWS]) + (", ..." if len(same) > ROWS else "")
-        head = f"job {numbers}" if len(same) == 1 else f"jobs {numbers}"
-        print(f"{head}: {message}\n  run directory: {same[0].run.path}", file=sys.stderr)
+        numbers = [str(job.number) for job in same[:ROWS]]
+        if len(same) > ROWS:
+            numbers.append("...")
+        head = "job" if len(same) == 1 else "jobs"
+        print(f"{head} {', '.join(numbers)}: {message}\n  run directory: {same[0].run.path}", file=sys.stderr)
     if len(failed) > MESSAGES:
         print(f"{len(failed) - MESSAGES} more failures are not shown", file=sys.stderr)
 
@@ -153,23 +157,20 @@ def print_results(
         comparison: that of the whole sweep, if the jobs are a part of one.
         live: whether a terminal shows a live table of the jobs already.
     """
-    found = comparison or Comparison.of((job.run for job in jobs), metric_of(jobs[0].config))
+    comparison = comparison or Comparison.of((job.run for job in jobs), metric_of(jobs[0].config))
     wide(console)
-    if not (live and console.is_terminal) or len(jobs) > ROWS:  # otherwise the live table is still there
-        console.print(table_of(jobs, views, found, range(len(jobs)), ended=True), highlight=False)
-    best = found.best(views)
+    if not (live and console.is_terminal) or len(jobs) > ROWS:  # otherwise the screen still shows the live table
+        console.print(table_of(jobs, views, comparison, range(len(jobs)), ended=True), highlight=False)
+    best = comparison.best(views)
     lines = evaluated_parts(job.run for job in jobs)
     if best is not None:
-        metric = found.ranked_by(views)
-        which = f"{short_path(jobs[best].run.path)} ({found.words(jobs[best].run)})".removesuffix(" ()")
-        lines.append(f"best by {metric.name}: {which}: {found.values(views)[best]:.4f}")
-    states = Counter(view.state for view in views)
-    lines.append(
-        f"{counted(len(jobs), 'job', 'jobs')}: "
-        + ", ".join(f"{count} {state}" for state, count in states.most_common())
-    )
+        metric = comparison.ranked_by(views)
+        which = f"{short_path(jobs[best].run.path)} ({comparison.words(jobs[best].run)})".removesuffix(" ()")
+        lines.append(f"best by {metric.name}: {which}: {comparison.values(views)[best]:.4f}")
+    states = [f"{count} {state}" for state, count in Counter(view.state for view in views).most_common()]
+    lines.append(f"{counted(len(jobs), 'job', 'jobs')}: {', '.join(states)}")
     where = common_directory([job.run.path.parent for job in jobs])
-    if best is not None or len(jobs) < len(found.settings):
+    if best is not None or len(jobs) < len(comparison.settings):
         lines.append(f"python -m hpc_train compare {where}   ranks the runs of the sweep")
     if any(map(is_unfinished, views)):
         lines.append(f"python -m hpc_train why {where}   names the causes")
@@ -200,30 +201,42 @@ def rows_of(
         shown: the indices of the jobs in the table.
         ended: the jobs have ended: leave out their speed.
     """
-    metric, best, values = comparison.ranked_by(views).name, comparison.best(views), comparison.values(views)
-    names = ("job", "strategy", *comparison.columns, "state")
-    numbers = ("nodes", "step", "loss", *([] if metric == "loss" else [metric]))
+    metric = comparison.ranked_by(views).name
+    best = comparison.best(views)
+    values = comparison.values(views)
     unit, speeds = speed_column(views[index].metrics for index in shown)
+    numbers = ["nodes", "step", "loss"]
+    if metric != "loss":
+        numbers.append(metric)
+    if not ended:
+        numbers += [unit, "time left", "restarts"]
     rows = []
     for index, rate in zip(shown, speeds, strict=True):
-        job, value = jobs[index], values[index]
+        job = jobs[index]
+        value = values[index]
         number, strategy, state, nodes, step, loss, *rest = cells(job, views[index])
-        measured = [loss] if metric == "loss" else [loss, "" if value is None else f"{value:.4f}"]
-        measured[-1] += BEST if index == best else ""
-        own = (number, strategy, *comparison.row(job.run), state, nodes, step, *measured)
-        rows.append((*own, *([] if ended else (rate, *rest))))
-    return JobRows(names, (*numbers, *(() if ended else (unit, "time left", "restarts"))), tuple(rows))
+        row = [number, strategy, *comparison.row(job.run), state, nodes, step, loss]
+        if metric != "loss":
+            row.append("" if value is None else f"{value:.4f}")
+        if index == best:
+            row[-1] += BEST
+        if not ended:
+            row += [rate, *rest]
+        rows.append(tuple(row))
+    return JobRows(("job", "strategy", *comparison.columns, "state"), tuple(numbers), tuple(rows))
 
 
 def table_of(
     jobs: Sequence[TableRow], views: Sequence[View], comparison: Comparison, shown: Sequence[int], *, ended: bool
 ) -> Table:
     """Returns ``rows_of`` as a table for a terminal; the rows of ``ended`` jobs end with their directories."""
-    found = rows_of(jobs, views, comparison, shown, ended=ended)
-    directories = [[short_path(jobs[index].run.path)] if ended else [] for index in shown]
-    columns = (*found.names, *found.numbers, *([DIRECTORY] if ended else []))
-    rows = [(*row, *directory) for row, directory in zip(found.rows, directories, strict=True)]
-    return text_table(columns, rows, found.numbers, [DIRECTORY])
+    table = rows_of(jobs, views, comparison, shown, ended=ended)
+    columns = (*table.names, *table.numbers)
+    rows = list(table.rows)
+    if ended:
+        columns = (*columns, DIRECTORY)
+        rows = [(*row, short_path(jobs[index].run.path)) for row, index in zip(rows, shown, strict=True)]
+    return text_table(columns, rows, table.numbers, [DIRECTORY])
 
 
 DIRECTORY = "run directory"
@@ -236,14 +249,14 @@ def retry_lines(sweep: str, run: RunDirectory, views: Sequence[View]) -> list[st
     Args:
         run: any of its runs, which all have the same frozen code.
     """
-    count = sum(map(is_unfinished, views))
-    runs = counted(count, "run", "runs")
+    runs = counted(sum(map(is_unfinished, views)), "run", "runs")
     command = f"python -m hpc_train retry --failed {sweep}"
     if frozen_code(run) is None:
         return [f"{command}   submits {runs} again, which import your present code"]
     lines = [f"{command}   submits {runs} again, with the same code"]
-    failed = any(view.exit not in (None, Exit.DONE, Exit.STOPPED) for view in views)
-    return lines + ([f"{command} --code now   with the present code, after you have corrected it"] if failed else [])
+    if any(view.exit not in (None, Exit.DONE, Exit.STOPPED) for view in views):
+        lines.append(f"{command} --code now   with the present code, after you have corrected it")
+    return lines
 
 
 def is_unfinished(view: View) -> bool:

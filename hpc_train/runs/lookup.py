@@ -9,7 +9,7 @@ import signal
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -72,26 +72,27 @@ class RunHandle:
         return self.run.plain_config()
 
     @cached_property
-    def _shown_config(self) -> dict[str, Any]:
+    def _sections(self) -> dict[str, Any]:
         """Returns the sections of the frozen config that tables of many runs show."""
         return self.run.plain_config("strategy", "cluster")
 
     @property
     def strategy(self) -> str:
         """Returns the name of the strategy in the frozen config; empty if it is not readable."""
-        return str((self._shown_config.get("strategy") or {}).get("name", ""))
+        return str((self._sections.get("strategy") or {}).get("name", ""))
 
     @property
     def asked_nodes(self) -> int | str:
         """Returns the nodes that the frozen config asks for; empty if it is not readable."""
-        nodes: int | str = (self._shown_config.get("cluster") or {}).get("nodes", "")
+        nodes: int | str = (self._sections.get("cluster") or {}).get("nodes", "")
         return nodes
 
     @property
     def choice(self) -> str | None:
         """Returns what ``strategy=auto`` has chosen, in one line; None with another strategy."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            return str(self.run.json(self.run.plan)["chosen"]) if self.strategy == AUTO else None
+        if self.strategy == AUTO:
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                return str(self.run.json(self.run.plan)["chosen"])
         return None
 
     def lives_here(self) -> bool:
@@ -120,17 +121,18 @@ def find_runs(target: str, command: str, *, trust_owner: bool = False, unreadabl
     refuse_empty_name(target)
     root = Path(default_root())
     for path in (Path(target), root / target):
-        runs = [path] if (path / "config.yaml").exists() else sorted(_runs_below(path), key=_number)
-        if runs:
-            directories = [RunDirectory(run.absolute()) for run in runs]
-            trusts = [open_run(run, command, trust_owner) for run in directories]
-            found = [
-                replace(_handle(run, index), trusts_owner=trusts_owner)
-                for index, (run, trusts_owner) in enumerate(zip(directories, trusts, strict=True))
-            ]
-            for error in [item.error for item in found if item.error is not None and not unreadable]:
-                raise error
-            return found
+        if (path / "config.yaml").exists():
+            paths = [path]
+        else:
+            paths = sorted((config.parent for config in path.glob("*/config.yaml")), key=_number)
+        if paths:
+            runs = [RunDirectory(run.absolute()) for run in paths]
+            trusts = [open_run(run, command, trust_owner) for run in runs]
+            handles = [_handle(run, index, trusts[index]) for index, run in enumerate(runs)]
+            for item in handles:
+                if item.error is not None and not unreadable:
+                    raise item.error
+            return handles
         if (path / RECORD).exists():
             fix = "restore the file, or repeat the command that started the run, which writes it again"
             raise UserError(f"the run directory {path} has no config.yaml", where=str(path), fix=fix)
@@ -151,10 +153,10 @@ def find_run(target: str, command: str, *, trust_owner: bool = False) -> RunHand
     Raises:
         UserError: there is no run, or several, or the command may not use a run of its owner.
     """
-    found = find_runs(target, command, trust_owner=trust_owner)
-    if len(found) > 1:
-        raise sweep_given(target, [item.run.path for item in found], command)
-    return found[0]
+    runs = find_runs(target, command, trust_owner=trust_owner)
+    if len(runs) > 1:
+        raise sweep_given(target, [item.run.path for item in runs], command)
+    return runs[0]
 
 
 @dataclass(frozen=True)
@@ -179,10 +181,11 @@ def find_all_runs(root: Path, newest: int) -> Overview:
     has_slurm = shutil.which("squeue") is not None
     jobs = ask(["--me"], QUERY_S) if has_slurm else None
     below = _newest_last(run_directories(root))
-    kept = [_handle(RunDirectory(path), index) for index, path in enumerate(below[-newest:])]
-    submitted = {item.run.path: item for item in _runs_of_jobs(jobs or {})} | {item.run.path: item for item in kept}
-    runs = [submitted[path] for path in _newest_last(submitted)]
-    return Overview(runs, len(below) - len(kept), silent=has_slurm and jobs is None)
+    handles = {item.run.path: item for item in _runs_of_jobs(jobs or {})}
+    for index, path in enumerate(below[-newest:]):
+        handles[path] = _handle(RunDirectory(path), index)
+    runs = [handles[path] for path in _newest_last(handles)]
+    return Overview(runs, max(0, len(below) - newest), silent=has_slurm and jobs is None)
 
 
 DEPTH = 3  # of run directories below a root: NAME, SWEEP/NUMBER, and GROUP/SWEEP/NUMBER
@@ -195,32 +198,28 @@ def run_directories(folder: Path) -> Iterator[Path]:
     over a link come last.
     """
     listed: set[tuple[int, int]] = set()
-    folders, links = deque([(folder, DEPTH)]), deque[tuple[Path, int]]()
+    folders = deque([(folder, DEPTH)])
+    links: deque[tuple[Path, int]] = deque()
     while folders or links:
         above, depth = (folders or links).popleft()
-        for entry in _directories_in(above, listed):
-            path = Path(entry.path).absolute()
-            if _is_run(path):
-                yield path
-            elif depth > 1:
-                (links if entry.is_symlink() else folders).append((path, depth - 1))
-
-
-def _directories_in(folder: Path, listed: set[tuple[int, int]]) -> list[os.DirEntry[str]]:
-    with suppress(OSError):  # it does not exist, or belongs to somebody else
-        status = folder.stat()
-        if (status.st_dev, status.st_ino) not in listed:
+        try:
+            status = above.stat()
+            if (status.st_dev, status.st_ino) in listed:
+                continue
             listed.add((status.st_dev, status.st_ino))
-            with os.scandir(folder) as entries:
-                found = [entry for entry in entries if not entry.name.startswith(".") and entry.name != "code"]
-                return list(filter(_is_directory, found))
-    return []
-
-
-def _is_directory(entry: os.DirEntry[str]) -> bool:
-    with suppress(OSError):  # a symbolic link to itself
-        return entry.is_dir()
-    return False
+            with os.scandir(above) as found:
+                entries = [entry for entry in found if not entry.name.startswith(".") and entry.name != "code"]
+        except OSError:  # it does not exist, or belongs to somebody else
+            continue
+        for entry in entries:
+            path = Path(entry.path).absolute()
+            with suppress(OSError):  # a symbolic link to itself
+                if not entry.is_dir():
+                    continue
+                if _is_run(path):
+                    yield path
+                elif depth > 1:
+                    (links if entry.is_symlink() else folders).append((path, depth - 1))
 
 
 def _is_run(path: Path) -> bool:
@@ -231,38 +230,30 @@ def _is_run(path: Path) -> bool:
 
 def _newest_last(paths: Iterable[Path]) -> list[Path]:
     """Sorts run directories by the time of their last start or end; a sweep counts as its newest run."""
-    times = {path: _touched(path) for path in paths}
-    of_sweep: dict[Path, float] = {}
-    for path, at in times.items():
-        of_sweep[_sweep_of(path)] = max(at, of_sweep.get(_sweep_of(path), 0.0))
-    return sorted(times, key=lambda path: (of_sweep[_sweep_of(path)], str(_sweep_of(path)), _number(path)))
-
-
-def _sweep_of(path: Path) -> Path:
-    return path.parent if path.name.isdigit() else path
-
-
-def _touched(path: Path) -> float:
-    for file in (path / RECORD, path / "config.yaml", path):
-        with suppress(OSError):
-            return file.stat().st_mtime
-    return 0.0
+    sweeps = {path: path.parent if path.name.isdigit() else path for path in paths}
+    times = dict.fromkeys(sweeps.values(), 0.0)
+    for path, sweep in sweeps.items():
+        for file in (path / RECORD, path / "config.yaml", path):
+            with suppress(OSError):
+                times[sweep] = max(times[sweep], file.stat().st_mtime)
+                break
+    return sorted(sweeps, key=lambda path: (times[sweeps[path]], str(sweeps[path]), _number(path)))
 
 
 def _runs_of_jobs(jobs: Mapping[str, JobStatus]) -> Iterator[RunHandle]:
     """Yields the runs that the comments of ``jobs`` name."""
-    comments = {found.comment for found in jobs.values() if found.comment.startswith(COMMENT)}
+    comments = {job.comment for job in jobs.values() if job.comment.startswith(COMMENT)}
     for comment in sorted(comments):
         words = comment.removeprefix(COMMENT).split(" ")
         paths = [" ".join(words[:count]) for count in range(len(words), 0, -1)]  # the user's comment follows the path
         with suppress(UserError):  # the directory is gone
-            found = find_runs(next(filter(os.path.exists, paths), paths[-1]), "status", unreadable=True)
-            yield from (item for item in found if any(status_of(job_id, jobs) for job_id in item.job_ids))
+            runs = find_runs(next(filter(os.path.exists, paths), paths[-1]), "status", unreadable=True)
+            yield from (item for item in runs if any(status_of(job_id, jobs) for job_id in item.job_ids))
 
 
-def stop_runs(found: Collection[RunHandle], number: signal.Signals = signal.SIGTERM) -> None:
+def stop_runs(runs: Collection[RunHandle], number: signal.Signals = signal.SIGTERM) -> None:
     """Sends the signal ``number`` to the runs that are processes of this machine."""
-    for item in found:
+    for item in runs:
         if item.pid is not None and item.lives_here():
             record_stop_request(item.run)
             os.kill(item.pid, number)
@@ -277,28 +268,26 @@ def unreadable(run: RunDirectory, error: Exception) -> UserError:
     return UserError(f"the run cannot be read: {what}", where=str(run.path), fix=fix)
 
 
-def statuses_of(found: Iterable[RunHandle], slurm: SlurmStatuses) -> dict[str, JobStatus]:
+def statuses_of(runs: Iterable[RunHandle], slurm: SlurmStatuses) -> dict[str, JobStatus]:
     """Returns the status of the runs' jobs by job id; that of a chain by the id of its first job."""
-    items = list(found)
-    known: dict[str, JobStatus] = {}
+    items = list(runs)
+    jobs: dict[str, JobStatus] = {}
     for clusters in {item.clusters for item in items}:
-        known |= slurm.of([job_id for item in items if item.clusters == clusters for job_id in item.job_ids], clusters)
-    return folded({item.job_ids[0]: item.job_ids for item in items if len(item.job_ids) > 1}, known)
-
-
-def _runs_below(path: Path) -> list[Path]:
-    return [config.parent for config in path.glob("*/config.yaml")] if path.is_dir() else []
+        jobs |= slurm.of([job_id for item in items if item.clusters == clusters for job_id in item.job_ids], clusters)
+    return folded({item.job_ids[0]: item.job_ids for item in items if len(item.job_ids) > 1}, jobs)
 
 
 def _number(path: Path) -> tuple[int, str]:
     return (int(path.name) if re.fullmatch(r"\d+", path.name) else -1), path.name
 
 
-def _handle(run: RunDirectory, index: int) -> RunHandle:
-    number = int(run.path.name) if re.fullmatch(r"\d+", run.path.name) else index
+def _handle(run: RunDirectory, index: int, trusts_owner: bool = False) -> RunHandle:
+    number = _number(run.path)[0]
+    if number < 0:
+        number = index
     try:
         record = run.record()
     except Exception as error:
-        return RunHandle(run, number, {}, unreadable(run, error))
-    submitted = record.get("submissions") or [record.get("claimed_by") or {}]
-    return RunHandle(run, number, submitted[-1])
+        return RunHandle(run, number, {}, unreadable(run, error), trusts_owner)
+    submissions = record.get("submissions") or [record.get("claimed_by") or {}]
+    return RunHandle(run, number, submissions[-1], trusts_owner=trusts_owner)

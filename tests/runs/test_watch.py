@@ -150,7 +150,7 @@ def test_a_job_that_slurm_has_put_back_into_its_queue_is_pending(tmp_path: Path)
     item = submitted(tmp_path)
     attempt = item.job.run.claim_attempt()
     append_line(item.job.run.metrics_file(attempt), {"step": 3, "step_s": 0.5, "loss": 1.0, "time": time.time()})
-    views = [item.view(JobStatus("PENDING", "BeginTime", asked=time.time() + later)) for later in (-60, 1)]
+    views = [item.view(JobStatus("PENDING", "BeginTime", queried=time.time() + later)) for later in (-60, 1)]
     assert [(view.state, time_left(view)) for view in views] == [("running", 48.5), ("pending (BeginTime)", None)]
     assert time_left(item.view(JobStatus("SUSPENDED"))) is None
 
