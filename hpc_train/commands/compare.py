@@ -36,8 +36,7 @@ from hpc_train.runs.job_status import SlurmStatuses, View
 from hpc_train.runs.job_table import BEST, short_path
 from hpc_train.runs.lookup import RunHandle, find_run, find_runs, statuses_of
 from hpc_train.telemetry.progress import speed_column
-from hpc_train.telemetry.terminal import Terminal
-from hpc_train.telemetry.terminal_table import text_table, wide
+from hpc_train.telemetry.terminal import Terminal, text_table, wide
 from hpc_train.units import format_duration
 
 COLUMNS = 6  # with more settings that differ, each is a line of a second table

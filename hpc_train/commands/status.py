@@ -26,10 +26,8 @@ from hpc_train.runs.diagnosis import excluded_nodes
 from hpc_train.runs.job_status import JobStatus, SlurmStatuses, View, time_left
 from hpc_train.runs.job_table import BEST, DIRECTORY, short_path
 from hpc_train.runs.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of, unreadable
-from hpc_train.telemetry.notices import failing, saves
-from hpc_train.telemetry.progress import speed_column, spent_line
-from hpc_train.telemetry.terminal import Terminal
-from hpc_train.telemetry.terminal_table import text_table, wide
+from hpc_train.telemetry.progress import failing, saves, speed_column, spent_line
+from hpc_train.telemetry.terminal import Terminal, text_table, wide
 from hpc_train.units import counted, format_duration
 
 

@@ -21,8 +21,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.owner import is_own, output_directory
 from hpc_train.runs.job_status import SlurmStatuses
 from hpc_train.runs.lookup import RunHandle, find_runs, run_directories, statuses_of
-from hpc_train.telemetry.sinks.replay import Replay
-from hpc_train.telemetry.sinks.table import BACKENDS, Session
+from hpc_train.telemetry.sinks.replay import BACKENDS, Replay, Session
 from hpc_train.telemetry.terminal import Terminal
 
 POLL_S = 5.0

@@ -18,8 +18,8 @@ from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import text_of
 from hpc_train.run.imported import PUBLISHED, published
-from hpc_train.telemetry.sinks.identity import Identity
 from hpc_train.telemetry.sinks.mlflow import check_installed, find_or_create
+from hpc_train.telemetry.sinks.tracker import Identity
 from hpc_train.telemetry.sinks.wandb import Wandb
 
 # the layout of a stored model

@@ -24,7 +24,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.runs.comparison import Comparison, evaluated_parts, metric_of
 from hpc_train.runs.job_status import NOT_STARTED, View, time_left
 from hpc_train.telemetry.progress import NOT_FINITE, speed, speed_column
-from hpc_train.telemetry.terminal_table import text_table, wide
+from hpc_train.telemetry.terminal import text_table, wide
 from hpc_train.units import counted, format_duration
 
 LINE_EVERY_S = 10.0

@@ -50,6 +50,7 @@ class Levels:
             return self._level
         ends_traceback = self._in_traceback and not _HEADER.search(text)
         self._in_traceback = _HEADER.search(text) is not None
-        found = (level for level, pattern in _PATTERNS if pattern.search(text))
-        self._level = Level.error if ends_traceback else next(found, Level.info)
+        self._level = next((level for level, pattern in _PATTERNS if pattern.search(text)), Level.info)
+        if ends_traceback:
+            self._level = Level.error
         return self._level

@@ -29,9 +29,11 @@ class MetricsLog:
         self._path = run.metrics_file(attempt)
         self._texts = run.texts / self._path.name
         self._attempt = attempt
-        self._now = time.time if events is None else events.now
+        self._now = time.time
         self._writer = FileWriter("the metrics")
-        self._writer.on_outage = None if events is None else events.write_outage
+        if events is not None:
+            self._now = events.now
+            self._writer.on_outage = events.write_outage
 
     def write(self, line: dict[str, Any]) -> None:
         plain = {key: finite_or_none(value) for key, value in line.items() if value is not None}
@@ -49,4 +51,6 @@ class MetricsLog:
 
 def finite_or_none(value: Any) -> Any:
     """Replaces NaN and infinity by None, since JSON cannot represent them."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -11,8 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.opening import DamagedFile
@@ -21,14 +23,122 @@ from hpc_train.run.events import Event
 from hpc_train.run.files import PATIENCE_S, BackgroundCall, in_time
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.run.rows import Line, is_profile
-from hpc_train.telemetry.loss_chart import TRAIN, VALIDATION, loss_chart
-from hpc_train.telemetry.notices import Notices, saves
 from hpc_train.telemetry.sinks.tracking import TRACKING
 from hpc_train.units import format_duration, format_hours
 
 if TYPE_CHECKING:  # workers import this module and print no live line
     from rich.console import Console
     from rich.live import Live
+
+_KIND_OF_ERROR = re.compile(r"(OSError: )?\[Errno \d+\] ")
+
+
+@dataclass
+class Notices:
+    """Follows the events of rank 0. Of failed saves it reports the first of a series; it counts the saves.
+
+    Attributes:
+        kept: the step of the newest checkpoint; 0 before the first.
+        failed: number of consecutive failed saves up to now.
+        evaluating: the step of the newest evaluation that has begun.
+    """
+
+    kept: int = 0
+    failed: int = 0
+    evaluating: int | None = None
+
+    def message(self, event: Event) -> str | None:
+        """Returns the line that the console shows for ``event``; None for most kinds of event."""
+        name = event.name
+        step = event.step or 0
+        at_stake = f"the steps after checkpoint {self.kept}" if self.kept else "all steps"
+        if name == "evaluation_started":
+            self.evaluating = step
+        elif name == "resumed":
+            self.evaluating = None
+            self.kept = step
+            self.failed = 0
+            return f"resumed from the checkpoint of step {step}"
+        elif name == "rolled_back":
+            self.evaluating = None
+            self.kept = int(event.get("to_step", step))
+            return f"rolled back to step {self.kept}: {event.reason}"
+        elif name == "checkpoint_saved":
+            failed = self.failed
+            self.failed = 0
+            self.kept = step
+            if failed:
+                return f"saving works again: checkpoint of step {step} is saved after {saves(failed)} failed"
+        elif name == "save_deferred":
+            return (
+                f"the last save, of step {step}, failed: {reason(event)}\n"
+                f"  retrying for up to {event.seconds:.0f} s: free some space in {event.path}; "
+                f"otherwise the run fails and loses {at_stake}"
+            )
+        elif name == "checkpoint_failed":
+            self.failed += 1
+            if self.failed == 1 and not event.get("final"):
+                return (
+                    f"saving has failed since step {step}: {reason(event)}; training continues, but a failure would "
+                    f"lose {at_stake}"
+                )
+        elif name == "warning":
+            return f"warning: {event.message}"
+        elif name == "no_progress":
+            return event.message
+        elif name == "checkpoint_set_aside" and not event.get("rolled_back"):
+            return f"the checkpoint of step {step} is damaged and set aside as {event.path}: {reason(event)}"
+        return None
+
+
+def saves(count: int) -> str:
+    return f"{count} save{'s' if count > 1 else ''}"
+
+
+def reason(event: Event) -> str:
+    """Returns the event's message without the name of the Python exception."""
+    return _KIND_OF_ERROR.sub("", event.message)
+
+
+def failing(events: Iterable[Event]) -> int:
+    """Returns the number of consecutive failed saves at the end of ``events``."""
+    notices = Notices()
+    for event in events:
+        notices.message(event)
+    return notices.failed
+
+
+WIDTH, HEIGHT = 56, 10  # of the chart
+TRAIN, VALIDATION = "•", "o"
+
+
+def loss_chart(metrics: Sequence[dict[str, Any]], width: int = WIDTH, height: int = HEIGHT) -> str:
+    """Draws the training loss (•) and the validation loss (o) over the steps; empty with fewer than two losses.
+
+    Each column shows the mean of the losses in its range of steps.
+    """
+    train = [(line["step"], line["loss"]) for line in metrics if line.get("loss") is not None]
+    validation = [(line["step"], line["val_loss"]) for line in metrics if line.get("val_loss") is not None]
+    if len(train) < 2:
+        return ""
+    steps = [step for step, _ in train + validation]
+    values = [value for _, value in train + validation]
+    first, last = min(steps), max(steps)
+    low, high = min(values), max(values)
+    grid = [[" "] * width for _ in range(height)]
+    for points, mark in ((train, TRAIN), (validation, VALIDATION)):
+        columns: dict[int, list[float]] = {}
+        for step, value in points:
+            columns.setdefault(round((step - first) / max(1, last - first) * (width - 1)), []).append(value)
+        for column, losses in columns.items():
+            below = (high - fmean(losses)) / ((high - low) or 1.0)
+            grid[round(below * (height - 1))][column] = mark
+    labels = {0: f"{high:.3f}", height - 1: f"{low:.3f}"}
+    lines = [f"{labels.get(row, ''):>8} ┤{''.join(cells).rstrip()}" for row, cells in enumerate(grid)]
+    begin = f"step {first}"
+    axis = f"{'':>8} └{'─' * width}"
+    return "\n".join([*lines, axis, f"{'':>10}{begin}{last:>{max(1, width - len(begin))}}"])
+
 
 LOOK_EVERY_S = 0.5
 LOOK_S = 1.0  # the agent waits at most this long for the file system
@@ -90,13 +200,11 @@ class Progress:
             self._live = None
         elif self._recent and self._state != self._shown:
             self._print()
-        self._say(self._end(failed))
-
-    def _end(self, failed: bool) -> str:
+        end = f"run directory: {self._run.path}"
         with suppress(OSError):  # the file system does not respond
             if not failed and in_time(lambda: is_done(self._run)):
-                return in_time(lambda: f"\n{summary(self._run, self._resume_command)}")
-        return f"run directory: {self._run.path}"
+                end = in_time(lambda: f"\n{summary(self._run, self._resume_command)}")
+        self._say(end)
 
     def _take(self, look: Callable[[float], Look], seconds: float) -> None:
         """Takes what was written since the last look, if the file system responds within ``seconds``."""
@@ -119,7 +227,8 @@ class Progress:
     def _read(self) -> Look:
         """Reads the new metrics and events. A file system that hangs blocks it, and so it runs in a thread."""
         record = self._run.record()
-        self._total, self._is_command = record.get("total_steps"), record.get("own_code") == "command"
+        self._total = record.get("total_steps")
+        self._is_command = record.get("own_code") == "command"
         self._restarts = max(0, self._run.newest_attempt() - self._first_attempt)
         events = [event for file in self._events for event in file.read()]
         return list(deque(self._lines.read(), WINDOW)), events  # no more lines are shown
@@ -148,13 +257,17 @@ class Progress:
 
     def _line(self) -> str:
         line = progress_line(list(self._recent), self._total, self._restarts, self._notices.failed, self._built)
-        return line if self._evaluating is None else f"{line} · evaluating after step {self._evaluating}"
+        if self._evaluating is None:
+            return line
+        return f"{line} · evaluating after step {self._evaluating}"
 
     @property
     def _evaluating(self) -> int | None:
         """The step after which an evaluation runs; None if its line of metrics was read."""
         step = self._notices.evaluating
-        return None if step is None or (self._recent and self._recent[-1].step >= step) else step
+        if step is None or (self._recent and self._recent[-1].step >= step):
+            return None
+        return step
 
 
 def progress_line(
@@ -164,15 +277,21 @@ def progress_line(
 
     Without a line it says what the run is waiting for; ``built``: the model is built and has its weights.
     """
+    if not recent and built:
+        return "starting: first step"
     if not recent:
-        return f"starting: {'first step' if built else 'importing torch, connecting the ranks and building the model'}"
+        return "starting: importing torch, connecting the ranks and building the model"
+    first = recent[0]
     line = recent[-1]
-    parts = [f"step {line.step}" + (f"/{total}" if total else "")]
+    parts = [f"step {line.step}/{total}" if total else f"step {line.step}"]
     if "loss" in line:
-        parts.append(f"loss {NOT_FINITE if line.loss is None else format(line.loss, '.4f')}")
+        parts.append(f"loss {NOT_FINITE}" if line.loss is None else f"loss {line.loss:.4f}")
     parts += speed(line)
     if total and line.step < total:
-        parts.append(f"{format_duration((total - line.step) * _seconds_per_step(recent))} left")
+        step_s = line.step_s or 0.0
+        if line.step > first.step:  # with evaluations and saves
+            step_s = (line.time - first.time) / (line.step - first.step)
+        parts.append(f"{format_duration((total - line.step) * step_s)} left")
     if restarts:
         parts.append(f"{restarts} restart{'s' if restarts > 1 else ''}")
     if failed_saves:
@@ -186,7 +305,9 @@ def final_result(record: Mapping[str, Any]) -> dict[str, Any] | None:
     A run that continues with more steps has the result of the shorter one until it is done.
     """
     result: dict[str, Any] | None = record.get("result")
-    return None if result is None or result["steps"] < record.get("total_steps", 0) else result
+    if result is None or result["steps"] < record.get("total_steps", 0):
+        return None
+    return result
 
 
 def is_done(run: RunDirectory) -> bool:
@@ -199,8 +320,10 @@ def speed(line: dict[str, Any]) -> list[str]:
     rate = line.get("tokens_per_s")
     if rate is None:
         return []
-    single = line["tokens"] == line.get("samples") if "tokens" in line else rate == line.get("samples_per_s")
-    return [f"{rate:,.0f} {'samples' if single else 'tokens'}/s"]
+    single = rate == line.get("samples_per_s")
+    if "tokens" in line:
+        single = line["tokens"] == line.get("samples")
+    return [f"{rate:,.0f} samples/s" if single else f"{rate:,.0f} tokens/s"]
 
 
 def speed_column(lines: Iterable[dict[str, Any]]) -> tuple[str, list[str]]:
@@ -214,21 +337,14 @@ def speed_column(lines: Iterable[dict[str, Any]]) -> tuple[str, list[str]]:
 
 
 NEXT = "+strategy={strategies} optim.lr=1e-3,3e-4 -m   runs a sweep; --cfg job prints the config"
-WHOLE = ("custom", "hf")  # kinds of models that have no pipeline stages
-
-
-def _next(run: RunDirectory) -> str:
-    """Returns a sweep over strategies that the model of the run can have."""
-    kind = None
-    with suppress(KeyError, TypeError):
-        kind = run.plain_config("model")["model"]["kind"]
-    return NEXT.format(strategies="dp,zero1,zero3" if kind in WHOLE else "dp,pp,hybrid")
+STRATEGIES = dict.fromkeys(("custom", "hf"), "dp,zero1,zero3")  # of kinds of models that have no pipeline stages
 
 
 def ended_early(run: RunDirectory) -> str | None:
     """Returns why a hook has ended the run before its last step; None if none has."""
-    reason: str | None = run.record().get("result", {}).get("ended_early")
-    return reason if is_done(run) else None
+    result = final_result(run.record()) or {}
+    reason: str | None = result.get("ended_early")
+    return reason
 
 
 def summary(run: RunDirectory, resume_command: str | None = None) -> str:
@@ -240,45 +356,56 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
     record = run.record()
     result: dict[str, Any] = record.get("result", {})
     metrics = run.read_metrics()
-    losses = [f"training loss {metrics[0].loss:.4f} -> {result['loss']:.4f}" if _has(metrics, result) else ""]
-    losses += [f"validation loss {result['val_loss']:.4f}" if result.get("val_loss") is not None else ""]
-    losses += [f"validation accuracy {result['val_accuracy']:.4f}" if result.get("val_accuracy") is not None else ""]
-    losses += [f"evaluated {result['evaluated']}" if "evaluated" in result else ""]
-    own = record.get("own_code")
-    done = "done" if own == "command" else f"done: {result.get('steps', 0)} steps"
-    reason = result.get("ended_early")
+    losses = []
+    if metrics and metrics[0].loss is not None and result.get("loss") is not None:
+        losses.append(f"training loss {metrics[0].loss:.4f} -> {result['loss']:.4f}")
+    if result.get("val_loss") is not None:
+        losses.append(f"validation loss {result['val_loss']:.4f}")
+    if result.get("val_accuracy") is not None:
+        losses.append(f"validation accuracy {result['val_accuracy']:.4f}")
+    if "evaluated" in result:
+        losses.append(f"evaluated {result['evaluated']}")
+    code = record.get("own_code")
+    is_command = code == "command"
+    done = "done" if is_command else f"done: {result.get('steps', 0)} steps"
+    lines = ["; ".join(filter(None, [", ".join([done, *speed(result)]), ", ".join(losses)]))]
+    if result.get("ended_early"):
+        lines.append(f"ended early:     {result['ended_early']}")
     chart = loss_chart(metrics)
+    if chart:
+        lines += [f"\n{chart}", f"{'':>10}{TRAIN} training loss  {VALIDATION} validation loss\n"]
     spent = read_ledger(run).total
-    name = f"run.name={run.path.name}"
-    command = resume_command or _command(record, name)
-    lines = [
-        "; ".join(filter(None, [", ".join([done, *speed(result)]), ", ".join(filter(None, losses))])),
-        *([f"ended early:     {reason}"] if reason else []),
-        *([f"\n{chart}", f"{'':>10}{TRAIN} training loss  {VALIDATION} validation loss\n"] if chart else []),
-        *([f"time:            {spent_line(spent)}"] if spent.held_s and own != "command" else []),
-        *([f"warning:         {record['loss_warning']}"] if "loss_warning" in record else []),
-        *([f"profile:         {_profiled(run)}"] if (run.profile / "summary.json").exists() else []),
-        f"run directory:   {run.path}",
-        *([] if own == "command" else [f"W&B:             {_wandb(run, record)}"]),
-        *([] if own == "command" else [f"train longer:    {train_longer(record, command)}"]),
-        *([] if own else [f"next:            {_next(run)}"]),
-    ]
+    if spent.held_s and not is_command:
+        lines.append(f"time:            {spent_line(spent)}")
+    if "loss_warning" in record:
+        lines.append(f"warning:         {record['loss_warning']}")
+    if (run.profile / "summary.json").exists():
+        lines.append(f"profile:         {_profiled(run)}")
+    lines.append(f"run directory:   {run.path}")
+    if not is_command:
+        command = resume_command or _command(record, f"run.name={run.path.name}")
+        lines.append(f"W&B:             {_wandb(run, record)}")
+        lines.append(f"train longer:    {train_longer(record, command)}")
+    if not code:
+        kind = None
+        with suppress(KeyError, TypeError):
+            kind = run.plain_config("model")["model"]["kind"]
+        lines.append(f"next:            {NEXT.format(strategies=STRATEGIES.get(kind, 'dp,pp,hybrid'))}")
     return "\n".join(lines)
 
 
 def _profiled(run: RunDirectory) -> str:
     """Returns the time breakdown of the profiled steps, averaged over their ranks."""
     try:
-        found = run.json(run.profile / "summary.json")
+        profile = run.json(run.profile / "summary.json")
     except (OSError, DamagedFile) as error:
         return f"the summary cannot be read: {error}"
-    if not is_profile(found):
+    if not is_profile(profile):
         return "the summary is damaged"
-    ranks = list(found["ranks"].values())
-    names = ranks[0] if ranks else {}
-    shares = {name: sum(rank.get(name, 0.0) for rank in ranks) / len(ranks) for name in names}
-    breakdown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    return f"steps {found['first']} to {found['last']}: {breakdown}; traces in {run.profile}"
+    ranks = list(profile["ranks"].values())
+    names = next(iter(ranks), {})
+    breakdown = ", ".join(f"{name} {fmean(rank.get(name, 0.0) for rank in ranks):.0%}" for name in names)
+    return f"steps {profile['first']} to {profile['last']}: {breakdown}; traces in {run.profile}"
 
 
 def _command(record: dict[str, Any], name: str) -> str | None:
@@ -313,38 +440,27 @@ def twice_as_long(command: str, steps: int) -> str:
     epochs = re.search(r"(?<= train\.epochs=)[\d.]+", command)
     if epochs:
         return f"{command[: epochs.start()]}{2 * float(epochs[0]):g}{command[epochs.end() :]}"
-    command, length = re.sub(r" train\.steps=\S+", "", command), f" train.steps={2 * steps}"
+    command = re.sub(r" train\.steps=\S+", "", command)
     name = re.search(r" run\.name=\S+", command)  # beside it, as Hydra's parser requires overrides to be adjacent
-    return f"{command}{length}" if name is None else f"{command[: name.end()]}{length}{command[name.end() :]}"
-
-
-def _has(metrics: Sequence[Line], result: dict[str, Any]) -> bool:
-    return bool(metrics) and metrics[0].loss is not None and result.get("loss") is not None
+    end = len(command) if name is None else name.end()
+    return f"{command[:end]} train.steps={2 * steps}{command[end:]}"
 
 
 def _wandb(run: RunDirectory, record: dict[str, Any]) -> str:
-    found = record.get("wandb") or {}
-    if found.get("url"):
-        return str(found["url"])
-    if found.get("problem"):
-        return f"not recorded: {found['problem']}"
-    if found.get("mode") == "offline":
+    outcome = record.get("wandb") or {}
+    if outcome.get("url"):
+        return str(outcome["url"])
+    if outcome.get("problem"):
+        return f"not recorded: {outcome['problem']}"
+    if outcome.get("mode") == "offline":
         return f"recorded offline; python -m hpc_train sync {run.path}   sends all attempts"
     return "disabled; enable it with telemetry.wandb.mode=online and WANDB_API_KEY"
-
-
-def _seconds_per_step(recent: Sequence[Line]) -> float:
-    """Returns the mean time per step, including evaluations and saves if there are two lines of metrics."""
-    first, last = recent[0], recent[-1]
-    if last.step > first.step:
-        return (last.time - first.time) / (last.step - first.step)
-    return last.step_s or 0.0
 
 
 def spent_line(account: Account) -> str:
     """Formats the time account of a run in one line, without entries below one second."""
     hours = format_hours((account.gpu_s or account.rank_s) / 3600)
-    held = f"{hours} GPU-hours" if account.gpu_s else f"{hours} rank-hours, no GPU"
+    unit = "GPU-hours" if account.gpu_s else "rank-hours, no GPU"
     parts = (
         ("steps", account.steps_s),
         ("evaluation", account.evaluation_s),
@@ -357,10 +473,9 @@ def spent_line(account: Account) -> str:
         ("suspended", account.suspended_s),
         ("queue before", account.queue_s),
     )
+    line = f"useful {account.useful_share:.0%} of {format_duration(account.held_s)} ({hours} {unit})"
     listed = " · ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts if seconds >= 1)
-    return f"useful {account.useful_share:.0%} of {format_duration(account.held_s)} ({held})" + (
-        f": {listed}" if listed else ""
-    )
+    return ": ".join(filter(None, [line, listed]))
 
 
 class _NewLinesOfAttempts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 from hpc_train.units import counted
@@ -21,13 +21,15 @@ def own_frames(traceback: str) -> str:
     A traceback without an own frame stays as it is.
     """
     blocks = list(_blocks(traceback))
-    if not any(own for own, _ in blocks):
+    if not any(is_users for is_users, _ in blocks):
         return traceback
     lines: list[str] = []
-    for own, several in groupby(blocks, key=lambda block: block[0]):
-        found = [block for _, block in several]
-        hidden = f"  [{counted(len(found), 'frame', 'frames')} of hpc_train and libraries]"
-        lines += [hidden] if own is False else [line for block in found for line in block]
+    for is_users, group in groupby(blocks, key=lambda block: block[0]):
+        frames = [block for _, block in group]
+        if is_users is False:
+            lines.append(f"  [{counted(len(frames), 'frame', 'frames')} of hpc_train and libraries]")
+        else:
+            lines += chain.from_iterable(frames)
     return "\n".join(lines)
 
 
@@ -43,8 +45,11 @@ def stack_place(stacks: str) -> str | None:
     """Returns where the main thread is in the output of faulthandler: the innermost own frame, else the innermost."""
     threads = re.split(r"^(?=(?:Current thread|Thread) 0x)", stacks, flags=re.MULTILINE)
     main = next((thread for thread in threads if thread.startswith("Current thread")), threads[-1])
-    frames = [match for line in main.splitlines() if (match := FRAME.match(line))]
-    return own_place(main) or (_place(frames[0]) if frames else None)
+    place = own_place(main)
+    innermost = next(filter(None, map(FRAME.match, main.splitlines())), None)
+    if place is None and innermost is not None:
+        return _place(innermost)
+    return place
 
 
 def _place(frame: re.Match[str]) -> str:
@@ -56,16 +61,17 @@ def _is_own(file: str) -> bool:
 
 
 def _blocks(traceback: str) -> Iterator[tuple[bool | None, list[str]]]:
-    """Yields each frame with its lines, and whether it is an own one; None for other lines, such as the message."""
-    own: bool | None = None
+    """Yields each frame with its lines, and whether it is the user's; None for other lines, such as the message."""
+    is_users: bool | None = None
     block: list[str] = []
     for line in traceback.splitlines():
         frame = FRAME.match(line)
-        if own is not None and frame is None and line.startswith(("    ", "  [Previous line repeated")):
+        if is_users is not None and frame is None and line.startswith(("    ", "  [Previous line repeated")):
             block.append(line)
             continue
         if block:
-            yield own, block
-        own, block = (None if frame is None else _is_own(frame["file"])), [line]
+            yield is_users, block
+        is_users = frame and _is_own(frame["file"])
+        block = [line]
     if block:
-        yield own, block
+        yield is_users, block

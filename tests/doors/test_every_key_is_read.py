@@ -113,7 +113,7 @@ from hpc_train.config.schema import CIFAR100DataConfig
 from hpc_train.data.cifar100 import CIFAR100Dataset
 from tests.data.test_pictures import write_cifar
 from hpc_train.config.schema import MlflowConfig, WandbConfig
-from hpc_train.telemetry.sinks.identity import Identity
+from hpc_train.telemetry.sinks.tracker import Identity
 from hpc_train.telemetry.sinks.mlflow import Mlflow
 from hpc_train.telemetry.sinks.wandb import Wandb
 identity = Identity("run", "run", None, Path.cwd(), {})

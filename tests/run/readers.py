@@ -18,8 +18,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.ledger import read_ledger
 from hpc_train.run.requests import stop_was_requested
 from hpc_train.runs.lookup import find_run, find_runs
-from hpc_train.telemetry.notices import Notices
-from hpc_train.telemetry.progress import summary
+from hpc_train.telemetry.progress import Notices, summary
 from hpc_train.telemetry.sinks.replay import NewOfAttempts
 
 __all__ = ["UserError"]

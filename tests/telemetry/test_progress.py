@@ -17,8 +17,7 @@ from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import append_line
 from hpc_train.run.rows import Line
 from hpc_train.telemetry import progress
-from hpc_train.telemetry.loss_chart import loss_chart
-from hpc_train.telemetry.progress import Progress, progress_line, summary, twice_as_long
+from hpc_train.telemetry.progress import Progress, loss_chart, progress_line, summary, twice_as_long
 
 
 @pytest.fixture

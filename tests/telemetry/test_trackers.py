@@ -10,10 +10,9 @@ import pytest
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.telemetry.metrics import MetricsLog
-from hpc_train.telemetry.sinks.backend import Backend, Line
 from hpc_train.telemetry.sinks.replay import Replay
 from hpc_train.telemetry.sinks.tensorboard import TensorBoard
-from hpc_train.telemetry.sinks.tracker import Position, Tracker
+from hpc_train.telemetry.sinks.tracker import Line, Position, Tracker
 from tests.telemetry.test_wandb import logged
 
 
@@ -49,7 +48,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
-def follow(run: RunDirectory, backend: Backend, *parts: tuple[int, Sequence[int]]) -> None:
+def follow(run: RunDirectory, backend: Tracker, *parts: tuple[int, Sequence[int]]) -> None:
     """Follows a run to which attempts append lines in parts, as the tracking process does."""
     replay = Replay(run, backend)
     for attempt, steps in parts:

@@ -23,9 +23,8 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from hpc_train.telemetry.metrics import MetricsLog
 from hpc_train.telemetry.sinks import follow, wandb
-from hpc_train.telemetry.sinks.identity import Identity
-from hpc_train.telemetry.sinks.replay import Replay
-from hpc_train.telemetry.sinks.table import BACKENDS, Session
+from hpc_train.telemetry.sinks.replay import BACKENDS, Replay, Session
+from hpc_train.telemetry.sinks.tracker import Identity
 from hpc_train.telemetry.sinks.wandb import Wandb, resolve_mode
 from tests.telemetry import wandb_service
 from tests.train.runs import frozen
@@ -173,22 +172,27 @@ def leave(**settings: Any) -> None:
     sys.exit(3)
 
 
+def followed(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[Any]]:
+    """Returns the one message about a run of three steps that cannot be sent, and the outcomes that were recorded."""
+    monkeypatch.setattr(follow, "FIRST_EVERY_S", 0.01)
+    told: list[str] = []
+    recorded: list[Any] = []
+    run = RunDirectory(path)
+    logged(run, 1, [1, 2, 3])
+    follower = follow.Follower(Replay(run, backend(path)), told.append, lambda *outcome: recorded.append(outcome))
+    follower.end.set()
+    follower.join(time.monotonic() + 60, 60)
+    (message,) = told
+    return message, recorded
+
+
 @pytest.mark.parametrize(("init", "word"), [(fail, "no such project"), (leave, "SystemExit"), (None, "wandb")])
 def test_a_failure_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: Any, word: str) -> None:
     install(monkeypatch, init)
     if init is None:  # the package is missing
         monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr(follow, "FIRST_EVERY_S", 0.01)
-    told: list[str] = []
-    recorded: list[Any] = []
-    run = RunDirectory(tmp_path)
-    logged(run, 1, [1, 2, 3])
-    follower = follow.Follower(Replay(run, backend(tmp_path)), told.append, lambda *outcome: recorded.append(outcome))
-    follower.start()
-    follower.end()
-    follower.join(time.monotonic() + 60, 60)
-    assert len(told) == 1
-    assert word in told[0] and f"python -m hpc_train sync {tmp_path} --to wandb" in told[0]
+    message, recorded = followed(tmp_path, monkeypatch)
+    assert word in message and f"python -m hpc_train sync {tmp_path} --to wandb" in message
     assert [(name, word in outcome["problem"]) for name, outcome in recorded] == [("wandb", True)]
 
 
@@ -201,17 +205,9 @@ def test_a_file_of_the_user_with_the_name_of_the_client_is_named(
     monkeypatch.syspath_prepend(str(own.parent))
     monkeypatch.setitem(sys.modules, "wandb", None)
     del sys.modules["wandb"]  # what is imported instead is removed after the test
-    monkeypatch.setattr(follow, "FIRST_EVERY_S", 0.01)
-    told: list[str] = []
-    run = RunDirectory(tmp_path)
-    logged(run, 1, [1, 2, 3])
-    follower = follow.Follower(Replay(run, backend(tmp_path)), told.append, lambda *outcome: None)
-    follower.start()
-    follower.end()
-    follower.join(time.monotonic() + 60, 60)
-    assert len(told) == 1
-    assert f"{own} shadows the package wandb" in told[0] and f"rename {own}" in told[0]
-    assert "\n" not in told[0]
+    message, _ = followed(tmp_path, monkeypatch)
+    assert f"{own} shadows the package wandb" in message and f"rename {own}" in message
+    assert "\n" not in message
 
 
 @pytest.fixture

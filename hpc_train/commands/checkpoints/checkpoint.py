@@ -41,9 +41,8 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import refuse_existing
 from hpc_train.run.freeze import load
 from hpc_train.run.owner import TRUST, check_owner, files_below, open_run, output_directory
-from hpc_train.telemetry.sinks.identity import Identity
-from hpc_train.telemetry.terminal import Terminal
-from hpc_train.telemetry.terminal_table import text_table, wide
+from hpc_train.telemetry.sinks.tracker import Identity
+from hpc_train.telemetry.terminal import Terminal, text_table, wide
 from hpc_train.units import format_bytes, format_duration
 
 _EPILOG = """\

@@ -14,8 +14,7 @@ from hpc_train.commands.plan.rows import NOISE, Row
 from hpc_train.layout.layout import Layout
 from hpc_train.planner.candidates import Values
 from hpc_train.planner.machine import Machine
-from hpc_train.telemetry.terminal import Terminal
-from hpc_train.telemetry.terminal_table import fitting_table, wide
+from hpc_train.telemetry.terminal import Terminal, fitting_table, wide
 from hpc_train.units import format_bytes, format_duration, format_hours
 
 COLUMNS = ("", "GPUs", "layout", "batches", "recompute", "memory", "step", "MFU", "time", "GPU-hours")

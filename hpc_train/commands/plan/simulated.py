@@ -18,8 +18,7 @@ from hpc_train.planner.machine import Machine
 from hpc_train.planner.scaling import MOST_COMPARED, RATES, Assumed, Point, Range, scale
 from hpc_train.report.plots import check_scaling_plot, draw_scaling
 from hpc_train.run.exits import Exit
-from hpc_train.telemetry.terminal import Terminal
-from hpc_train.telemetry.terminal_table import wide
+from hpc_train.telemetry.terminal import Terminal, wide
 from hpc_train.units import format_duration
 
 COLUMNS = (

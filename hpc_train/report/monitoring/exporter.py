@@ -20,7 +20,7 @@ from hpc_train.machine.allocation import Allocation
 from hpc_train.report.monitoring.metrics import RUN_LABELS, Identity, RunReader, Snapshot
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
-from hpc_train.telemetry.sinks.identity import name_of
+from hpc_train.telemetry.sinks.tracker import name_of
 from hpc_train.users import own_name
 
 CLOSE_S = 10.0  # for the last snapshot; a file system may hang

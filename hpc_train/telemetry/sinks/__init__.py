@@ -1,1 +1,1 @@
-"""Sends the metrics of a run to trackers such as W&B, behind one interface (see ``sink.py``)."""
+"""Sends the metrics of a run to trackers such as W&B, behind one interface (see ``tracker.py``)."""

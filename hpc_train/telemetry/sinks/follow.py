@@ -26,8 +26,7 @@ from hpc_train.run.files import read_or
 from hpc_train.run.freeze import load
 from hpc_train.run.processes import die_with_parent
 from hpc_train.search_path import shadowing_file
-from hpc_train.telemetry.sinks.replay import Replay
-from hpc_train.telemetry.sinks.table import BACKENDS, Session
+from hpc_train.telemetry.sinks.replay import BACKENDS, Replay, Session
 from hpc_train.telemetry.sinks.tracking import advice, tracking_events, wanted
 
 FIRST_EVERY_S = 1.0  # until there is a line
@@ -61,15 +60,9 @@ class Follower:
         self._record = record
         self._outcome: dict[str, Any] = {}
         self._problem: str | None = None
-        self._end = threading.Event()
+        self.end = threading.Event()  # set when no line follows
         self._thread = threading.Thread(target=self._work, name=replay.backend.name, daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
-
-    def end(self) -> None:
-        """Tells that no line follows."""
-        self._end.set()
 
     def join(self, until: float, limit_s: float) -> None:
         """Waits until everything is sent, at most until ``until`` (time.monotonic())."""
@@ -87,7 +80,7 @@ class Follower:
 
     def _work(self) -> None:
         try:
-            while not self._end.wait(EVERY_S if self._replay.is_open else FIRST_EVERY_S):
+            while not self.end.wait(EVERY_S if self._replay.is_open else FIRST_EVERY_S):
                 self._replay.send_new()
                 self._report()
             self._replay.send_new()
@@ -95,10 +88,12 @@ class Follower:
             self._report()
         except BaseException as error:  # errors of clients derive from several bases, SystemExit among them
             shadowed = shadowing_file(error)
-            self.give_up(f"{type(error).__name__}: {error}" if shadowed is None else "; ".join(shadowed.split("\n  ")))
+            self.give_up(shadowed.replace("\n  ", "; ") if shadowed else f"{type(error).__name__}: {error}")
 
     def _report(self) -> None:
-        outcome = self._replay.backend.outcome() | ({} if self._problem is None else {"problem": self._problem})
+        outcome = self._replay.backend.outcome()
+        if self._problem is not None:
+            outcome["problem"] = self._problem
         if outcome != self._outcome and (self._replay.is_open or self._problem):
             self._outcome = outcome
             self._record(self._replay.backend.name, outcome)
@@ -120,8 +115,6 @@ def main(arguments: list[str]) -> None:
     events = tracking_events(run)
     orders: list[Order] = []
     followers = list(_followers(run, int(first_attempt), events, orders))
-    for follower in followers:
-        follower.start()
     orders.append(Order(**json.loads(sys.stdin.readline())))  # the kernel kills this process if the agent dies
     _end(followers, orders[0].seconds, before)
     events.close()
@@ -134,8 +127,9 @@ def _followers(run: RunDirectory, first_attempt: int, events: EventLog, orders: 
         events.of(max(first_attempt, read_or(run.newest_attempt, 0))).write("warning", message=message)
 
     def checkpoint() -> Path | None:
-        found = orders[0].checkpoint if orders else None
-        return None if found is None else Path(found)
+        if orders and orders[0].checkpoint is not None:
+            return Path(orders[0].checkpoint)
+        return None
 
     def record(name: str, outcome: Any) -> None:
         events.record(run, **{name: outcome})
@@ -158,7 +152,7 @@ def _end(followers: list[Follower], seconds: float, priority: int) -> None:
             os.setpriority(os.PRIO_PROCESS, int(thread.name), priority)
     until = time.monotonic() + seconds
     for follower in followers:
-        follower.end()
+        follower.end.set()
     for follower in followers:
         follower.join(until, seconds)
 

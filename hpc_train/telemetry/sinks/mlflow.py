@@ -12,9 +12,7 @@ from hpc_train.config.schema import MlflowConfig
 from hpc_train.config.values import check_answers, server_uri
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from hpc_train.telemetry.sinks.backend import HEAD, Line
-from hpc_train.telemetry.sinks.identity import Identity
-from hpc_train.telemetry.sinks.tracker import Position, Tracker
+from hpc_train.telemetry.sinks.tracker import HEAD, Identity, Line, Position, Tracker
 
 RUN_TAG, STEP_TAG, SWEEP_TAG = "hpc_train.run_id", "hpc_train.step", "hpc_train.sweep"
 BATCH_METRICS = 1000  # the server's limits for one request
@@ -67,13 +65,15 @@ class Mlflow(Tracker):
         return super().open()
 
     def connect(self, position: Position) -> Position:
+        from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(self.uri)
         run = find_or_create(self._client, self._experiment, self._identity)
         params = dict(flattened(self._identity.config))
-        missing = [(key, value) for key, value in params.items() if key not in run.data.params]  # they are immutable
-        self._log_params(run.info.run_id, missing)
+        missing = [Param(key, value) for key, value in params.items() if key not in run.data.params]  # immutable ones
+        for first in range(0, len(missing), BATCH_PARAMS):
+            self._client.log_batch(run.info.run_id, params=missing[first : first + BATCH_PARAMS])
         self._client.update_run(run.info.run_id, status="RUNNING")
         self._url = f"{self.uri.rstrip('/')}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
         return replace(position, step=int(run.data.tags.get(STEP_TAG, 0)), run=run.info.run_id)
@@ -103,13 +103,6 @@ class Mlflow(Tracker):
     def outcome(self) -> dict[str, Any]:
         return {"url": self._url}
 
-    def _log_params(self, run_id: str, params: Sequence[tuple[str, str]]) -> None:
-        from mlflow.entities import Param
-
-        for first in range(0, len(params), BATCH_PARAMS):
-            chunk = params[first : first + BATCH_PARAMS]
-            self._client.log_batch(run_id, params=[Param(key, value) for key, value in chunk])
-
 
 def check_installed() -> None:
     """Raises UserError if MLflow's client is not installed."""
@@ -123,12 +116,14 @@ def check_installed() -> None:
 
 def find_or_create(client: Any, experiment: str, identity: Identity) -> Any:
     """Returns the MLflow run with the id of the run in a tag; all jobs and ``sync`` use the same one."""
-    found = client.get_experiment_by_name(experiment)
-    experiment_id = client.create_experiment(experiment) if found is None else found.experiment_id
+    present = client.get_experiment_by_name(experiment)
+    experiment_id = client.create_experiment(experiment) if present is None else present.experiment_id
     same = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{identity.run_id}'", max_results=1)
     if same:
         return same[0]
-    tags = {RUN_TAG: identity.run_id} | ({} if identity.group is None else {SWEEP_TAG: identity.group})
+    tags = {RUN_TAG: identity.run_id}
+    if identity.group is not None:
+        tags[SWEEP_TAG] = identity.group
     return client.create_run(experiment_id, tags=tags, run_name=identity.name)
 
 

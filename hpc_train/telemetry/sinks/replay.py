@@ -1,6 +1,7 @@
 """Sends the metrics and texts of a run to a tracker from the files of its directory, after the run or while it trains.
 
 Of steps that were done twice, only the newest line is sent. A tracker continues where it stopped (see ``tracker.py``).
+A new tracker is a class and a line in ``BACKENDS``.
 """
 
 from __future__ import annotations
@@ -8,15 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from hpc_train.config.schema import Config
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import NewLines
-from hpc_train.telemetry.sinks.backend import Backend, Line
-from hpc_train.telemetry.sinks.tracker import Position, Tracker
+from hpc_train.telemetry.sinks.mlflow import Mlflow
+from hpc_train.telemetry.sinks.tensorboard import TensorBoard
+from hpc_train.telemetry.sinks.tracker import Identity, Line, Position, Tracker
+from hpc_train.telemetry.sinks.wandb import Wandb
 
-BATCH = 500  # most lines of one ``Backend.write``
+BATCH = 500  # most lines of one ``Tracker.write``
 
 
 class NewOfAttempts:
@@ -46,7 +51,7 @@ class Replay:
         last: the newest step that was read; 0 before the first.
     """
 
-    def __init__(self, run: RunDirectory, backend: Backend) -> None:
+    def __init__(self, run: RunDirectory, backend: Tracker) -> None:
         self.run = run
         self.backend = backend
         self.sent = 0
@@ -86,22 +91,23 @@ class Replay:
             self.backend.finish()
 
     def _send(self, lines: list[Line], advance: Callable[[int, int], None]) -> None:
-        lines = [line for line in lines if line["step"] > self._known()]
+        known = self._known()
+        lines = [line for line in lines if line["step"] > known]
         if not lines or not self._opened():
             return
-        size = BATCH if isinstance(self.backend, Tracker) else len(lines)  # a table is written anew as a whole
-        for first in range(0, len(lines), size):
-            self.backend.write(lines[first : first + size])
-            self.sent += len(lines[first : first + size])
-            advance(min(first + size, len(lines)), len(lines))
+        for first in range(0, len(lines), BATCH):
+            batch = lines[first : first + BATCH]
+            self.backend.write(batch)
+            self.sent += len(batch)
+            advance(first + len(batch), len(lines))
 
     def _send_texts(self) -> None:
         """Sends the new texts up to the last step of the metrics; a tracker takes the newest step for the last line."""
         self._read_texts += self._texts.read()
-        if not isinstance(self.backend, Tracker) or not self._read_texts:
+        if not self._read_texts:
             return
         if self._sent_texts is None:
-            self._sent_texts = self._position(self.backend).texts
+            self._sent_texts = self._position.texts
         due = list(takewhile(lambda text: text["step"] <= self.last, self._read_texts))[self._sent_texts :]
         if due and self._opened():
             self.backend.write_texts(due)
@@ -113,10 +119,58 @@ class Replay:
         return self.is_open
 
     def _known(self) -> int:
-        """Returns the step up to which lines need not be sent; 0 for a backend that replaces those of earlier steps."""
-        if not isinstance(self.backend, Tracker) or (self.is_open and self.backend.replaces):
+        """Returns the step up to which lines need not be sent; 0 for a tracker that replaces those of earlier steps."""
+        if self.is_open and self.backend.replaces:
             return 0
-        return self._position(self.backend).step
+        return self._position.step
 
-    def _position(self, tracker: Tracker) -> Position:
-        return tracker.position if self.is_open else Position.read(tracker.directory, tracker.name, tracker.where)
+    @property
+    def _position(self) -> Position:
+        tracker = self.backend
+        if self.is_open:
+            return tracker.position
+        return Position.read(tracker.directory, tracker.name, tracker.where)
+
+
+@dataclass(frozen=True)
+class Session:
+    """Describes to the backends which run is sent.
+
+    Attributes:
+        tell: called with each message for the user.
+        first_attempt: of the job that trains; None for ``sync``.
+        checkpoint: returns the directory of a checkpoint to upload at the end, if there is one.
+        output: where files about the run are written; None is the run directory.
+    """
+
+    config: Config
+    run: RunDirectory
+    tell: Callable[[str], object] = print
+    first_attempt: int | None = None
+    checkpoint: Callable[[], Path | None] = lambda: None
+    output: Path | None = None
+
+    @property
+    def live(self) -> bool:
+        return self.first_attempt is not None
+
+    @property
+    def identity(self) -> Identity:
+        return Identity.of(self.config, self.run, self.output)
+
+
+def _wandb(session: Session) -> Tracker:
+    settings = session.config.telemetry.wandb
+    return Wandb(settings, session.identity, session.tell, session.first_attempt, session.checkpoint)
+
+
+def _mlflow(session: Session) -> Tracker:
+    return Mlflow(session.config.telemetry.mlflow, session.identity, session.tell, session.live)
+
+
+# whether or not the config asks for them
+BACKENDS: dict[str, Callable[[Session], Tracker]] = {
+    Wandb.name: _wandb,
+    Mlflow.name: _mlflow,
+    TensorBoard.name: lambda session: TensorBoard(RunDirectory(session.identity.directory), session.live),
+}

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from hpc_train.telemetry.sinks.backend import HEAD, Line
-from hpc_train.telemetry.sinks.tracker import Position, Tracker
+from hpc_train.telemetry.sinks.tracker import HEAD, Line, Position, Tracker
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter

@@ -13,14 +13,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hpc_train.config.schema import Config
+from hpc_train.config.secrets import without_secrets
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.file_lock import STALE_S, Lock, LockHeld, LockOwner, acquire
 from hpc_train.run.files import patiently, write_json
 from hpc_train.run.rows import is_position
-from hpc_train.telemetry.sinks.backend import Backend, Line
 
 POLL_S = 1.0
+HEAD = ("step", "time", "attempt")  # keys that identify a line and are not plotted
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,10 @@ class Position:
     def read(cls, run: RunDirectory, name: str, where: str) -> Position:
         """Returns the position at ``where``; that of another server or project does not count."""
         path = _file(run, name)
-        found: Any = run.json(path) if path.exists() else None
-        if not is_position(found) or found["where"] != where:
+        record: Any = run.json(path) if path.exists() else None
+        if not is_position(record) or record["where"] != where:
             return cls(where)
-        return cls(where, found["step"], found["texts"], found.get("run"))
+        return cls(where, record["step"], record["texts"], record.get("run"))
 
     def write(self, run: RunDirectory, name: str) -> None:
         path = _file(run, name)
@@ -58,18 +61,24 @@ def _file(run: RunDirectory, name: str) -> Path:
     return run.path / "tracking" / f"{name}.json"
 
 
-class Tracker(Backend):
-    """A backend that continues where the run has stopped sending.
+class Tracker:
+    """The client of one tracker, which continues where the run has stopped sending.
+
+    One thread makes all calls, and each of them may block or raise any exception.
 
     Args:
         live: whether it serves the job that trains. It then waits for another process that sends the metrics of this
             run: the last job may have been killed on another machine, which shows only after ``STALE_S``.
 
     Attributes:
+        name: its key in ``telemetry`` and in ``run.json``.
+        label: its name in messages.
         replaces: whether the tracker can replace the values of steps that are done again.
         acknowledges: whether lines have arrived when ``send`` returns, else when ``disconnect`` returns.
     """
 
+    name: ClassVar[str]
+    label: ClassVar[str]
     replaces: ClassVar[bool] = False
     acknowledges: ClassVar[bool] = True
 
@@ -103,12 +112,34 @@ class Tracker(Backend):
     def disconnect(self) -> None:
         """Ends the connection after the last line."""
 
+    def outcome(self) -> dict[str, Any]:
+        """Returns what ``run.json`` records about it, such as the URL of the run."""
+        return {}
+
     def open(self) -> bool:
-        self._lock = self._acquired()
+        """Connects, when there is a first line. Returns whether lines are wanted.
+
+        Raises:
+            UserError: another process sends the metrics of this run.
+        """
+        until = time.monotonic() + (STALE_S + 30.0) * self.is_live
+        while self._lock is None:
+            try:
+                folder = self.directory.path / ".locks" / f"tracking-{self.name}"
+                self._lock = acquire(folder, LockOwner.of_this_process())
+            except LockHeld as held:
+                if time.monotonic() > until:
+                    raise UserError(
+                        f"{held.lock.owner()} already sends the metrics of {self.directory.path} to {self.label}",
+                        where="sync",
+                        fix="wait until it has ended",
+                    ) from None
+                time.sleep(POLL_S)
         self.position = self.connect(Position.read(self.directory, self.name, self.where))
         return True
 
     def write(self, lines: Sequence[Line]) -> None:
+        """Sends those of ``lines`` that the tracker does not have yet."""
         fresh: list[Line] = []
         for line in lines:
             last = fresh[-1]["step"] if fresh else self.position.step
@@ -120,12 +151,14 @@ class Tracker(Backend):
         self._pass_on(fresh)
 
     def write_texts(self, texts: Sequence[Line]) -> None:
+        """Sends texts of hooks (step, name, text)."""
         self._check_turn()
         for text in texts:
             self.text(text["step"], text["name"], text["text"])
         self._advance(texts=self.position.texts + len(texts))
 
     def finish(self) -> None:
+        """Sends what is buffered and disconnects. It is not called after an error."""
         self.disconnect()
         self.position.write(self.directory, self.name)
         self.abandon()
@@ -153,22 +186,43 @@ class Tracker(Backend):
                 raise RuntimeError("another process has begun to send the metrics of this run")
             self._lock.beat()
 
-    def _acquired(self) -> Lock:
-        """Acquires the lock.
 
-        Raises:
-            UserError: another process holds it.
-        """
-        until = time.monotonic() + (STALE_S + 30.0 if self.is_live else 0.0)
-        while True:
-            try:
-                folder = self.directory.path / ".locks" / f"tracking-{self.name}"
-                return acquire(folder, LockOwner.of_this_process())
-            except LockHeld as held:
-                if time.monotonic() > until:
-                    raise UserError(
-                        f"{held.lock.owner()} already sends the metrics of {self.directory.path} to {self.label}",
-                        where="sync",
-                        fix="wait until it has ended",
-                    ) from None
-            time.sleep(POLL_S)
+@dataclass(frozen=True)
+class Identity:
+    """Identifies a run on a tracker.
+
+    Attributes:
+        run_id: the same for all attempts.
+        group: the name of the sweep.
+        directory: where files about the run are written, which is the run directory unless another user owns it.
+        config: the config without secrets, and the code version.
+    """
+
+    run_id: str
+    name: str
+    group: str | None
+    directory: Path
+    config: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: Config, run: RunDirectory, directory: Path | None = None) -> Identity:
+        record = run.record()
+        about = {"code": record.get("code"), "versions": record.get("versions"), "run_directory": str(run.path)}
+        return cls(
+            run_id=record.get("run_id") or run.path.name,
+            name=name_of(run),
+            group=run.path.parent.name if _in_sweep(run) else None,
+            directory=directory or run.path,
+            config=without_secrets(config) | about,
+        )
+
+
+def name_of(run: RunDirectory) -> str:
+    """Returns the name of a run, with that of its sweep."""
+    if _in_sweep(run):
+        return f"{run.path.parent.name}/{run.path.name}"
+    return run.path.name
+
+
+def _in_sweep(run: RunDirectory) -> bool:
+    return (run.path.parent / "multirun.yaml").exists()

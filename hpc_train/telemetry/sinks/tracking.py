@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from hpc_train.config.schema import Config, TelemetryConfig
 from hpc_train.opening import open_to_append
@@ -34,12 +35,12 @@ MARGIN_S = 5.0  # for the process to tell which tracker did not finish
 
 def wanted(telemetry: TelemetryConfig) -> list[str]:
     """Returns the names of the trackers that the config asks for."""
-    asked = {
+    enabled = {
         "tensorboard": telemetry.tensorboard,
         "wandb": telemetry.wandb.mode != "disabled",
         "mlflow": telemetry.mlflow.uri is not None,
     }
-    return [name for name, is_asked in asked.items() if is_asked]
+    return [name for name, is_enabled in enabled.items() if is_enabled]
 
 
 def advice(run: RunDirectory, names: Sequence[str]) -> str:
@@ -71,9 +72,11 @@ class TrackingProcess:
             done: whether the training is done.
             checkpoint: the newest one, which is uploaded if the config asks for it and the training is done.
         """
-        is_uploaded = self._uploads and done and checkpoint is not None
-        limit_s = ARTIFACT_S if is_uploaded else FINISH_S if done else STOPPED_S
-        order = {"seconds": limit_s, "checkpoint": str(checkpoint) if is_uploaded else None}
+        limit_s = FINISH_S if done else STOPPED_S
+        order: dict[str, Any] = {"seconds": limit_s}
+        if self._uploads and done and checkpoint is not None:
+            limit_s = ARTIFACT_S
+            order = {"seconds": limit_s, "checkpoint": str(checkpoint)}
         self._ending = True
         with suppress(OSError):  # it has crashed
             assert self._process.stdin is not None

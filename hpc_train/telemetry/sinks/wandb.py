@@ -17,9 +17,7 @@ from hpc_train.config.schema import WandbConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.schedulers.slurm.variables import Receiver, withheld
-from hpc_train.telemetry.sinks.backend import Line
-from hpc_train.telemetry.sinks.identity import Identity
-from hpc_train.telemetry.sinks.tracker import Position, Tracker
+from hpc_train.telemetry.sinks.tracker import Identity, Line, Position, Tracker
 
 SERVICE = "https://api.wandb.ai"
 OFFLINE = "recording offline, send the metrics later with python -m hpc_train sync"
@@ -170,7 +168,8 @@ def _leave_sweep(tell: Callable[[str], object]) -> None:
 
     An agent also sets the id of the run and writes a file with its parameters. The id is that of the agent then.
     """
-    sweep, parameters = os.environ.get("WANDB_SWEEP_ID"), os.environ.get("WANDB_SWEEP_PARAM_PATH")
+    sweep = os.environ.get("WANDB_SWEEP_ID")
+    parameters = os.environ.get("WANDB_SWEEP_PARAM_PATH")
     run_id = os.environ.get("WANDB_RUN_ID")
     if sweep and run_id and parameters and Path(parameters).is_file():
         tell(f"W&B: the agent of the sweep {sweep} gives the run the id {run_id}")
@@ -186,20 +185,24 @@ def service() -> str:
     return os.environ.get("WANDB_BASE_URL") or SERVICE
 
 
-def resolve_mode(asked: str, tell: Callable[[str], object] = print) -> str:
+def resolve_mode(setting: str, tell: Callable[[str], object] = print) -> str:
     """Resolves ``auto`` to WANDB_MODE, else to online. Online needs a key and a service that responds, else it is
     offline, which is told unless there is no key and ``auto`` was asked. An unknown WANDB_MODE is told and not used.
     """
-    given = os.environ.get("WANDB_MODE", "")
-    chosen = OLDER.get(given, given) if asked == "auto" else asked
-    if asked == "auto" and chosen not in ("", *ACCEPTED):
-        tell(f"W&B: WANDB_MODE is {chosen!r}, which is not used; it may be {', '.join(ACCEPTED)}")
-    if chosen in ("offline", "disabled") or (asked == "auto" and chosen == "online"):
-        return chosen
+    mode = setting
+    if setting == "auto":
+        variable = os.environ.get("WANDB_MODE", "")
+        mode = OLDER.get(variable, variable)
+        if mode in ACCEPTED:
+            return mode
+        if mode:
+            tell(f"W&B: WANDB_MODE is {mode!r}, which is not used; it may be {', '.join(ACCEPTED)}")
+    if mode in ("offline", "disabled"):
+        return mode
     why = why_offline()
     if why is None:
         return "online"
-    if asked == "online" or _has_key(service()):
+    if setting == "online" or _has_key(service()):
         tell(f"W&B: {why}; {OFFLINE}")
     return "offline"
 
@@ -209,7 +212,13 @@ def why_offline() -> str | None:
     address = service()
     if not _has_key(address):
         return f"there is no API key for {address}; wandb login stores one"
-    return None if _answers(address) else f"{address} did not respond within {ANSWER_S:g} s"
+    try:
+        urllib.request.urlopen(f"{address.rstrip('/')}/healthz", timeout=ANSWER_S).close()
+    except urllib.error.HTTPError:
+        return None  # any HTTP status is a response
+    except OSError:
+        return f"{address} did not respond within {ANSWER_S:g} s"
+    return None
 
 
 def _has_key(service: str) -> bool:
@@ -219,13 +228,3 @@ def _has_key(service: str) -> bool:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(service).hostname or "") is not None
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def _answers(service: str) -> bool:
-    try:
-        urllib.request.urlopen(f"{service.rstrip('/')}/healthz", timeout=ANSWER_S).close()
-    except urllib.error.HTTPError:
-        return True  # any HTTP status is a response
-    except OSError:
-        return False
-    return True
