@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -131,15 +131,35 @@ def _freeze(
             fix="set run.root to a writable directory",
         ) from error
     _check_access(run, source, trust_owner)  # another user may have made the directory meanwhile
-    with _exclusive_freeze(run):
+    with exclusive(run.path / ".locks" / "freeze"):  # two commands with one run.name must not both find the run free
         _check_can_freeze(config, run, source)
-        facts = _facts(run.record(), source, claim, code, _own_code(config))
-        facts["overrides"] = [shown_override(override) for override in overrides]
         if plan is not None:
             write_text(run.plan, plan, file_mode(config))
+        record = run.record()
+        facts: dict[str, Any] = {
+            "run_id": record.get("run_id") or secrets.token_hex(4),
+            "created": record.get("created") or time.time(),
+            "code": project_version(code, Path.cwd()),
+            "snapshot": None if code is None else asdict(code),
+            "versions": environment_versions(),
+            "claimed_by": this_process() if claim else {},
+            "stop_requested": 0.0,
+            "submissions": record.get("submissions", []),
+            # custom code, which runs instead of the trainer
+            "own_code": next((name for name in ("entry", "command") if getattr(config.run, name) is not None), None),
+            "overrides": [shown_override(override) for override in overrides],
+        }
+        if source is not None:
+            facts |= {"forked_from": str(source.path), PUBLISHED: published(source)}
         _write(config, run, facts)
-        if config.run.group is not None:
-            _share_with_group(config.run.group, Path(config.run.root), run, code)
+        if config.run.group is not None:  # gets the run, the code, and the directories between them and run.root
+            if code is not None:
+                share(Path(code.snapshot).parent, config.run.group)
+            share(run.path, config.run.group)
+            for parent in run.path.parents:
+                if parent == Path(config.run.root) or not parent.is_relative_to(config.run.root):
+                    break
+                share_one(parent, config.run.group)
 
 
 def check_freeze(config: Config, run: RunDirectory, trust_owner: bool = False) -> bool:
@@ -154,26 +174,20 @@ def check_freeze(config: Config, run: RunDirectory, trust_owner: bool = False) -
         group_id(config.run.group)
     if is_present(run.path):
         _check_can_freeze(unforked, run, source)
-    if not is_present(run.config):
-        _refuse_inside_a_run(run)
+    above = RunDirectory(run.path.parent)
+    if not is_present(run.config) and is_present(above.config) and is_present(above.path / RECORD):
+        raise UserError(  # as for a job of a sweep
+            f"{above.path} is a run, so {run.path} cannot be created inside it",
+            where="run.name",
+            fix="another run.name, which neither is a run nor lies inside one",
+        )
     return is_foreign
 
 
 def _check_access(run: RunDirectory, source: RunDirectory | None, trust_owner: bool) -> bool:
     """Checks the owners of a run in which the caller trains, and of the run whose weights it starts from."""
-    found = [open_run(each, "train", trust_owner) for each in (run, source) if each is not None]
-    return any(found)
-
-
-def _refuse_inside_a_run(run: RunDirectory) -> None:
-    """Raises UserError if ``run`` is new and lies in the directory of another run, as the jobs of a sweep may."""
-    above = RunDirectory(run.path.parent)
-    if is_present(above.config) and is_present(above.path / "run.json"):
-        raise UserError(
-            f"{above.path} is a run, so {run.path} cannot be created inside it",
-            where="run.name",
-            fix="another run.name, which neither is a run nor lies inside one",
-        )
+    is_foreign = open_run(run, "train", trust_owner)
+    return (source is not None and open_run(source, "train", trust_owner)) or is_foreign
 
 
 def load(run: RunDirectory) -> Config:
@@ -199,7 +213,9 @@ def load(run: RunDirectory) -> Config:
     data = _unchanged(run)
     try:
         values = parsed_config(data.decode())
-        node = OmegaConf.create(escaped(without_removed(values, run.record()) if isinstance(values, dict) else values))
+        if isinstance(values, dict):
+            values = without_removed(values, run.record())
+        node = OmegaConf.create(escaped(values))
     except (ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise _damaged(run, f"{run.config} cannot be read: {error}") from error
     if not isinstance(node, DictConfig) or not node:
@@ -207,11 +223,11 @@ def load(run: RunDirectory) -> Config:
     try:
         return converted(node)
     except (UserError, OmegaConfBaseException) as error:
-        found = translate(error)
-        if found is None or not found.what.endswith("is not a config key"):
+        refusal = translate(error)
+        if refusal is None or not refusal.what.endswith("is not a config key"):
             raise
         raise UserError(
-            f"{run.config} was frozen by another version of hpc_train: here {found.what}",
+            f"{run.config} was frozen by another version of hpc_train: here {refusal.what}",
             where=str(run.path),
             fix="use the version that froze it, or start a new run with another run.name",
         ) from error
@@ -271,20 +287,13 @@ def _resolve_fork(config: Config, run: RunDirectory) -> tuple[Config, RunDirecto
     return replace(config, run=replace(config.run, name=config.run.fork, fork=None)), source
 
 
-@contextmanager
-def _exclusive_freeze(run: RunDirectory) -> Iterator[None]:
-    """Allows one freeze at a time: two commands with one run.name must not both find the run free."""
-    with exclusive(run.path / ".locks" / "freeze"):
-        yield
-
-
 def claim_run(run: RunDirectory) -> None:
     """Records that this process will work on the frozen ``run``; while it lives, no other process may.
 
     Raises:
         UserError: the run is live, perhaps because another command has claimed it a moment ago.
     """
-    with _exclusive_freeze(run):
+    with exclusive(run.path / ".locks" / "freeze"):
         refuse_live(run)
         run.update_record(claimed_by=this_process(), stop_requested=0.0)
 
@@ -322,19 +331,9 @@ def has_begun(run: RunDirectory) -> bool:
 
     Otherwise a first start that was refused may be corrected under the same name.
     """
-    saved = is_present(run.checkpoints) and run.checkpoints.is_dir() and any(run.checkpoints.iterdir())
-    return saved or any(True for _ in run.read_all_metrics())
-
-
-def _share_with_group(group: str, root: Path, run: RunDirectory, code: FrozenCode | None) -> None:
-    """Gives the group the run, the copy of the code, and the directories between them and ``run.root``."""
-    if code is not None:
-        share(Path(code.snapshot).parent, group)
-    share(run.path, group)
-    for parent in run.path.parents:
-        if parent == root or not parent.is_relative_to(root):
-            break
-        share_one(parent, group)
+    if is_present(run.checkpoints) and run.checkpoints.is_dir() and any(run.checkpoints.iterdir()):
+        return True
+    return next(run.read_all_metrics(), None) is not None
 
 
 def _write(config: Config, run: RunDirectory, record: dict[str, Any]) -> None:
@@ -345,52 +344,25 @@ def _write(config: Config, run: RunDirectory, record: dict[str, Any]) -> None:
     """
     text = text_of(config)
     after = _hash(text.encode())
-    present = is_present(run.config)
-    before = config_hash(run) if present else after
+    if not is_present(run.config):
+        run.update_record(**record, config_hash=after, next_config_hash=None)
+        write_text(run.config, text, file_mode(config))
+        return
+    before = config_hash(run)
     if before != after:
-        _keep_previous(config, run)
+        different = changes(flat(load(run)), flat(config))
+        if not has_begun(run):
+            (run.path / PIPELINE_SPLIT).unlink(missing_ok=True)  # that of another model
+        number = len(list(run.path.glob("config-*.yaml")))
+        shutil.copy(run.config, run.path / f"config-{number:03d}.yaml")
+        # The file name holds host and pid, so that two submitters never append to one file. The event belongs to the
+        # attempt that follows: as one of the last attempt, it would prolong that one until now.
+        EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", run.newest_attempt() + 1).write(
+            "warning", message="continues with changed settings: " + "; ".join(different)
+        )
         run.update_record(config_hash=before, next_config_hash=after)
         write_text(run.config, text, file_mode(config))
     run.update_record(**record, config_hash=after, next_config_hash=None)
-    if not present:
-        write_text(run.config, text, file_mode(config))
-
-
-def _keep_previous(config: Config, run: RunDirectory) -> None:
-    """Keeps the config that another one replaces, and reports what differs."""
-    number = len(list(run.path.glob("config-*.yaml")))
-    different = changes(flat(load(run)), flat(config))
-    if not has_begun(run):
-        (run.path / PIPELINE_SPLIT).unlink(missing_ok=True)  # that of another model
-    shutil.copy(run.config, run.path / f"config-{number:03d}.yaml")
-    # The file name holds host and pid, so that two submitters never append to one file. The event belongs to the
-    # attempt that follows: as one of the last attempt, it would prolong that one until now.
-    EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", run.newest_attempt() + 1).write(
-        "warning", message="continues with changed settings: " + "; ".join(different)
-    )
-
-
-def _facts(
-    record: dict[str, Any], source: RunDirectory | None, claim: bool, code: FrozenCode | None, own_code: str | None
-) -> dict[str, Any]:
-    """Returns what a freeze adds to the ``record`` of the run, besides the hash of the config."""
-    fields: dict[str, Any] = {
-        "run_id": record.get("run_id") or secrets.token_hex(4),
-        "created": record.get("created") or time.time(),
-        "code": project_version(code, Path.cwd()),
-        "snapshot": None if code is None else asdict(code),
-        "versions": environment_versions(),
-        "claimed_by": this_process() if claim else {},
-        "stop_requested": 0.0,
-        "submissions": record.get("submissions", []),
-        "own_code": own_code,
-    }
-    return fields if source is None else fields | {"forked_from": str(source.path), PUBLISHED: published(source)}
-
-
-def _own_code(config: Config) -> str | None:
-    """Returns the key of ``run`` that names custom code, which runs instead of the trainer."""
-    return next((name for name in ("entry", "command") if getattr(config.run, name) is not None), None)
 
 
 def config_hash(run: RunDirectory) -> str:
@@ -400,6 +372,9 @@ def config_hash(run: RunDirectory) -> str:
 
 def _hash(config: bytes) -> str:
     return hashlib.sha256(config).hexdigest()
+
+
+_FORM: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": 120}
 
 
 def text_of(config: Config) -> str:
@@ -412,18 +387,14 @@ def _yaml(group: bytes) -> str:
     """Returns a pickled group as YAML. Most runs of a sweep share most groups, and most keys of the other groups."""
     ((name, values),) = pickle.loads(group).items()
     if not isinstance(values, dict) or not values:
-        return _dumped({name: values})
+        return yaml.safe_dump({name: values}, **_FORM)
     return f"{name}:\n" + "".join(_yaml_of_key(pickle.dumps(item)) for item in values.items())
 
 
 @lru_cache(maxsize=4096)
 def _yaml_of_key(item: bytes) -> str:
     key, value = pickle.loads(item)
-    return _dumped({"group": {key: value}}).partition("\n")[2]
-
-
-def _dumped(value: Any) -> str:
-    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.safe_dump({"group": {key: value}}, **_FORM).partition("\n")[2]
 
 
 PACKAGES = ("hpc_train", "torch", "hydra-core", "omegaconf", "submitit", "numpy", "wandb")
@@ -435,9 +406,9 @@ def project_version(code: FrozenCode | None, directory: Path) -> dict[str, Any]:
     The project is the work tree that ``code`` was copied from, or without a copy the one that holds ``directory``. All
     three are None outside of git.
     """
-    if code is not None:
-        return {"commit": code.commit, "dirty": code.diff is not None, "work_tree": code.work_tree}
-    return _version_of_tree(directory)
+    if code is None:
+        return _version_of_tree(directory)
+    return {"commit": code.commit, "dirty": code.diff is not None, "work_tree": code.work_tree}
 
 
 @cache
@@ -460,17 +431,15 @@ def environment_versions() -> dict[str, str]:
 
     If hpc_train runs from a git checkout, its version ends with the commit, as in ``0.1.0+35e5daae``.
     """
-    found = {"python": platform.python_version(), "system": platform.platform()}
+    versions = {"python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / ".git").exists():
         commit = _version_of_tree(checkout)["commit"]
-        found["hpc_train"] = f"{__version__}+{commit[:8]}" if commit else __version__
-    return found
+        versions["hpc_train"] = f"{__version__}+{commit[:8]}" if commit else __version__
+    return versions
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -20,16 +20,17 @@ import re
 import secrets
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from hpc_train.config.extensions import is_extension
 from hpc_train.config.schema import Config
@@ -73,89 +74,72 @@ def snapshot_code(configs: Sequence[Config], own: Path, directory: Path | None =
     if root is None:
         return None
     listed = _listed_code(root, config, own)
-    targets = _own_targets(configs)
-    names = _without_secrets(listed)
-    if not _uses_own_tests(configs, targets):
-        names = _without_own_tests(root, names)
+    names = {name: size for name, size in listed.items() if not is_secret_file(name)}
+    targets = _user_targets(configs)
+    words = [word for config in configs for word in command_words(config)]
+    if {re.split(r"[.:/]", word)[0] for word in (*targets, *words)}.isdisjoint(OF_DEVELOPERS):
+        names = _without_tests_of_hpc_train(root, names)
     _check_size(root, names)
     for target in targets:
         _check_target(target, root, names)
-    for each in configs:
-        _check_files(command_words(each), here, root, names)
+    for word in words:  # Python files that run.command names
+        path = Path(os.path.realpath(here / word))
+        inside = word.endswith(".py") and path.is_file() and path.is_relative_to(root)
+        if inside and str(path.relative_to(root)) not in names:
+            raise _ignored(str(path), "run.command")
+
     entries = _entries(root, names)
     digest = _digest(entries)
     content = content_digest(
         (name, entry.mode, entry.content) for name, entry in entries.items() if not stat.S_ISDIR(entry.mode)
     )
-    shared = _shared_copies(config)
-    into = shared or own
-    if shared is None:
-        _make_private(own, config.run.group)
-    snapshot = into / digest
+    shared = None
+    if config.run.snapshot != OWN_COPY and config.run.group is None:
+        shared = shared_copies(Path(config.run.root).expanduser().absolute())
+    if shared is None:  # only its owner can enter it, until freeze gives it to run.group
+        own.parent.mkdir(parents=True, exist_ok=True)
+        own.mkdir(mode=0o700, exist_ok=True)
+        if config.run.group is None and own.stat().st_uid == os.geteuid():
+            own.chmod(0o700)  # that of an earlier version
+    folder = shared or own
+    snapshot = folder / digest
     if not use_copy(snapshot, content):
         _write(entries, snapshot)
         if shared is not None:
             remove_unnamed(shared)
-    commit = _git(root, "rev-parse", "--verify", "HEAD").strip() or None
-    changed = _changed(root) if commit else []
-    diff = _write_diff(root, changed, into / f"{digest}-{(commit or '')[:12]}.patch")
-    if secrets := sorted({*filter(is_secret_file, listed), *filter(is_secret_file, changed)}):
-        print(_secrets_note(secrets), file=sys.stderr)
-    code = FrozenCode(str(root), str(snapshot), (), commit, diff, content)
-    copies = [code.copied_path(path) for path in _import_paths(here, root)]
-    return replace(code, paths=tuple(dict.fromkeys(str(copy) for copy in copies if copy is not None)))
+
+    commit = _git(root, "rev-parse", "--verify", "HEAD").strip()
+    changed: list[str] = []  # also those removed from the work tree or from git's index
+    if commit:
+        changed += filter(None, _git(root, "diff", "--name-only", "--no-renames", "-z", "HEAD").split("\0"))
+    diff = _write_diff(root, changed, folder / f"{digest}-{commit[:12]}.patch")
+    if hidden := sorted({*filter(is_secret_file, listed), *filter(is_secret_file, changed)}):
+        print(_secrets_note(hidden), file=sys.stderr)
+    code = FrozenCode(str(root), str(snapshot), (), commit or None, diff, content)
+    # the directories in the work tree from which this process imports, the current one first
+    search_path = [here, *(Path(os.path.realpath(entry or here)) for entry in sys.path), root]
+    inside = [path for path in search_path if path.is_relative_to(root) and path.is_dir()]
+    copies = [copy for path in inside if (copy := code.copied_path(path)) is not None]
+    return replace(code, paths=tuple(dict.fromkeys(map(str, copies))))
 
 
 def _listed_code(root: Path, config: Config, into: Path) -> dict[str, int]:
     """Returns the files of a work tree with their sizes, sorted, without bytecode, runs and the copies in ``into``."""
     runs = tuple(f"{os.path.realpath(path)}/" for path in (config.run.root, into))
-    found = ((name, size) for name, size in _listed(str(root)) if not f"{root}/{name}/".startswith(runs))
-    return dict(sorted((name, size) for name, size in found if f"/{CACHE}/" not in f"/{name}"))
+    files = ((name, size) for name, size in _listed(str(root)) if not f"{root}/{name}/".startswith(runs))
+    return dict(sorted((name, size) for name, size in files if f"/{CACHE}/" not in f"/{name}"))
 
 
-def _without_secrets(listed: Mapping[str, int]) -> dict[str, int]:
-    return {name: size for name, size in listed.items() if not is_secret_file(name)}
-
-
-def _shared_copies(config: Config) -> Path | None:
-    """Returns the directory of the copies that all runs of the run root share; None if the run has its own copy."""
-    if config.run.snapshot == OWN_COPY or config.run.group is not None:
-        return None
-    root = Path(config.run.root).expanduser().absolute()
-    found = shared_copies(root)
-    if found is None:
-        print(
-            f"note: {root / SHARED} cannot be used, or belongs to another user who could replace what is in it; the "
-            "code is copied into the run directory",
-            file=sys.stderr,
-        )
-    return found
-
-
-def _uses_own_tests(configs: Sequence[Config], targets: Collection[str]) -> bool:
-    """Returns whether the runs import or call something of the tests or docs of hpc_train."""
-    words = {re.split(r"[.:/]", word)[0] for word in (*targets, *(w for each in configs for w in command_words(each)))}
-    return not words.isdisjoint(OF_DEVELOPERS)
-
-
-def _without_own_tests(root: Path, names: dict[str, int]) -> dict[str, int]:
+def _without_tests_of_hpc_train(root: Path, names: dict[str, int]) -> dict[str, int]:
     """Returns the files of a work tree; without tests and docs if it is that of hpc_train, whose jobs need none."""
     if root != Path(__file__).resolve().parents[2]:
         return names
     return {name: size for name, size in names.items() if name.partition("/")[0] not in OF_DEVELOPERS}
 
 
-def _make_private(directory: Path, group: str | None) -> None:
-    """Creates the directory of the copies, which only its owner can enter; ``freeze`` gives it to ``run.group``."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    directory.mkdir(mode=0o700, exist_ok=True)
-    if group is None and directory.stat().st_uid == os.geteuid():
-        directory.chmod(0o700)  # that of an earlier version
-
-
 def _work_tree(directory: Path) -> Path | None:
-    found = _git(directory, "rev-parse", "--show-toplevel").strip()
-    return Path(os.path.realpath(found)) if found else None
+    root = _git(directory, "rev-parse", "--show-toplevel").strip()
+    return Path(os.path.realpath(root)) if root else None
 
 
 def _listed(root: str) -> Iterator[tuple[str, int]]:
@@ -170,13 +154,13 @@ def _listed(root: str) -> Iterator[tuple[str, int]]:
     for name in _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0"):
         path = f"{root}/{name}".rstrip("/")
         try:
-            found = os.lstat(path)
+            status = os.lstat(path)
         except OSError:
             continue  # tracked but deleted
         if not name or is_below_link(path.rpartition("/")[0]):
             continue  # its directory was replaced by a link, which is listed itself
-        if not stat.S_ISDIR(found.st_mode):
-            yield name, found.st_size
+        if not stat.S_ISDIR(status.st_mode):
+            yield name, status.st_size
         elif os.path.lexists(f"{path}/.git"):
             yield from ((f"{name.rstrip('/')}/{inner}", size) for inner, size in _listed(path))
 
@@ -185,12 +169,10 @@ def _check_size(root: Path, sizes: Mapping[str, int]) -> None:
     total = sum(sizes.values())
     if total <= LIMIT_BYTES:
         return
-    groups: dict[str, int] = {}
+    groups: Counter[str] = Counter()  # by large files and directories of small ones
     for name, size in sizes.items():
-        head = name if size > LIMIT_BYTES // 10 else "/".join(name.split("/")[:-1]) + "/"
-        groups[head] = groups.get(head, 0) + size
-    largest = sorted(groups.items(), key=lambda item: -item[1])[:LISTED]
-    listed = ", ".join(f"{name} ({format_bytes(size)})" for name, size in largest)
+        groups[name if size > LIMIT_BYTES // 10 else f"{name.rpartition('/')[0]}/"] += size
+    listed = ", ".join(f"{name} ({format_bytes(size)})" for name, size in groups.most_common(LISTED))
     raise UserError(
         f"the snapshot of {root} would have {format_bytes(total)}, and the limit is {format_bytes(LIMIT_BYTES)}; "
         f"the largest entries are {listed}",
@@ -224,23 +206,22 @@ def _entries(root: Path, names: Iterable[str]) -> dict[str, Entry]:
         while parent and parent not in directories:
             directories.add(parent)
             parent = parent.rpartition("/")[0]
-    found = {name: Entry(os.lstat(f"{root}/{name}").st_mode) for name in sorted(directories)}
-    return found | {name: _entry(f"{root}/{name}", _runs_in_jobs(name)) for name in names}
-
-
-def _entry(path: str, compiled: bool) -> Entry:
-    mode = os.lstat(path).st_mode
-    if stat.S_ISLNK(mode):
-        return Entry(mode, os.fsencode(Path(path).readlink()))
-    with os.fdopen(os.open(path, os.O_RDONLY), "rb") as file:
-        content, found = file.read(), os.fstat(file.fileno())
-    return Entry(mode, content, found.st_mtime_ns, _bytecode(path, found) if compiled else None)
-
-
-def _runs_in_jobs(file: str) -> bool:
-    """Returns whether ``file`` is Python code that jobs may import, which tests of a project are not."""
-    *folders, name = file.split("/")
-    return name.endswith(".py") and not name.startswith("test_") and "tests" not in folders
+    entries = {name: Entry(os.lstat(f"{root}/{name}").st_mode) for name in sorted(directories)}
+    for name in names:
+        path = f"{root}/{name}"
+        mode = os.lstat(path).st_mode
+        if stat.S_ISLNK(mode):
+            entries[name] = Entry(mode, os.fsencode(Path(path).readlink()))
+            continue
+        with os.fdopen(os.open(path, os.O_RDONLY), "rb") as file:
+            content = file.read()
+            status = os.fstat(file.fileno())
+        bytecode = None
+        *folders, last = name.split("/")
+        if last.endswith(".py") and not last.startswith("test_") and "tests" not in folders:  # jobs may import it
+            bytecode = _bytecode(path, status)
+        entries[name] = Entry(mode, content, status.st_mtime_ns, bytecode)
+    return entries
 
 
 def _bytecode(path: str, source: os.stat_result) -> bytes | None:
@@ -250,17 +231,16 @@ def _bytecode(path: str, source: os.stat_result) -> bytes | None:
     except (OSError, NotImplementedError):  # an interpreter may keep none
         return None
     flags = 0  # it is compared by time and not by hash
-    numbers = (flags, int(source.st_mtime), source.st_size)
-    head = importlib.util.MAGIC_NUMBER + b"".join((each & 0xFFFFFFFF).to_bytes(4, "little") for each in numbers)
-    return cached if cached.startswith(head) else None
+    numbers = struct.pack("<3I", flags, int(source.st_mtime) & 0xFFFFFFFF, source.st_size & 0xFFFFFFFF)
+    return cached if cached.startswith(importlib.util.MAGIC_NUMBER + numbers) else None
 
 
 def _digest(entries: Mapping[str, Entry]) -> str:
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, entry in entries.items():
         content = hashlib.sha256(entry.content).hexdigest()
-        whole.update(f"{entry.mode:o} {content} {name}\0".encode("utf-8", "surrogateescape"))
-    return whole.hexdigest()[:NAME_LENGTH]
+        digest.update(f"{entry.mode:o} {content} {name}\0".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:NAME_LENGTH]
 
 
 def _write(entries: Mapping[str, Entry], snapshot: Path) -> None:
@@ -282,15 +262,14 @@ def _write(entries: Mapping[str, Entry], snapshot: Path) -> None:
 
 def _write_files(files: Sequence[tuple[str, Entry]]) -> None:
     """Writes files and links, several at a time if the file system is a remote one: then the first ones mostly wait."""
-    began, cpu = time.perf_counter(), time.thread_time()
-    for each in files[:SAMPLE]:
-        _write_file(each)
-    if time.perf_counter() - began > 5 * (time.thread_time() - cpu):
-        for _ in concurrently(_write_file, files[SAMPLE:]):
-            pass
-        return
-    for each in files[SAMPLE:]:  # threads would only wait for each other
-        _write_file(each)
+    began = time.perf_counter()
+    cpu = time.thread_time()
+    for file in files[:SAMPLE]:
+        _write_file(file)
+    waits = time.perf_counter() - began > 5 * (time.thread_time() - cpu)
+    write = concurrently if waits else map  # threads would only wait for each other on a local one
+    for _ in write(_write_file, files[SAMPLE:]):
+        pass
 
 
 def _write_file(file: tuple[str, Entry]) -> None:
@@ -317,16 +296,10 @@ def _write_new(path: str, permissions: int, content: bytes) -> None:
         file.write(content)
 
 
-def _changed(root: Path) -> list[str]:
-    """Returns the files that differ from the commit, including those removed from the work tree or from git's index."""
-    return list(filter(None, _git(root, "diff", "--name-only", "--no-renames", "-z", "HEAD").split("\0")))
-
-
 def _write_diff(root: Path, changed: Sequence[str], path: Path) -> str | None:
     """Writes the diff to the commit; ``changed`` names all files that differ, and those with secrets are left out."""
     without = [f":(top,exclude,literal){name}" for name in changed if is_secret_file(name)]
-    text = _git(root, "diff", "--binary", "--no-renames", "HEAD", "--", ".", *without) if changed else ""
-    if not text:
+    if not changed or not (text := _git(root, "diff", "--binary", "--no-renames", "HEAD", "--", ".", *without)):
         return None
     path.touch(mode=0o600)  # it may contain lines of files that only their owner may read
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
@@ -334,25 +307,20 @@ def _write_diff(root: Path, changed: Sequence[str], path: Path) -> str | None:
 
 
 def _secrets_note(secrets: Sequence[str]) -> str:
-    more = f" and {len(secrets) - LISTED} more" if len(secrets) > LISTED else ""
+    names = ", ".join(secrets[:LISTED])
+    if len(secrets) > LISTED:
+        names += f" and {len(secrets) - LISTED} more"
     return (
-        "note: files whose names indicate secrets are left out of the code snapshot: "
-        f"{', '.join(secrets[:LISTED])}{more}. Workers inherit the environment of the submission; "
-        "run.snapshot=false starts them from the work tree itself"
+        f"note: files whose names indicate secrets are left out of the code snapshot: {names}. Workers inherit the "
+        "environment of the submission; run.snapshot=false starts them from the work tree itself"
     )
-
-
-def _import_paths(here: Path, root: Path) -> list[Path]:
-    """Returns the directories inside the work tree from which this process imports, the current directory first."""
-    found = [here, *(Path(os.path.realpath(entry or here)) for entry in sys.path), root]
-    return [path for path in found if path.is_relative_to(root) and path.is_dir()]
 
 
 def unfrozen_note(configs: Sequence[Config]) -> str | None:
     """Returns a line for the user whose modules in the current directory no snapshot keeps; None without such."""
     here = Path(os.path.realpath(Path.cwd()))
-    own = sorted({re.split(r"[.:]", target)[0] for target in _own_targets(configs)})
-    local = [name for name in own if (here / f"{name}.py").is_file() or (here / name).is_dir()]
+    modules = sorted({re.split(r"[.:]", target)[0] for target in _user_targets(configs)})
+    local = [name for name in modules if (here / f"{name}.py").is_file() or (here / name).is_dir()]
     if not local or not configs[0].run.snapshot or _work_tree(here) is not None:
         return None
     return (
@@ -361,22 +329,20 @@ def unfrozen_note(configs: Sequence[Config]) -> str | None:
     )
 
 
-def _own_targets(configs: Sequence[Config]) -> set[str]:
+def _user_targets(configs: Sequence[Config]) -> set[str]:
     """Returns all import paths of a user's code in ``configs``."""
-    owners = [owner for each in configs for owner in (each.model, each.data)]
-    rows = [name for each in configs for name in (each.strategy.schedule, each.strategy.data_parallel) if ":" in name]
-    own = [path for each in configs for path in own_code(each.optim)]
-    own += [each._target_ for config in configs for each in (*config.metrics.values(), *config.hooks.values())]
-    own += [each.run.entry for each in configs if each.run.entry is not None]
-    own += [owner.kind.partition(":")[0] for owner in owners if is_extension(owner.kind)]
-    return {*rows, *own, *(name for owner in owners for name in _own_names(owner))}
-
-
-def _own_names(owner: Any) -> list[str]:
-    """Returns the import paths of a user's classes and functions in the config of a model or of data."""
-    sources = getattr(owner, "sources", {}).values()
-    found = [getattr(owner, name, None) for name in ("_target_", "collate")]
-    return [name for name in (*found, *(source.get("_target_") for source in sources)) if name is not None]
+    targets: set[str | None] = set()
+    for config in configs:
+        targets.add(config.run.entry)
+        targets.update(name for name in (config.strategy.schedule, config.strategy.data_parallel) if ":" in name)
+        targets.update(own_code(config.optim))
+        targets.update(item._target_ for item in (*config.metrics.values(), *config.hooks.values()))
+        for group in (config.model, config.data):
+            if is_extension(group.kind):
+                targets.add(group.kind.partition(":")[0])
+            targets.update(getattr(group, name, None) for name in ("_target_", "collate"))
+            targets.update(source.get("_target_") for source in getattr(group, "sources", {}).values())
+    return {target for target in targets if target is not None}
 
 
 def _check_target(target: str, root: Path, names: Collection[str]) -> None:
@@ -391,15 +357,6 @@ def _check_target(target: str, root: Path, names: Collection[str]) -> None:
     inside = str(Path(origin).relative_to(root))
     if not any(name == inside or name.startswith(f"{inside}/") for name in names):
         raise _ignored(origin, "_target_")
-
-
-def _check_files(words: Iterable[str], here: Path, root: Path, names: Collection[str]) -> None:
-    """Raises UserError if a Python file that ``run.command`` names would be missing from the snapshot."""
-    for word in words:
-        path = Path(os.path.realpath(here / word))
-        inside = word.endswith(".py") and path.is_file() and path.is_relative_to(root)
-        if inside and str(path.relative_to(root)) not in names:
-            raise _ignored(str(path), "run.command")
 
 
 def _ignored(path: str, where: str) -> UserError:
@@ -422,9 +379,10 @@ def _git(directory: Path | str, *arguments: str) -> str:
 def has_changed(code: FrozenCode, config: Config) -> bool:
     """Returns whether the work tree differs from the frozen code, whose run has ``config``."""
     root, snapshot = Path(code.work_tree), Path(code.snapshot)
-    names = _without_secrets(_listed_code(root, config, snapshot.parent))
+    listed = _listed_code(root, config, snapshot.parent)
+    names = {name: size for name, size in listed.items() if not is_secret_file(name)}
     if not any((snapshot / name).exists() for name in OF_DEVELOPERS):
-        names = _without_own_tests(root, names)
+        names = _without_tests_of_hpc_train(root, names)
     try:
         _check_size(root, names)
     except UserError:  # the frozen code did not exceed the limit
@@ -442,7 +400,7 @@ def shared_copies(root: Path) -> Path | None:
     """Returns the directory of the caller's copies below a run root, which this creates.
 
     Returns:
-        None if another user could replace it, or it cannot be created.
+        None, after a note on standard error, if another user could replace it, or it cannot be created.
     """
     above = root / SHARED
     try:
@@ -451,13 +409,19 @@ def shared_copies(root: Path) -> Path | None:
             above.mkdir(mode=0o700)
             above.chmod(stat.S_ISVTX | root.stat().st_mode & 0o777)  # users of the root add their own directories
         status = above.lstat()
-        if not stat.S_ISDIR(status.st_mode) or not (is_own(above) or status.st_uid in (0, root.stat().st_uid)):
-            return None
+        trusted = stat.S_ISDIR(status.st_mode) and (is_own(above) or status.st_uid in (0, root.stat().st_uid))
         is_open = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
-        own = above / str(os.geteuid())
-        return None if is_open or not make_private(own) else own
+        copies = above / str(os.geteuid())
+        if trusted and not is_open and make_private(copies):
+            return copies
     except OSError:
-        return None
+        pass
+    print(
+        f"note: {above} cannot be used, or belongs to another user who could replace what is in it; the code is copied "
+        "into the run directory",
+        file=sys.stderr,
+    )
+    return None
 
 
 def content_digest(files: Iterable[tuple[str, int, bytes]]) -> str:
@@ -466,12 +430,14 @@ def content_digest(files: Iterable[tuple[str, int, bytes]]) -> str:
     Args:
         files: their names in the copy, modes and contents; the content of a link is its target.
     """
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, mode, content in sorted(files):
-        kind = "link" if stat.S_ISLNK(mode) else "program" if mode & stat.S_IXUSR else "file"
+        kind = "program" if mode & stat.S_IXUSR else "file"
+        if stat.S_ISLNK(mode):
+            kind = "link"
         line = f"{kind} {hashlib.sha256(content).hexdigest()} {name}\0"
-        whole.update(line.encode("utf-8", "surrogateescape"))
-    return whole.hexdigest()
+        digest.update(line.encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
 
 
 def digest_of_copy(copy: Path) -> str:
@@ -484,21 +450,23 @@ def digest_of_copy(copy: Path) -> str:
         os.path.join(folder, name)  # noqa: PTH118 - pathlib takes long for thousands of files
         for folder, below, names in os.walk(copy, onerror=_raise)
         if CACHE not in Path(folder).relative_to(copy).parts
-        for name in (*names, *(each for each in below if os.path.islink(f"{folder}/{each}")))  # noqa: PTH114
+        for name in (*names, *(link for link in below if os.path.islink(f"{folder}/{link}")))  # noqa: PTH114
     ]
-    return content_digest(concurrently(lambda path: (os.path.relpath(path, copy), *_content(path)), paths))
+
+    def read(path: str) -> tuple[str, int, bytes]:
+        mode = os.lstat(path).st_mode
+        content = b""
+        if stat.S_ISLNK(mode):
+            content = os.fsencode(os.readlink(path))  # noqa: PTH115
+        elif stat.S_ISREG(mode):
+            content = Path(path).read_bytes()
+        return os.path.relpath(path, copy), mode, content
+
+    return content_digest(concurrently(read, paths))
 
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-def _content(path: str) -> tuple[int, bytes]:
-    """Returns the mode and the content of a file or link; other kinds of files have no content."""
-    mode = os.lstat(path).st_mode
-    if stat.S_ISLNK(mode):
-        return mode, os.fsencode(os.readlink(path))  # noqa: PTH115
-    return mode, Path(path).read_bytes() if stat.S_ISREG(mode) else b""
 
 
 def use_copy(copy: Path, content: str) -> bool:
@@ -541,9 +509,10 @@ def remove_unnamed(copies: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
         old = [path for path in unused if _NAME.fullmatch(path.name)]
         named = _named(copies.parents[1]) if old else None
-        for path in old if named is not None else ():
-            if path.name not in (named or ()):
-                _remove(path, now)
+        if named is not None:
+            for path in old:
+                if path.name not in named:
+                    _remove(path, now)
 
 
 def _is_unused(copy: Path, now: float) -> bool:
@@ -563,7 +532,7 @@ def _remove(copy: Path, now: float) -> None:
 
 def _named(root: Path) -> set[str] | None:
     """Returns the names of the copies in the records of all runs below ``root``; None if one cannot be read."""
-    found = set()
+    names = set()
     for path in _run_directories(root, set()):
         try:
             snapshot = RunDirectory(path).record().get("snapshot")
@@ -572,8 +541,8 @@ def _named(root: Path) -> set[str] | None:
                 return None
             continue  # a run of another user that this user cannot have started
         if isinstance(snapshot, dict):
-            found.add(Path(str(snapshot.get("snapshot"))).name)
-    return found
+            names.add(Path(str(snapshot.get("snapshot"))).name)
+    return names
 
 
 def _run_directories(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
@@ -603,12 +572,12 @@ def check_copy(run: RunDirectory) -> None:
         return
     fix = f"restore it, or run the present code of {code.work_tree}: python -m hpc_train resume --code now {run.path}"
     try:
-        found = digest_of_copy(Path(code.snapshot))
+        digest = digest_of_copy(Path(code.snapshot))
     except OSError as error:
         what = f"the copied code of the run cannot be read: {error.filename}: {error.strerror}"
         if isinstance(error, PermissionError):
             fix = "ask its owner to start it with run.snapshot=copy and run.group=GROUP, so that the group can read it"
         raise UserError(what, where=str(run.path), fix=fix) from error
-    if found != code.content:
+    if digest != code.content:
         what = f"the copied code in {code.snapshot} has changed since the run was frozen"
         raise UserError(what, where=str(run.path), fix=fix)
