@@ -208,7 +208,7 @@ def _on_batch_host(environment: Mapping[str, str]) -> int:
 @cache
 def _show_job(job_id: str, path: str | None) -> JobRecord:
     """Asks Slurm for the job, once per process and ``path``, in which ``scontrol`` is found."""
-    return show_job(job_id)
+    return show_job(job_id, "--details")
 
 
 def _count(asked: str) -> int:

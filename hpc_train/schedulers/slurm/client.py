@@ -43,7 +43,6 @@ NOT_SENT = ("connect failure", "Unable to establish controller", "Connection ref
 LOOKS = 3  # for a job whose submission was not answered; the controller may still be busy with it
 CLOCKS_S = 60.0  # by which the clocks of two machines may differ
 UNKNOWN_JOB = "Invalid job id"
-FORMAT = "%i|%T|%S|%k|%r"  # id, state, (expected) start, comment, reason
 
 Query = Callable[[Sequence[str]], str | None]
 
@@ -91,18 +90,20 @@ def run(
     Raises:
         SlurmError: it is missing, takes longer than ``timeout_s`` seconds, or exits with another code than 0.
     """
-    return _completed(command, timeout_s=timeout_s, stdin=stdin, environment=environment).stdout
+    return _completed(command, stdin, environment, timeout_s).stdout
 
 
 def _completed(
-    command: Sequence[str], *, timeout_s: float, stdin: str | None, environment: Mapping[str, str] | None
+    command: Sequence[str], stdin: str | None, environment: Mapping[str, str] | None, timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
     name = command[0]
+    if environment is None:
+        environment = environment_for(Receiver.QUERY)
     try:
         done = subprocess.run(
             command,
             input=stdin,
-            env=environment_for(Receiver.QUERY) if environment is None else environment,
+            env=environment,
             capture_output=True,
             encoding="utf-8",
             errors="replace",  # comments on jobs are in any encoding
@@ -120,8 +121,10 @@ def _completed(
 
 def failure(command: str, said: str, output: str = "") -> SlurmError:
     """Returns the error for a command that has failed with ``said`` on standard error."""
-    unreachable = any(text in said for text in UNREACHABLE)
-    return SlurmError(command, Problem.SILENT if unreachable else Problem.REFUSED, said, output)
+    problem = Problem.REFUSED
+    if any(text in said for text in UNREACHABLE):
+        problem = Problem.SILENT
+    return SlurmError(command, problem, said, output)
 
 
 def query(command: Sequence[str], timeout_s: float = QUERY_S) -> str | None:
@@ -157,15 +160,16 @@ def find_controller() -> tuple[Controller, str]:
             answer = run(command)
         except SlurmError as error:
             said.append(f"{command[0]}: {(error.said.splitlines() or [''])[-1]}")
-            is_down = " is DOWN" in error.output
             if NO_CONFIGURATION in error.said and "SLURM_CONF" not in os.environ:
                 return Controller.UNCONFIGURED, said[0]
-            if is_down or error.problem is Problem.SILENT:
-                return Controller.SILENT, f"{command[0]}: {error.output.splitlines()[0]}" if is_down else said[-1]
-            continue
-        if command[0] != "scontrol" or " is UP" in answer:
-            return Controller.UP, ""
-        said.append(f"scontrol: {answer.strip()}")
+            if " is DOWN" in error.output:
+                return Controller.SILENT, f"{command[0]}: {error.output.splitlines()[0]}"
+            if error.problem is Problem.SILENT:
+                return Controller.SILENT, said[-1]
+        else:
+            if command[0] != "scontrol" or " is UP" in answer:
+                return Controller.UP, ""
+            said.append(f"scontrol: {answer.strip()}")
     return Controller.SILENT, "; ".join(said)
 
 
@@ -180,6 +184,17 @@ class QueuedJob:
     reason: str
 
 
+def _squeue(*options: str, timeout_s: float = QUERY_S) -> list[str] | None:
+    """Returns the lines that squeue prints, none for a job that Slurm has forgotten; None if it does not respond."""
+    try:
+        text = run(["squeue", "--noheader", *options], timeout_s=timeout_s)
+    except SlurmError as error:
+        if UNKNOWN_JOB not in error.said:
+            return None
+        text = error.output
+    return [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("CLUSTER:")]
+
+
 def list_jobs(selection: Sequence[str], timeout_s: float = PATIENT_S) -> list[QueuedJob] | None:
     """Returns the jobs that the options ``selection`` of ``squeue`` select, one for each task of an array (``12_3``).
 
@@ -188,21 +203,17 @@ def list_jobs(selection: Sequence[str], timeout_s: float = PATIENT_S) -> list[Qu
     Returns:
         None if Slurm does not respond.
     """
-    command = ["squeue", "--noheader", "--array", "--states=all", f"--format={FORMAT}", *selection]
-    try:
-        text = run(command, timeout_s=timeout_s)
-    except SlurmError as error:
-        if UNKNOWN_JOB not in error.said:
-            return None
-        text = error.output
-    return [_queued(line) for line in text.splitlines() if line.count("|") >= 4]  # not the title line of a cluster
-
-
-def _queued(line: str) -> QueuedJob:
-    job_id, state, starts, rest = line.split("|", 3)
-    comment, _, reason = rest.rpartition("|")
-    starts = "" if starts in ("N/A", "NONE") else starts
-    return QueuedJob(job_id, state, starts, "" if comment == "(null)" else comment, reason)
+    lines = _squeue("--array", "--states=all", "--format=%i|%T|%S|%k|%r", *selection, timeout_s=timeout_s)
+    if lines is None:
+        return None
+    jobs = []
+    for line in lines:
+        if line.count("|") >= 4:
+            job_id, state, starts, rest = line.split("|", 3)
+            comment, _, reason = rest.rpartition("|")
+            starts = starts.replace("N/A", "").replace("NONE", "")
+            jobs.append(QueuedJob(job_id, state, starts, comment.removeprefix("(null)"), reason))
+    return jobs
 
 
 def job_state(job_id: str, clusters: str | None = None) -> JobState | None:
@@ -211,21 +222,17 @@ def job_state(job_id: str, clusters: str | None = None) -> JobState | None:
     Args:
         clusters: other clusters than this machine's, where the same id may belong to another user's job.
     """
-    command = ["squeue", "--noheader", "--jobs", job_id, "--format", "%T", *on_clusters(clusters)]
-    try:
-        text = run([*command, *(["--me"] if clusters else [])])
-    except SlurmError as error:
-        return state_of(FORGOTTEN) if UNKNOWN_JOB in error.said else None
-    states = [line.strip() for line in text.splitlines() if not line.startswith("CLUSTER:")]
-    return state_of(next(filter(None, states), FORGOTTEN))
+    others = ["--me", *on_clusters(clusters)] if clusters else []
+    lines = _squeue("--jobs", job_id, "--format", "%T", *others)
+    return None if lines is None else state_of([*lines, FORGOTTEN][0])
 
 
 def state_and_priority(job_id: str) -> tuple[JobState, int] | None:
     """Returns the state of one job and its priority, which is 0 while it is held; None if Slurm does not respond."""
-    text = query(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T %Q"])
-    if text is None:
+    lines = _squeue(f"--jobs={job_id}", "--format=%T %Q")
+    if lines is None:
         return None
-    state, priority = [*text.split(), FORGOTTEN, "0"][:2]
+    state, priority = [*" ".join(lines).split(), FORGOTTEN, "0"][:2]
     return state_of(state), int(priority)
 
 
@@ -246,7 +253,7 @@ def is_suspended() -> bool:
 
 def own_job_record() -> JobRecord:
     """Returns what ``scontrol`` shows of the job of this process; empty if Slurm does not respond."""
-    return JobRecord.read(query(["scontrol", "show", "job", own_job()], BRIEF_S) or "")
+    return show_job(own_job(), timeout_s=BRIEF_S)
 
 
 def was_suspended(since: float) -> bool:
@@ -254,8 +261,8 @@ def was_suspended(since: float) -> bool:
 
     The clock of the controller may be a minute off. False if Slurm does not respond.
     """
-    at = own_job_record().suspended_at
-    return at is not None and at > since - CLOCKS_S
+    suspended_at = own_job_record().suspended_at
+    return suspended_at is not None and suspended_at > since - CLOCKS_S
 
 
 def is_current_start(restart: int) -> bool | None:
@@ -289,21 +296,21 @@ def extend_comment(text: str, replaced: re.Pattern[str]) -> None:
     Args:
         replaced: what an earlier start of the job has appended, which ``text`` replaces.
     """
-    own = own_job()
-    jobs = list_jobs([f"--jobs={own}"], BRIEF_S)
+    job_id = own_job()
+    jobs = list_jobs([f"--jobs={job_id}"], BRIEF_S)
     if jobs:
         comment = f"{replaced.sub('', jobs[0].comment)} {text}".strip()
-        query(["scontrol", "update", f"JobId={own}", f"Comment={comment}"], BRIEF_S)
+        query(["scontrol", "update", f"JobId={job_id}", f"Comment={comment}"], BRIEF_S)
 
 
 def may_requeue(job_id: str) -> bool:
     """Returns whether Slurm would requeue the job; also True if Slurm's commands fail, as in a container."""
-    return JobRecord.read(query(["scontrol", "show", "job", job_id], BRIEF_S) or "").may_requeue
+    return show_job(job_id, timeout_s=BRIEF_S).may_requeue
 
 
-def show_job(job_id: str) -> JobRecord:
-    """Returns what ``scontrol`` shows of the job and of its nodes; empty if it fails."""
-    return JobRecord.read(query(["scontrol", "show", "job", "--details", job_id]) or "")
+def show_job(job_id: str, *options: str, timeout_s: float = QUERY_S) -> JobRecord:
+    """Returns what ``scontrol`` shows of the job; empty if it fails."""
+    return JobRecord.read(query(["scontrol", "show", "job", *options, job_id], timeout_s) or "")
 
 
 def show_nodes(names: Collection[str] = (), timeout_s: float = QUERY_S) -> list[NodeRecord]:
@@ -330,7 +337,10 @@ def cancel(ids: Collection[str], *, signal: str | None = None, clusters: str | N
     """
     if not ids:
         return
-    command = ["scancel", *on_clusters(clusters), *([f"--signal={signal}"] if signal else []), *ids]
+    command = ["scancel", *on_clusters(clusters)]
+    if signal:
+        command.append(f"--signal={signal}")
+    command += ids
     try:
         run(command, timeout_s=PATIENT_S)
     except SlurmError as error:
@@ -357,7 +367,7 @@ def submit(options: Sequence[str], script: str, comment: str, clusters: str | No
 
 
 SENTENCE = re.compile(r"\bSubmitted batch job (\d+)\b")
-PARSABLE = re.compile(r"(\d+)(?:;\S*)?")
+PARSABLE = re.compile(r"^\s*(\d+)(?:;\S*)?\s*$", re.MULTILINE)
 
 
 def job_in_answer(printed: str) -> str:
@@ -366,10 +376,7 @@ def job_in_answer(printed: str) -> str:
     Raises:
         SlurmError: there is none, or it is not clear which number it is.
     """
-    lines = [line.strip() for line in printed.splitlines()]
-    by_sentence = {found[1] for line in lines if (found := SENTENCE.search(line)) is not None}
-    by_number = {found[1] for line in lines if (found := PARSABLE.fullmatch(line)) is not None}
-    ids = by_sentence or by_number
+    ids = set(SENTENCE.findall(printed)) or set(PARSABLE.findall(printed))
     if len(ids) != 1:
         said = f"exit code 0, but it does not print the id of one job: {printed.strip()!r}"
         raise SlurmError("sbatch", Problem.SILENT, said, printed)
@@ -381,10 +388,10 @@ class LostAnswer(SlurmError):
 
     def __init__(self, said: str, comment: str, *, queue_is_known: bool) -> None:
         super().__init__("sbatch", Problem.SILENT, said)
-        seen = "squeue shows no job of this submission, but it may still appear"
-        unseen = "squeue does not respond either, and the job may be queued"
-        self.what = f"sbatch failed, and Slurm may have accepted the job: {said}; {seen if queue_is_known else unseen}"
-        self.where = "sbatch"
+        queue = "squeue does not respond either, and the job may be queued"
+        if queue_is_known:
+            queue = "squeue shows no job of this submission, but it may still appear"
+        self.what = f"sbatch failed, and Slurm may have accepted the job: {said}; {queue}"
         self.fix = (
             f"look for it before you submit again: squeue --me --format='%i %T %k' | grep -F {shlex.quote(comment)}; "
             "scancel ID cancels it"
@@ -392,7 +399,7 @@ class LostAnswer(SlurmError):
 
 
 def submitted_job(
-    send: Callable[[], str], comment: str, known: Collection[str] = (), clusters: str | None = None
+    send: Callable[[], str], comment: str, others: Collection[str] = (), clusters: str | None = None
 ) -> str:
     """Submits a job and returns its id. If the answer is lost, the job is found in the queue by its comment.
 
@@ -401,7 +408,7 @@ def submitted_job(
     Args:
         send: submits the job and returns its id; raises SlurmError.
         comment: the comment of the job.
-        known: the ids of other jobs with this comment.
+        others: the ids of other jobs with this comment.
 
     Raises:
         SlurmError: Slurm does not take the job.
@@ -415,39 +422,37 @@ def submitted_job(
             raise
         lost = error
     except BaseException:
-        for job_id in _jobs_with(comment, known, clusters) or ():
+        for job_id in _jobs_with(comment, others, clusters) or ():
             print(f"cancelling job {job_id}, which was just submitted", file=sys.stderr)
             cancel([job_id], clusters=clusters)
         raise
-    found = None
-    for look in range(LOOKS):
-        if look:
+    ids = _jobs_with(comment, others, clusters)
+    for _ in range(LOOKS - 1):
+        if not ids:
             time.sleep(REPEAT_AFTER_S)
-        found = _jobs_with(comment, known, clusters)
-        if found:
-            break
-    if not found:
-        if lost.problem is Problem.REFUSED and found is not None:
+            ids = _jobs_with(comment, others, clusters)
+    if not ids:
+        if lost.problem is Problem.REFUSED and ids is not None:
             raise lost
-        raise LostAnswer(lost.said, comment, queue_is_known=found is not None) from lost
-    first, *others = found
+        raise LostAnswer(lost.said, comment, queue_is_known=ids is not None) from lost
+    first, *doubles = ids
     print(f"note: the answer of sbatch was lost ({lost.said}); its job {first} is in the queue", file=sys.stderr)
-    if others:
-        print(f"cancelling other jobs of the same submission: {', '.join(others)}", file=sys.stderr)
-        cancel(others, clusters=clusters)
+    if doubles:
+        print(f"cancelling other jobs of the same submission: {', '.join(doubles)}", file=sys.stderr)
+        cancel(doubles, clusters=clusters)
     return first
 
 
-def _jobs_with(comment: str, known: Collection[str], clusters: str | None) -> list[str] | None:
+def _jobs_with(comment: str, others: Collection[str], clusters: str | None) -> list[str] | None:
     """Returns the jobs of this user with ``comment`` that have not ended, arrays as one; None if Slurm is silent."""
     jobs = list_jobs(["--me", *on_clusters(clusters)], QUERY_S)
     if jobs is None:
         return None
     ids = {job.job_id.partition("_")[0] for job in jobs if job.comment == comment and state_of(job.state).is_alive}
-    return sorted(ids - set(known), key=int)
+    return sorted(ids - set(others), key=int)
 
 
-ESTIMATE = re.compile(r"sbatch: Job \S+ to start at (\S+)")
+ESTIMATE = re.compile(r"^sbatch: Job \S+ to start at (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -470,14 +475,13 @@ def check_submission(options: Sequence[str], timeout_s: float = PATIENT_S) -> Ch
         SlurmError: it would not.
     """
     done = _sbatch([*options, "--test-only"], "#!/bin/sh\ntrue\n", timeout_s)
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    starts = [time_of(found[1]) for line in said if (found := ESTIMATE.match(line))]
-    return Check([line for line in said if not ESTIMATE.match(line)], next(iter(starts), None))
+    lines = [line for line in done.stderr.splitlines() if line.strip() and not ESTIMATE.match(line)]
+    estimate = ESTIMATE.search(done.stderr)
+    return Check(lines, time_of(estimate[1]) if estimate else None)
 
 
 def _sbatch(options: Sequence[str], script: str, timeout_s: float = PATIENT_S) -> subprocess.CompletedProcess[str]:
-    environment = environment_for(Receiver.SBATCH)
-    return _completed(["sbatch", *options], stdin=script, environment=environment, timeout_s=timeout_s)
+    return _completed(["sbatch", *options], script, environment_for(Receiver.SBATCH), timeout_s)
 
 
 LAST_STEP_ID = 0xFFFFFFF0  # SLURM_MAX_NORMAL_STEP_ID of slurm.h; batch scripts and shells of salloc are above it
@@ -526,14 +530,28 @@ def _has_job() -> bool:
 
 def _job_has_ended() -> bool:
     """Returns whether the job of this shell has ended; False if Slurm does not respond."""
-    state = _state_of_job(own_job(), os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
+    state = _cached_state(own_job(), *_selection())
     return state is not None and not state.is_alive
 
 
+def _selection() -> tuple[str | None, str | None]:
+    """Returns PATH and SLURM_CONF, which select the commands and the controller and thus are keys of the caches."""
+    return os.environ.get("PATH"), os.environ.get("SLURM_CONF")
+
+
 @cache
-def _state_of_job(job_id: str, path: str | None, conf: str | None) -> JobState | None:
-    """Returns the state of a job, cached per process, ``path`` and ``conf``, which select the controller."""
+def _cached_state(job_id: str, path: str | None, conf: str | None) -> JobState | None:
     return job_state(job_id)
+
+
+@cache
+def _cached_controller(path: str | None, conf: str | None) -> tuple[Controller, str]:
+    return find_controller()
+
+
+@cache
+def _note_once(text: str, path: str | None, conf: str | None) -> None:
+    print(text, file=sys.stderr)
 
 
 def uses_slurm() -> bool:
@@ -542,37 +560,19 @@ def uses_slurm() -> bool:
     Raises:
         UserError: there is a cluster whose controller does not respond, so that this may be a login node.
     """
-    found, said = _controller()
-    if found is Controller.UNCONFIGURED:
-        _note_no_cluster(said, os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
-    if found is Controller.SILENT:
+    controller, said = _cached_controller(*_selection())
+    if controller is Controller.UNCONFIGURED:
+        no_cluster = "Slurm's commands are on this machine, but find no cluster"
+        _note_once(f"note: {no_cluster}: training on this machine ({said})", *_selection())
+    if controller is Controller.SILENT:
         raise UserError(
             f"Slurm is installed on this machine, but its controller does not respond: {said}",
             where="cluster.kind=auto" + (", SLURM_CONF" if "SLURM_CONF" in os.environ else ""),
             fix="try again when the controller responds (scontrol ping), or cluster=local to train on this machine",
         )
-    return found is Controller.UP
+    return controller is Controller.UP
 
 
 def controller_answers() -> bool:
     """Returns whether ``sbatch`` exists and a Slurm controller is up; cached per process."""
-    return _controller()[0] is Controller.UP
-
-
-def _controller() -> tuple[Controller, str]:
-    return _found_controller(os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
-
-
-@cache
-def _found_controller(path: str | None, conf: str | None) -> tuple[Controller, str]:
-    """Returns the controller, cached per process, ``path`` and ``conf``, which select it."""
-    return find_controller()
-
-
-@cache
-def _note_no_cluster(said: str, path: str | None, conf: str | None) -> None:
-    """Prints a note once per process, ``path`` and ``conf``."""
-    print(
-        f"note: Slurm's commands are on this machine, but find no cluster: training on this machine ({said})",
-        file=sys.stderr,
-    )
+    return _cached_controller(*_selection())[0] is Controller.UP
