@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
-from functools import cache
 from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any
@@ -127,7 +126,7 @@ class SlurmJobExecutor:
     @property
     def site(self) -> Site:
         """The limits and partitions of this cluster."""
-        return _site(os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
+        return begun_site(os.environ.get("PATH"), os.environ.get("SLURM_CONF"))()
 
     def shape(self, config: Config) -> JobShape:
         return slurm_shape(config, lambda: self.site)
@@ -346,16 +345,6 @@ def slurm_shape(config: Config, site: Callable[[], Site]) -> JobShape:
         device_bytes=asked_gpu_memory(cluster, site()) if nodes > 1 and gpus else None,
         gpu_types=asked_gpu_types(cluster, site()) if depends_on_gpu_types(config, gpus) else frozenset(),
     )
-
-
-@cache
-def _site(path: str | None, conf: str | None) -> Site:
-    """Returns the site, cached per process.
-
-    Args:
-        path, conf: PATH and SLURM_CONF, which select the commands and the controller.
-    """
-    return begun_site(path, conf)()
 
 
 def _array(same: Sequence[Job]) -> Options:

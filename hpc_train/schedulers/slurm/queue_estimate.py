@@ -14,9 +14,9 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -63,20 +63,31 @@ def starts_of(shapes: Iterable[Sequence[str]]) -> dict[tuple[str, ...], Start]:
     Raises:
         SlurmError: Slurm is missing or does not respond; it is not asked about the other shapes.
     """
-    file, now = _cache_file(), time.time()
-    kept = {key: entry for key, entry in _read_cache(file).items() if 0 <= now - entry["asked"] < FRESH_S}
-    found: dict[tuple[str, ...], Start] = {}
+    file = user_cache() / "queue-starts.json"
+    now = time.time()
+    cache: dict[str, dict[str, Any]] = {}
+    with suppress(OSError, ValueError, AttributeError):
+        entries = json.loads(file.read_text()).items()
+        recent = {key: entry for key, entry in entries if {"asked", "at", "refusal"} <= entry.keys()}
+        cache = {key: entry for key, entry in recent.items() if 0 <= now - entry["asked"] < FRESH_S}
+    starts: dict[tuple[str, ...], Start] = {}
     try:
         for shape in dict.fromkeys(map(tuple, shapes)):
-            key = _key(shape)
-            if key not in kept:
+            text = json.dumps([os.environ.get("SLURM_CONF"), *shape])  # the cluster is a part of the key
+            key = hashlib.sha256(text.encode()).hexdigest()[:16]
+            if key not in cache:
                 start = _ask(shape)
-                kept[key] = {"asked": now, "at": start.at, "refusal": start.refusal}
-            at = kept[key]["at"]
-            found[shape] = Start(None if at is None else max(at, now), kept[key]["refusal"])
+                cache[key] = {"asked": now, "at": start.at, "refusal": start.refusal}
+            at = cache[key]["at"]
+            starts[shape] = Start(None if at is None else max(at, now), cache[key]["refusal"])
     finally:
-        _write_cache(file, kept)
-    return found
+        # replaced at once, so that another process reads all of it; without room, the next plan asks again
+        new = file.with_name(f"{file.name}.{os.getpid()}")
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(json.dumps(cache))
+            new.replace(file)
+    return starts
 
 
 def _ask(shape: Sequence[str]) -> Start:
@@ -86,31 +97,6 @@ def _ask(shape: Sequence[str]) -> Start:
         if error.problem is not Problem.REFUSED or "fatal:" in error.said:  # e.g. Slurm has no configuration here
             raise
         return Start(None, error.said)
-
-
-def _cache_file() -> Path:
-    return user_cache() / "queue-starts.json"
-
-
-def _key(shape: Sequence[str]) -> str:
-    """Returns the key of a shape on the cluster that SLURM_CONF selects."""
-    return hashlib.sha256(json.dumps([os.environ.get("SLURM_CONF"), *shape]).encode()).hexdigest()[:16]
-
-
-def _read_cache(file: Path) -> dict[str, dict[str, Any]]:
-    with suppress(OSError, ValueError, AttributeError):
-        entries = json.loads(file.read_text()).items()
-        return {key: entry for key, entry in entries if {"asked", "at", "refusal"} <= entry.keys()}
-    return {}
-
-
-def _write_cache(file: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replaces the file, so that another process reads one that is whole. Without room, the next plan asks again."""
-    new = file.with_name(f"{file.name}.{os.getpid()}")
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(entries))
-        new.replace(file)
 
 
 @dataclass(frozen=True)
@@ -131,21 +117,14 @@ class Accuracy:
 
 def read_estimates(root: Path, cluster: str, partition: str | None) -> list[Estimate]:
     """Returns the newest submissions from ``root`` to a partition, the newest last; damaged lines are skipped."""
-    try:
-        lines = read_tail(root / ESTIMATES, root, TAIL_BYTES).splitlines()
-    except (OSError, DamagedFile):
-        return []
-    found = [each for each in map(_estimate, lines) if each is not None]
-    return [each for each in found if (each.cluster, each.partition) == (cluster, partition)][-NEWEST:]
-
-
-def _estimate(line: str) -> Estimate | None:
-    names = [field.name for field in fields(Estimate)]
-    with suppress(ValueError, KeyError, TypeError):
-        content = json.loads(line)
-        cluster, partition, job_id, submitted, expected = (content[name] for name in names)
-        return Estimate(str(cluster), partition, str(job_id), float(submitted), float(expected))
-    return None
+    estimates = []
+    with suppress(OSError, DamagedFile):
+        for line in read_tail(root / ESTIMATES, root, TAIL_BYTES).splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                row = json.loads(line)
+                times = float(row["submitted"]), float(row["expected"])
+                estimates.append(Estimate(str(row["cluster"]), row["partition"], str(row["job_id"]), *times))
+    return [item for item in estimates if (item.cluster, item.partition) == (cluster, partition)][-NEWEST:]
 
 
 def accuracy_of(submissions: Sequence[Estimate]) -> Accuracy | None:
@@ -156,20 +135,18 @@ def accuracy_of(submissions: Sequence[Estimate]) -> Accuracy | None:
     """
     if len(submissions) < FEWEST:
         return None
-    ids = ",".join(each.job_id for each in submissions)
+    ids = ",".join(item.job_id for item in submissions)
     text = query(["sacct", "-X", "--noheader", "--parsable2", f"--jobs={ids}", "--format=JobID,Submit,Start"]) or ""
-    times = {row["JobID"]: row for row in rows(text, ("JobID", "Submit", "Start"))}
-    found = (_ratio(each, times.get(each.job_id, {})) for each in submissions)
-    ratios = [ratio for ratio in found if ratio is not None]
+    jobs = {row["JobID"]: row for row in rows(text, ("JobID", "Submit", "Start"))}
+    ratios = []
+    for item in submissions:
+        job = jobs.get(item.job_id, {})
+        submitted = time_of(job.get("Submit"))
+        start = time_of(job.get("Start"))
+        if submitted is None or start is None or abs(submitted - item.submitted) > SUBMITTED_WITHIN_S:
+            continue
+        ratios.append(max(start - submitted, LEAST_S) / max(item.expected - item.submitted, LEAST_S))
     if len(ratios) < FEWEST:
         return None
     low, _, high = quantiles(ratios, method="inclusive")
     return Accuracy(len(ratios), median(ratios), low, high)
-
-
-def _ratio(said: Estimate, job: Mapping[str, str]) -> float | None:
-    begin = time_of(job.get("Submit"))
-    start = time_of(job.get("Start"))
-    if begin is None or start is None or abs(begin - said.submitted) > SUBMITTED_WITHIN_S:
-        return None
-    return max(start - begin, LEAST_S) / max(said.expected - said.submitted, LEAST_S)

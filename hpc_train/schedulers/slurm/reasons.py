@@ -10,7 +10,7 @@ import base64
 import gzip
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -130,26 +130,24 @@ def explain(reason: str) -> Reason:
         if name in REASONS:
             return REASONS[name]
     limit = _LIMIT.match(plain)
-    return _of_limit(limit) if limit else Reason(f"Slurm reports {plain or 'nothing'}", STAFF)
-
-
-def _of_limit(limit: re.Match[str]) -> Reason:
-    whose = "QOS" if limit["whose"] == "QOS" else "account (association)"
+    if limit is None:
+        return Reason(f"Slurm reports {plain or 'nothing'}", STAFF)
+    source = "QOS" if limit["whose"] == "QOS" else "account (association)"
     what = next((words for words, mark in _WHAT if mark.lower() in limit["what"].lower()), "resources")
     if limit["kind"] == "Min":
         return Reason(
-            f"it requests fewer {what} than the minimum of the {whose}, so it never starts",
+            f"it requests fewer {what} than the minimum of the {source}, so it never starts",
             "request more, or use another cluster.qos",
         )
     if limit["scope"] in ("PerJob", "PerNode") or (what == "wall time" and limit["kind"] != "Grp"):
         return Reason(
-            f"it requests more {what} than the {whose} allows per job, so it may never start",
+            f"it requests more {what} than the {source} allows per job, so it may never start",
             "request less, or use another cluster.qos",
             by_size=True,
         )
     holders = "all of its jobs together" if limit["kind"] == "Grp" else "your jobs"
     return Reason(
-        f"{holders} have reached the limit of the {whose} for {what}",
+        f"{holders} have reached the limit of the {source} for {what}",
         "wait until others of them end, submit a smaller job, or use another cluster.account or cluster.qos",
     )
 
@@ -161,46 +159,42 @@ def sooner(cluster: ClusterConfig, gpus: int, free: Iterable[Free], needed_s: fl
         gpus: per node.
         needed_s: the estimated duration of the rest of the run, if known.
     """
-    partitions = {one.partition: one for one in free}
+    partitions = {partition.partition: partition for partition in free}
     fewest, most = node_range(cluster)
-    asked_s = seconds(cluster.time)
-    own = [partitions[name] for name in _own(cluster, partitions.values()) if name in partitions]
-    changes = [_fewer_nodes(one, fewest, most) for one in own]
-    others = [one for one in partitions.values() if one not in own and one.idle >= fewest and one.gpus >= gpus]
-    for one in others:
-        shorter = one.max_time_s is not None and asked_s is not None and asked_s > one.max_time_s
-        time = f" cluster.time={clock(one.max_time_s or 0)}" if shorter else ""
-        changes.append(f"cluster.partition={one.partition}{time}: {one.idle} of its {one.nodes} nodes are idle")
-    changes.append(_shorter(asked_s, needed_s))
-    return [change for change in changes if change]
+    limit_s = seconds(cluster.time)
+    configured = [partitions[name] for name in _configured(cluster, partitions.values()) if name in partitions]
+    changes = [
+        f"cluster.nodes={item.idle}-{most}: {item.idle} of the {item.nodes} nodes of {item.partition} are idle"
+        for item in configured
+        if 0 < item.idle < fewest
+    ]
+    for other in partitions.values():
+        if other in configured or other.idle < fewest or other.gpus < gpus:
+            continue
+        time = ""
+        if other.max_time_s is not None and limit_s is not None and limit_s > other.max_time_s:
+            time = f" cluster.time={clock(other.max_time_s)}"
+        changes.append(f"cluster.partition={other.partition}{time}: {other.idle} of its {other.nodes} nodes are idle")
+    # backfill starts shorter jobs sooner; a longer run continues after a requeue
+    if limit_s is not None and needed_s is not None and needed_s * 1.5 < limit_s:
+        time = clock(max(60, int(needed_s * 1.5)))
+        changes.append(f"cluster.time={time}: the rest of the run takes {clock(int(needed_s))}")
+    elif limit_s is not None:
+        half = clock(max(60, limit_s // 2))
+        changes.append(f"cluster.time={half}: short jobs are backfilled; the run continues in its next job")
+    return changes
 
 
 def with_gpus(cluster: ClusterConfig, free: Sequence[Free]) -> int:
     """Returns the GPUs per node that another partition must have: 1 if the job's own partition has any, else 0."""
-    own = _own(cluster, free)
-    return int(any(one.gpus for one in free if one.partition in own))
+    configured = _configured(cluster, free)
+    return int(any(partition.gpus for partition in free if partition.partition in configured))
 
 
-def _own(cluster: ClusterConfig, partitions: Iterable[Free]) -> Sequence[str]:
+def _configured(cluster: ClusterConfig, partitions: Iterable[Free]) -> Sequence[str]:
     if cluster.partition:
         return cluster.partition.split(",")
-    return [one.partition for one in partitions if one.default]
-
-
-def _fewer_nodes(own: Free, fewest: int, most: int) -> str:
-    if not 0 < own.idle < fewest:
-        return ""
-    return f"cluster.nodes={own.idle}-{most}: {own.idle} of the {own.nodes} nodes of {own.partition} are idle"
-
-
-def _shorter(asked_s: int | None, needed_s: float | None) -> str:
-    """Returns a shorter time limit, with which backfill starts a job sooner; a longer run continues after a requeue."""
-    if asked_s is None:
-        return ""
-    if needed_s is not None and needed_s * 1.5 < asked_s:
-        return f"cluster.time={clock(max(60, int(needed_s * 1.5)))}: the rest of the run takes {clock(int(needed_s))}"
-    half = clock(max(60, asked_s // 2))
-    return f"cluster.time={half}: short jobs are backfilled; the run continues in its next job"
+    return [partition.partition for partition in partitions if partition.default]
 
 
 @dataclass(frozen=True)
@@ -223,6 +217,9 @@ class JobFacts:
     use: tuple[str, ...] = ()
 
 
+SACCT = ("JobID", "State", "ExitCode", "DerivedExitCode", "MaxRSS", "NodeList", "AdminComment")
+
+
 def read_facts(job_id: str, ask: Query = query) -> JobFacts | None:
     """Returns what Slurm knows of a job; None if Slurm does not respond or no longer knows the job."""
     job = JobRecord.read(ask(["scontrol", "show", "job", "--oneliner", job_id]) or "")
@@ -238,61 +235,59 @@ def read_facts(job_id: str, ask: Query = query) -> JobFacts | None:
             restarts=job.restarts or 0,
             dependency=job.dependency,
         )
-    accounted = ask(["sacct", "--jobs", job_id, "--noheader", "--parsable2", f"--format={','.join(SACCT)}"]) or ""
-    facts = _with_accounting(job_id, facts, rows(accounted, SACCT, 6))
+    text = ask(["sacct", "--jobs", job_id, "--noheader", "--parsable2", f"--format={','.join(SACCT)}"]) or ""
+    accounted = rows(text, SACCT, 6)
+    if accounted:
+        row = next((row for row in accounted if "." not in row["JobID"]), accounted[0])
+        if facts is None:
+            state = row["State"].split()[0]  # "CANCELLED by 1000"
+            nodes = "" if row["NodeList"] == "None assigned" else row["NodeList"]
+            facts = JobFacts(job_id, state, "", row["ExitCode"], row["DerivedExitCode"], nodes)
+        largest = max(size_bytes(step["MaxRSS"]) for step in accounted)
+        facts = replace(facts, max_rss_bytes=largest or None, use=describe_use(row.get("AdminComment", "")))
     if facts is None or not facts.node_list:
         return facts
-    nodes = NodeState.read_all(ask([*NODE_STATES, f"--nodes={facts.node_list}"]) or "")
-    return replace(facts, nodes=tuple(nodes))
-
-
-SACCT = ("JobID", "State", "ExitCode", "DerivedExitCode", "MaxRSS", "NodeList", "AdminComment")
-
-
-def _with_accounting(job_id: str, facts: JobFacts | None, accounted: Sequence[Mapping[str, str]]) -> JobFacts | None:
-    if not accounted:
-        return facts
-    job = next((row for row in accounted if "." not in row["JobID"]), accounted[0])
-    if facts is None:
-        state, nodes = job["State"].split()[0], job["NodeList"]  # "CANCELLED by 1000"
-        known = "" if nodes == "None assigned" else nodes
-        facts = JobFacts(job_id, state, "", job["ExitCode"], job["DerivedExitCode"], known)
-    largest = max(size_bytes(row["MaxRSS"]) for row in accounted)
-    return replace(facts, max_rss_bytes=largest or None, use=describe_use(job.get("AdminComment", "")))
+    states = NodeState.read_all(ask([*NODE_STATES, f"--nodes={facts.node_list}"]) or "")
+    return replace(facts, nodes=tuple(states))
 
 
 PREFIX = "JS1:"
 
 
 def describe_use(admin_comment: str) -> tuple[str, ...]:
-    """Returns what Jobstats says about the use of GPUs, CPUs and memory; nothing for any other comment."""
+    """Returns what Jobstats, the monitoring of some sites, says about the use of GPUs, CPUs and memory; else nothing.
+
+    The comment is ``JS1:`` and base64 of compressed JSON. For each node it has ``gpu_utilization`` (percent, the mean
+    over the job), ``gpu_used_memory`` and ``gpu_total_memory`` (bytes, the highest use) by GPU, ``used_memory`` and
+    ``total_memory`` of the host, ``cpus`` and ``total_time`` (CPU seconds); ``total_time`` at the top is the elapsed
+    time (github.com/PrincetonUniversity/jobstats).
+    """
+    if not admin_comment.startswith(PREFIX):
+        return ()
     try:
-        found = json.loads(gzip.decompress(base64.b64decode(admin_comment.removeprefix(PREFIX))))
-        return tuple(_lines(found)) if admin_comment.startswith(PREFIX) else ()
+        summary = json.loads(gzip.decompress(base64.b64decode(admin_comment.removeprefix(PREFIX))))
+        nodes: dict[str, dict[str, Any]] = summary["nodes"]
+        lines = []
+        used = {
+            f"GPU {gpu} of {name}": float(share)
+            for name, node in nodes.items()
+            for gpu, share in node.get("gpu_utilization", {}).items()
+        }
+        if used:
+            lowest = min(used, key=lambda name: used[name])
+            mean = fmean(used.values())
+            lines.append(f"Jobstats: GPU utilization {mean:.0f} % (lowest {used[lowest]:.0f} %, {lowest})")
+            memory = [
+                (node["gpu_used_memory"][gpu], node["gpu_total_memory"][gpu])
+                for node in nodes.values()
+                for gpu in node.get("gpu_used_memory", {})
+            ]
+            bytes_used, size = max(memory, key=lambda pair: pair[0] / pair[1])
+            lines.append(f"Jobstats: GPU memory {format_bytes(bytes_used)} of {format_bytes(size)} on the fullest")
+        available_s = sum(node["cpus"] for node in nodes.values()) * summary["total_time"]
+        share = sum(node["total_time"] for node in nodes.values()) / available_s
+        fullest = max(nodes.values(), key=lambda node: node["used_memory"] / node["total_memory"])
+        host = f"{format_bytes(fullest['used_memory'])} of {format_bytes(fullest['total_memory'])}"
+        return (*lines, f"Jobstats: CPU utilization {100 * share:.0f} %, host memory of the fullest node {host}")
     except (ValueError, EOFError, OSError, KeyError, TypeError, AttributeError, ZeroDivisionError):  # e.g. JS1:Short
         return ()
-
-
-def _lines(found: dict[str, Any]) -> Iterator[str]:
-    nodes: dict[str, dict[str, Any]] = found["nodes"]
-    used = {
-        f"GPU {gpu} of {name}": float(share)
-        for name, node in nodes.items()
-        for gpu, share in node.get("gpu_utilization", {}).items()
-    }
-    if used:
-        lowest = min(used, key=lambda name: used[name])
-        yield f"Jobstats: GPU utilization {fmean(used.values()):.0f} % (lowest {used[lowest]:.0f} %, {lowest})"
-        yield f"Jobstats: GPU memory {_fullest(nodes, 'gpu_used_memory', 'gpu_total_memory')}"
-    held_s = sum(node["cpus"] for node in nodes.values()) * found["total_time"]
-    share = sum(node["total_time"] for node in nodes.values()) / held_s
-    fullest = max(nodes.values(), key=lambda node: node["used_memory"] / node["total_memory"])
-    host = f"{format_bytes(fullest['used_memory'])} of {format_bytes(fullest['total_memory'])}"
-    yield f"Jobstats: CPU utilization {100 * share:.0f} %, host memory of the fullest node {host}"
-
-
-def _fullest(nodes: dict[str, dict[str, Any]], used: str, total: str) -> str:
-    """Returns the use of the GPU with the largest share of its memory in use."""
-    pairs = [(node[used][gpu], node[total][gpu]) for node in nodes.values() for gpu in node.get(used, {})]
-    highest = max(pairs, key=lambda pair: pair[0] / pair[1])
-    return f"{format_bytes(highest[0])} of {format_bytes(highest[1])} on the fullest"

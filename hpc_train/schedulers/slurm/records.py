@@ -6,8 +6,9 @@ Each kind of record is parsed here and nowhere else. What a version of Slurm doe
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 
@@ -16,8 +17,8 @@ def values_of(record: str) -> dict[str, str]:
 
     The first value of a name counts, since free text, such as a comment, is at the end.
     """
-    found = reversed(re.findall(r"(?:^|\s)(\w+)=(\S*)", record))
-    return {name: value for name, value in found if value != "(null)"}
+    values = reversed(re.findall(r"(?:^|\s)(\w+)=(\S*)", record))
+    return {name: value for name, value in values if value != "(null)"}
 
 
 def number(text: str | None) -> int | None:
@@ -47,23 +48,25 @@ def clock(span_s: int) -> str:
 def time_of(text: str | None) -> float | None:
     """Parses a local time (2026-01-31T12:00:00) to seconds since 1970; None for None, N/A or Unknown."""
     try:
-        return None if text is None else datetime.fromisoformat(text).timestamp()
+        return datetime.fromisoformat(text or "").timestamp()
     except ValueError:
         return None
 
 
 def size_bytes(text: str) -> int:
     """Parses a size (123456K, 1.5G, 0)."""
-    found = re.fullmatch(r"([\d.]+)([KMGT]?)", text)
-    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0
+    size = re.fullmatch(r"([\d.]+)([KMGT]?)", text)
+    if size is None:
+        return 0
+    return int(float(size[1]) * 1024 ** " KMGT".index(size[2] or " "))
 
 
 def gpus_of(gres: str) -> dict[str, int]:
     """GPUs by type in a GRES text: ``gpu:a100:4(S:0-1),gpu:2``."""
-    found: dict[str, int] = {}
+    gpus: Counter[str] = Counter()
     for kind, count in re.findall(r"(?:^|,)(?:gres/)?gpu:(?:([^:,()]+):)??(?:no_consume:)?(\d+)", gres):
-        found[kind] = found.get(kind, 0) + int(count)
-    return found
+        gpus[kind] += int(count)
+    return dict(gpus)
 
 
 @dataclass(frozen=True)
@@ -138,31 +141,29 @@ class NodeRecord:
     @classmethod
     def read_all(cls, text: str) -> list[NodeRecord]:
         """Returns the nodes in ``text``, which has each on one line or on several."""
-        records = re.split(r"(?:^|\n)\s*(?=NodeName=)", text)
-        return [cls._of(values_of(record)) for record in records if record.startswith("NodeName=")]
-
-    @classmethod
-    def _of(cls, values: Mapping[str, str]) -> NodeRecord:
-        return cls(
-            name=values["NodeName"],
-            host_name=values.get("NodeHostName", ""),
-            partitions=tuple(filter(None, values.get("Partitions", "").split(","))),
-            cores=_cores_for_jobs(values),
-            memory_mb=max(0, (number(values.get("RealMemory")) or 0) - (number(values.get("MemSpecLimit")) or 0)),
-            gres=values.get("Gres", ""),
-            features=names_in(values.get("AvailableFeatures", "")),
-            active_features=names_in(values.get("ActiveFeatures", "")),
-            booted=time_of(values.get("BootTime")),
-        )
-
-
-def _cores_for_jobs(node: Mapping[str, str]) -> int:
-    """Returns the CPUs without those of ``CoreSpecCount``, which versions before 22.05 do not subtract themselves."""
-    effective = number(node.get("CPUEfctv"))
-    if effective is not None:
-        return effective
-    reserved = (number(node.get("CoreSpecCount")) or 0) * (number(node.get("ThreadsPerCore")) or 1)
-    return max(0, (number(node.get("CPUTot")) or 0) - reserved)
+        nodes = []
+        for record in re.split(r"(?:^|\n)\s*(?=NodeName=)", text):
+            if not record.startswith("NodeName="):
+                continue
+            values = values_of(record)
+            counts = {name: number(value) or 0 for name, value in values.items()}
+            cores = number(values.get("CPUEfctv"))
+            if cores is None:  # versions before 22.05 do not subtract the reserved cores themselves
+                reserved = counts.get("CoreSpecCount", 0) * (counts.get("ThreadsPerCore") or 1)
+                cores = max(0, counts.get("CPUTot", 0) - reserved)
+            node = cls(
+                name=values["NodeName"],
+                host_name=values.get("NodeHostName", ""),
+                partitions=tuple(filter(None, values.get("Partitions", "").split(","))),
+                cores=cores,
+                memory_mb=max(0, counts.get("RealMemory", 0) - counts.get("MemSpecLimit", 0)),
+                gres=values.get("Gres", ""),
+                features=names_in(values.get("AvailableFeatures", "")),
+                active_features=names_in(values.get("ActiveFeatures", "")),
+                booted=time_of(values.get("BootTime")),
+            )
+            nodes.append(node)
+        return nodes
 
 
 def names_in(text: str) -> frozenset[str]:
@@ -184,9 +185,9 @@ class NodeState:
     @classmethod
     def read_all(cls, text: str) -> list[NodeState]:
         """Returns the nodes in ``text``, each once, although it may be in several partitions."""
-        rows = (line.split("|", 2) for line in text.splitlines() if line.count("|") >= 2)
-        found = (cls(node, state, "" if reason.strip() == "none" else reason.strip()) for node, state, reason in rows)
-        return [*dict.fromkeys(found)]
+        lines = (line.split("|", 2) for line in text.splitlines() if line.count("|") >= 2)
+        nodes = [cls(node, state, "" if reason.strip() == "none" else reason.strip()) for node, state, reason in lines]
+        return [*dict.fromkeys(nodes)]
 
     @property
     def is_usable(self) -> bool:
@@ -210,17 +211,21 @@ class Free:
     @classmethod
     def read_all(cls, text: str) -> list[Free]:
         """Returns the partitions that are up, from the output of ``FREE``."""
-        found: dict[str, Free] = {}
+        partitions: dict[str, Free] = {}
         for line in text.splitlines():
             name, up, counts, limit, gres, starred = (line.split("|", 5) + [""] * 6)[:6]
             if up != "up" or counts.count("/") != 3:
                 continue
-            _, idle, _, total = (int(count) for count in counts.split("/"))
-            before = found.get(name, cls(name, 0, 0, seconds(limit), 0))
-            most = max(before.gpus, sum(gpus_of(gres).values()))
-            default = starred.endswith("*")
-            found[name] = cls(name, before.idle + idle, before.nodes + total, before.max_time_s, most, default)
-        return list(found.values())
+            _, idle, _, total = map(int, counts.split("/"))
+            before = partitions.get(name, cls(name, 0, 0, seconds(limit), 0))
+            partitions[name] = replace(
+                before,
+                idle=before.idle + idle,
+                nodes=before.nodes + total,
+                gpus=max(before.gpus, sum(gpus_of(gres).values())),
+                default=starred.endswith("*"),
+            )
+        return list(partitions.values())
 
 
 def rows(text: str, columns: Sequence[str], fewest: int | None = None) -> list[dict[str, str]]:
@@ -229,6 +234,6 @@ def rows(text: str, columns: Sequence[str], fewest: int | None = None) -> list[d
     Args:
         fewest: of the columns, that a line must have; all by default.
     """
-    split = (line.split("|") for line in text.splitlines())
-    least = len(columns) if fewest is None else fewest
-    return [dict(zip(columns, values, strict=False)) for values in split if len(values) >= least]
+    lines = (line.split("|") for line in text.splitlines())
+    fewest = fewest or len(columns)
+    return [dict(zip(columns, values, strict=False)) for values in lines if len(values) >= fewest]

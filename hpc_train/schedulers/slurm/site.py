@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -116,17 +116,13 @@ class Site:
         """Returns the partition ``name``, or the default partition."""
         if name is not None:
             return self.partitions.get(name)
-        return next((found for found in self.partitions.values() if found.default), None)
+        return next((partition for partition in self.partitions.values() if partition.default), None)
 
 
-def other_clusters(asked: str | None, site: Site) -> str | None:
-    """Returns the clusters that a job goes to, of ``cluster.clusters`` or the shell; None for that of this machine.
-
-    Args:
-        asked: ``cluster.clusters``.
-    """
-    clusters = asked or preset_clusters()
-    return None if asked is None and clusters == site.name else clusters
+def other_clusters(configured: str | None, site: Site) -> str | None:
+    """Returns the clusters that a job goes to, of ``cluster.clusters`` or the shell; None for that of this machine."""
+    clusters = configured or preset_clusters()
+    return None if configured is None and clusters == site.name else clusters
 
 
 def read_site(ask: Query = query) -> Site:
@@ -168,6 +164,7 @@ def begin_site(ask: Query = query) -> Callable[[], Site]:
     for thread in threads:
         thread.start()
 
+    @cache
     def wait() -> Site:
         for thread in threads:
             thread.join()
@@ -176,40 +173,57 @@ def begin_site(ask: Query = query) -> Callable[[], Site]:
     return wait
 
 
-def _site(answers: Mapping[str, str | None]) -> Site:
-    """Returns the site that Slurm's answers describe."""
-    text = {name: answer or "" for name, answer in answers.items()}
-    config = dict(_pairs(text["config"].splitlines()))
-    kinds = {**_kinds(_total_sizes(text["sizes"])), **_kinds(_sizes_for_jobs(NodeRecord.read_all(text["nodes"])))}
-    memory_default = number(config.get("DefMemPerNode") or config.get("DefMemPerCPU")) is not None
-    lines = [line for line in text["partitions"].splitlines() if line.startswith("PartitionName=")]
-    partitions = [_partition(line, kinds, memory_default) for line in lines]
-    known = answers["associations"] is not None
-    associations = _associations(text["associations"], text["user"].strip(), config.get("ClusterName", ""))
-    return Site(
-        name=config.get("ClusterName", ""),
-        max_array_size=number(config.get("MaxArraySize")),
-        enforced=frozenset(config.get("AccountingStorageEnforce", "none").split(",")),
-        keeps_comments="job_comment" in config.get("AccountingStoreFlags", "").split(","),
-        partitions={found.name: found for found in partitions},
-        associations=associations if known else None,
-        qos=_qos(text["qos"]),
-    )
-
-
 ASSOCIATION = ("Cluster", "Account", "Partition", "QOS", "DefaultQOS", "MaxSubmitJobs", "MaxWall", "MaxTRES")
 QOS = ("Name", "Flags", "MaxSubmitJobsPerUser", "MaxWall", "MaxTRESPerJob")
 
 
+def _site(answers: Mapping[str, str | None]) -> Site:
+    """Returns the site that Slurm's answers describe."""
+    text = {name: answer or "" for name, answer in answers.items()}
+    config = dict(_pairs(text["config"].splitlines()))
+    cluster = config.get("ClusterName", "")
+
+    kinds = _node_kinds(text["sizes"], NodeRecord.read_all(text["nodes"]))
+    memory_default = number(config.get("DefMemPerNode") or config.get("DefMemPerCPU")) is not None
+    lines = [line for line in text["partitions"].splitlines() if line.startswith("PartitionName=")]
+    partitions = [_partition(line, kinds, memory_default) for line in lines]
+
+    associations = tuple(
+        Association(
+            account=row["Account"],
+            qos=names_in(row["QOS"]),
+            default=row["Account"] == text["user"].strip(),
+            limits=_limits(row["MaxSubmitJobs"], row["MaxWall"], row["MaxTRES"]),
+            partition=row["Partition"] or None,
+            default_qos=row["DefaultQOS"] or None,
+        )
+        for row in rows(text["associations"], ASSOCIATION)
+        if row["Cluster"] == cluster
+    )
+    qos = {
+        row["Name"]: _limits(row["MaxSubmitJobsPerUser"], row["MaxWall"], row["MaxTRESPerJob"], row["Flags"])
+        for row in rows(text["qos"], QOS)
+    }
+    return Site(
+        name=cluster,
+        max_array_size=number(config.get("MaxArraySize")),
+        enforced=frozenset(config.get("AccountingStorageEnforce", "none").split(",")),
+        keeps_comments="job_comment" in config.get("AccountingStoreFlags", "").split(","),
+        partitions={partition.name: partition for partition in partitions},
+        associations=None if answers["associations"] is None else associations,
+        qos=qos or None,
+    )
+
+
 def _pairs(parts: Iterable[str]) -> list[tuple[str, str]]:
-    found = (part.partition("=") for part in parts)
-    return [(name.strip(), value.strip()) for name, equals, value in found if equals]
+    pairs = (part.partition("=") for part in parts)
+    return [(name.strip(), value.strip()) for name, equals, value in pairs if equals]
 
 
-def _partition(line: str, kinds: Mapping[str, tuple[NodeKind, ...]], memory_default: bool) -> Partition:
+def _partition(line: str, kinds: Mapping[str, Sequence[NodeKind]], memory_default: bool) -> Partition:
     values = values_of(line)
     defaults = dict(_pairs(values.get("JobDefaults", "").split(",")))
-    own_memory = number(values.get("DefMemPerNode") or values.get("DefMemPerCPU"))
+    partition_memory = number(values.get("DefMemPerNode") or values.get("DefMemPerCPU"))
     return Partition(
         name=values["PartitionName"],
         default=values.get("Default") == "YES",
@@ -217,71 +231,50 @@ def _partition(line: str, kinds: Mapping[str, tuple[NodeKind, ...]], memory_defa
         nodes=number(values.get("TotalNodes")) or 0,
         max_nodes=number(values.get("MaxNodes")),
         max_time_s=seconds(values.get("MaxTime")),
-        accounts=_names(values.get("AllowAccounts")),
-        qos=_names(values.get("AllowQos")),
+        accounts=_allowed(values.get("AllowAccounts")),
+        qos=_allowed(values.get("AllowQos")),
         own_qos=None if values.get("QoS") == "N/A" else values.get("QoS"),
         cores_per_gpu=number(defaults.get("DefCpuPerGPU")),
-        memory_default=memory_default or own_memory is not None or "DefMemPerGPU" in defaults,
-        kinds=kinds.get(values["PartitionName"], ()),
+        memory_default=memory_default or partition_memory is not None or "DefMemPerGPU" in defaults,
+        kinds=tuple(kinds.get(values["PartitionName"], ())),
     )
 
 
-Size = tuple[str, int, int, int, str, frozenset[str]]  # partition, nodes, cores, MiB, GRES, features
+def _node_kinds(sizes: str, nodes: Iterable[NodeRecord]) -> dict[str, list[NodeKind]]:
+    """Returns the kinds of nodes of each partition.
 
-
-def _total_sizes(text: str) -> Iterator[Size]:
-    """Yields what ``sinfo`` prints, which includes the cores and the memory that Slurm reserves for the system."""
-    for line in text.splitlines():
-        name, count, cores, memory, gres, features = (line.split("|", 5) + [""] * 6)[:6]
-        yield name, number(count) or 0, number(cores) or 0, number(memory) or 0, gres, names_in(features)
-
-
-def _sizes_for_jobs(nodes: Iterable[NodeRecord]) -> Iterator[Size]:
-    """Yields the sizes of ``nodes``, without what Slurm reserves for the system."""
-    counts = Counter(
+    Args:
+        sizes: of ``sinfo``, which includes the cores and the memory that Slurm reserves for the system.
+        nodes: their records, which do not include these, but which some sites do not show.
+    """
+    totals: Counter[tuple[str, int, int, str, frozenset[str]]] = Counter()
+    for line in sizes.splitlines():
+        name, count_text, cpus, mib, gres, names = (line.split("|", 5) + [""] * 6)[:6]
+        totals[name, number(cpus) or 0, number(mib) or 0, gres, names_in(names)] += number(count_text) or 0
+    for_jobs = Counter(
         (name, node.cores, node.memory_mb, node.gres, node.features) for node in nodes for name in node.partitions
     )
-    for (name, cores, memory, gres, features), count in counts.items():
-        yield name, count, cores, memory, gres, features
-
-
-def _kinds(sizes: Iterable[Size]) -> dict[str, tuple[NodeKind, ...]]:
-    kinds: dict[str, tuple[NodeKind, ...]] = {}
-    for name, count, cores, memory, gres, features in sizes:
-        kind = NodeKind(count, cores, memory, gpus_of(gres), features)
-        kinds[name] = (*kinds.get(name, ()), kind)
-    return kinds
-
-
-def _associations(text: str, default: str, cluster: str) -> tuple[Association, ...]:
-    return tuple(
-        Association(
-            account=row["Account"],
-            qos=frozenset(filter(None, row["QOS"].split(","))),
-            default=row["Account"] == default,
-            limits=_limits(row["MaxSubmitJobs"], row["MaxWall"], row["MaxTRES"]),
-            partition=row["Partition"] or None,
-            default_qos=row["DefaultQOS"] or None,
-        )
-        for row in rows(text, ASSOCIATION)
-        if row["Cluster"] == cluster
-    )
-
-
-def _qos(text: str) -> dict[str, PartitionLimits] | None:
-    return {
-        row["Name"]: _limits(row["MaxSubmitJobsPerUser"], row["MaxWall"], row["MaxTRESPerJob"], row["Flags"])
-        for row in rows(text, QOS)
-    } or None
+    by_partition: dict[str, list[NodeKind]] = {}
+    for counts in (totals, for_jobs):
+        kinds: dict[str, list[NodeKind]] = {}
+        for (name, cores, memory_mb, gres, features), count in counts.items():
+            kinds.setdefault(name, []).append(NodeKind(count, cores, memory_mb, gpus_of(gres), features))
+        by_partition.update(kinds)
+    return by_partition
 
 
 def _limits(jobs: str, wall: str, tres: str, flags: str = "") -> PartitionLimits:
     counts = dict(_pairs(tres.split(",")))
-    nodes, gpus = number(counts.get("node")), number(counts.get("gres/gpu"))
-    return PartitionLimits(number(jobs), seconds(wall), nodes, gpus, frozenset(flags.split(",")) - {""})
+    return PartitionLimits(
+        max_jobs=number(jobs),
+        max_time_s=seconds(wall),
+        max_nodes=number(counts.get("node")),
+        max_gpus=number(counts.get("gres/gpu")),
+        flags=names_in(flags),
+    )
 
 
-def _names(text: str | None) -> frozenset[str] | None:
+def _allowed(text: str | None) -> frozenset[str] | None:
     return None if text in (None, "", "ALL", "(null)") else frozenset(str(text).split(","))
 
 

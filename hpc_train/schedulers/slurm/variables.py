@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from fnmatch import fnmatchcase
 
 
 class Receiver(Enum):
@@ -42,7 +43,7 @@ class Rule:
     instead: str = ""
 
     def matches(self, name: str) -> bool:
-        return any(name.startswith(each[:-1]) if each.endswith("*") else name == each for each in self.names)
+        return any(fnmatchcase(name, pattern) for pattern in self.names)
 
 
 def _rule(names: str, reaches: tuple[Receiver, ...], reason: str, instead: str = "") -> Rule:
