@@ -139,15 +139,6 @@ class MemoryNeed:
     def exceeds(self) -> bool:
         return self.available is not None and self.needed > self.available
 
-    @property
-    def note(self) -> str:
-        """Returns the notice about a job that does not fit."""
-        assert self.available is not None
-        return (
-            f"the run will probably run out of memory: it needs about {format_bytes(self.needed)} of the "
-            f"{format_bytes(self.available)} of {self.place}"
-        )
-
 
 def memory_need(config: Config, layout: Layout, shape: JobShape) -> MemoryNeed | None:
     """Returns the memory of a job; None if the sizes of the model are unknown."""
@@ -156,26 +147,24 @@ def memory_need(config: Config, layout: Layout, shape: JobShape) -> MemoryNeed |
         return None
     here = shape.place is Place.MACHINE
     if not shape.gpus:
-        return MemoryNeed(rank, rank.total * layout.world_size, _of_this_machine() if here else None, "this machine")
+        total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        return MemoryNeed(rank, rank.total * layout.world_size, total if here else None, "this machine")
     available = shape.device_bytes
     if available is None and (config.cluster.gpu_type is not None or here):
-        available = _of_gpu(config.cluster.gpu_type)
+        available = _memory_of_gpu(config.cluster.gpu_type)
     return MemoryNeed(rank, needed_bytes(rank.total), available, "a GPU")
+
+
+_memory_of_gpu = lru_cache(maxsize=8)(gpu_memory)  # may start nvidia-smi: once for all jobs of a sweep
 
 
 def with_memory_note(job: Job) -> Job:
     """Returns ``job`` with a note in its layout if it will probably run out of memory."""
     need = memory_need(job.config, job.layout, job.shape)
-    if need is None or not need.exceeds:
+    if need is None or need.available is None or not need.exceeds:
         return job
-    return replace(job, layout=replace(job.layout, notes=(*job.layout.notes, need.note)))
-
-
-@lru_cache(maxsize=8)
-def _of_gpu(kind: str | None) -> float | None:
-    """Returns ``gpu_memory``, which may start nvidia-smi, once for all jobs of a sweep."""
-    return gpu_memory(kind)
-
-
-def _of_this_machine() -> float:
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    note = (
+        f"the run will probably run out of memory: it needs about {format_bytes(need.needed)} of the "
+        f"{format_bytes(need.available)} of {need.place}"
+    )
+    return replace(job, layout=replace(job.layout, notes=(*job.layout.notes, note)))

@@ -67,7 +67,7 @@ def test_a_job_has_its_own_session_sees_the_gpus_and_gets_a_signal_that_arrives_
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
     reported = tmp_path / "reported"
-    job = SessionExecutor(tmp_path / "submitit").submit(tell_session, str(reported))
+    job = SessionExecutor(tmp_path / "submitit", {}).submit(tell_session, str(reported))
     os.kill(int(job.job_id), signal.SIGTERM)
     until(job.done)
     assert reported.read_text().split() == [job.job_id, "5,6", "SIGTERM"]

@@ -15,9 +15,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from hpc_train.registration import RUN_ENDED, registered
 from hpc_train.run.code import frozen_code, reexec_from_snapshot
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.owner import open_run
-from hpc_train.run.requests import StopRequests
 from hpc_train.run.snapshot import check_copy
 from hpc_train.runs.job_status import PRESENT, JobStatus
 from hpc_train.units import counted
@@ -77,9 +75,9 @@ TEN_YEARS_S = 10 * 365 * 24 * 3600
 class SessionExecutor(LocalExecutor):
     """submitit's local executor, with a session for each job and ``variables`` in its environment."""
 
-    def __init__(self, folder: Path, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
         super().__init__(folder)
-        self.variables = dict(variables or {})
+        self.variables = variables
 
     def _submit_command(self, command: str) -> LocalJob[Any]:
         settings = {
@@ -135,14 +133,17 @@ class LocalJobExecutor(ProcessExecutor):
         room = self.at_once(jobs)
         if room >= len(jobs):
             return []
-        cores, gpus = len(os.sched_getaffinity(0)), visible_gpus()
-        has = counted(gpus, "GPU", "GPUs") if jobs[0].gpus else counted(cores, "core", "cores")
-        return [f"this machine ({has}) trains {counted(room, 'job', 'jobs')} at a time; the others wait"]
+        resources = counted(len(os.sched_getaffinity(0)), "core", "cores")
+        if jobs[0].gpus:
+            resources = counted(visible_gpus(), "GPU", "GPUs")
+        return [f"this machine ({resources}) trains {counted(room, 'job', 'jobs')} at a time; the others wait"]
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         ids = []
+        cores = max(1, len(os.sched_getaffinity(0)) // at_once)
         for job in jobs:
-            call = RunAgent(str(job.run.path), _share(job, sweep, at_once), job.trust_owner)
+            share = Share(gpus=_gpus(job), cores=cores, sweep=str(sweep), at_once=at_once)
+            call = RunAgent(str(job.run.path), share, job.trust_owner)
             code = frozen_code(job.run)
             variables = {} if code is None else code.environment()
             submitted: Any = SessionExecutor(job.submitit_folder, variables).submit(call)
@@ -159,9 +160,9 @@ class LocalJobExecutor(ProcessExecutor):
 
 def jobs_at_once(jobs: Sequence[Job], cores: int, gpus: int) -> int:
     """Returns how many of ``jobs`` may run at a time: the user's limit, or the number with a GPU or core per worker."""
-    asked = jobs[0].config.launch.array_parallelism
-    if isinstance(asked, int):
-        return min(asked, len(jobs))
+    limit = jobs[0].config.launch.array_parallelism
+    if isinstance(limit, int):
+        return min(limit, len(jobs))
     smallest = min(_gpus(job) for job in jobs)
     if smallest:
         return max(1, min(len(jobs), gpus // smallest))
@@ -171,12 +172,6 @@ def jobs_at_once(jobs: Sequence[Job], cores: int, gpus: int) -> int:
 def _gpus(job: Job) -> int:
     """Returns the GPUs that a job reserves: as many as the user requests, or as the layout has ranks."""
     return job.gpus if isinstance(job.config.cluster.gpus_per_node, int) else min(job.gpus, job.layout.world_size)
-
-
-def _share(job: Job, sweep: Path, at_once: int) -> Share:
-    """Returns the GPUs of a job, or its equal share of the cores."""
-    cores = max(1, len(os.sched_getaffinity(0)) // at_once)
-    return Share(gpus=_gpus(job), cores=cores, sweep=str(sweep), at_once=at_once)
 
 
 @dataclass(frozen=True)
@@ -194,14 +189,13 @@ class RunAgent:
         reexec_from_snapshot(run)
         from hpc_train.elastic.agent import run_agent  # the submitter does not need the modules of the agent
 
-        reserved = None if self.share is None else partial(_reserve, self.share)
+        reserved = None
+        if self.share is not None:
+            share = self.share
+            reserved = lambda stop: reserve(share, lambda: stop.requested)  # noqa: E731
         code = run_agent(run, reserve=reserved)
         registered(RUN_ENDED)(run)
         sys.exit(code)  # instead of returning, so that a failed run is a failed job
-
-
-def _reserve(share: Share, stop: StopRequests) -> AbstractContextManager[None]:
-    return reserve(share, lambda: stop.requested)
 
 
 POLL_S = 0.2
@@ -231,33 +225,26 @@ def reserve(share: Share, waiting_is_over: Callable[[], bool]) -> Iterator[None]
     """
     folder = Path(share.sweep) / ".slots"
     turns = [f"slot-{number}" for number in range(share.at_once)]
-    count = share.gpus or share.cores
+    if share.gpus:
+        resources = [f"gpu-{device}" for device in visible_devices()]
+    else:
+        resources = [f"core-{core}" for core in sorted(os.sched_getaffinity(0))]
     names: list[str] = []
-    with ExitStack() as held:
+    with ExitStack() as locks:
         try:
             folder.mkdir(exist_ok=True)
-            held.enter_context(take(folder, turns, 1, waiting_is_over))
-            names = held.enter_context(take(folder, _devices_or_cores(share), count, waiting_is_over))
+            locks.enter_context(take(folder, turns, 1, waiting_is_over))
+            names = locks.enter_context(take(folder, resources, share.gpus or share.cores, waiting_is_over))
         except OSError as error:  # such as files of another user, or a full disk
             print(f"warning: this job does not wait for others of its sweep: {error}", file=sys.stderr)
-        if names:
-            _restrict([name.partition("-")[2] for name in names], share)
+        numbers = [name.partition("-")[2] for name in names]
+        if numbers and not share.gpus:
+            os.sched_setaffinity(0, map(int, numbers))
+        elif numbers and Machine.this().amd() is not None:
+            restrict_to(numbers)
+        elif numbers:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
         yield
-
-
-def _devices_or_cores(share: Share) -> list[str]:
-    if share.gpus:
-        return [f"gpu-{device}" for device in visible_devices()]
-    return [f"core-{core}" for core in sorted(os.sched_getaffinity(0))]
-
-
-def _restrict(names: Sequence[str], share: Share) -> None:
-    if not share.gpus:
-        os.sched_setaffinity(0, {int(name) for name in names})
-    elif Machine.this().amd() is not None:
-        restrict_to(list(names))
-    else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
 
 @contextmanager

@@ -75,10 +75,10 @@ class ScriptExecutor(SlurmExecutor):
         mode: the permissions of the file with the script.
     """
 
-    def __init__(self, folder: Path, text: str, asked: Options, mode: int) -> None:
+    def __init__(self, folder: Path, text: str, sbatch_options: Options, mode: int) -> None:
         super().__init__(folder)
         self._text = text
-        self._asked = asked
+        self._options = sbatch_options
         self._mode = mode
 
     def submit_script(self) -> str:
@@ -107,8 +107,8 @@ class ScriptExecutor(SlurmExecutor):
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         unset = [part for name in withheld(Receiver.SBATCH) for part in ("-u", name)]
-        command = ["sbatch", "--parsable", *arguments(self._asked), str(submission_file_path)]
-        return [*(["env", *unset] if unset else []), *command]
+        command = ["sbatch", "--parsable", *arguments(self._options), str(submission_file_path)]
+        return ["env", *unset, *command] if unset else command
 
 
 class SlurmJobExecutor:
@@ -140,11 +140,11 @@ class SlurmJobExecutor:
         check_queue(jobs, self.site)
         lines = [*cost_lines(jobs, self.site), *dict.fromkeys(map(stop_note, jobs))]
         lines += [*check_room(jobs), *check_shared(jobs[0].run.path), *notes_of_withheld()]
-        for same in self._by_shape(jobs):
-            check_limits(same[0], self.site)
-            found = _test_only(same[0], {**options(same[0], self.site), **_array(same)})
-            lines += found.lines
-            self._expected[same[0].number] = found.starts
+        for group in self._by_shape(jobs):
+            check_limits(group[0], self.site)
+            result = _test_only(group[0], {**options(group[0], self.site), **_array(group)})
+            lines += result.lines
+            self._expected[group[0].number] = result.starts
         return lines
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
@@ -152,78 +152,70 @@ class SlurmJobExecutor:
 
     def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
         """Returns the sbatch command line and the script of each submission, as ``submit`` would send them."""
-        found = []
-        for same in self._by_shape(jobs):
-            text, asked = self._submission(same, self._folder(same, sweep), sweep)
-            found.append((" \\\n    ".join(["sbatch", *arguments(asked), "job.sbatch"]), text))
-        return found
+        plans = []
+        for group in self._by_shape(jobs):
+            text, sbatch_options = self._submission(group, _folder(group, sweep), sweep)
+            plans.append((" \\\n    ".join(["sbatch", *arguments(sbatch_options), "job.sbatch"]), text))
+        return plans
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         self._clusters = other_clusters(jobs[0].config.cluster.clusters, self.site)
-        submitted: list[str] = []
+        submitted: list[str] = []  # the id of each submission, the first one of a chain
+        ids: dict[int, str] = {}
         try:
-            return self._submit_arrays(jobs, sweep, submitted)
+            for group in self._by_shape(jobs):
+                folder = _folder(group, sweep)
+                text, sbatch_options = self._submission(group, folder, sweep)
+                folder.mkdir(parents=True, exist_ok=True)
+                if len(group) > 1:
+                    write_text(folder / _listing(group), "".join(f"{job.run.path}\n" for job in group))
+                main = self._submit_chain(group, folder, text, sbatch_options, submitted)
+                submitted.append(main)
+                self._record_estimate(group[0], f"{main}_0" if len(group) > 1 else main)
+                for index, job in enumerate(group):
+                    write_text(job.run.path / "job.sbatch", text, file_mode(job.config), flush=False)  # to be read
+                    ids[job.number] = job_id = f"{main}_{index}" if len(group) > 1 else main
+                    pattern = str(sbatch_options["output"]).rpartition("/")[2]
+                    self._outputs[job_id] = folder / pattern.replace("%j", job_id).replace("%A_%a", job_id)
         except BaseException:  # also an interrupt
             self._withdraw(submitted)
             raise
+        return [ids[job.number] for job in jobs]
 
     def _withdraw(self, ids: Sequence[str]) -> None:
         """Cancels jobs that no run has recorded yet, so that nothing else could cancel them."""
         if ids:
             print(f"cancelling the jobs that were submitted before: {', '.join(ids)}", file=sys.stderr)
-            self._cancel(self._all(ids))
-
-    def _submit_arrays(self, jobs: Sequence[Job], sweep: Path, submitted: list[str]) -> list[str]:
-        """Submits ``jobs`` and returns their ids.
-
-        Args:
-            submitted: gets the id of each submission, the first one of a chain.
-        """
-        ids: dict[int, str] = {}
-        for same in self._by_shape(jobs):
-            folder = self._folder(same, sweep)
-            text, asked = self._submission(same, folder, sweep)
-            folder.mkdir(parents=True, exist_ok=True)
-            if len(same) > 1:
-                write_text(folder / _listing(same), "".join(f"{job.run.path}\n" for job in same))
-            main = self._submit_chain(same, folder, text, asked, submitted)
-            submitted.append(main)
-            self._record_estimate(same[0], f"{main}_0" if len(same) > 1 else main)
-            for index, job in enumerate(same):
-                write_text(job.run.path / "job.sbatch", text, file_mode(job.config), flush=False)  # to be read
-                ids[job.number] = job_id = f"{main}_{index}" if len(same) > 1 else main
-                pattern = str(asked["output"]).rpartition("/")[2]
-                self._outputs[job_id] = folder / pattern.replace("%j", job_id).replace("%A_%a", job_id)
-        return [ids[job.number] for job in jobs]
+            self.cancel(ids)
 
     def identity(self, job_id: str) -> dict[str, Any]:
-        found: dict[str, Any] = {"job_id": job_id, "output": str(self._outputs[job_id])}
+        fields: dict[str, Any] = {"job_id": job_id, "output": str(self._outputs[job_id])}
         if job_id in self._chains:
-            found["chain"] = self._chains[job_id]
-        return found | ({"clusters": self._clusters} if self._clusters else {})
+            fields["chain"] = self._chains[job_id]
+        if self._clusters:
+            fields["clusters"] = self._clusters
+        return fields
 
     def statuses(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        known = self._statuses.of(self._all(ids), self._clusters)
-        return folded({job_id: self._chains[job_id] for job_id in ids if job_id in self._chains}, known)
+        statuses = self._statuses.of(self._all(ids), self._clusters)
+        return folded({job_id: self._chains[job_id] for job_id in ids if job_id in self._chains}, statuses)
 
     def stop(self, ids: Collection[str]) -> None:
-        self._cancel(self._all(ids), signal="USR1")
+        self.cancel(ids, signal="USR1")
 
-    def cancel(self, ids: Collection[str]) -> None:
-        self._cancel(self._all(ids))
+    def cancel(self, ids: Collection[str], signal: str | None = None) -> None:
+        try:
+            client.cancel(self._all(ids), signal=signal, clusters=self._clusters)
+        except SlurmError as error:  # the caller continues to follow the jobs
+            print(error.what, file=sys.stderr)
 
     def output(self, job: Job, job_id: str) -> Path:
         return self._outputs[job_id]
 
-    def _cancel(self, ids: Sequence[str], signal: str | None = None) -> None:
-        try:
-            client.cancel(ids, signal=signal, clusters=self._clusters)
-        except SlurmError as error:  # the caller continues to follow the jobs
-            print(error.what, file=sys.stderr)
-
     def _record_estimate(self, job: Job, job_id: str) -> None:
-        """Records when Slurm expected a submission to start, from which ``plan`` tells how far off it usually is."""
-        expected, cluster = self._expected.get(job.number), job.config.cluster
+        """Records when Slurm expected a submission to start; ``plan`` reports the usual error of such estimates."""
+        expected = self._expected.get(job.number)
+        cluster = job.config.cluster
         if expected is None or cluster.begin or cluster.dependency or self._clusters:
             return
         estimate = Estimate(self.site.name, cluster.partition, job_id, time.time(), expected)
@@ -232,25 +224,29 @@ class SlurmJobExecutor:
 
     def _all(self, ids: Collection[str]) -> list[str]:
         """Returns ``ids`` with the other jobs of their chains."""
-        return [each for job_id in ids for each in self._chains.get(job_id, [job_id])]
+        return [chained for job_id in ids for chained in self._chains.get(job_id, [job_id])]
 
     def _submit_chain(
-        self, same: Sequence[Job], folder: Path, text: str, asked: Options, submitted: Sequence[str]
+        self, group: Sequence[Job], folder: Path, text: str, sbatch_options: Options, submitted: Sequence[str]
     ) -> str:
         """Submits a script, ``launch.chain`` times; returns the id of the first.
 
         Args:
             submitted: the ids of the earlier submissions for the same directory.
         """
-        job, ids = same[0], list[str]()
-        count, earlier = job.config.launch.chain, _recorded(same)
+        job = group[0]
+        ids: list[str] = []
+        count = job.config.launch.chain
+        recorded = [entry for job in group for entry in job.run.record().get("submissions", [])]
+        earlier = {str(job_id).partition("_")[0] for entry in recorded for job_id in job_ids(entry)}  # arrays as one
 
-        def one(dependency: str | None) -> str:
+        def submit_one(dependency: str | None) -> str:
             more = {} if dependency is None else {"dependency": dependency}
-            executor = ScriptExecutor(folder, text, {**asked, **more}, file_mode(job.config))
-            known = {*earlier, *self._all(submitted), *ids}
+            executor = ScriptExecutor(folder, text, {**sbatch_options, **more}, file_mode(job.config))
+            others = {*earlier, *self._all(submitted), *ids}
+            comment = str(sbatch_options["comment"])
             try:
-                job_id = client.submitted_job(executor.submit_script, str(asked["comment"]), known, self._clusters)
+                job_id = client.submitted_job(executor.submit_script, comment, others, self._clusters)
             except LostAnswer:
                 raise
             except SlurmError as error:
@@ -259,7 +255,7 @@ class SlurmJobExecutor:
             return job_id
 
         try:
-            submit_chain(count, one)
+            submit_chain(count, submit_one)
             if count > 1:
                 write_text(chain_file(job.run), "".join(f"{job_id}\n" for job_id in ids))
         except BaseException:
@@ -281,45 +277,54 @@ class SlurmJobExecutor:
                 cluster.teardown,
                 cluster.python,
                 job.config.run.on_event,
+                container_of(job.config, job.gpus),
             ]
-            key.append(container_of(job.config, job.gpus))
             if not job.overrides:  # a run that is submitted again; some of its sweep may have newer code
                 key.append(frozen_code(job.run))
             if job.config.launch.chain > 1:  # tasks of an array cannot depend on each other
                 key.append(job.number)
             groups.setdefault(str(key), []).append(job)
         largest = self.site.max_array_size or len(jobs)
-        return [same[first : first + largest] for same in groups.values() for first in range(0, len(same), largest)]
+        return [group[first : first + largest] for group in groups.values() for first in range(0, len(group), largest)]
 
-    def _submission(self, same: list[Job], folder: Path, sweep: Path) -> tuple[str, Options]:
+    def _submission(self, group: list[Job], folder: Path, sweep: Path) -> tuple[str, Options]:
         """Returns script and options of an array or a single job."""
-        single = len(same) == 1
-        file = chain_file(same[0].run) if same[0].config.launch.chain > 1 else None
-        name = "%A_%a" if not single else "%j" if file is None else file.name
-        asked = {
-            **options(same[0], self.site),
-            **identity(same, same[0].run.path if single else sweep, output_file(folder, f"{name}.out")),
-            **_array(same),
+        job = group[0]
+        chain = chain_file(job.run) if job.config.launch.chain > 1 else None
+        if len(group) == 1:
+            title = f"{job.config.strategy.name}: {job.layout}"
+            directory = job.run.path
+            name = "%j" if chain is None else chain.name
+            run = one_run(directory)
+        else:
+            title = f"{len(group)} runs of one shape"
+            directory = sweep
+            name = "%A_%a"
+            run = run_of_task(folder / _listing(group))
+        sbatch_options = {
+            **options(job, self.site),
+            **identity(group, directory, output_file(folder, f"{name}.out")),
+            **_array(group),
         }
         script = Script(
-            title=_title(same),
-            cluster=same[0].config.cluster,
-            run=one_run(same[0].run.path) if single else run_of_task(folder / _listing(same)),
+            title=f"hpc_train, {title}",
+            cluster=job.config.cluster,
+            run=run,
             header={},
-            code=frozen_code(same[0].run),
-            chain=file,
-            container=container_of(same[0].config, same[0].gpus),
-            notes=[stop_note(same[0])],
-            survives_node_loss=survives_node_loss(same[0].config.elastic),
-            agent_options=same[0].agent_options,
-            on_event=same[0].config.run.on_event,
+            code=frozen_code(job.run),
+            chain=chain,
+            container=container_of(job.config, job.gpus),
+            notes=[stop_note(job)],
+            survives_node_loss=survives_node_loss(job.config.elastic),
+            agent_options=job.agent_options,
+            on_event=job.config.run.on_event,
         )
-        return render(script), asked
+        return render(script), sbatch_options
 
-    @staticmethod
-    def _folder(same: Sequence[Job], sweep: Path) -> Path:
-        """Returns the directory of scripts and their output, in the logs of a single run or in the sweep directory."""
-        return same[0].run.logs / "slurm" if len(same) == 1 else sweep / "slurm"
+
+def _folder(group: Sequence[Job], sweep: Path) -> Path:
+    """Returns the directory of scripts and their output, in the logs of a single run or in the sweep directory."""
+    return group[0].run.logs / "slurm" if len(group) == 1 else sweep / "slurm"
 
 
 def slurm_shape(config: Config, site: Callable[[], Site]) -> JobShape:
@@ -333,8 +338,8 @@ def slurm_shape(config: Config, site: Callable[[], Site]) -> JobShape:
     """
     cluster = config.cluster
     nodes = node_range(cluster)[1]
-    known = site() if cluster.gpus_per_node == "auto" else NO_SITE
-    gpus, workers = workers_per_node(cluster, visible=asked_gpus(cluster, known).count)
+    site_of_gpus = site() if cluster.gpus_per_node == "auto" else NO_SITE
+    gpus, workers = workers_per_node(cluster, visible=asked_gpus(cluster, site_of_gpus).count)
     return JobShape(
         nodes=nodes,
         fewest_nodes=fewest_nodes(config),
@@ -347,51 +352,38 @@ def slurm_shape(config: Config, site: Callable[[], Site]) -> JobShape:
     )
 
 
-def _array(same: Sequence[Job]) -> Options:
-    """Returns the option for the array of the jobs ``same``; empty for a single job."""
-    return array(len(same), same[0].config.launch.array_parallelism)
+def _array(group: Sequence[Job]) -> Options:
+    """Returns the option for the array of the jobs ``group``; empty for a single job."""
+    return array(len(group), group[0].config.launch.array_parallelism)
 
 
-def _title(same: Sequence[Job]) -> str:
-    first = same[0]
-    what = f"{first.config.strategy.name}: {first.layout}" if len(same) == 1 else f"{len(same)} runs of one shape"
-    return f"hpc_train, {what}"
-
-
-def _listing(same: Sequence[Job]) -> str:
+def _listing(group: Sequence[Job]) -> str:
     """Returns a name for the list of runs that depends on its content, since earlier arrays still read theirs."""
-    paths = "\n".join(str(job.run.path) for job in same)
-    return f"runs-{same[0].number:05d}-{hashlib.sha256(paths.encode()).hexdigest()[:8]}"
+    paths = "\n".join(str(job.run.path) for job in group)
+    return f"runs-{group[0].number:05d}-{hashlib.sha256(paths.encode()).hexdigest()[:8]}"
 
 
-def _recorded(jobs: Sequence[Job]) -> set[str]:
-    """Returns the Slurm jobs of earlier submissions of ``jobs``, arrays as one."""
-    submissions = [entry for job in jobs for entry in job.run.record().get("submissions", [])]
-    return {str(job_id).partition("_")[0] for entry in submissions for job_id in job_ids(entry)}
-
-
-def _test_only(job: Job, asked: Options) -> Check:
+def _test_only(job: Job, sbatch_options: Options) -> Check:
     """Checks a shape with ``sbatch --test-only``; a controller that does not respond refuses nothing.
 
     The check considers only nodes that are available now. If nodes are down or drained, this returns a note instead of
     an error, since the job may wait for them.
     """
     try:
-        return client.check_submission(arguments(asked))
+        return client.check_submission(arguments(sbatch_options))
     except SlurmError as error:
         if error.problem is Problem.SILENT:
             return Check([], None)
-        if TOO_FEW_NOW in error.said and (away := _away(job.config.cluster, asked.get("clusters"))):
-            names = ", ".join(sorted(away))
-            return Check([f"note: the job may have to wait for nodes that are down or drained now: {names}"], None)
+        if TOO_FEW_NOW in error.said:
+            selection = on_clusters(sbatch_options.get("clusters"))
+            if job.config.cluster.partition:
+                selection.append(f"--partition={job.config.cluster.partition}")
+            nodes = client.node_states(selection, client.QUERY_S)
+            away = {node.node for node in nodes if node.state.startswith(AWAY) or node.state.endswith("*")}
+            if away:
+                names = ", ".join(sorted(away))
+                return Check([f"note: the job may have to wait for nodes that are down or drained now: {names}"], None)
         raise refusal(error.said) from error
-
-
-def _away(cluster: ClusterConfig, clusters: str | None) -> set[str]:
-    """Returns the nodes of the partition that are unavailable now but may come back."""
-    partition = [f"--partition={cluster.partition}"] if cluster.partition else []
-    nodes = client.node_states([*on_clusters(clusters), *partition], client.QUERY_S)
-    return {node.node for node in nodes if node.state.startswith(AWAY) or node.state.endswith("*")}
 
 
 AUTHENTICATION = re.compile(r"munge|authentication (error|plugin)|Invalid authentication", re.IGNORECASE)
@@ -432,8 +424,10 @@ def refusal(said: str) -> UserError:
     Args:
         said: the standard error of sbatch.
     """
-    lines = [line.rstrip() for line in said.splitlines() if line.strip()] or ["no reason given"]
-    words = lines[0] if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)
+    lines = [line.rstrip() for line in said.splitlines() if line.strip()]
+    words = "".join(f"\n  {line}" for line in lines)
+    if len(lines) < 2:
+        words = "".join(lines) or "no reason given"
     if AUTHENTICATION.search(said):
         return UserError(
             f"Slurm could not authenticate this user: {words}",
@@ -447,8 +441,18 @@ def refusal(said: str) -> UserError:
             where="cluster.kind",
             fix="submit from a login node, when `scontrol ping` says that the controller is up; or cluster=local",
         )
-    keys, fix = _fix(said, several=len(lines) > 1)
-    where = ", ".join(f"cluster.{key}" for key in keys.split(", "))
+    options = dict.fromkeys(option.replace("-", "_") for option in _OPTION.findall(said))
+    keys = [option for option in options if option in {field.name for field in fields(ClusterConfig)}]
+    if keys:
+        fix = f"set what the message asks for: {', '.join(f'cluster.{key}=VALUE' for key in keys)}"
+    else:
+        general = f"cluster.{GENERAL} as this cluster allows them"
+        if len(lines) > 1:
+            general = "the site explains the refusal in the lines above; the keys of cluster are sbatch's options"
+        entries = (entry for text, entry in KNOWN.items() if text.lower() in said.lower())
+        names, fix = next(entries, (GENERAL, general))
+        keys = names.split(", ")
+    where = ", ".join(f"cluster.{key}" for key in keys)
     named, others = shell_options(said)
     if named:
         where = ", ".join(f"{name} of this shell" for name in named)
@@ -478,16 +482,3 @@ def _is_about(said: str, name: str, value: str) -> bool:
     option = _LONG_OPTIONS.get(name) or name.partition("_")[2].lower().replace("_", "-")
     by_value = value != "" and re.search(rf"(?<![\w-]){re.escape(value)}(?![\w-])", said) is not None
     return by_value or re.search(rf"--{option}\b(?!-)|\binvalid {option}\b", said, re.IGNORECASE) is not None
-
-
-def _fix(said: str, several: bool) -> tuple[str, str]:
-    """Returns the keys of ``cluster`` that the refusal is about, and the fix."""
-    known = {field.name for field in fields(ClusterConfig)}
-    options = (option.replace("-", "_") for option in _OPTION.findall(said))
-    if named := ", ".join(dict.fromkeys(option for option in options if option in known)):
-        return named, f"set what the message asks for: {', '.join(f'cluster.{key}=VALUE' for key in named.split(', '))}"
-    if found := next((entry for text, entry in KNOWN.items() if text.lower() in said.lower()), None):
-        return found
-    if several:
-        return GENERAL, "the site explains the refusal in the lines above; the keys of cluster are sbatch's options"
-    return GENERAL, f"cluster.{GENERAL} as this cluster allows them"
