@@ -350,6 +350,8 @@ class Event(dict[str, Any]):
     gpus = Field[Any]("gpus", None)  # their number in ``started``, otherwise texts
     world_size = Field("world_size", 0)
     layout = Field("layout", "")
+    launch = Field("launch", "")
+    job_id = Field[str | None]("job_id", None)
     bytes = Field[int | None]("bytes", None)
     steps = Field("steps", 1)
     bus_gb_per_s = Field[Mapping[str, Any]]("bus_gb_per_s", MappingProxyType({}))
@@ -359,6 +361,12 @@ class Event(dict[str, Any]):
     @property
     def kind(self) -> EventKind:
         return EVENTS.get(self.name, _UNKNOWN)
+
+    @property
+    def continues_from(self) -> int:
+        """The step from which training continues after it."""
+        step: int = self[self.kind.continues_from]
+        return step
 
 
 def event_row(row: Row) -> Event | None:

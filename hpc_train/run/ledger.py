@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import groupby
-from operator import add, attrgetter
+from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import Event
@@ -34,8 +34,8 @@ class Interval(NamedTuple):
 
     @classmethod
     def until(cls, line: Line | Event, first: int) -> Interval:
-        last = line["step"]
-        steps_s = (last - first) * (line.step_s or 0.0) if last > first else 0.0
+        last = line.step or 0
+        steps_s = max(0, last - first) * (line.step_s or 0.0)
         return cls(line.time, first, last, steps_s, line.eval_s or 0.0, line.save_s or 0.0)
 
     @property
@@ -48,10 +48,12 @@ class Interval(NamedTuple):
         longest = max(parts, key=lambda name: parts[name])
         return self._replace(**{longest: max(0.0, parts[longest] - seconds)})
 
-    def kept_share(self, kept: float) -> float:
-        """Returns the share of its steps that is kept if work up to the step ``kept`` is kept."""
+    def useful_share(self, limit: float) -> float:
+        """Returns the share of its steps that is useful if work up to the step ``limit`` is."""
         steps = self.last - self.first
-        return min(1.0, max(0.0, (kept - self.first) / steps)) if steps else 1.0
+        if not steps:
+            return 1.0
+        return min(1.0, max(0.0, (limit - self.first) / steps))
 
 
 @dataclass(frozen=True)
@@ -74,44 +76,43 @@ class Attempt:
 
     @classmethod
     def of(cls, number: int, events: Iterable[Event], lines: Iterable[Line], frozen: Mapping[str, float]) -> Attempt:
-        own = sorted(events, key=attrgetter("time"))
-        closing = [event for event in own if event.kind.ends == "training" and event.save_s is not None]
-        beginnings = [event for event in own if event.kind.continues_from]
+        in_order = sorted(events, key=attrgetter("time"))
+        closing = [event for event in in_order if event.kind.ends == "training" and event.save_s is not None]
+        beginnings = [event for event in in_order if event.kind.continues_from]
         stretches: list[Stretch] = []
         step = 0
         points: list[Line | Event] = sorted([*lines, *beginnings, *closing], key=attrgetter("time"))
         for point in points:
             if isinstance(point, Event) and point.kind.continues_from:
-                step = point[point.kind.continues_from]
+                step = point.continues_from
                 stretches.append(Stretch(step, point.time))
                 continue
             if not stretches:
                 stretches.append(Stretch(step, point.time))
-            stretches[-1].intervals.append(Interval.until(point, step))
-            step = point["step"]
-        return cls(number, own, stretches, frozen)
+            interval = Interval.until(point, step)
+            stretches[-1].intervals.append(interval)
+            step = interval.last
+        return cls(number, in_order, stretches, frozen)
 
     @cached_property
-    def start(self) -> Event | None:
-        """Returns the ``started`` event; None if it is missing."""
-        return next((event for event in self.events if event.name == "started"), None)
-
-    def start_value(self, key: str, default: Any = None) -> Any:
-        """Returns the value of ``key`` in the ``started`` event."""
-        return default if self.start is None else self.start.get(key, default)
+    def start(self) -> Event:
+        """Returns the ``started`` event; an empty one if it is missing."""
+        return next((event for event in self.events if event.name == "started"), Event())
 
     @property
     def launch(self) -> str:
-        return str(self.start_value("launch", self.number))
+        return self.start.launch or str(self.number)
 
     @property
     def began(self) -> float:
         """Returns the time when the agent's process was started."""
-        return float(self.start_value("began") or self.start_value("time"))
+        return self.start.began or self.start.time
 
     @property
     def last_interval(self) -> Interval | None:
-        return self.stretches[-1].intervals[-1] if self.stretches and self.stretches[-1].intervals else None
+        if not self.stretches or not self.stretches[-1].intervals:
+            return None
+        return self.stretches[-1].intervals[-1]
 
     @cached_property
     def last_sign(self) -> float:
@@ -136,9 +137,9 @@ class Attempt:
     @cached_property
     def failed_at(self) -> float | None:
         """Returns the time when its failure was noticed; None if it is running or ended normally."""
-        after = self.last_interval.time if self.last_interval else 0.0
-        times = [event.time for event in self.events if event.kind.is_failure and event.time >= after]
-        return min(times, default=None)
+        last = self.last_interval
+        failures = (event.time for event in self.events if event.kind.is_failure)
+        return min((time for time in failures if last is None or time >= last.time), default=None)
 
     @property
     def closed(self) -> bool:
@@ -158,15 +159,15 @@ def attempts_of(events: Iterable[Event], metrics: Iterable[Line], frozen: Mappin
         metrics: lines of all attempts, including those of repeated steps.
         frozen: until when a frozen node held a job after its last attempt, by job and restart.
     """
-    own: defaultdict[int, list[Event]] = defaultdict(list)
+    by_attempt: defaultdict[int, list[Event]] = defaultdict(list)
     for event in events:
-        own[event.attempt].append(event)
+        by_attempt[event.attempt].append(event)
     lines: defaultdict[int, list[Line]] = defaultdict(list)
     for line in metrics:
         if "attempt" in line and "time" in line:
             lines[line.attempt].append(line)
-    attempts = [Attempt.of(number, own[number], lines[number], frozen) for number in sorted({*own, *lines})]
-    return [attempt for attempt in attempts if attempt.start is not None]
+    attempts = [Attempt.of(number, by_attempt[number], lines[number], frozen) for number in sorted(by_attempt)]
+    return [attempt for attempt in attempts if attempt.start]
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ class Account:
     rank_s: float = 0.0
 
     def __add__(self, other: Account) -> Account:
-        return Account(*(add(getattr(self, one.name), getattr(other, one.name)) for one in fields(Account)))
+        return Account(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(Account)))
 
     @property
     def held_s(self) -> float:
@@ -221,8 +222,8 @@ class Account:
 
     def as_json(self) -> dict[str, float]:
         """Returns all values, rounded to milliseconds."""
-        own = {one.name: round(getattr(self, one.name), 3) for one in fields(self)}
-        return own | {"held_s": round(self.held_s, 3), "useful_share": round(self.useful_share, 4)}
+        parts = {part.name: round(getattr(self, part.name), 3) for part in fields(self)}
+        return parts | {"held_s": round(self.held_s, 3), "useful_share": round(self.useful_share, 4)}
 
 
 @dataclass(frozen=True)
@@ -255,25 +256,22 @@ def read_ledger(run: RunDirectory, now: float | None = None, closing: Event | No
         now: seconds since 1970 if the run is live, otherwise None.
         closing: an event that is about to be written.
     """
-    events = [*run.read_events(), *([closing] if closing else [])]
+    events = run.read_events()
+    if closing is not None:
+        events.append(closing)
     submitted = [entry["time"] for entry in run.record().get("submissions", []) if "time" in entry]
     return ledger(events, run.read_all_metrics(), submitted, now, read_frozen(run))
 
 
 def read_frozen(run: RunDirectory) -> dict[str, float]:
     """Returns the times at which batch scripts gave up waiting for a frozen node, by job and restart: 12.0."""
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     for path in run.attempts.glob("end-*.frozen"):
         with suppress(OSError, ValueError):  # it is being written
-            found[path.stem.removeprefix("end-")] = _time_in(run.read(path))
-    return found
-
-
-def _time_in(data: bytes) -> float:
-    found = float(data)
-    if not seconds(found):
-        raise ValueError(f"{found} is not a time")
-    return found
+            time = float(run.read(path))
+            if seconds(time):
+                times[path.stem.removeprefix("end-")] = time
+    return times
 
 
 def ledger(
@@ -296,30 +294,27 @@ def ledger(
 
 def account_for(attempts: Sequence[Attempt], submitted: Sequence[float], now: float | None = None) -> Ledger:
     """Accounts for ``attempts`` as ``ledger`` does."""
-    alive = None if attempts and attempts[-1].closed else now
-    kept, accounts = _kept_at_end(attempts, now), []
-    for index in reversed(range(len(attempts))):
-        attempt = attempts[index]
-        before = attempts[index - 1] if index else None
-        last = index + 1 == len(attempts)
-        ends_launch = last or attempts[index + 1].launch != attempt.launch
-        accounting = _Accounting(attempt, before, ends_launch, alive if last else None, submitted)
-        account, kept = accounting.account(kept)
+    if not attempts:
+        return Ledger((), _waiting(attempts, submitted, now))
+    alive = None if attempts[-1].closed else now
+    limit = math.inf  # the step up to which work is kept: all of it, or that of the newest checkpoint
+    if not attempts[-1].closed and (now is None or attempts[-1].failed_at is not None):
+        limit = newest_checkpoint_step(event for attempt in attempts for event in attempt.events)
+    accounts: list[tuple[str, Account]] = []
+    after: Attempt | None = None
+    for attempt, before in zip(reversed(attempts), [*attempts[-2::-1], None], strict=True):
+        ends_launch = after is None or after.launch != attempt.launch
+        accounting = _Accounting(attempt, before, ends_launch, alive if after is None else None, submitted)
+        account, limit = accounting.account(limit)
         accounts.append((attempt.launch, account))
+        after = attempt
     return Ledger(tuple(reversed(accounts)), _waiting(attempts, submitted, now))
-
-
-def _kept_at_end(attempts: Sequence[Attempt], now: float | None) -> float:
-    """Returns the step up to which work is kept: infinity for all of it, or the step of the newest checkpoint."""
-    if not attempts or attempts[-1].closed or (now is not None and attempts[-1].failed_at is None):
-        return math.inf
-    return newest_checkpoint_step(event for attempt in attempts for event in attempt.events)
 
 
 def newest_checkpoint_step(events: Iterable[Event]) -> int:
     """Returns the step of the newest checkpoint; 0 if there is none."""
-    saved = [event for event in events if event.name == "checkpoint_saved"]
-    return max(saved, key=lambda event: (event.attempt, event.time))["step"] if saved else 0
+    saved = (event for event in events if event.name == "checkpoint_saved")
+    return max(saved, key=lambda event: (event.attempt, event.time), default=Event()).step or 0
 
 
 def _waiting(attempts: Sequence[Attempt], submitted: Sequence[float], now: float | None) -> Account:
@@ -328,7 +323,9 @@ def _waiting(attempts: Sequence[Attempt], submitted: Sequence[float], now: float
     since = max((time for time in submitted if time > last), default=None)
     if since is None and attempts and any(event.name == "requeued" for event in attempts[-1].events):
         since = attempts[-1].released
-    return Account() if now is None or since is None else Account(queue_s=max(0.0, now - since))
+    if now is None or since is None:
+        return Account()
+    return Account(queue_s=max(0.0, now - since))
 
 
 @dataclass
@@ -340,31 +337,34 @@ class _Accounting:
     ends_launch: bool
     now: float | None
     submitted: Sequence[float]
-    spent: dict[str, float] = field(default_factory=lambda: {one.name: 0.0 for one in fields(Account)})
+    spent: dict[str, float] = field(default_factory=lambda: {part.name: 0.0 for part in fields(Account)})
 
-    def account(self, kept: float) -> tuple[Account, float]:
-        """Returns the account, and the step up to which earlier attempts keep their work.
+    def account(self, limit: float) -> tuple[Account, float]:
+        """Returns the account, and the step up to which the work of earlier attempts is kept.
 
         Args:
-            kept: the step up to which later attempts keep the work.
+            limit: the step up to which that of this attempt is kept.
         """
-        attempt, before = self.attempt, self.before
-        restarted = before is not None and before.launch == attempt.launch
-        begin = before.ended if restarted and before else attempt.began
-        if not restarted:
-            self._add("queue_s", self._waited(begin))
-        self._add("restart_s" if restarted else "start_up_s", self._executed(begin, self._first_step_at()))
-        self._account_tail(kept)
+        attempt = self.attempt
+        if self.before is not None and self.before.launch == attempt.launch:
+            self._add("restart_s", self._executed(self.before.ended, self._first_step_at()))
+        else:
+            self._add("queue_s", self._waited(attempt.began))
+            self._add("start_up_s", self._executed(attempt.began, self._first_step_at()))
+        self._account_tail(limit)
         for stretch in reversed(attempt.stretches):
             for interval in stretch.intervals:
-                self._enter(interval, kept)
-            kept = min(kept, stretch.step)
+                self._enter(interval, limit)
+            limit = min(limit, stretch.step)
         if self.ends_launch and self.now is None:
             self._add("other_s", attempt.last_sign - attempt.ended)
             self._add("frozen_s", attempt.released - attempt.last_sign)
-        held, gpus = Account(**self.spent).held_s, attempt.start_value("gpus", 0)
-        self._add("gpu_s" if gpus else "rank_s", held * (gpus or attempt.start_value("world_size", 0)))
-        return Account(**self.spent), kept
+        held = Account(**self.spent).held_s
+        if attempt.start.gpus:
+            self._add("gpu_s", held * attempt.start.gpus)
+        else:
+            self._add("rank_s", held * attempt.start.world_size)
+        return Account(**self.spent), limit
 
     def _add(self, name: str, seconds: float) -> None:
         if seconds > 0:  # the clocks of two nodes may differ
@@ -385,43 +385,44 @@ class _Accounting:
         submission = max((time for time in self.submitted if end < time <= begin), default=None)
         if submission is not None:
             return begin - submission
-        job = self.attempt.start_value("job_id")
-        if self.before is None or job is None or self.before.start_value("job_id") != job:
+        job = self.attempt.start.job_id
+        if self.before is None or job is None or self.before.start.job_id != job:
             return 0.0
         return begin - self.before.released
 
     def _first_step_at(self) -> float:
-        stretches = self.attempt.stretches
-        if stretches:
-            return stretches[0].intervals[0].began if stretches[0].intervals else stretches[0].time
-        failed = self.now is None or self.attempt.failed_at is not None
-        return self.attempt.ended if failed or self.now is None else self.now
+        for stretch in self.attempt.stretches:
+            return stretch.intervals[0].began if stretch.intervals else stretch.time
+        if self.now is None or self.attempt.failed_at is not None:
+            return self.attempt.ended
+        return self.now
 
-    def _enter(self, interval: Interval, kept: float) -> None:
-        share = interval.kept_share(kept)
-        evaluation_kept = interval.last <= kept
+    def _enter(self, interval: Interval, limit: float) -> None:
+        share = interval.useful_share(limit)
         if self.attempt.stops:
             interval = interval.without(interval.time - interval.began - self._executed(interval.began, interval.time))
         self._add("steps_s", share * interval.steps_s)
-        self._add("evaluation_s", interval.evaluation_s if evaluation_kept else 0.0)
-        self._add("lost_s", (1 - share) * interval.steps_s + (0.0 if evaluation_kept else interval.evaluation_s))
+        self._add("lost_s", (1 - share) * interval.steps_s)
+        self._add("evaluation_s" if interval.last <= limit else "lost_s", interval.evaluation_s)
         self._add("checkpoint_s", interval.checkpoint_s)
 
-    def _account_tail(self, kept: float) -> None:
+    def _account_tail(self, limit: float) -> None:
         """Accounts for the time after the last metrics line.
 
         In a failed attempt, steps up to the newest checkpoint count at the pace of the last line; the rest is lost.
         """
-        attempt, line = self.attempt, self.attempt.last_interval
+        attempt = self.attempt
         if not attempt.stretches or (self.now is not None and attempt.failed_at is None):
             return
-        rest = self._executed(line.time if line else attempt.stretches[-1].time, attempt.ended)
+        line = attempt.last_interval
+        last = attempt.stretches[-1].time if line is None else line.time
+        rest = self._executed(last, attempt.ended)
         if attempt.closed:
             self._add("other_s", rest)
             return
         useful = 0.0
         if line is not None and line.last > line.first:
             pace = line.steps_s / (line.last - line.first)
-            useful = min(rest, max(0.0, min(newest_checkpoint_step(attempt.events), kept) - line.last) * pace)
+            useful = min(rest, max(0.0, min(newest_checkpoint_step(attempt.events), limit) - line.last) * pace)
         self._add("steps_s", useful)
         self._add("lost_s", rest - useful)
