@@ -226,7 +226,7 @@ class NodeFailures:
         for event in self.run.events_of("rank-0000"):
             line = {"time": event.time, "node": event.node}
             if event.name == "slow_node":
-                yield from (line | {"class": f"slow with {partner}"} for partner in event["partners"])
+                yield from (line | {"class": f"slow with {partner}"} for partner in event.partners)
             elif event.name == "slow_gpu":
                 yield line | {"class": f"slow GPU {event['gpu']}", "times": TOO_OFTEN}
             elif event.name == "unfit_node":

@@ -357,6 +357,10 @@ class Event(dict[str, Any]):
     bus_gb_per_s = Field[Mapping[str, Any]]("bus_gb_per_s", MappingProxyType({}))
     schedule = Field("schedule", "")
     micro_batches = Field("micro_batches", 0)
+    ranks = Field[Any]("ranks", ())
+    partners = Field[Sequence[str]]("partners", ())
+    final = Field("final", False)
+    rolled_back = Field("rolled_back", False)
 
     @property
     def kind(self) -> EventKind:

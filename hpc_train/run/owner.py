@@ -92,14 +92,17 @@ def foreign_files(files: Iterable[Path], path: Path) -> Iterator[tuple[Path, int
         path: a directory of the file system that holds them. A file server may give all files one owner, which new
             files of the caller get as well.
     """
-    own = {os.geteuid(), 0}
-    shown: set[int] | None = None
+    trusted = {os.geteuid(), 0}
+    of_new_files: set[int] | None = None
     for file in files:
-        for user in _owners(file):
-            if user in own:
-                continue
-            shown = _shown_as(path) if shown is None else shown
-            if user not in shown:
+        users = set()
+        with suppress(OSError):  # of the file and, if it is a symbolic link, of the link
+            users.add(file.lstat().st_uid)
+            users.add(file.stat().st_uid)
+        for user in users - trusted:
+            if of_new_files is None:
+                of_new_files = _owner_of_new_files(path)
+            if user not in of_new_files:
                 yield file, user
 
 
@@ -117,10 +120,10 @@ def deciding_files(run: RunDirectory) -> Iterator[Path]:
     yield from _entries(run.checkpoints)
     yield from _entries(run.compiled)
     code = frozen_code(run)
-    for path in () if code is None else dict.fromkeys((code.snapshot, *code.paths)):
-        yield Path(path).parent  # of shared copies: only their owner can enter it
-        yield Path(path)
-        yield from _entries(Path(path))
+    if code is not None:
+        for path in map(Path, dict.fromkeys((code.snapshot, *code.paths))):
+            yield path.parent  # of shared copies: only their owner can enter it
+            yield from files_below(path)
     source = run.record().get("forked_from")
     if isinstance(source, str) and not any(run.checkpoints.glob("step-*")):
         yield from deciding_weights(RunDirectory(Path(source)))
@@ -174,15 +177,6 @@ def _is_private(group: int) -> bool:
         return False
 
 
-def _owners(file: Path) -> set[int]:
-    """Returns the owners of a file and, if it is a symbolic link, of the link; none if it is missing."""
-    found = set()
-    with suppress(OSError):
-        found.add(file.lstat().st_uid)
-        found.add(file.stat().st_uid)
-    return found
-
-
 def output_directory(directory: Path) -> Path:
     """Returns where commands write what they make of the run or sweep in ``directory``: there if the caller owns it.
 
@@ -201,15 +195,15 @@ def output_directory(directory: Path) -> Path:
             where="run.root",
             fix="export HPC_TRAIN_ROOT=DIR with a directory that you own",
         )
-    found = parent / f"{directory.name}-{digest}"
-    found.mkdir(exist_ok=True)
-    return found
+    output = parent / f"{directory.name}-{digest}"
+    output.mkdir(exist_ok=True)
+    return output
 
 
 def is_own(directory: Path) -> bool:
     """Returns whether the caller owns a directory, or the file server gives the caller's files the same owner."""
     user = directory.stat().st_uid
-    return user == os.geteuid() or user in _shown_as(directory)
+    return user == os.geteuid() or user in _owner_of_new_files(directory)
 
 
 def make_private(directory: Path) -> bool:
@@ -223,7 +217,7 @@ def make_private(directory: Path) -> bool:
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode):
         return False
-    if status.st_uid != os.geteuid() and status.st_uid not in _shown_as(directory):
+    if status.st_uid != os.geteuid() and status.st_uid not in _owner_of_new_files(directory):
         return False
     if status.st_mode & 0o077:
         directory.chmod(0o700)
@@ -237,32 +231,27 @@ def warn_if_open(run: RunDirectory, config: Config) -> None:
     """
     root = Path(config.run.root).expanduser().absolute()
     folders = [root, *(parent for parent in run.path.parents if parent.is_relative_to(root)), run.path]
-    opened = [path for path in dict.fromkeys([*folders, run.checkpoints, run.code]) if _is_open(path)]
-    if opened:
-        foreign = [path for path in opened if path.stat().st_uid != os.geteuid()]
-        fix = f"run `chmod o-w {' '.join(map(str, opened))}`"
-        if foreign and os.geteuid() != 0:
-            fix = f"ask {user_name(foreign[0].stat().st_uid)} to do so: {fix}"
-        shown = ", ".join(map(str, opened))
-        print(
-            f"warning: every user of this system can replace the config, code and checkpoints of this run, because "
-            f"{shown} {'is' if len(opened) == 1 else 'are'} writable by all: {fix}, or set another run.root",
-            file=sys.stderr,
-        )
+    opened = []
+    for path in dict.fromkeys([*folders, run.checkpoints, run.code]):
+        with suppress(OSError):
+            mode = path.stat().st_mode
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:  # as in /tmp, only owners remove what is sticky
+                opened.append(path)
+    if not opened:
+        return
+    foreign = [path for path in opened if path.stat().st_uid != os.geteuid()]
+    fix = f"run `chmod o-w {' '.join(map(str, opened))}`"
+    if foreign and os.geteuid() != 0:
+        fix = f"ask {user_name(foreign[0].stat().st_uid)} to do so: {fix}"
+    print(
+        f"warning: every user of this system can replace the config, code and checkpoints of this run, because "
+        f"{', '.join(map(str, opened))} {'is' if len(opened) == 1 else 'are'} writable by all: {fix}, or set another "
+        "run.root",
+        file=sys.stderr,
+    )
 
 
-def _is_open(path: Path) -> bool:
-    """Returns whether every user can remove and replace the entries of the directory; as in /tmp the sticky bit
-    prevents that.
-    """
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        return False
-    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
-
-
-def _shown_as(directory: Path) -> set[int]:
+def _owner_of_new_files(directory: Path) -> set[int]:
     """Returns the user id that new files get in the directory; another one where a file server maps all users to it."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
@@ -280,8 +269,8 @@ def _name_or_id(user: int) -> str | int:
 
 def user_name(user: int) -> str:
     """Returns the name of a user, or words with the id if the machine does not know it."""
-    found = _name_or_id(user)
-    return found if isinstance(found, str) else f"the user with id {user}"
+    name = _name_or_id(user)
+    return name if isinstance(name, str) else f"the user with id {user}"
 
 
 LARGEST_TRUST = 64 * 1024  # bytes
@@ -318,22 +307,23 @@ def read_trust() -> Trust:
         UserError: the file is another user's, can be written by others, or has another form.
     """
     path = user_file()
+    if path is None:
+        return Trust()
     try:
-        text = None if path is None else _trust_text(path)
+        content = yaml.safe_load(_trust_text(path))
     except (FileNotFoundError, NotADirectoryError):
         return Trust()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}", where=str(path), fix="chmod u+r") from error
-    if path is None or text is None:
-        return Trust()
-    try:
-        content = yaml.safe_load(text)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise _bad_trust(path, f"is not YAML: {' '.join(str(error).split())}") from error
-    content = {} if content is None else content
+    if content is None:
+        return Trust()
     if not isinstance(content, dict) or content.keys() - {"trust"}:
         raise _bad_trust(path, "may only have the key trust")
-    trust = {} if content.get("trust") is None else content["trust"]
+    trust = content.get("trust")
+    if trust is None:
+        return Trust()
     if not isinstance(trust, dict) or trust.keys() - {"owners", "groups"}:
         raise _bad_trust(path, "may only have the keys owners and groups below trust")
     owners = _trusted_ids(path, "owners", trust.get("owners"), lambda name: pwd.getpwnam(name).pw_uid)
@@ -363,16 +353,17 @@ def _trust_text(path: Path) -> str:
 
 def _trusted_ids(path: Path, key: str, values: Any, id_of: Callable[[str], int]) -> frozenset[int]:
     """Returns the ids of a list of names and ids."""
-    listed = [] if values is None else values
-    if not isinstance(listed, list) or not all(type(value) in (int, str) for value in listed):
+    if values is None:
+        return frozenset()
+    if not isinstance(values, list) or not all(type(value) in (int, str) for value in values):
         raise _bad_trust(path, f"needs a list of names or ids as trust.{key}")
-    found = set()
-    for value in listed:
+    ids = set()
+    for value in values:
         try:
-            found.add(value if isinstance(value, int) else id_of(value))
+            ids.add(value if isinstance(value, int) else id_of(value))
         except KeyError:
             raise _bad_trust(path, f"names {value!r} in trust.{key}, which this machine does not know") from None
-    return frozenset(found)
+    return frozenset(ids)
 
 
 def _groups_of(user: int) -> set[int]:

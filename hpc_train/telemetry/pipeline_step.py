@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+
+from hpc_train.run.events import Event
 
 FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
 NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "gradients of weights", "": "waiting"}
@@ -38,8 +39,8 @@ class StageTimes:
     waited: float
 
 
-def rows_of(event: Mapping[str, Any]) -> Rows:
-    return {rank["rank"]: [Chunk(*chunk) for chunk in rank["chunks"]] for rank in event["ranks"]}
+def rows_of(event: Event) -> Rows:
+    return {rank["rank"]: [Chunk(*chunk) for chunk in rank["chunks"]] for rank in event.ranks}
 
 
 def stage_times(rows: Rows, total: float) -> Iterator[StageTimes]:

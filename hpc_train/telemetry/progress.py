@@ -61,7 +61,7 @@ class Notices:
             return f"resumed from the checkpoint of step {step}"
         elif name == "rolled_back":
             self.evaluating = None
-            self.kept = int(event.get("to_step", step))
+            self.kept = event.continues_from
             return f"rolled back to step {self.kept}: {event.reason}"
         elif name == "checkpoint_saved":
             failed = self.failed
@@ -77,7 +77,7 @@ class Notices:
             )
         elif name == "checkpoint_failed":
             self.failed += 1
-            if self.failed == 1 and not event.get("final"):
+            if self.failed == 1 and not event.final:
                 return (
                     f"saving has failed since step {step}: {reason(event)}; training continues, but a failure would "
                     f"lose {at_stake}"
@@ -86,7 +86,7 @@ class Notices:
             return f"warning: {event.message}"
         elif name == "no_progress":
             return event.message
-        elif name == "checkpoint_set_aside" and not event.get("rolled_back"):
+        elif name == "checkpoint_set_aside" and not event.rolled_back:
             return f"the checkpoint of step {step} is damaged and set aside as {event.path}: {reason(event)}"
         return None
 

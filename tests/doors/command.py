@@ -54,7 +54,12 @@ def environment(**extra: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("WANDB_", "SLURM_", "HPC_TRAIN_")) and name not in SCRATCH
     }
-    own = {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""}
+    own = {
+        "PYTHONPATH": str(REPOSITORY),
+        "COLUMNS": "160",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HPC_TRAIN_STRICT_EVENTS": "1",  # an event that is not as the table of events says raises an error
+    }
     if TEMPORARY in os.environ:
         own["TMPDIR"] = os.environ[TEMPORARY]
     return warm_parents.with_server(keep | own | extra)

@@ -341,7 +341,7 @@ def test_a_file_server_that_shows_one_owner_for_all_is_no_reason(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give(everything(run))
-    monkeypatch.setattr("hpc_train.run.owner._shown_as", lambda directory: {OTHER})
+    monkeypatch.setattr("hpc_train.run.owner._owner_of_new_files", lambda directory: {OTHER})
     assert not check_owner(deciding_files(run), run.path)
 
 

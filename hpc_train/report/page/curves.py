@@ -146,7 +146,7 @@ def _formula(facts: RunFacts) -> Html | None:
         return None
     rate = median(rates)
     filled = f"MFU = {short(flops)} FLOP x {short(rate)}/s / {short(peak)} FLOP/s = {flops * rate / peak:.1%}"
-    world = facts.shown[-1].get("world_size")
+    world = facts.shown[-1].world_size
     numbers = (
         ("FLOP per sample", short(flops)),
         ("samples/s (median)", short(rate)),

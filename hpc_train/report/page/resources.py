@@ -108,7 +108,7 @@ def memory(facts: RunFacts) -> Html:
     """Returns the section about the memory of each rank by part, beside the memory of its device."""
     measured = (facts.record.get("memory") or {}).get("ranks") or []
     if not measured:
-        peaks = [line["peak_memory_bytes"] for line in facts.lines if line.get("peak_memory_bytes")]
+        peaks = [line.peak_memory_bytes for line in facts.lines if line.peak_memory_bytes]
         words = "No memory was measured."
         if peaks:
             words = f"The highest logged peak of a rank is {format_bytes(max(peaks))}."

@@ -12,6 +12,7 @@ from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.markup import Html, block, commands, joined, paragraphs, section, table
 from hpc_train.run.events import Event, Level
 from hpc_train.run.exits import Exit, Failure
+from hpc_train.run.rows import Line
 from hpc_train.runs.cost import Prices
 from hpc_train.runs.diagnosis import TAIL_LINES, Diagnosis, shown
 from hpc_train.runs.job_status import TO_BE_REQUEUED
@@ -178,15 +179,15 @@ def verdict(facts: RunFacts) -> Html:
 
 def _figures(facts: RunFacts) -> Html:
     """Returns the figures of the run at a glance."""
-    last = facts.shown[-1] if facts.shown else {}
+    last = facts.shown[-1] if facts.shown else Line()
     step = None
     if last:
-        step = f"{last['step']:,}"
+        step = f"{last.step:,}"
         if facts.record.get("total_steps"):
             step += f" of {facts.record['total_steps']:,}"
     result = final_result(facts.record) or {}
     validation = result.get("val_loss") or next(
-        (line["val_loss"] for line in reversed(facts.kept) if line.get("val_loss") is not None), None
+        (line.val_loss for line in reversed(facts.kept) if line.val_loss is not None), None
     )
     began = ended = None
     if facts.attempts:
@@ -199,7 +200,7 @@ def _figures(facts: RunFacts) -> Html:
         "facts",
         (
             ("step", step),
-            ("training loss", _short(last.get("loss"))),
+            ("training loss", _short(last.loss)),
             ("validation loss", _short(validation)),
             *((f"validation {name}", _short(points[-1][1])) for name, points in evaluated(facts)),
             ("useful time (goodput)", f"{spent.useful_share:.0%}" if spent.held_s else None),
