@@ -176,7 +176,7 @@ def evaluate_checkpoint(spec: WorkerSpec, stop: StopFlag) -> Exit:
     mesh = join(spec, config)
     evaluation = build_evaluation(config, mesh, spec.ranks_on_cores)
     plan = plan_split(config, mesh, evaluation.feeds[MAIN].dataset)
-    engine = build_engine(config, mesh, plan and plan.layers)
+    engine = build_engine(config, mesh, plan.layers if plan is not None else None)
     manifest = load_weights(engine, mesh, Checkpoint(request.step, Path(request.checkpoint)), request.weights)
     check_base(config.model, manifest.extra, request.checkpoint)
     check_evaluation_padding(config, mesh, engine, evaluation)

@@ -1,10 +1,10 @@
-"""Defines what a user's own loop gets: its ranks, its state in checkpoints, stop requests and metrics."""
+"""Runs a custom loop in the workers (``run.entry=package.module:function``): the function gets a ``Context``."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_train.checkpoint.extra_state import decoded, encoded, tensors_in
-from hpc_train.checkpoint.failures import PRIOR_PER_GPU_HOUR
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.state import TensorShape
 from hpc_train.config.import_path import locate
 from hpc_train.config.schema import Config
-from hpc_train.config.values import parse_save_every
 from hpc_train.errors import UserError
 from hpc_train.layout.user_code import own_code_notes
 from hpc_train.parallel.engine import seed_step
@@ -35,15 +33,12 @@ from hpc_train.run.agent_worker import Heartbeat, Phase, WorkerSpec
 from hpc_train.run.code import check_imports
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
-from hpc_train.run.events import Event
 from hpc_train.run.exits import Exit
-from hpc_train.run.ledger import read_ledger
 from hpc_train.run.requests import StopFlag
 from hpc_train.telemetry.metrics import finite_or_none
-from hpc_train.telemetry.progress import spent_line
 from hpc_train.train.processes import answer_requests, join, leave
 from hpc_train.train.report import Report, open_report
-from hpc_train.train.saving import LastSave, SaveSchedule, failure_rate
+from hpc_train.train.saving import LastSave, SaveSchedule, save_schedule
 from hpc_train.train.step import Control
 from hpc_train.train.worker import frozen_config
 
@@ -60,11 +55,15 @@ class _Timer:
 
     def read(self, step: int) -> dict[str, float]:
         """Returns seconds per step and in saves, and starts again."""
-        now, steps = time.monotonic(), step - self.step
-        found = {"step_s": max(0.0, now - self.since - self.saving_s) / steps if steps > 0 else 0.0}
-        found["save_s"] = self.saving_s
-        self.since, self.step, self.saving_s = now, step, 0.0
-        return found
+        now = time.monotonic()
+        step_s = 0.0
+        if step > self.step:
+            step_s = max(0.0, now - self.since - self.saving_s) / (step - self.step)
+        times = {"step_s": step_s, "save_s": self.saving_s}
+        self.since = now
+        self.step = step
+        self.saving_s = 0.0
+        return times
 
 
 @dataclass
@@ -113,8 +112,8 @@ class Context:
 
     def __post_init__(self) -> None:
         self._control = Control(self._mesh)
-        wait_s, grace_s = self.config.checkpoint.wait_for_room_s, self._spec.stop_grace_s
-        self._last_save = LastSave(self._mesh, self._heartbeat, self._stop, self._report, wait_s, grace_s)
+        limits = (self.config.checkpoint.wait_for_room_s, self._spec.stop_grace_s)
+        self._last_save = LastSave(self._mesh, self._heartbeat, self._stop, self._report, *limits)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Returns the process group of this rank along ``pp``, ``dp``, ``cp``, ``dp_cp``, ``dp_replicate``,
@@ -162,13 +161,14 @@ class Context:
         Before each step it seeds torch's generators by the seed, the step and the rank, so that a resumed run draws the
         same numbers. After each step it calls ``end_step``, and ends early if that asks for it.
         """
-        total = self.config.train.steps if until is None else until
-        if total is None:
+        if until is None:
+            until = self.config.train.steps
+        if until is None:
             raise UserError("train.steps is not set", where="context.steps", fix="context.steps(N), or train.steps=N")
-        self._total = total
+        self._total = until
         if self.rank == 0:
-            self._report.events.record(self._report.run, total_steps=total)
-        while self.step < total:
+            self._report.events.record(self._report.run, total_steps=until)
+        while self.step < until:
             seed_step(self.seed, self.step, self._mesh)
             yield self.step + 1
             if self.end_step(self.step + 1):
@@ -183,7 +183,13 @@ class Context:
         self.step = step
         self._heartbeat.enter(Phase.STEP, step)
         self._checkpoints.poll()
-        agreement = self._read()
+        # what the ranks agreed on one step ago; this rank's message for the next step follows
+        if not self._pending:
+            self._control.post(self._stop.requested, 0, self._schedule.ask())
+        agreement = self._control.read(self._stop)
+        self._control.post(self._stop.requested, 0, self._schedule.ask())
+        self._pending = True
+        self._heartbeat.arrive(step)
         if agreement.stop:
             self._stop.request("another rank was asked to stop")  # keeps an earlier request of this rank
             self._stopped = True
@@ -204,10 +210,22 @@ class Context:
         Args:
             metrics: for ``checkpoint.keep_best``.
         """
+        with self._saving(step):
+            self._checkpoints.save(step, {"loop": self._state.values()}, metrics)
+
+    @contextmanager
+    def _saving(self, step: int) -> Iterator[None]:
         began = time.monotonic()
         with self._heartbeat.during(Phase.CHECKPOINT, step):
-            self._checkpoints.save(step, {"loop": self._state.values()}, metrics)
-        self._count_save(began)
+            yield
+        seconds = time.monotonic() - began
+        self._timer.saving_s += seconds
+        self._schedule.saved(max(seconds, self._checkpoints.copied_s), self._checkpoints.durable_s)
+
+    def _save_last(self) -> None:
+        with self._saving(self.step):
+            save = partial(self._checkpoints.save, self.step, {"loop": self._state.values()}, None, final=True)
+            self._last_save.run(lambda again: save(again=again), self.step)
 
     def heartbeat(self) -> None:
         """Tells the agent that this rank is alive, for work that takes long without a step."""
@@ -224,40 +242,18 @@ class Context:
             return
         if taken := [name for name in values if name in RESERVED]:
             raise UserError(f"{', '.join(taken)} is written by hpc_train", where="context.log", fix="another name")
+        numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+        self._logged = numbers
         head = {"time": self._report.events.now(), "step": step, "attempt": self.attempt, "world_size": self.world_size}
-        own = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
-        self._logged = own
         times = self._timer.read(step)
-        self._report.metrics.write(head | own | times)
+        self._report.metrics.write(head | numbers | times)
         self._last_save.warn_of_slow_steps(step, times["step_s"])
-        total = "" if self._total is None else f"/{self._total}"
-        print("  ".join([f"step {step}{total}", *(f"{name} {value:.4g}" for name, value in own.items())]), flush=True)
+        place = f"step {step}" if self._total is None else f"step {step}/{self._total}"
+        print("  ".join([place, *(f"{name} {value:.4g}" for name, value in numbers.items())]), flush=True)
 
     def event(self, name: str, **details: Any) -> None:
         """Writes the event ``loop`` with this name to the event log of the run, with this rank and step."""
         self._report.events.write("loop", step=self.step, name=name, **details)
-
-    def _read(self) -> Any:
-        """Returns what the ranks agreed on one step ago, after this rank has posted its message for the next one."""
-        if not self._pending:
-            self._control.post(self._stop.requested, 0, self._schedule.ask())
-        agreement = self._control.read(self._stop)
-        self._control.post(self._stop.requested, 0, self._schedule.ask())
-        self._pending = True
-        self._heartbeat.arrive(self.step)
-        return agreement
-
-    def _save_last(self) -> None:
-        began = time.monotonic()
-        with self._heartbeat.during(Phase.CHECKPOINT, self.step):
-            save = partial(self._checkpoints.save, self.step, {"loop": self._state.values()}, None, final=True)
-            self._last_save.run(lambda again: save(again=again), self.step)
-        self._count_save(began)
-
-    def _count_save(self, began: float) -> None:
-        seconds = time.monotonic() - began
-        self._timer.saving_s += seconds
-        self._schedule.saved(max(seconds, self._checkpoints.copied_s), self._checkpoints.durable_s)
 
     def _finish(self) -> bool:
         """Saves the last state and reports the end; returns whether the function was asked to stop. Collective."""
@@ -271,20 +267,17 @@ class Context:
         return self._stopped
 
     def _report_end(self) -> None:
-        run, events = self._report.run, self._report.events
+        event = "training_finished"
         if self._stopped:
+            event = "training_stopped"
             total = "" if self._total is None else f" of {self._total}"
             print(f"stopped on request after step {self.step}{total}; the checkpoint is saved")
         else:
             result = {"steps": self.step, "attempt": self.attempt}
             result |= {name: finite_or_none(value) for name, value in self._logged.items()}
-            events.record(run, result=result)
+            self._report.events.record(self._report.run, result=result)
             print("finished: " + ", ".join(f"{name} {value}" for name, value in result.items()))
-        event, last = "training_stopped" if self._stopped else "training_finished", self._timer.read(self.step)
-        head = {"event": event, "time": events.now(), "attempt": self.attempt, "step": self.step}
-        spent = read_ledger(run, closing=Event(head | last)).total
-        print(spent_line(spent), flush=True)
-        events.write(event, step=self.step, **last, ledger=spent.as_json())
+        self._report.end(event, self.step, {}, self._timer.read(self.step))
 
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # prefixes of torch.compile and of activation checkpointing
@@ -304,6 +297,11 @@ Registered = nn.Module | torch.optim.Optimizer | Tensor | Stateful
 
 class LoopState:
     """Presents the registered objects as ``CheckpointManager`` sees a model and its optimizer.
+
+    Tensors have the names that the trainer's checkpoints use: ``model.OBJECT.NAME`` for parameters and persistent
+    buffers, and ``optim.OBJECT.NAME.KEY`` for the state of an optimizer, where NAME is the parameter's name in its
+    module, without the prefixes of wrappers. So a checkpoint of a replicated module loads into a sharded one. All other
+    values are JSON in the manifest, and loading them runs no code.
 
     Attributes:
         stored: the names of the tensors in the checkpoint that is being loaded; None outside of a load.
@@ -352,23 +350,31 @@ class LoopState:
 
         The first version of FSDP gathers its parameters for a state dict, so such modules are left out.
         """
-        found = nn.Module()
-        modules = {name: _without_ddp(module) for name, module in self._modules.items()}
-        for name, module in modules.items():
+        root = nn.Module()
+        for name, wrapped in self._modules.items():
+            module = _without_ddp(wrapped)
             if not any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
-                found._modules[name] = module
-        return (found,)
+                root._modules[name] = module
+        return (root,)
 
     def named_parameters(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {f"{name}.{inner}": value for name, inner, value in self._named(_own_parameters)}
-        found |= self._tensors
+        tensors = {name: parameter for parameter, name in self._names().items()} | self._tensors
         for name, other in self._others.items():
-            state = self._loading.setdefault(name, dict(other.state_dict())) if self.stored else other.state_dict()
-            found |= {f"{name}.{path}": tensor for path, tensor in tensors_in(state)}
-        return found
+            state: Mapping[str, Any] = other.state_dict()
+            if self.stored:
+                state = self._loading.setdefault(name, dict(state))
+            tensors |= {f"{name}.{path}": tensor for path, tensor in tensors_in(state)}
+        return tensors
 
     def named_buffers(self) -> dict[str, Tensor]:
-        return {f"{name}.{inner}": value for name, inner, value in self._named(_persistent_buffers)}
+        """Returns the persistent buffers."""
+        buffers = {}
+        for name, module in self._modules.items():
+            for path, inner in _without_ddp(module).named_modules():
+                for key, value in inner.named_buffers(recurse=False):
+                    if key not in inner._non_persistent_buffers_set:
+                        buffers[f"{name}.{_without_wrappers(f'{path}.{key}' if path else key)}"] = value
+        return buffers
 
     def compressions(self) -> tuple[()]:
         return ()
@@ -382,7 +388,7 @@ class LoopState:
     def named_state(self) -> dict[str, dict[str, Tensor]]:
         """Returns OPTIMIZER.PARAMETER -> key -> tensor; in a load of exactly those that the checkpoint has."""
         names = self._names()
-        found = {}
+        states = {}
         for name, optimizer in self._optimizers.items():
             if self.stored is not None:
                 self._create_stored(name, optimizer, names)
@@ -390,8 +396,8 @@ class LoopState:
                 values = optimizer.state.get(parameter, {})
                 tensors = {str(key): value for key, value in values.items() if isinstance(value, Tensor)}
                 if tensors:
-                    found[f"{name}.{names[parameter]}"] = tensors
-        return found
+                    states[f"{name}.{names[parameter]}"] = tensors
+        return states
 
     def loaded(self) -> None:
         """Does nothing: a load fills the tensors, and ``load_values`` does the rest."""
@@ -412,20 +418,18 @@ class LoopState:
             UserError: a value has no JSON.
         """
         names = self._names()
-        return {
-            "optimizers": {
-                name: {
-                    "groups": [encoded(_options(group), name, WHERE) for group in optimizer.param_groups],
-                    "state": {
-                        names[parameter]: encoded(rest, name, WHERE)
-                        for parameter in _parameters(optimizer)
-                        if (rest := _plain_values(optimizer.state.get(parameter, {})))
-                    },
-                }
-                for name, optimizer in self._optimizers.items()
-            },
-            "objects": {name: encoded(other.state_dict(), name, WHERE) for name, other in self._others.items()},
-        }
+        optimizers = {}
+        for name, optimizer in self._optimizers.items():
+            groups = [encoded(_options(group), name, WHERE) for group in optimizer.param_groups]
+            states = {}
+            for parameter in _parameters(optimizer):
+                state = optimizer.state.get(parameter, {})
+                numbers = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+                if numbers:
+                    states[names[parameter]] = encoded(numbers, name, WHERE)
+            optimizers[name] = {"groups": groups, "state": states}
+        objects = {name: encoded(other.state_dict(), name, WHERE) for name, other in self._others.items()}
+        return {"optimizers": optimizers, "objects": objects}
 
     def load_values(self, values: Mapping[str, Any], with_optimizers: bool, forked: bool) -> list[str]:
         """Takes over ``values`` of a checkpoint, after its tensors were loaded.
@@ -450,7 +454,11 @@ class LoopState:
                 continue
             if len(optimizer.param_groups) == len(saved["groups"]):
                 for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
-                    _set_options(group, decoded(options, {}))
+                    for key, value in decoded(options, {}).items():
+                        if isinstance(group.get(key), Tensor):
+                            group[key].fill_(value)
+                        else:
+                            group[key] = value
             for parameter, rest in saved["state"].items():
                 optimizer.state[by_name[parameter]].update(decoded(rest, {}))
         for name, saved in values["objects"].items():
@@ -462,26 +470,31 @@ class LoopState:
 
     def _changes(self, values: Mapping[str, Any]) -> list[str]:
         """Returns in what the optimizers and objects differ from those of a checkpoint."""
-        found = []
+        changes = []
         for kind, saved, now in (
             ("optimizer", values["optimizers"], self._optimizers),
             ("object", values["objects"], self._others),
         ):
-            found += [f"the checkpoint has no {kind} {name}" for name in now if name not in saved]
-            found += [f"the checkpoint has an {kind} {name}, which is not passed" for name in saved if name not in now]
+            changes += [f"the checkpoint has no {kind} {name}" for name in now if name not in saved]
+            changes += [
+                f"the checkpoint has an {kind} {name}, which is not passed" for name in saved if name not in now
+            ]
         for name, optimizer in self._optimizers.items():
-            before, after = len(values["optimizers"].get(name, {}).get("groups", ())), len(optimizer.param_groups)
-            if name in values["optimizers"] and before != after:
-                found.append(f"the optimizer {name} has {before} parameter groups in the checkpoint and {after} now")
-        return found
-
-    def _named(self, parts: Callable[[nn.Module], Iterator[tuple[str, Tensor]]]) -> Iterator[tuple[str, str, Tensor]]:
-        for name, module in self._modules.items():
-            for path, value in parts(_without_ddp(module)):
-                yield name, _without_wrappers(path), value
+            if name in values["optimizers"]:
+                before = len(values["optimizers"][name].get("groups", ()))
+                after = len(optimizer.param_groups)
+                if before != after:
+                    what = f"has {before} parameter groups in the checkpoint and {after} now"
+                    changes.append(f"the optimizer {name} {what}")
+        return changes
 
     def _names(self) -> dict[Tensor, str]:
-        return {value: f"{name}.{inner}" for name, inner, value in self._named(_own_parameters)}
+        """Returns the name of each parameter of the modules."""
+        return {
+            parameter: f"{name}.{_without_wrappers(path)}"
+            for name, module in self._modules.items()
+            for path, parameter in _without_ddp(module).named_parameters()
+        }
 
     def _create_stored(self, name: str, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
         """Makes ``optimizer`` create its state, as far as the checkpoint has it."""
@@ -503,17 +516,6 @@ def _without_ddp(module: nn.Module) -> nn.Module:
     return inner
 
 
-def _own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-
-
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for path, inner in module.named_modules():
-        for name, value in inner.named_buffers(recurse=False):
-            if name not in inner._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, value
-
-
 def _without_wrappers(path: str) -> str:
     for prefix in WRAPPERS:
         path = path.replace(prefix, "")
@@ -531,18 +533,6 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"} | numbers
 
 
-def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    for key, value in options.items():
-        if isinstance(group.get(key), Tensor):
-            group[key].fill_(value)
-        else:
-            group[key] = value
-
-
-def _plain_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-
-
 def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """Calls the function of ``run.entry`` with a ``Context``, as rank ``spec.rank`` of one attempt.
 
@@ -558,71 +548,44 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
         with nccl_log(spec, config, run) as log:
             mesh = join(spec, config)
             preflight(spec, config, run, mesh, events, log)
-            return _call(spec, stop, run, config, mesh, events, heartbeat)
+            assert config.run.entry is not None, "the agent has chosen this worker"
+            function = locate(config.run.entry, "run.entry")
+            check_imports(run)
+            seed_step(config.train.seed, 0, mesh)
+            state = LoopState()
+            context = Context(
+                config=config,
+                args=config.run.args,
+                device=mesh.device,
+                mesh=mesh.device_mesh,
+                rank=mesh.rank,
+                world_size=mesh.layout.world_size,
+                local_rank=spec.local_rank,
+                local_world_size=spec.local_world_size,
+                node_rank=spec.node_rank,
+                attempt=spec.attempt,
+                seed=config.train.seed,
+                directory=run.path,
+                _mesh=mesh,
+                _spec=spec,
+                _stop=stop,
+                _heartbeat=heartbeat,
+                _report=open_report(run, mesh, events, 0),
+                _schedule=save_schedule(config, run, mesh),
+                _checkpoints=CheckpointManager(run, state, state, mesh, config, events, spec.local_world_size),
+                _state=state,
+            )
+            if mesh.rank == 0:
+                print(f"layout: {mesh.layout} on {mesh.device.type}", *own_code_notes(config), sep="\n")
+            function(context)
+            stopped = context._finish()
+            heartbeat.enter(Phase.STOPPING, context.step)
+            leave(mesh)
 
+            def give_up() -> bool:
+                heartbeat.enter(Phase.STOPPING, context.step)  # removing checkpoints may take long
+                return stop.requested or stopped
 
-def _call(
-    spec: WorkerSpec,
-    stop: StopFlag,
-    run: RunDirectory,
-    config: Config,
-    mesh: Mesh,
-    events: EventLog,
-    heartbeat: Heartbeat,
-) -> Exit:
-    assert config.run.entry is not None, "the agent has chosen this worker"
-    function = locate(config.run.entry, "run.entry")
-    check_imports(run)
-    context = _context(spec, stop, run, config, mesh, events, heartbeat)
-    if mesh.rank == 0:
-        for line in (f"layout: {mesh.layout} on {mesh.device.type}", *own_code_notes(config)):
-            print(line)
-    function(context)
-    stopped = context._finish()
-    heartbeat.enter(Phase.STOPPING, context.step)
-    leave(mesh)
-
-    def give_up() -> bool:
-        heartbeat.enter(Phase.STOPPING, context.step)  # removing checkpoints may take long
-        return stop.requested or stopped
-
-    context._checkpoints.close(give_up)
-    context._report.close()
-    return Exit.STOPPED if stopped else Exit.DONE
-
-
-def _context(
-    spec: WorkerSpec,
-    stop: StopFlag,
-    run: RunDirectory,
-    config: Config,
-    mesh: Mesh,
-    events: EventLog,
-    heartbeat: Heartbeat,
-) -> Context:
-    state = LoopState()
-    every = parse_save_every(config.checkpoint.every)
-    rate = failure_rate(run) if mesh.rank == 0 and every.auto else PRIOR_PER_GPU_HOUR
-    seed_step(config.train.seed, 0, mesh)
-    return Context(
-        config=config,
-        args=config.run.args,
-        device=mesh.device,
-        mesh=mesh.device_mesh,
-        rank=mesh.rank,
-        world_size=mesh.layout.world_size,
-        local_rank=spec.local_rank,
-        local_world_size=spec.local_world_size,
-        node_rank=spec.node_rank,
-        attempt=spec.attempt,
-        seed=config.train.seed,
-        directory=run.path,
-        _mesh=mesh,
-        _spec=spec,
-        _stop=stop,
-        _heartbeat=heartbeat,
-        _report=open_report(run, mesh, events, 0),
-        _schedule=SaveSchedule(every, mesh.layout.world_size, mesh.rank == 0, rate),
-        _checkpoints=CheckpointManager(run, state, state, mesh, config, events, spec.local_world_size),
-        _state=state,
-    )
+            context._checkpoints.close(give_up)
+            context._report.close()
+            return Exit.STOPPED if stopped else Exit.DONE

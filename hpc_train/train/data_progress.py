@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,14 +40,17 @@ class Length:
 
 def run_length(config: Config, feed: TrainFeed) -> Length:
     """Returns the length of the run of ``config``. A stream is one epoch."""
-    steps, epochs, size = config.train.steps, config.train.epochs, config.batch.global_size
+    size = config.batch.global_size
+    steps = config.train.steps
     if feed.steps_per_epoch is None or feed.samples_per_epoch is None:
         assert steps is not None
         return Length(steps, max(1, steps), size, max(1, steps) * size)
-    total = steps if steps is not None else math.ceil((epochs or 0.0) * feed.steps_per_epoch)
-    return Length(total, feed.steps_per_epoch, size, feed.samples_per_epoch)
+    if steps is None:
+        steps = math.ceil((config.train.epochs or 0.0) * feed.steps_per_epoch)
+    return Length(steps, feed.steps_per_epoch, size, feed.samples_per_epoch)
 
 
+IDENTITY = "data"  # in the checkpoint: ``Dataset.identity``
 _KEY = "stream"  # in the checkpoint
 
 
@@ -64,19 +66,23 @@ def has_ended(feed: TrainFeed, batch: LocalBatch, step: int, mesh: Mesh) -> bool
         return False
     going_on = torch.tensor(int(not batch.ended))
     dist.all_reduce(going_on, group=mesh.control)
-    if going_on.item() == 0 and step == 0:
+    if going_on.item() > 0:
+        return False
+    if step == 0:
         raise UserError(
             "the stream has no items", where="data._target_", fix="yield items with split='train' in some shard"
         )
-    return going_on.item() == 0
+    return True
 
 
 def positions(feed: TrainFeed, step: int, mesh: Mesh) -> dict[str, Any]:
     """Returns what a checkpoint of ``step`` holds: the positions of all shards of a stream, or which data it is.
     Collective.
     """
-    own = feed.state(step)
-    return {IDENTITY: feed.identity} if own is None else {_KEY: merged_states(gather_plain(own, mesh.control))}
+    state = feed.state(step)
+    if state is None:
+        return {IDENTITY: feed.identity}
+    return {_KEY: merged_states(gather_plain(state, mesh.control))}
 
 
 def restored_positions(restored: RestoredState) -> States:
@@ -90,9 +96,6 @@ def skipped_data(restored: RestoredState) -> Skipped:
     return Skipped.parse(restored.extra.get("skipped_windows", ()))
 
 
-IDENTITY = "data"  # in the checkpoint: ``Dataset.identity``
-
-
 def data_changes(restored: RestoredState, feed: TrainFeed) -> list[str]:
     """Returns warnings about training data without a fingerprint, that of a user, that has changed since the checkpoint
     was saved. A fork may have any data, and checkpoints of earlier versions do not say which they had.
@@ -100,29 +103,33 @@ def data_changes(restored: RestoredState, feed: TrainFeed) -> list[str]:
     Raises:
         UserError: data with a fingerprint has changed.
     """
-    saved, now = {} if restored.forked else restored.extra.get(IDENTITY, {}), feed.identity
-    pairs = [("", saved, now)] if "sources" not in now else []
+    if restored.forked:
+        return []
+    saved = restored.extra.get(IDENTITY, {})
+    now = feed.identity
+    pairs = []
+    if "sources" not in now:
+        pairs.append(("", saved, now))
     for name, source in saved.get("sources", {}).items():
         pairs.append((f" of the source {name}", source, now["sources"][name]))
-    found = [_change(which, before, after, restored.step) for which, before, after in pairs if before]
-    return [message for message in found if message is not None]
-
-
-def _change(which: str, before: Mapping[str, Any], after: Mapping[str, Any], step: int) -> str | None:
-    known = bool(before["fingerprint"] and after["fingerprint"])
-    if before["samples"] != after["samples"]:
-        problem = f"has {after['samples']:,} samples, but had {before['samples']:,} in the checkpoint of step {step}"
-    elif known and before != after:
-        problem = f"is not that of the checkpoint of step {step}, although it also has {after['samples']:,} samples"
-    else:
-        return None
-    message = (
-        f"the training data{which} {problem}; in the changed order some samples of the epoch repeat, others are missed"
-    )
-    if not known:
-        return message
-    raise UserError(
-        message,
-        where="data",
-        fix="restore the data, or run.fork=NEWNAME to start a new run from the newest checkpoint with this data",
-    )
+    warnings = []
+    for which, before, after in pairs:
+        if not before:
+            continue
+        samples = f"{after['samples']:,} samples"
+        has_fingerprint = bool(before["fingerprint"] and after["fingerprint"])
+        if before["samples"] != after["samples"]:
+            problem = f"has {samples}, but had {before['samples']:,} in the checkpoint of step {restored.step}"
+        elif has_fingerprint and before != after:
+            problem = f"is not that of the checkpoint of step {restored.step}, although it also has {samples}"
+        else:
+            continue
+        message = (
+            f"the training data{which} {problem}; in the changed order some samples of the epoch repeat, others are "
+            "missed"
+        )
+        if has_fingerprint:
+            fix = "restore the data, or run.fork=NEWNAME to start a new run from the newest checkpoint with this data"
+            raise UserError(message, where="data", fix=fix)
+        warnings.append(message)
+    return warnings

@@ -61,14 +61,15 @@ class DebuggedEngine(WrappedEngine):
         """Raises if ``output`` is not finite; the hooks of inner modules run first, so the innermost is named."""
         if not module.training or not _not_finite(("output", leaf) for leaf in tree_leaves(output)):
             return
+        inputs_are = "not finite" if _not_finite(("input", leaf) for leaf in tree_leaves(inputs)) else "finite"
         parameters = _not_finite(module.named_parameters())
-        bad_inputs = _not_finite(("input", leaf) for leaf in tree_leaves(inputs))
-        message = f"the output of {name or 'the model'} ({type(module).__name__}) is not finite; "
-        message += f"its inputs are {'not ' if bad_inputs else ''}finite; "
-        message += (
-            f"its parameters {join_names(parameters)} are not finite" if parameters else "its parameters are finite"
+        parameters_are = f"{join_names(parameters)} are not finite" if parameters else "are finite"
+        raise FloatingPointError(
+            self._locate(
+                f"the output of {name or 'the model'} ({type(module).__name__}) is not finite; "
+                f"its inputs are {inputs_are}; its parameters {parameters_are}"
+            )
         )
-        raise FloatingPointError(self._locate(message))
 
     def _locate(self, message: str) -> str:
         return f"rank {self._rank}, step {self._step}: {message}"
@@ -76,14 +77,18 @@ class DebuggedEngine(WrappedEngine):
 
 def _not_finite(values: Iterable[tuple[str, Any]]) -> list[str]:
     """Returns the names of the tensors with an element that is not finite on this rank."""
-    return [name for name, value in values if isinstance(value, Tensor) and not _is_finite(value)]
-
-
-def _is_finite(value: Tensor) -> bool:
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return not local.is_floating_point() or bool(local.detach().isfinite().all())
+    names = []
+    for name, value in values:
+        if isinstance(value, Tensor):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            if local.is_floating_point() and not local.detach().isfinite().all():
+                names.append(name)
+    return names
 
 
 def join_names(names: list[str]) -> str:
     """Returns the first of ``names`` and the number of the others, for messages."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    text = ", ".join(names[:4])
+    if len(names) > 4:
+        text += f" and {len(names) - 4} more"
+    return text

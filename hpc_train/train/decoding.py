@@ -60,13 +60,19 @@ class Decoder:
             UserError: the outputs of the model are not logits, or the model is split into pipeline stages.
         """
         rows = [list(prompt) for prompt in prompts]
-        streams = [_stream(sampling.seed, index) for index in range(len(rows))]
+        seeds = [stream_seed("generate", sampling.seed, index) for index in range(len(rows))]
+        streams = [torch.Generator().manual_seed(seed) for seed in seeds]
         open_rows = list(range(len(rows)))
         for done in range(1, new_tokens + 1):
-            for group in [open_rows] if self.width is not None else [[index] for index in open_rows]:
+            groups = [[index] for index in open_rows]
+            if self.width is not None:
+                groups = [open_rows]
+            for group in groups:
                 logits = self._logits([rows[index] for index in group])
-                found = [choose(row, sampling, streams[index]) for row, index in zip(logits, group, strict=True)]
-                for index, token in zip(group, self._agreed(found), strict=True):
+                tokens = [choose(row, sampling, streams[index]) for row, index in zip(logits, group, strict=True)]
+                if self.mesh.layout.world_size > 1:
+                    tokens = from_rank(0, tokens, self.mesh.control)
+                for index, token in zip(group, tokens, strict=True):
                     rows[index].append(token)
             if not proceed(done):
                 return None
@@ -77,26 +83,26 @@ class Decoder:
 
     def _logits(self, rows: list[list[int]]) -> Tensor:
         """Returns the logits ``[rows, vocab]`` of the next token of each row. Collective."""
-        width = self.width or _rounded_up(max(map(len, rows)), self._sequence_shards)
+        width = self.width
+        if width is None:
+            part = self.engine.parts[0]
+            shards = part.sequence_shards * part.context_shards if isinstance(part, Model) else 1
+            width = -(-max(map(len, rows)) // shards) * shards  # rounded up
         windows = [row[-width:] for row in rows]
         inputs = torch.zeros(len(rows), width, dtype=torch.int64)
         for index, window in enumerate(windows):
             inputs[index, : len(window)] = torch.tensor(window)
         outputs = self.engine.outputs(inputs.to(self.mesh.device))
-        _check_logits(outputs, inputs)
+        if not isinstance(outputs, Tensor) or outputs.ndim != 3 or outputs.shape[:2] != inputs.shape:
+            shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise UserError(
+                f"the model returns {shape} for {list(inputs.shape)} tokens, but text needs logits [rows, tokens, "
+                "vocab]",
+                where="model",
+                fix="a language model that returns the logits of the next token at each position",
+            )
         last = torch.tensor([len(window) - 1 for window in windows], device=outputs.device)
         return outputs[torch.arange(len(rows), device=outputs.device), last]
-
-    @property
-    def _sequence_shards(self) -> int:
-        part = self.engine.parts[0]
-        return part.sequence_shards * part.context_shards if isinstance(part, Model) else 1
-
-    def _agreed(self, tokens: list[int]) -> list[int]:
-        if self.mesh.layout.world_size == 1:
-            return tokens
-        agreed: list[int] = from_rank(0, tokens, self.mesh.control)
-        return agreed
 
 
 def choose(logits: Tensor, sampling: Sampling, stream: torch.Generator) -> int:
@@ -105,30 +111,11 @@ def choose(logits: Tensor, sampling: Sampling, stream: torch.Generator) -> int:
         return int(logits.argmax())
     scores = logits.to("cpu", torch.float64) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < len(scores):
-        kept = scores.topk(sampling.top_k).indices
-        scores = torch.full_like(scores, -torch.inf).index_copy_(0, kept, scores[kept])
+        best = scores.topk(sampling.top_k).indices
+        scores = torch.full_like(scores, -torch.inf).index_copy_(0, best, scores[best])
     probabilities = scores.softmax(dim=0)
     if sampling.top_p < 1:
         ordered, order = probabilities.sort(descending=True, stable=True)
         before = ordered.cumsum(dim=0) - ordered
         probabilities[order[before >= sampling.top_p]] = 0
     return int(torch.multinomial(probabilities, 1, generator=stream))
-
-
-def _stream(seed: int, index: int) -> torch.Generator:
-    return torch.Generator().manual_seed(stream_seed("generate", seed, index))
-
-
-def _rounded_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def _check_logits(outputs: object, inputs: Tensor) -> None:
-    """Raises UserError if ``outputs`` are not ``[rows, tokens, vocab]`` for ``inputs`` ``[rows, tokens]``."""
-    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-    if not isinstance(outputs, Tensor) or outputs.ndim != 3 or outputs.shape[:2] != inputs.shape:
-        raise UserError(
-            f"the model returns {shape} for {list(inputs.shape)} tokens, but text needs logits [rows, tokens, vocab]",
-            where="model",
-            fix="a language model that returns the logits of the next token at each position",
-        )

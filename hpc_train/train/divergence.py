@@ -64,15 +64,18 @@ class DivergenceWatch:
         if skipped >= self._limit:
             reason = (
                 f"no gradient was finite in the last {skipped} steps: the training has diverged; try a smaller "
-                "optim.lr or more optim.warmup_steps" + (", or precision=bf16" if self._is_fp16 else "")
+                "optim.lr or more optim.warmup_steps"
             )
+            if self._is_fp16:
+                reason += ", or precision=bf16"
             return Divergence(step - skipped, reason, fatal=True)
         if skipped or not math.isfinite(loss):
             return None
         self._finite_at = step
         if not self._is_spike(loss):
             self._losses.append(loss)
-            self._high, self._calm_at = 0, step
+            self._high = 0
+            self._calm_at = step
             return None
         self._high += 1
         if self._high < IN_A_ROW:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from hpc_train.config.evaluation import MAIN, eval_set_configs, metric_name
 from hpc_train.config.schema import Config, TrainConfig
@@ -39,7 +38,10 @@ class Evaluation:
         """Returns the evaluation of a run that trains on ``trained`` samples, limited by ``train.eval_samples``."""
         if train.eval_samples == "all":
             return self
-        most = max(1, trained // TRAINED_PER_EVALUATED) if train.eval_samples == "auto" else int(train.eval_samples)
+        if train.eval_samples == "auto":
+            most = max(1, trained // TRAINED_PER_EVALUATED)
+        else:
+            most = int(train.eval_samples)
         return replace(self, feeds={name: feed.limited(most) for name, feed in self.feeds.items()})
 
     def extent(self) -> str | None:
@@ -61,13 +63,13 @@ class Evaluation:
         self.without_targets.clear()
         for name, feed in self.feeds.items():
             with self.metrics.watching(engine.parts):
-                found = evaluate(engine, feed, control, stop)
-            if found is None:
+                numbers = evaluate(engine, feed, control, stop)
+            if numbers is None:
                 return None
-            if found.target_count == 0:
+            if numbers.target_count == 0:
                 self.without_targets.append(name)
-            measured = {"loss": found.loss, "accuracy": found.accuracy, **self.metrics.read()}
-            values |= {metric_name(name, metric): value for metric, value in measured.items()}
+            of_set = {"loss": numbers.loss, "accuracy": numbers.accuracy, **self.metrics.read()}
+            values |= {metric_name(name, metric): value for metric, value in of_set.items()}
         return values
 
 
@@ -81,12 +83,10 @@ def build_evaluation(config: Config, mesh: Mesh, local_ranks: int) -> Evaluation
         UserError: a data set or a metric cannot be built.
     """
     sets = {MAIN: config.data} | eval_set_configs(config.data, config.eval_sets)
-    seed, precision = config.train.seed, config.precision.name
-    data = {name: build_dataset(each, "validation", seed, precision) for name, each in sets.items()}
-    feeds = {
-        name: EvalFeed(each, config.batch, mesh.layout, mesh.dp_rank, mesh.device, local_ranks)
-        for name, each in data.items()
-    }
+    feeds = {}
+    for name, data in sets.items():
+        dataset = build_dataset(data, "validation", config.train.seed, config.precision.name)
+        feeds[name] = EvalFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, mesh.device, local_ranks)
     return Evaluation(feeds, MetricSums(config.metrics, mesh))
 
 
@@ -109,20 +109,16 @@ def evaluate(
         if control is not None:
             control.post(stop is not None and stop.requested, 0)
         result = engine.eval_step(StepBatch(batch.micro_batches, max(1, batch.local_count)))
-        result = StepResult(_wide(result.loss_sum), _wide(result.target_count), result.correct)
-        total = result if total is None else _add(total, result)
+        loss_sum = result.loss_sum.to(torch.float64)
+        target_count = result.target_count.to(torch.float64)
+        correct = result.correct
+        if total is not None:
+            loss_sum = total.loss_sum + loss_sum
+            target_count = total.target_count + target_count
+            correct = total.correct + correct if total.correct is not None and correct is not None else None
+        total = StepResult(loss_sum, target_count, correct)
         if control is not None and control.read().stop:
             return None
     if total is None:
         raise ValueError("the evaluation set has no batches")
     return engine.reduce(total)
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.to(torch.float64)
-
-
-def _add(one: StepResult, other: StepResult) -> StepResult:
-    both = one.correct is not None and other.correct is not None
-    correct = one.correct + other.correct if both else None  # type: ignore[operator]
-    return StepResult(one.loss_sum + other.loss_sum, one.target_count + other.target_count, correct)

@@ -2,7 +2,7 @@
 
 The promise is that of one process, whatever the split. The checks need a few passes over one micro-batch, so they run
 once for each code, config, layout and version of torch; ``run.json`` remembers them. What differs between ranks only
-with their own samples is found in the first step (``CheckedWrites``).
+with their own samples is found in the first step, by ``CheckedWrites``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ from hpc_train.train.report import Report
 CHECKED = "checked"  # key in run.json: what was checked
 
 
-def check_own_code(
+def check_user_code(
     config: Config,
     run: RunDirectory,
     mesh: Mesh,
@@ -56,33 +57,57 @@ def check_own_code(
     Raises:
         UserError: the model would be trained or evaluated otherwise than in one process.
     """
-    engine = _innermost(engine)
-    _check_lookups(engine, mesh)
-    if mesh.layout.dp_cp > 1 and config.train.buffers != REFUSE and mesh.rank == 0:
-        print(_BUFFERS[config.train.buffers])
-    if config.train.check == "off" or not is_own(config, engine):
+    while isinstance(engine, WrappedEngine):  # those that observe it would count the passes of the checks
+        engine = engine._engine
+    if mesh.layout.dp_cp > 1:
+        _check_replicated_state(config, mesh, engine)
+    if config.train.check == "off" or not is_user_code(config, engine):
         return
     key = _key(config, run, mesh, engine)
-    known = broadcast_plain(run.record().get(CHECKED) if mesh.rank == 0 else None, mesh.control)
-    if known is not None and known["key"] == broadcast_plain(key, mesh.control):
-        engine.read_anew(known["written"])
+    checked = broadcast_plain(run.record().get(CHECKED) if mesh.rank == 0 else None, mesh.control)
+    if checked is not None and checked["key"] == broadcast_plain(key, mesh.control):
+        engine.read_anew(checked["written"])
         return
-    warnings = [*_check_loss(config, mesh, engine, training, evaluation)]
+
+    warnings = []
+    loss_warning = _check_loss(config, mesh, engine, training, evaluation)
+    if loss_warning is not None:
+        warnings.append(loss_warning)
     warnings += _warnings_of_targets(training, mesh)
-    found = Rehearsal()
+    rehearsal = Rehearsal()
     if config.train.debug:  # which looks at each step and names what is not finite
-        found.not_compared = "train.debug=true"
+        rehearsal.not_compared = "train.debug=true"
     elif not mesh.layout.logical_micro_batches and not engine.compressions():
-        found = rehearse(config, mesh, engine, example_micro_batch(training, mesh.layout, mesh.device))
-        warnings += _warnings_of(found)
-    if found.not_compared is not None and mesh.rank == 0:
-        print(f"gradients are not compared with those of one process: {found.not_compared}")
+        rehearsal = rehearse(config, mesh, engine, example_micro_batch(training, mesh.layout, mesh.device))
+    if rehearsal.attributes:
+        warnings.append(
+            f"the forward pass changes attributes that are neither parameters nor buffers: "
+            f"{join_names(rehearsal.attributes)}. Checkpoints do not contain them, so a resumed run starts with their "
+            "first values; register_buffer keeps a tensor"
+        )
+    if rehearsal.not_compared is not None and mesh.rank == 0:
+        print(f"gradients are not compared with those of one process: {rehearsal.not_compared}")
     for warning in warnings:
         report.warning(0, warning)
     if report.metrics is not None:
-        text = "; ".join(warnings)
-        checked = {"key": key, "written": found.written}
-        report.events.record(run, **{CHECKED: checked}, **({"loss_warning": text} if text else {}))
+        record: dict[str, Any] = {CHECKED: {"key": key, "written": rehearsal.written}}
+        if warnings:
+            record["loss_warning"] = "; ".join(warnings)
+        report.events.record(run, **record)
+
+
+def _check_replicated_state(config: Config, mesh: Mesh, engine: Engine) -> None:
+    """Raises UserError if ranks would scale the rows of an embedding that only some of them look up."""
+    names = written_in_lookups(engine.parts)
+    if names:
+        raise UserError(
+            f"{join_names(names)} has max_norm, with which a forward pass scales the rows that it looks up: each "
+            "rank would scale those of its own samples, so that the replicas come apart",
+            where=f"strategy.data_parallel={mesh.layout.data_parallel}, model",
+            fix="strategy=single, or nn.Embedding without max_norm",
+        )
+    if config.train.buffers != REFUSE and mesh.rank == 0:
+        print(_BUFFERS[config.train.buffers])
 
 
 _BUFFERS = {
@@ -93,17 +118,11 @@ _BUFFERS = {
 }
 
 
-def _innermost(engine: Engine) -> Engine:
-    """Returns the engine without those that observe it, which would count the passes of the checks."""
-    while isinstance(engine, WrappedEngine):
-        engine = engine._engine
-    return engine
-
-
-def is_own(config: Config, engine: Engine) -> bool:
+def is_user_code(config: Config, engine: Engine) -> bool:
     """Returns whether the model or its loss is not hpc_train's."""
-    own = isinstance(config.model, CustomModelConfig) or is_extension(config.model.kind) or engine.check_loss
-    return own or any(isinstance(part, WrappedModel) for part in engine.parts)
+    if isinstance(config.model, CustomModelConfig) or is_extension(config.model.kind) or engine.check_loss:
+        return True
+    return any(isinstance(part, WrappedModel) for part in engine.parts)
 
 
 def _key(config: Config, run: RunDirectory, mesh: Mesh, engine: Engine) -> str:
@@ -111,35 +130,21 @@ def _key(config: Config, run: RunDirectory, mesh: Mesh, engine: Engine) -> str:
     if mesh.rank != 0:
         return ""
     code = frozen_code(run)
+    part = engine.parts[0]
+    if isinstance(part, WrappedModel):
+        part = part.bare
+    try:
+        source = inspect.getsource(type(part))  # it may lie outside of the copied code
+    except (OSError, TypeError):  # a class that was made at run time
+        source = ""
     digest = hashlib.sha256(run.config.read_bytes())
-    for fact in (torch.__version__, str(mesh.layout), "" if code is None else code.snapshot, _source(engine)):
+    for fact in (torch.__version__, str(mesh.layout), code.snapshot if code is not None else "", source):
         digest.update(fact.encode())
     return digest.hexdigest()
 
 
-def _source(engine: Engine) -> str:
-    """Returns the source of the model's class, which may lie outside of the copied code."""
-    part = engine.parts[0]
-    try:
-        return inspect.getsource(type(part.bare if isinstance(part, WrappedModel) else part))
-    except (OSError, TypeError):  # a class that was made at run time
-        return ""
-
-
-def _check_lookups(engine: Engine, mesh: Mesh) -> None:
-    """Raises UserError if ranks would scale the rows of an embedding that only some of them look up."""
-    names = written_in_lookups(engine.parts) if mesh.layout.dp_cp > 1 else []
-    if names:
-        raise UserError(
-            f"{join_names(names)} has max_norm, with which a forward pass scales the rows that it looks up: each rank "
-            "would scale those of its own samples, so that the replicas come apart",
-            where=f"strategy.data_parallel={mesh.layout.data_parallel}, model",
-            fix="strategy=single, or nn.Embedding without max_norm",
-        )
-
-
-def _check_loss(config: Config, mesh: Mesh, engine: Engine, training: Dataset, evaluation: Evaluation) -> Iterable[str]:
-    """Yields the warning about a loss that depends on the split of a batch.
+def _check_loss(config: Config, mesh: Mesh, engine: Engine, training: Dataset, evaluation: Evaluation) -> str | None:
+    """Returns the warning about a loss that depends on the split of a batch.
 
     Raises:
         UserError: batches will be padded, and padding enters the loss.
@@ -147,14 +152,13 @@ def _check_loss(config: Config, mesh: Mesh, engine: Engine, training: Dataset, e
     padded = padding_of_training(config, mesh.layout, training)
     padded = padded or padding_of_evaluation(config, mesh.layout, evaluation.feeds.values())
     if not engine.check_loss and padded is None:
-        return
-    found = check_loss(
+        return None
+    check = check_loss(
         engine, training, mesh, config.precision.name, halves=engine.check_loss, padding=padded is not None
     )
-    if padded is not None and found.padding is not None:
-        raise _padded(padded, found.padding, engine)
-    if found.warning is not None:
-        yield found.warning
+    if padded is not None and check.padding is not None:
+        raise _padded(padded, check.padding, engine)
+    return check.warning
 
 
 def check_evaluation_padding(config: Config, mesh: Mesh, engine: Engine, evaluation: Evaluation) -> None:
@@ -164,18 +168,23 @@ def check_evaluation_padding(config: Config, mesh: Mesh, engine: Engine, evaluat
         UserError: batches will be padded, and padding enters the loss.
     """
     padded = padding_of_evaluation(config, mesh.layout, evaluation.feeds.values())
-    if padded is None or config.train.check == "off" or not is_own(config, engine):
+    if padded is None or config.train.check == "off" or not is_user_code(config, engine):
         return
-    dataset = evaluation.feeds[MAIN].dataset
-    found = check_loss(engine, dataset, mesh, config.precision.name, halves=False)
-    if found.padding is not None:
-        raise _padded(padded, found.padding, engine)
+    check = check_loss(engine, evaluation.feeds[MAIN].dataset, mesh, config.precision.name, halves=False)
+    if check.padding is not None:
+        raise _padded(padded, check.padding, engine)
 
 
 def _padded(padded: str, problem: str, engine: Engine) -> UserError:
+    where = "model"
+    for part in engine.parts:
+        owner: Any = part.head if isinstance(part, Model) else part
+        if isinstance(part, Model | WrappedModel) and callable(getattr(owner, "loss", None)):
+            where = f"model, {place(owner.loss)}"
+            break
     return UserError(
         f"{padded}, and the loss of the model does not leave out padded rows: {problem}",
-        where=_loss_of(engine),
+        where=where,
         fix="leave out of the sum and of the count the rows whose targets are all -100, as in kept = targets != -100; "
         "a forward pass must not mix the rows of a batch. train.check=off trains and evaluates with padding",
     )
@@ -183,29 +192,25 @@ def _padded(padded: str, problem: str, engine: Engine) -> UserError:
 
 def padding_of_training(config: Config, layout: Layout, training: Dataset) -> str | None:
     """Returns which batches of the training have padded rows; None if there are none."""
-    size, places = config.batch.global_size, layout.dp * layout.micro_batches * layout.micro_size
+    size = config.batch.global_size
+    places = layout.dp * layout.micro_batches * layout.micro_size
     if size != places:
         return f"{size} samples of a step fill {places} places, of which the rest is padding"
     if isinstance(config.data, StreamDataConfig):
-        ends = not config.data.repeat
+        is_short = not config.data.repeat
     else:
-        ends = not config.batch.drop_last and len(training) % size > 0
-    return "the last batch is filled up with padding" if ends else None
+        is_short = not config.batch.drop_last and len(training) % size > 0
+    return "the last batch is filled up with padding" if is_short else None
 
 
 def padding_of_evaluation(config: Config, layout: Layout, feeds: Iterable[EvalFeed]) -> str | None:
     """Returns which evaluation has padded rows; None if there is none."""
-    size, places = config.batch.global_size, layout.dp * layout.micro_batches * layout.micro_size
-    short = [feed.samples for feed in feeds if size != places or feed.samples % size]
-    return f"an evaluation of {short[0]} samples in batches of {size} has padding" if short else None
-
-
-def _loss_of(engine: Engine) -> str:
-    for part in engine.parts:
-        owner = part if isinstance(part, WrappedModel) else part.head if isinstance(part, Model) else None
-        if owner is not None and callable(getattr(owner, "loss", None)):
-            return f"model, {place(owner.loss)}"
-    return "model"
+    size = config.batch.global_size
+    places = layout.dp * layout.micro_batches * layout.micro_size
+    for feed in feeds:
+        if size != places or feed.samples % size:
+            return f"an evaluation of {feed.samples} samples in batches of {size} has padding"
+    return None
 
 
 SCANNED = 64  # samples
@@ -213,11 +218,11 @@ SCANNED = 64  # samples
 
 def _warnings_of_targets(training: Dataset, mesh: Mesh) -> Iterable[str]:
     """Yields a warning if numbers that are measured may be taken for missing targets."""
-    layout = replace(mesh.layout, micro_size=min(len(training), SCANNED) if training.loads_cheaply else 2)
-    batch = example_micro_batch(training, layout, torch.device("cpu"))
+    size = min(len(training), SCANNED) if training.loads_cheaply else 2
+    batch = example_micro_batch(training, replace(mesh.layout, micro_size=size), torch.device("cpu"))
     if isinstance(batch.inputs, Ragged):  # which has no targets that do not count
         return
-    targets: list[Tensor] = [value for value in leaves(batch.targets) if value.is_floating_point()]
+    targets = [value for value in leaves(batch.targets) if value.is_floating_point()]
     missing = sum(int((value == IGNORED).sum()) for value in targets)
     if missing:
         total = sum(value.numel() for value in targets)
@@ -227,23 +232,15 @@ def _warnings_of_targets(training: Dataset, mesh: Mesh) -> Iterable[str]:
         )
 
 
-def _warnings_of(found: Rehearsal) -> Iterable[str]:
-    if found.attributes:
-        yield (
-            f"the forward pass changes attributes that are neither parameters nor buffers: "
-            f"{join_names(found.attributes)}. Checkpoints do not contain them, so a resumed run starts with their "
-            "first values; register_buffer keeps a tensor"
-        )
-
-
 SAME = 1e-5  # the difference of equal values, relative to the largest element of a tensor
 
 
 class CheckedWrites(WrappedEngine):
     """Wraps ``engine`` and compares the state of its replicas after the first training step of the attempt.
 
-    ``train_step`` raises UserError on all ranks if the forward pass has changed buffers or parameters, and they differ
-    between replicas.
+    A buffer or parameter that the forward pass changes is a function of the samples of its rank (a codebook, a queue,
+    rows of an embedding with ``max_norm``) or not (a counter, a momentum teacher). Only in the latter case the ranks
+    agree. ``train_step`` raises UserError on all ranks if the replicas differ in such a tensor.
     """
 
     def __init__(self, engine: Engine, mesh: Mesh) -> None:
@@ -260,16 +257,34 @@ class CheckedWrites(WrappedEngine):
         before = {name: tensor.detach().clone() for name, tensor in self._buffers()}
         sums = {name: checksum(tensor) for name, tensor in self._replicated_parameters()}
         result = self._engine.train_step(step, batch, loss_scale)
+        ranks = dist.get_world_size(self._group)
+
         buffers = dict(self._buffers())
         changed = [name not in buffers or not _same(before[name], buffers[name]) for name in before]
         differing = self._differing([buffers.get(name) for name in before], changed)
         if any(differing):
-            raise self._refused_buffers([name for name, differs in zip(before, differing, strict=True) if differs])
+            names = join_names([name for name, differs in zip(before, differing, strict=True) if differs])
+            raise UserError(
+                f"the forward pass changes the buffers {names}, and each of the {ranks} ranks gives them other values, "
+                "from its own samples: only those of one rank would be saved, and the results depend on the number of "
+                "ranks",
+                where="train.buffers=refuse, model",
+                fix="train.buffers=rank0 gives all ranks the values of rank 0 after each step, as DDP does; "
+                "train.buffers=mean averages them. strategy=single computes with all samples",
+            )
+
         parameters = dict(self._replicated_parameters())
         changed = [checksum(parameters[name]) != value for name, value in sums.items()]
         differing = self._differing([*parameters.values()], changed)
         if any(differing):
-            raise self._refused_parameters([name for name, differs in zip(sums, differing, strict=True) if differs])
+            names = join_names([name for name, differs in zip(sums, differing, strict=True) if differs])
+            raise UserError(
+                f"the forward pass writes to the parameters {names}, and each of the {ranks} ranks writes other "
+                "values, from its own samples, so that the replicas come apart",
+                where=f"strategy.data_parallel={self._kind}, model",
+                fix="strategy=single, or write values that do not depend on the samples, such as a function of other "
+                "parameters",
+            )
         return result
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -291,46 +306,19 @@ class CheckedWrites(WrappedEngine):
         sizes = [0 if tensor is None else tensor.numel() for tensor in tensors]
         facts = torch.tensor([changed, sizes, [-size for size in sizes]], dtype=torch.int64, device=self._device)
         dist.all_reduce(facts, dist.ReduceOp.MAX, group=self._group)
-        anywhere, most, least = facts.tolist()
-        found = []
-        for tensor, has_changed, largest, smallest in zip(tensors, anywhere, most, least, strict=True):
-            differs = largest != -smallest
-            if has_changed and not differs and tensor is not None and largest > 0:
-                differs = self._differs(tensor)
-            found.append(bool(has_changed and differs))
-        return found
-
-    def _differs(self, tensor: Tensor) -> bool:
-        values = tensor.detach().to(self._device, torch.float64).reshape(-1)
-        bounds = torch.stack((values, -values))
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._group)
-        largest, smallest = bounds[0], -bounds[1]
-        scale = torch.maximum(largest.abs(), smallest.abs()).max()
-        return bool((largest - smallest).max() > SAME * scale)
-
-    def _refused_buffers(self, names: list[str]) -> UserError:
-        return UserError(
-            f"the forward pass changes the buffers {join_names(names)}, and each of the {self._ranks} ranks gives them "
-            "other values, from its own samples: only those of one rank would be saved, and the results depend on the "
-            "number of ranks",
-            where="train.buffers=refuse, model",
-            fix="train.buffers=rank0 gives all ranks the values of rank 0 after each step, as DDP does; "
-            "train.buffers=mean averages them. strategy=single computes with all samples",
-        )
-
-    def _refused_parameters(self, names: list[str]) -> UserError:
-        return UserError(
-            f"the forward pass writes to the parameters {join_names(names)}, and each of the {self._ranks} ranks "
-            "writes other values, from its own samples, so that the replicas come apart",
-            where=f"strategy.data_parallel={self._kind}, model",
-            fix="strategy=single, or write values that do not depend on the samples, such as a function of other "
-            "parameters",
-        )
-
-    @property
-    def _ranks(self) -> int:
-        return dist.get_world_size(self._group)
+        differing = []
+        for tensor, has_changed, most, least in zip(tensors, *facts.tolist(), strict=True):
+            differs = most != -least
+            if has_changed and not differs and tensor is not None and most > 0:
+                values = tensor.detach().to(self._device, torch.float64).reshape(-1)
+                bounds = torch.stack((values, -values))
+                dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._group)
+                largest, smallest = bounds[0], -bounds[1]
+                scale = torch.maximum(largest.abs(), smallest.abs()).max()
+                differs = bool((largest - smallest).max() > SAME * scale)
+            differing.append(bool(has_changed and differs))
+        return differing
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+def _same(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)

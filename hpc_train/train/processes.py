@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as distributed_c10d
 
-from hpc_train.config.schema import Config, TrainConfig
+from hpc_train.config.schema import Config
 from hpc_train.machine.environment import rejected_variable
 from hpc_train.machine.network.decision import ALLOCATOR_SETTINGS, GROWING_SEGMENTS
 from hpc_train.parallel.mesh import Mesh, join_mesh, use_device
@@ -28,12 +28,20 @@ LEAVE_S = 10.0  # time limit for destroying the process groups, which can hang
 def join(spec: WorkerSpec, config: Config) -> Mesh:
     """Sets threads and device of this process and joins the other ranks through the store at
     ``spec.master_port``. Collective."""
-    torch.set_num_threads(_threads(spec, config.train))
-    if config.train.reproducible is not None:
-        _use_deterministic()
+    threads = spec.threads
+    if config.train.reproducible is not None:  # an operator without a deterministic kernel raises an error
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs this and reads it at its first call
+        torch.use_deterministic_algorithms(True)
+        if config.train.threads == "auto":
+            threads = 1  # as the number of threads changes the bits of sums
+    torch.set_num_threads(threads)
     if config.train.debug:
         dist.set_debug_level(dist.DebugLevel.DETAIL)  # checks each collective for consistency across ranks
-    device = _prepare_device(spec)
+    device = _device(spec)
+    if device.type == "cuda" and os.environ.get(ALLOCATOR_SETTINGS) == GROWING_SEGMENTS:
+        # torch has read the variable in the parent of this process, before the choice was made
+        torch._C._accelerator_setAllocatorSettings(GROWING_SEGMENTS)
+    use_device(device)
     choose_tf32(config.precision, device)
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
     try:
@@ -43,36 +51,8 @@ def join(spec: WorkerSpec, config: Config) -> Mesh:
     return join_mesh(spec.layout, spec.rank, device, timeout)
 
 
-def _threads(spec: WorkerSpec, train: TrainConfig) -> int:
-    """Returns the number of threads; ``auto`` is 1 with ``train.reproducible``, as threads change the bits of sums."""
-    return 1 if train.reproducible is not None and train.threads == "auto" else spec.threads
-
-
-def _use_deterministic() -> None:
-    """Selects deterministic kernels; an operator without one raises an error that names it."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs this and reads it at its first call
-    torch.use_deterministic_algorithms(True)
-
-
-def _own_device(spec: WorkerSpec) -> torch.device:
+def _device(spec: WorkerSpec) -> torch.device:
     return torch.device("cuda", spec.cuda_device) if spec.gpus_per_node else torch.device("cpu")
-
-
-def _prepare_device(spec: WorkerSpec) -> torch.device:
-    device = _own_device(spec)
-    if device.type == "cuda":
-        _grow_segments()
-    use_device(device)
-    return device
-
-
-def _grow_segments() -> None:
-    """Applies our choice in the environment to the allocator of this process, before it has allocated anything.
-
-    Torch reads the variable when it is loaded, which the parent of this process has done before the choice was made.
-    """
-    if os.environ.get(ALLOCATOR_SETTINGS) == GROWING_SEGMENTS:
-        torch._C._accelerator_setAllocatorSettings(GROWING_SEGMENTS)
 
 
 # From this number of ranks on, gloo connects two ranks when they first communicate. In smaller worlds a group connects
@@ -82,23 +62,17 @@ ON_DEMAND_FROM = 512
 
 def _join(spec: WorkerSpec, device: torch.device, timeout: timedelta) -> None:
     world_size = spec.layout.world_size
-    store = dist.TCPStore(
-        spec.master_address,
-        spec.master_port,
-        world_size,
-        timeout=timeout,
-        wait_for_workers=False,
-    )
-    cuda = device.type == "cuda"
+    store = dist.TCPStore(spec.master_address, spec.master_port, world_size, timeout=timeout, wait_for_workers=False)
+    is_cuda = device.type == "cuda"
     if world_size >= ON_DEMAND_FROM:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # read when a group is created
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
+        "nccl" if is_cuda else "gloo",
         store=dist.PrefixStore(spec.store_prefix, store),
         rank=spec.rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=device if cuda else None,
+        device_id=device if is_cuda else None,
     )
 
 
@@ -120,17 +94,18 @@ POLL_S = 0.5
 
 def answer_requests(spec: WorkerSpec) -> None:
     """Starts the thread that answers the agent's requests through the worker's shared block."""
-    if spec.heartbeat is not None:
-        block = SharedBlock(spec.heartbeat)
-        threading.Thread(target=_answer, args=(block, _own_device(spec)), name="flight recorder", daemon=True).start()
+    if spec.heartbeat is None:
+        return
+    block = SharedBlock(spec.heartbeat)
 
+    def answer() -> None:
+        while True:
+            if block.asked:
+                use_device(_device(spec))  # NCCL's recorder queries CUDA events
+                block.answer(collectives())
+            time.sleep(POLL_S)
 
-def _answer(block: SharedBlock, device: torch.device) -> None:
-    while True:
-        if block.asked:
-            use_device(device)  # NCCL's recorder queries CUDA events
-            block.answer(collectives())
-        time.sleep(POLL_S)
+    threading.Thread(target=answer, name="flight recorder", daemon=True).start()
 
 
 # torch's functions for its two recorders; builds without CUDA lack the first, and some versions list NCCL in both
@@ -139,11 +114,11 @@ RECORDERS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
 
 def collectives() -> bytes:
     """Returns a JSON object: name of a flight recorder -> its last TORCH_FR_BUFFER_SIZE collectives of all groups."""
-    found = []
+    dumps = []
     for name, function in RECORDERS.items():
         dump = getattr(distributed_c10d, function, None)
         if dump is not None:
-            with suppress(RuntimeError):  # a broken GPU, or a field that JSON cannot hold: keep what the other one has
+            with suppress(RuntimeError):  # a broken GPU, or a field that JSON cannot hold: the other recorder counts
                 text: bytes | str = dump(includeCollectives=True, onlyActive=False)
-                found.append(f'"{name}": {text if isinstance(text, str) else text.decode()}')
-    return f"{{{', '.join(found)}}}".encode()
+                dumps.append(f'"{name}": {text if isinstance(text, str) else text.decode()}')
+    return f"{{{', '.join(dumps)}}}".encode()

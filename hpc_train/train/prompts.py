@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,32 +98,35 @@ class TokenizerChoice:
 
     def open(self) -> Codec:
         """Raises UserError if the tokenizer cannot be loaded."""
-        if self.name in (BYTES, IDS):
-            return ByteCodec() if self.name == BYTES else IdCodec()
+        if self.name == BYTES:
+            return ByteCodec()
+        if self.name == IDS:
+            return IdCodec()
         return FileCodec(self.name, self.special)
 
 
-def choose_tokenizer(config: Config, asked: str | None) -> TokenizerChoice:
-    """Returns the tokenizer that is ``asked`` for, or that of the data, or of the directory of ``model=hf``.
+def choose_tokenizer(config: Config, name: str | None) -> TokenizerChoice:
+    """Returns the tokenizer of this ``name``, or that of the data, or of the directory of ``model=hf``.
 
     Raises:
-        UserError: none is asked for, and neither the data nor the model has one.
+        UserError: there is no name, and neither the data nor the model has a tokenizer.
     """
-    found = _of_data(config.data) or _of_model(config) or _of_chats(config.data)
-    if asked == BYTES:
+    choice = _of_data(config.data) or _of_model(config) or _of_chats(config.data)
+    if name == BYTES:
         return TokenizerChoice(BYTES)
-    if asked == IDS:
-        return TokenizerChoice(IDS, ends=() if found is None else found.ends)
-    if asked is not None:
-        path = str(Path(asked) / _FILE) if Path(asked).is_dir() else asked
-        return TokenizerChoice(path) if found is None else TokenizerChoice(path, found.special, found.ends)
-    if found is None:
+    if name == IDS:
+        return TokenizerChoice(IDS, ends=choice.ends if choice is not None else ())
+    if name is not None:
+        if Path(name).is_dir():
+            name = str(Path(name) / _FILE)
+        return TokenizerChoice(name) if choice is None else replace(choice, name=name)
+    if choice is None:
         raise UserError(
             f"neither data={config.data.kind} nor the model has a tokenizer",
             where="data",
             fix="--tokenizer tokenizer.json or bytes; or --tokenizer ids, with prompts such as '12 7 30'",
         )
-    return found
+    return choice
 
 
 def _of_data(data: DataConfig) -> TokenizerChoice | None:
@@ -132,17 +135,15 @@ def _of_data(data: DataConfig) -> TokenizerChoice | None:
         return choices.pop() if len(choices) == 1 else None
     if data.kind == "text":
         return TokenizerChoice(BYTES)
-    return _of_token_files(Path(data.path)) if isinstance(data, TokensDataConfig) else None
-
-
-def _of_token_files(directory: Path) -> TokenizerChoice | None:
+    if not isinstance(data, TokensDataConfig):
+        return None
     from hpc_train.data.tokens import read_meta  # imports torch
 
-    meta = read_meta(directory)
+    meta = read_meta(Path(data.path))
     name = meta.source.get("settings", {}).get("tokenizer")
     if name is None:
         return None
-    ends = () if meta.separator is None else (meta.separator,)
+    ends = (meta.separator,) if meta.separator is not None else ()
     return TokenizerChoice(name, special=bool(meta.source.get("start")), ends=ends)
 
 
@@ -167,10 +168,12 @@ def _of_chats(data: DataConfig) -> TokenizerChoice | None:
 
 def _ends(folder: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
     """Returns ``eos_token_id`` of generation_config.json or of a model's ``values``, which is one number or a list."""
-    generation = folder / "generation_config.json"
-    settings = read_json(generation) if generation.is_file() else {}
-    ends = settings.get("eos_token_id", values.get("eos_token_id"))
-    return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+    ends = values.get("eos_token_id")
+    if (folder / "generation_config.json").is_file():
+        ends = read_json(folder / "generation_config.json").get("eos_token_id", ends)
+    if isinstance(ends, list):
+        return tuple(ends)
+    return () if ends is None else (ends,)
 
 
 @dataclass(frozen=True)

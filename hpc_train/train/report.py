@@ -58,13 +58,18 @@ class Report:
         head = {"time": self.events.now(), "attempt": self.events.attempt, "world_size": self.world_size}
         self._last = head | line
         self.metrics.write(self._last)
-        print(_log_line(self._last, self.total_steps, self.evaluated))
-        if skipped.since_last and self._last.get("loss_scale") is None:
-            counts = {"steps": skipped.since_last, "in_a_row": skipped.in_a_row}
+        parts = [f"step {line['step']}/{self.total_steps}", f"loss {line['loss']:.4f}"]
+        if "val_loss" in line:
+            parts.append(f"val_loss {line['val_loss']:.4f}")
+            if self.evaluated is not None:
+                parts[-1] += f" (evaluated {self.evaluated})"
+        print("  ".join([*parts, f"lr {line['lr']:.3g}", f"grad_norm {line['grad_norm']:.3g}", *speed(self._last)]))
+        if skipped.since_last and line.get("loss_scale") is None:
             steps = "1 step" if skipped.since_last == 1 else f"{skipped.since_last} steps"
             print(f"skipped {steps} with non-finite gradients")
+            counts = {"steps": skipped.since_last, "in_a_row": skipped.in_a_row}
             self.events.write("step_skipped", step=line["step"], **counts)
-        advice = None if self.advice is None else self.advice.look(self._last)
+        advice = self.advice.look(self._last) if self.advice is not None else None
         if advice is not None:
             print(advice.message)
             self.events.write("advice", step=line["step"], **advice.details())
@@ -85,13 +90,16 @@ class Report:
         """Reports the duration of the first step of an attempt, and what it has compiled."""
         if self.metrics is None:
             return
-        compiled, reused = (0, 0) if artifacts is None else compiled_graphs()
-        loaded = artifacts is not None and artifacts.loaded
-        details = "" if artifacts is None else f"; {compiled} graphs compiled, {reused} taken from the cache"
-        source = ", which earlier attempts have filled" if loaded else ""
-        print(f"the first step took {seconds:.2f} s{details}{source}")
-        found = {"seconds": round(seconds, 3), "compiled": compiled, "reused": reused, "cache_loaded": loaded}
-        self.events.write("first_step", step=step, **found)
+        text = f"the first step took {seconds:.2f} s"
+        details = {"seconds": round(seconds, 3), "compiled": 0, "reused": 0, "cache_loaded": False}
+        if artifacts is not None:
+            compiled, reused = compiled_graphs()
+            details |= {"compiled": compiled, "reused": reused, "cache_loaded": artifacts.loaded}
+            text += f"; {compiled} graphs compiled, {reused} taken from the cache"
+            if artifacts.loaded:
+                text += ", which earlier attempts have filled"
+        print(text)
+        self.events.write("first_step", step=step, **details)
 
     def evaluation_started(self, step: int) -> None:
         """Tells those who watch the run that it evaluates, which may take longer than many steps."""
@@ -129,9 +137,9 @@ class Report:
         """Reports how much of each source of a mixture was used since step 0; nothing for other data."""
         if self.metrics is None or not seen:
             return
-        parts = [f"{name} {100 * one.share:.1f} % ({one.epochs:.2f} epochs)" for name, one in seen.items()]
+        parts = [f"{name} {100 * source.share:.1f} % ({source.epochs:.2f} epochs)" for name, source in seen.items()]
         print(f"samples seen: {', '.join(parts)}")
-        sources = {name: asdict(one) for name, one in seen.items()}
+        sources = {name: asdict(source) for name, source in seen.items()}
         self.events.record(self.run, data_seen={"step": step, "sources": sources})
 
     def nothing_to_do(self, step: int, weights_sha256: str | None, ended_early: str | None) -> None:
@@ -142,18 +150,20 @@ class Report:
         """
         if self.metrics is None:
             return
-        if ended_early is None:
-            ended = self.run.record().get("stream_ended") == step
-            if ended:
-                self.events.record(self.run, total_steps=step)  # the run is complete
-            fix = "add items to the stream, which has none left," if ended else "increase train.steps"
-            print(f"already at step {step} of {step if ended else self.total_steps}; {fix} to continue")
-        else:
+        if ended_early is not None:
             print(f"the run has ended at step {step} of {self.total_steps}: {ended_early}; change the hook to continue")
             self.events.record(self.run, total_steps=step)
+        elif self.run.record().get("stream_ended") == step:
+            self.events.record(self.run, total_steps=step)  # the run is complete
+            print(f"already at step {step} of {step}; add items to the stream, which has none left, to continue")
+        else:
+            print(f"already at step {step} of {self.total_steps}; increase train.steps to continue")
         if self.run.record().get("result", {}).get("steps") != step:
-            last = [line for line in self.run.read_metrics() if line.step <= step][-1:]
-            self.events.record(self.run, result=self._result(step, last[0] if last else {}, weights_sha256))
+            last: dict[str, Any] = {}
+            for line in self.run.read_metrics():
+                if line.step <= step:
+                    last = line
+            self.events.record(self.run, result=self._result(step, last, weights_sha256))
         self.events.write("training_finished", step=step)
 
     def stopped(self, step: int, rates: dict[str, float]) -> None:
@@ -164,7 +174,7 @@ class Report:
         """
         if self.metrics is not None:
             print(f"stopped on request after step {step} of {self.total_steps}; the checkpoint is saved")
-            self._close("training_stopped", step, {}, rates)
+            self.end("training_stopped", step, {}, rates)
 
     def finished(
         self,
@@ -191,22 +201,31 @@ class Report:
         result = self._result(step, self._last, weights_sha256)
         result["seconds"] = round(time.monotonic() - self._began, 3)  # since the first batch of this attempt
         result["tokens_per_s"] = tokens_per_s
-        result |= {} if ended_early is None else {"ended_early": ended_early}
+        if ended_early is not None:
+            result["ended_early"] = ended_early
         self.events.record(self.run, result=result, memory=memory.as_json())
         print(memory)
         print("finished: " + ", ".join(f"{key} {_short(value)}" for key, value in result.items() if key != "attempt"))
-        self._close("training_finished", step, result, rates)
+        self.end("training_finished", step, result, rates)
 
     def _result(self, step: int, last: dict[str, Any], weights_sha256: str | None) -> dict[str, Any]:
         """Returns the result of the run; ``last`` is the last line of metrics."""
         result: dict[str, Any] = {"steps": step, "attempt": self.events.attempt}
-        kept = (key for key in last if (key in RESULT or key.startswith(EVALUATED)) and last[key] is not None)
-        result |= {key: finite_or_none(last[key]) for key in kept}
-        result |= {} if self.evaluated is None else {"evaluated": self.evaluated}
-        return result if weights_sha256 is None else result | {"weights_sha256": weights_sha256}
+        for key, value in last.items():
+            if value is not None and (key in RESULT or key.startswith(EVALUATED)):
+                result[key] = finite_or_none(value)
+        if self.evaluated is not None:
+            result["evaluated"] = self.evaluated
+        if weights_sha256 is not None:
+            result["weights_sha256"] = weights_sha256
+        return result
 
-    def _close(self, event: str, step: int, details: dict[str, Any], rates: dict[str, float]) -> None:
-        """Writes the last event of rank 0 with the time ledger of the run."""
+    def end(self, event: str, step: int, details: dict[str, Any], rates: Mapping[str, float]) -> None:
+        """Writes the last event of rank 0 with the time ledger of the run.
+
+        Args:
+            rates: ``step_s`` and ``save_s`` since the last line of metrics, among others.
+        """
         last = {key: rates[key] for key in ("step_s", "save_s")}
         head = {"event": event, "time": self.events.now(), "attempt": self.events.attempt, "step": step}
         total = read_ledger(self.run, closing=Event(head | last)).total
@@ -225,16 +244,10 @@ def open_report(run: RunDirectory, mesh: Mesh, events: EventLog, total: int) -> 
     return Report(run, events, mesh.device, mesh.layout.world_size, total, metrics)
 
 
-def _log_line(line: dict[str, Any], total: int, evaluated: str | None) -> str:
-    parts = [f"step {line['step']}/{total}", f"loss {line['loss']:.4f}"]
-    if "val_loss" in line:
-        parts.append(f"val_loss {line['val_loss']:.4f}" + ("" if evaluated is None else f" (evaluated {evaluated})"))
-    parts += [f"lr {line['lr']:.3g}", f"grad_norm {line['grad_norm']:.3g}", *speed(line)]
-    return "  ".join(parts)
-
-
 def _short(value: Any) -> str:
-    return f"{value:,.4f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:,.4f}".rstrip("0").rstrip(".")
+    return str(value)
 
 
 def weights_sha256(engine: Engine) -> str:
@@ -265,13 +278,9 @@ SUMS = ("loss_sum", "target_count", "correct_sum", "reports")
 SKIPPED = ("in_a_row", "since_last")
 
 
-def logs_late(device: torch.device) -> bool:
-    """Returns whether the line of metrics of a step is completed after the next step was launched."""
-    return device.type == "cuda"
-
-
 class Readback:
-    """Holds scalars that are being copied from ``device``; later changes of the tensors do not affect them.
+    """Holds scalars that are being copied from ``device`` to page-locked memory; later changes of the tensors do not
+    affect them.
 
     Args:
         values: scalar tensors on ``device``; fp64 represents all of them exactly.
@@ -305,6 +314,11 @@ class Readback:
 class Line:
     """Holds a line of metrics whose numbers are still being computed.
 
+    On a GPU the host reads them when it has launched the next step, so that the device never waits for the host. A
+    save, an evaluation, a stop and the end of the run read them first: every checkpoint includes what its line has
+    changed, and after a failure no line is missing below the checkpoint. A divergence is then found one step later, but
+    the step taken meanwhile counts as not taken, so the skipped data and the numbers are those of a CPU.
+
     Attributes:
         totals: the samples and tokens of the run.
         scalars: the arguments of ``step_numbers``, ``grad_norm``, those of ``SkippedSteps`` and perhaps ``loss_scale``.
@@ -327,5 +341,6 @@ class Line:
             "grad_norm": values["grad_norm"],
             **self.totals,
         }
-        metrics |= {name: values[name] for name in ("loss_scale",) if name in values}
+        if "loss_scale" in values:
+            metrics["loss_scale"] = values["loss_scale"]
         return metrics, SkippedSteps(*(int(values[name]) for name in SKIPPED))

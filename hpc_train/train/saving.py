@@ -19,7 +19,8 @@ from hpc_train.checkpoint.failures import PRIOR_PER_GPU_HOUR, best_interval
 from hpc_train.checkpoint.space import LEAVING_S
 from hpc_train.checkpoint.writer import SaveFailed
 from hpc_train.config.evaluation import BestMetric
-from hpc_train.config.values import SaveEvery
+from hpc_train.config.schema import Config
+from hpc_train.config.values import SaveEvery, parse_save_every
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.directory import RunDirectory
@@ -35,17 +36,17 @@ LAST_S = 60.0  # training that an error in the first evaluation may lose, if it 
 
 def failure_rate(run: RunDirectory) -> float:
     """Returns the run's failures per GPU-hour, at least the prior; failures caused by the user do not count."""
-    user = (Failure.USER_ERROR, Failure.REFUSED)
-    failed = {
-        event.attempt
-        for event in run.read_events()
-        if event.kind.is_failure and not event.kind.ends and event.failure not in user
-    }
+    failed = set()
+    for event in run.read_events():
+        if event.kind.is_failure and not event.kind.ends and event.failure not in (Failure.USER_ERROR, Failure.REFUSED):
+            failed.add(event.attempt)
     spans: dict[int, list[tuple[float, int]]] = {}
     for line in run.read_metrics():
         spans.setdefault(line.attempt, []).append((line.time, line["world_size"]))
     hours = sum((max(span)[0] - min(span)[0]) * span[0][1] for span in spans.values()) / 3600
-    return max(PRIOR_PER_GPU_HOUR, len(failed) / hours if hours > 0 else 0.0)
+    if hours <= 0:
+        return PRIOR_PER_GPU_HOUR
+    return max(PRIOR_PER_GPU_HOUR, len(failed) / hours)
 
 
 @dataclass
@@ -62,7 +63,9 @@ class SaveSchedule:
     _asked: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self._interval = FIRST_S if self.every.auto else self.every.seconds
+        self._interval = self.every.seconds
+        if self.every.auto:
+            self._interval = FIRST_S
         self._since = self.clock()
 
     def falls_on(self, step: int) -> bool:
@@ -104,6 +107,15 @@ class SaveSchedule:
             )
 
 
+def save_schedule(config: Config, run: RunDirectory, mesh: Mesh) -> SaveSchedule:
+    """Returns the schedule of an attempt; rank 0 reads the clock and the failures of the run."""
+    every = parse_save_every(config.checkpoint.every)
+    rate = PRIOR_PER_GPU_HOUR
+    if mesh.rank == 0 and every.auto:
+        rate = failure_rate(run)
+    return SaveSchedule(every, mesh.layout.world_size, mesh.rank == 0, rate)
+
+
 @dataclass
 class BestSoFar:
     """Tells at which evaluations to save a checkpoint, because they are better than all before.
@@ -115,25 +127,29 @@ class BestSoFar:
     metric: BestMetric | None
     value: float | None = None
 
-    def improves(self, found: Mapping[str, float | None]) -> bool:
-        """Returns whether the evaluation ``found`` is the best so far, and records it."""
-        value = None if self.metric is None else found.get(self.metric.name)
-        if self.metric is None or value is None or not self.metric.is_better(value, self.value):
+    def improves(self, metrics: Mapping[str, float | None]) -> bool:
+        """Returns whether an evaluation with these ``metrics`` is the best so far, and records it."""
+        if self.metric is None:
+            return False
+        value = metrics.get(self.metric.name)
+        if value is None or not self.metric.is_better(value, self.value):
             return False
         self.value = value
         return True
 
     def state(self) -> dict[str, Any]:
         """Returns the value and what it is of, for a checkpoint."""
-        return {"value": self.value} | ({} if self.metric is None else asdict(self.metric))
+        described = asdict(self.metric) if self.metric is not None else {}
+        return {"value": self.value, **described}
 
     def load_state(self, state: Any) -> None:
         """Continues with the value of a checkpoint, unless it is that of another metric or mode.
 
         Checkpoints of earlier versions have a number alone, which does not count.
         """
-        same = self.metric is not None and isinstance(state, Mapping) and state.items() >= asdict(self.metric).items()
-        self.value = state["value"] if same else None
+        self.value = None
+        if self.metric is not None and isinstance(state, Mapping) and state.items() >= asdict(self.metric).items():
+            self.value = state["value"]
 
 
 # A full disk may be cleaned, a server may recover, a file system may be mounted again, a ticket renewed.
@@ -157,8 +173,11 @@ class LastSave:
     report: Report
     wait_s: float
     stop_grace_s: float
-    _begun: bool = field(default=False, init=False)  # the time of a step was told
+    _is_first_line: bool = field(default=True, init=False)
     _has_warned: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._stopping_s = self.stop_grace_s - min(LEAVING_S, self.stop_grace_s / 4)  # until a rank must leave
 
     def warn_of_slow_steps(self, step: int, step_s: float) -> None:
         """Warns once if there is no time for a whole step after a stop request.
@@ -167,22 +186,19 @@ class LastSave:
             step_s: seconds per step since the last call. Those of the first call may include a compilation and do not
                 count.
         """
-        left = self.stop_grace_s - self._leaving_s
-        first, self._begun = not self._begun, True
-        if first or step_s <= left or self._has_warned:
+        if self._is_first_line:
+            self._is_first_line = False
+            return
+        if step_s <= self._stopping_s or self._has_warned:
             return
         self._has_warned = True
         needed = math.ceil(2 * step_s + LEAVING_S)
-        message = (
-            f"a step takes {format_duration(step_s)}, but a stop request leaves {format_duration(left)} for the "
-            "current step and a save, and would lose the steps since the newest checkpoint: set elastic.stop_grace_s, "
-            f"which is {self.stop_grace_s:g} s, to {needed} or more"
+        self.report.warning(
+            step,
+            f"a step takes {format_duration(step_s)}, but a stop request leaves {format_duration(self._stopping_s)} "
+            "for the current step and a save, and would lose the steps since the newest checkpoint: set "
+            f"elastic.stop_grace_s, which is {self.stop_grace_s:g} s, to {needed} or more",
         )
-        self.report.warning(step, message)
-
-    @property
-    def _leaving_s(self) -> float:
-        return min(LEAVING_S, self.stop_grace_s / 4)
 
     def run(self, save: Callable[[bool], None], step: int) -> None:
         """Calls ``save`` until it succeeds or the time is over.
@@ -202,33 +218,22 @@ class LastSave:
                 save(retry)
                 return
             except SaveFailed as error:
-                deadline = self._deadline(began)
+                deadline = began + self.wait_s
+                if self.stop.requested:
+                    deadline = min(deadline, self.stop.since + self._stopping_s)
                 now = time.monotonic()
-                if not self._agree(not error.codes.isdisjoint(TRANSIENT) and now + pause < deadline):
+                may_succeed = not error.codes.isdisjoint(TRANSIENT) and now + pause < deadline
+                control = Control(self.mesh)
+                control.post(False, 0, save=may_succeed and self.mesh.rank == 0)  # rank 0 decides
+                if not control.read().save:
                     raise
                 if deadline != reported:  # a stop request has moved it
                     reported = deadline
                     self.report.save_deferred(step, str(error), deadline - now)
-            self._pause(pause, step)
+            until = time.monotonic() + pause
+            was_requested = self.stop.requested
+            while (left := until - time.monotonic()) > 0 and self.stop.requested == was_requested:
+                time.sleep(min(left, SIGN_OF_LIFE_S))
+                self.heartbeat.enter(Phase.CHECKPOINT, step)
             retry = True
             pause = min(2 * pause, LONGEST_PAUSE_S)
-
-    def _deadline(self, began: float) -> float:
-        deadline = began + self.wait_s
-        if not self.stop.requested:
-            return deadline
-        return min(deadline, self.stop.since + self.stop_grace_s - self._leaving_s)
-
-    def _agree(self, retry: bool) -> bool:
-        """Returns rank 0's ``retry`` on every rank."""
-        control = Control(self.mesh)
-        control.post(False, 0, save=retry and self.mesh.rank == 0)
-        return control.read().save
-
-    def _pause(self, seconds: float, step: int) -> None:
-        """Sleeps for ``seconds``, or until a new stop request."""
-        until = time.monotonic() + seconds
-        stopping = self.stop.requested
-        while (left := until - time.monotonic()) > 0 and self.stop.requested == stopping:
-            time.sleep(min(left, SIGN_OF_LIFE_S))
-            self.heartbeat.enter(Phase.CHECKPOINT, step)

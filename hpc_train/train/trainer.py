@@ -20,6 +20,7 @@ import torch
 
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.restoring import RestoredState
+from hpc_train.config.evaluation import best_metric
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
@@ -35,7 +36,7 @@ from hpc_train.train.data_progress import Length, has_ended, positions, restored
 from hpc_train.train.divergence import NO_LOSS, Divergence, DivergenceWatch
 from hpc_train.train.evaluation import Evaluation
 from hpc_train.train.hooks import Hooks
-from hpc_train.train.report import SKIPPED, SUMS, Line, Readback, Report, logs_late, name_attention, weights_sha256
+from hpc_train.train.report import SKIPPED, SUMS, Line, Readback, Report, name_attention, weights_sha256
 from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule
 from hpc_train.train.step import Agreement, Control, SkippedSteps, StepOutcome, TrainStep
 from hpc_train.train.watch.measures import Measures, Meter
@@ -46,12 +47,19 @@ NO_TARGETS = (
     "no target counts in {}, so its loss is 0; targets of -100 do not count. Look at the data, for example for prompts "
     "that fill the whole sequence"
 )
-OpenFeed = Callable[[int, Skipped, States], TrainFeed]  # (first step, data to skip, where streams continue) -> feed
 
 
 @dataclass
 class Trainer:
-    """Trains from ``step`` (completed steps) to ``length.total_steps``. All methods are collective."""
+    """Trains from ``step`` (completed steps) to ``length.total_steps``. All methods are collective.
+
+    Attributes:
+        open_feed: (first step, data to skip, where streams continue) -> feed.
+        artifacts: the graphs of torch.compile that later attempts reuse; None without it.
+        tokens: the targets that counted since step 0, over all ranks.
+        missing: the places of a stream that ends for which there was no item since step 0.
+        skipped: the data that is skipped after rollbacks.
+    """
 
     config: Config
     mesh: Mesh
@@ -68,47 +76,51 @@ class Trainer:
     report: Report
     schedule: SaveSchedule
     heartbeat: Heartbeat
-    watch: DivergenceWatch
-    garbage: GarbageCollection
     last_save: LastSave
-    open_feed: OpenFeed
+    open_feed: Callable[[int, Skipped, States], TrainFeed]
     hooks: Hooks
-    best: BestSoFar
-    first_step: FirstStep
+    artifacts: KeptArtifacts | None
     step: int = 0
-    tokens: int = 0  # targets that counted since step 0, over all ranks
-    missing: int = 0  # places of a stream that ends for which there was no item since step 0
-    skipped: Skipped = NOTHING  # data that is skipped after rollbacks
+    tokens: int = 0
+    missing: int = 0
+    skipped: Skipped = NOTHING
     rollbacks: int = 0
-    _control: Control = field(init=False)
     _line: Line | None = field(default=None, init=False)
     _divergence: tuple[int, Divergence] | None = field(default=None, init=False)  # and the step at which it was found
     _bad_end: Divergence | None = field(default=None, init=False)
     _save_due: bool = field(default=False, init=False)
+    _is_first_step: bool = field(default=True, init=False)
     _evaluated: tuple[int, dict[str, float | None]] = field(default=(-1, {}), init=False)  # step, metrics
-    _end: int = field(init=False)  # the step after which the run ends, which a hook may choose
     _saved_hooks: Mapping[str, Any] = field(default_factory=dict, init=False)  # their states in the loaded checkpoint
 
     def __post_init__(self) -> None:
+        self.watch = DivergenceWatch(self.config.train, self.config.precision.name)
+        self.garbage = GarbageCollection()
+        self.best = BestSoFar(best_metric(self.config.checkpoint.keep_best, self.config.checkpoint.best_mode))
         self._control = Control(self.mesh)
-        self._end = self.length.total_steps
+        self._end = self.length.total_steps  # the step after which the run ends, which a hook may choose
 
     def resume(self, restored: RestoredState) -> None:
         """Restores the state that is not stored in tensors, such as the step and what the hooks keep."""
+        extra = restored.extra
         self.step = restored.step
-        self.tokens = restored.extra["tokens"]
-        self.missing = restored.extra.get("missing", 0)
-        self.take_step.load_state(restored.extra)
-        if "losses" in restored.extra:
-            self.watch.load_state(restored.extra["losses"])
+        self.tokens = extra["tokens"]
+        self.missing = extra.get("missing", 0)
+        self.take_step.load_state(extra)
+        if "losses" in extra:
+            self.watch.load_state(extra["losses"])
         self.skipped = skipped_data(restored)
-        self.rollbacks = restored.extra.get("rollbacks", 0)
-        self.best.load_state(None if restored.forked else restored.extra.get("best"))
-        self._saved_hooks = {} if restored.forked else restored.extra.get("hooks", {})
-        self.hooks.end_reason = None if restored.forked else self.hooks.same_end(restored.extra.get("ended_early"))
-        self._end = self.length.total_steps if self.hooks.end_reason is None else self.step
-        reason = restored.extra.get("bad_end")
-        self._bad_end = None if reason is None else Divergence(self.step, reason, fatal=False)
+        self.rollbacks = extra.get("rollbacks", 0)
+        of_run = {} if restored.forked else extra
+        self.best.load_state(of_run.get("best"))
+        self._saved_hooks = of_run.get("hooks", {})
+        self.hooks.end_reason = self.hooks.same_end(of_run.get("ended_early"))
+        self._end = self.length.total_steps
+        if self.hooks.end_reason is not None:
+            self._end = self.step
+        self._bad_end = None
+        if extra.get("bad_end") is not None:
+            self._bad_end = Divergence(self.step, extra["bad_end"], fatal=False)
 
     def run(self) -> Exit:
         """Trains to the end (``DONE``) or to a stop request (``STOPPED``) and saves a checkpoint in both cases.
@@ -118,7 +130,8 @@ class Trainer:
             SaveFailed: the last save failed; raised on every rank.
         """
         if self.step >= self._end:
-            self._fail_at_bad_end()
+            if self._bad_end is not None:
+                self._fail(self._bad_end.reason)
             self.report.nothing_to_do(self.step, self._weights_sha256(), self.hooks.end_reason)
             return Exit.DONE
         with self.measures.watching(self.engine.parts), self.garbage.scheduled():
@@ -129,7 +142,6 @@ class Trainer:
                 raise
 
     def _run(self) -> Exit:
-        phase = Phase.FIRST_STEP
         self._begin_hooks()
         first = self._next_batch()
         if has_ended(self.feed, first, self.step, self.mesh):
@@ -138,6 +150,7 @@ class Trainer:
             return Exit.DONE
         self._announce(first)
         name_attention(self.config, self.mesh, self.engine, first)
+        phase = Phase.FIRST_STEP
         batch: LocalBatch | None = first
         while batch is not None:
             self.heartbeat.enter(phase, self.step)
@@ -148,11 +161,15 @@ class Trainer:
             self._save_due |= agreement.save
             if agreement.stop:
                 self._complete_line()
-                if self._divergence is None:
-                    return self._stop()
-                self._announce(batch)
-                batch = self._roll_back() or batch
-                continue
+                if self._divergence is not None:
+                    self._announce(batch)
+                    batch = self._roll_back() or batch
+                    continue
+                self.profiler.end(self.step, self.meter.waited_s, last=True)
+                self.stop.request("another rank was asked to stop")  # keeps an earlier request of this rank
+                self._save(final=True)
+                self.report.stopped(self.step, self.meter.read())
+                return Exit.STOPPED
             if agreement.end:
                 self._end = self.step + 1
             following = self._following()
@@ -163,22 +180,17 @@ class Trainer:
         self.heartbeat.enter(Phase.STEP, self.step)
         self._control.read()  # completes the last all-reduce before any rank exits
         self.profiler.end(self.step, self.meter.waited_s, last=True)
-        if not self._has_diverged:  # otherwise keep the last checkpoint from before the divergence
+        if self._bad_end is None or not self._bad_end.fatal:  # otherwise the last checkpoint before it stays
             self._save(final=True)
-        self._fail_at_bad_end()
+        if self._bad_end is not None:
+            self._fail(self._bad_end.reason)
         self.heartbeat.enter(Phase.STOPPING, self.step)  # an end may take long
         self.hooks.end(self.step)
         memory = report_memory(self.config, self.mesh, self.engine, self.take_step.optimizer)
-        rates, sha256 = self.meter.read(), self._weights_sha256()
+        rates = self.meter.read()
+        sha256 = self._weights_sha256()
         self.report.finished(self.step, self.meter.mean_tokens_per_s, rates, sha256, memory, self._ended_early)
         return Exit.DONE
-
-    def _stop(self) -> Exit:
-        self.profiler.end(self.step, self.meter.waited_s, last=True)
-        self.stop.request("another rank was asked to stop")  # keeps an earlier request of this rank
-        self._save(final=True)
-        self.report.stopped(self.step, self.meter.read())
-        return Exit.STOPPED
 
     @property
     def _ended_early(self) -> str | None:
@@ -187,15 +199,6 @@ class Trainer:
             return None
         return self.hooks.end_reason or "a hook on another rank asked to end the run"
 
-    @property
-    def _has_diverged(self) -> bool:
-        """Returns whether the run has diverged at its end."""
-        return self._bad_end is not None and self._bad_end.fatal
-
-    def _fail_at_bad_end(self) -> None:
-        if self._bad_end is not None:
-            self._fail(self._bad_end.reason)
-
     def _fail(self, reason: str) -> NoReturn:
         with self.heartbeat.during(Phase.CHECKPOINT, self.step):
             self.checkpoints.wait()  # a background save is from before the divergence; exiting would lose it
@@ -203,16 +206,20 @@ class Trainer:
 
     def _weights_sha256(self) -> str | None:
         """Returns the hash of the weights on rank 0 with ``train.reproducible``, else None."""
-        wanted = self.mesh.rank == 0 and self.config.train.reproducible is not None
-        return weights_sha256(self.engine) if wanted else None
+        if self.mesh.rank != 0 or self.config.train.reproducible is None:
+            return None
+        return weights_sha256(self.engine)
 
     def _announce(self, batch: LocalBatch | None, step: int | None = None) -> None:
         """Posts what this rank knows before the step with ``batch`` that follows ``step``, by default ``self.step``."""
-        count = 0 if batch is None else batch.local_count
-        first = (self.step if step is None else step) + 2 == self._end and self._evaluated[0] < 0
-        items = 0 if batch is None else batch.items
-        saves, ends = self.schedule.ask(first), self.hooks.end_reason is not None
-        self._control.post(self.stop.requested, count, saves, ends, items)
+        if step is None:
+            step = self.step
+        count = items = 0
+        if batch is not None:
+            count = batch.local_count
+            items = batch.items
+        saves = self.schedule.ask(before_evaluation=step + 2 == self._end and self._evaluated[0] < 0)
+        self._control.post(self.stop.requested, count, saves, self.hooks.end_reason is not None, items)
         self.heartbeat.arrive(self.step)
 
     def _next_batch(self) -> LocalBatch:
@@ -236,8 +243,9 @@ class Trainer:
         began = time.monotonic()
         with self.measures.step():
             outcome = self.take_step(self.step, StepBatch(batch.micro_batches, agreement.target_count))
-        if self.first_step.pending:
-            self.first_step.finish(self.step + 1, began)
+        if self._is_first_step:
+            self._is_first_step = False
+            self._report_first_step(self.step + 1, began)
             has_own_count = any(getattr(part, "own_count", False) for part in self.engine.parts)
             if agreement.target_count == 0 and not has_own_count:
                 self.report.warning(self.step + 1, NO_TARGETS.format(f"the batch of step {self.step + 1}"))
@@ -249,6 +257,20 @@ class Trainer:
         self._count(outcome, agreement)
         self.profiler.end(self.step, self.meter.waited_s)
         return self._roll_back()
+
+    def _report_first_step(self, step: int, began: float) -> None:
+        """Reports the seconds since ``began`` if the attempt is a restart or compiles, and keeps the graphs."""
+        if self.artifacts is None and self.report.events.attempt == 0 and step == 1:
+            return
+        if self.mesh.device.type != "cpu":
+            torch.accelerator.synchronize(self.mesh.device)
+        self.report.first_step(step, time.monotonic() - began, self.artifacts)
+        self._keep_artifacts()
+
+    def _keep_artifacts(self) -> None:
+        if self.artifacts is not None:
+            with self.meter.pausing():
+                self.artifacts.save()
 
     @property
     def _samples(self) -> int:
@@ -267,13 +289,14 @@ class Trainer:
         evaluates = self.step == self._end or _falls_on(self.step, self.config.train.eval_every)
         if evaluates or self.step == 1 or _falls_on(self.step, self.config.telemetry.log_every):
             self._begin_line(outcome)
-            if evaluates or not logs_late(self.mesh.device):
+            if evaluates or self.mesh.device.type != "cuda":
                 self._complete_line(evaluates)
         self._save_due |= self.schedule.falls_on(self.step)
         if not self._save_due:  # otherwise the host waits for the device
             return
         self._complete_line()
-        if self.watch.calm and self.take_step.skipped_in_a_row <= 1 and not self._has_diverged:
+        has_diverged = self._bad_end is not None and self._bad_end.fatal
+        if self.watch.calm and self.take_step.skipped_in_a_row <= 1 and not has_diverged:
             self._save()  # otherwise the save waits until the loss is stable
 
     def _roll_back(self) -> LocalBatch | None:
@@ -289,16 +312,17 @@ class Trainer:
         """
         if self._divergence is None:
             return None
-        (step, divergence), self._divergence = self._divergence, None
+        step, divergence = self._divergence
+        self._divergence = None
         bad = range(divergence.since, step)
         rollbacks = self.rollbacks + 1
         if rollbacks > self.watch.max_rollbacks:
             self._fail(f"{divergence.reason} (after {self.rollbacks} rollbacks, the limit of train.max_rollbacks)")
         with self.meter.pausing(), self.heartbeat.during(Phase.CHECKPOINT, self.step):
             restored = self.checkpoints.roll_back(bad.start)
-        if restored is None and divergence.fatal:
-            self._fail(f"{divergence.reason} (and there is no checkpoint of step {bad.start} or earlier)")
         if restored is None:
+            if divergence.fatal:
+                self._fail(f"{divergence.reason} (and there is no checkpoint of step {bad.start} or earlier)")
             self.report.warning(step, f"{divergence.reason}; continuing, as there is no earlier checkpoint")
             return None
         self._save_due |= self._control.read().save  # the agreement for a batch that is now dropped
@@ -325,18 +349,18 @@ class Trainer:
             scalars["loss_scale"] = self.take_step.loss_scale.value
         totals = {"samples": self._samples, "tokens": self.tokens}
         epoch = self.feed.epoch_of(self.step - 1)
-        self.measures.cut()
+        self.measures.clock.cut()
         self._line = Line(self.step, epoch, outcome.learning_rate, totals, Readback(scalars, self.mesh.device))
 
     def _complete_line(self, evaluates: bool = False) -> None:
         """Completes and writes the line that was begun, if there is one, and looks for a divergence. Collective."""
         if self._line is None:
             return
-        begun, self._line = self._line, None
-        line, skipped = begun.content()
-        step, loss = begun.step, line["loss"]
+        line, skipped = self._line.content()
+        self._line = None
+        step, loss = line["step"], line["loss"]
         divergence = self.watch.check(step, loss, skipped.in_a_row)
-        self._divergence = None if divergence is None else (step, divergence)
+        self._divergence = (step, divergence) if divergence is not None else None
         if step == 1 and loss == 0:
             self.report.warning(step, NO_LOSS)
         line |= self.meter.read()
@@ -345,57 +369,55 @@ class Trainer:
         if evaluates:
             self._evaluate(line, skipped)
         else:
-            self._report(line, skipped)
+            self.report.line(line, skipped)
+            self.hooks.metrics = line
         self._bad_end = None
         if step == self._end:
             self._bad_end = self.watch.at_end(step, loss, line["val_loss"], skipped.in_a_row, "loss_scale" in line)
 
     def _rescue_line(self) -> None:
         """Writes the line that was begun, after an error, without the metrics of other ranks, which may be gone."""
-        if self._line is not None:
-            begun, self._line = self._line, None
-            with suppress(Exception):  # the error of the training is the one to report
-                if begun.scalars.ready:
-                    line, skipped = begun.content()
-                    self.report.line(line | self.meter.read(), skipped)
-
-    def _report(self, line: dict[str, Any], skipped: SkippedSteps) -> None:
-        self.report.line(line, skipped)
-        self.hooks.metrics = line
+        begun = self._line
+        self._line = None
+        with suppress(Exception):  # the error of the training is the one to report
+            if begun is not None and begun.scalars.ready:
+                line, skipped = begun.content()
+                self.report.line(line | self.meter.read(), skipped)
 
     def _evaluate(self, line: dict[str, Any], skipped: SkippedSteps) -> None:
         """Evaluates, reports ``line`` with the metrics, and calls the hooks, any of which may end the run at this step.
 
         A stop request interrupts the evaluation, except at the end of the run.
         """
-        began, last = time.monotonic(), self.step == self._end
+        began = time.monotonic()
+        control = Control(self.mesh) if self.step < self._end else None
         self.report.evaluation_started(self.step)
         with self.meter.pausing(), self.heartbeat.during(Phase.EVALUATION, self.step), self.hooks.evaluating(self.step):
-            found = self.evaluation.run(self.engine, None if last else Control(self.mesh), self.stop)
-            line |= (found or {}) | {"eval_s": time.monotonic() - began}
-            self._report(line, skipped)
-            if found is None:
+            metrics = self.evaluation.run(self.engine, control, self.stop)
+            line |= (metrics or {}) | {"eval_s": time.monotonic() - began}
+            self.report.line(line, skipped)
+            self.hooks.metrics = line
+            if metrics is None:
                 return
-            self._warn_of_evaluation(found)
-            self._evaluated = self.step, found
-            self._save_due |= self.best.improves(found)
+            if self._evaluated[0] < 0:
+                self._warn_of_evaluation(metrics)
+            self._evaluated = self.step, metrics
+            self._save_due |= self.best.improves(metrics)
             if self.hooks.after_evaluation(self.step):
                 self._end = self.step
 
-    def _warn_of_evaluation(self, found: Mapping[str, float | None]) -> None:
+    def _warn_of_evaluation(self, metrics: Mapping[str, float | None]) -> None:
         """Warns at the first evaluation of an attempt of sets without targets and of a metric that is missing."""
-        if self._evaluated[0] >= 0:
-            return
         for name in self.evaluation.without_targets:
             which = f"the evaluation set {name}" if name else "the validation data"
             self.report.warning(self.step, NO_TARGETS.format(which))
         best = self.best.metric
-        if best is not None and found.get(best.name) is None:
-            known = ", ".join(name for name, value in found.items() if value is not None)
+        if best is not None and metrics.get(best.name) is None:
+            names = ", ".join(name for name, value in metrics.items() if value is not None)
             self.report.warning(
                 self.step,
                 f"checkpoint.keep_best={best.name} keeps no checkpoint, because evaluations of this model have only "
-                f"{known}",
+                f"{names}",
             )
 
     def _begin_hooks(self) -> None:
@@ -404,7 +426,7 @@ class Trainer:
             self.report.warning(self.step, message)
 
     def _save(self, final: bool = False) -> None:
-        self.first_step.keep_artifacts()  # an evaluation may have compiled graphs of its own
+        self._keep_artifacts()  # an evaluation may have compiled graphs of its own
         began = time.monotonic()
         self._save_due = False
         with self.meter.saving(), self.heartbeat.during(Phase.CHECKPOINT, self.step):
@@ -415,21 +437,22 @@ class Trainer:
                 "losses": self.watch.state(),
                 "skipped_windows": self.skipped.windows,
                 "rollbacks": self.rollbacks,
-                "bad_end": None if self._bad_end is None else self._bad_end.reason,
+                "bad_end": self._bad_end.reason if self._bad_end is not None else None,
                 "best": self.best.state(),
                 "ended_early": self.hooks.as_end(self._ended_early),
                 "hooks": self.hooks.values,
                 **self.take_step.state(),
                 **positions(self.feed, self.step, self.mesh),
             }
-            step, found = self._evaluated
-            metrics = {name: value for name, value in found.items() if value is not None} if step == self.step else {}
+            metrics = {}
+            if self._evaluated[0] == self.step:
+                metrics = {name: value for name, value in self._evaluated[1].items() if value is not None}
+            save = partial(self.checkpoints.save, self.step, extra, metrics, tensors=self.hooks.tensors)
             if final:
                 self.report.data_seen(self.step, self.feed.seen(self.step))
-                save = partial(self.checkpoints.save, self.step, extra, metrics, tensors=self.hooks.tensors, final=True)
-                self.last_save.run(lambda again: save(again=again), self.step)
+                self.last_save.run(lambda again: save(final=True, again=again), self.step)
             else:
-                self.checkpoints.save(self.step, extra, metrics, tensors=self.hooks.tensors)
+                save()
         self.schedule.saved(max(time.monotonic() - began, self.checkpoints.copied_s), self.checkpoints.durable_s)
 
 
@@ -437,48 +460,16 @@ def _falls_on(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-@dataclass
-class FirstStep:
-    """Follows the first step of an attempt.
-
-    Attributes:
-        artifacts: those of torch.compile; None without it.
-        pending: whether the attempt has not completed a step.
-    """
-
-    device: torch.device
-    meter: Meter
-    report: Report
-    artifacts: KeptArtifacts | None
-    pending: bool = field(default=True, init=False)
-
-    def finish(self, step: int, began: float) -> None:
-        """Reports the seconds since ``began`` if the attempt is a restart or compiles, and keeps the graphs.
-
-        Args:
-            began: of ``time.monotonic()``.
-        """
-        self.pending = False
-        restarted = self.report.events.attempt > 0 or step > 1
-        if self.artifacts is None and not restarted:
-            return
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-        self.report.first_step(step, time.monotonic() - began, self.artifacts)
-        self.keep_artifacts()
-
-    def keep_artifacts(self) -> None:
-        """Keeps the graphs that were compiled since the last call; does nothing without torch.compile."""
-        if self.artifacts is not None:
-            with self.meter.pausing():
-                self.artifacts.save()
-
-
 EVERY = 100  # steps between two collections
 
 
 class GarbageCollection:
-    """Collects after every ``every`` steps within ``scheduled``."""
+    """Collects Python's garbage on all ranks after the same steps, while their devices still compute.
+
+    A collection takes up to hundreds of milliseconds in a process with many objects, and all ranks wait for the one
+    that collects: automatic collection, which comes at another moment on each rank, is therefore off in ``scheduled``.
+    Objects that exist after the first step stay for the whole run, so they are frozen, and later collections skip them.
+    """
 
     def __init__(self, every: int = EVERY) -> None:
         self._every = every

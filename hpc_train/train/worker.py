@@ -13,12 +13,10 @@ from typing import Any, cast
 import torch.distributed.checkpoint  # noqa: F401  a slow import, which forked workers inherit from the warm parent
 
 from hpc_train.checkpoint.agreement import lowest
-from hpc_train.checkpoint.failures import PRIOR_PER_GPU_HOUR
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.restoring import RestoredState
-from hpc_train.config.evaluation import best_metric
 from hpc_train.config.schema import Config
-from hpc_train.config.values import DEBUG_STEPS, parse_profile, parse_save_every
+from hpc_train.config.values import DEBUG_STEPS, parse_profile
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Dataset
 from hpc_train.data.feed import NOTHING, TrainFeed, loader_workers
@@ -30,10 +28,10 @@ from hpc_train.layout.techniques import check_compiler_device
 from hpc_train.models.modes import parts_in_evaluation
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.collectives import broadcast_plain
-from hpc_train.parallel.compile import KeptArtifacts, kept_artifacts
+from hpc_train.parallel.compile import kept_artifacts
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.pipeline.balance import SplitPlan, plan_split
+from hpc_train.parallel.pipeline.balance import plan_split
 from hpc_train.preflight.run import nccl_log, preflight
 from hpc_train.run.agent_worker import Heartbeat, Phase, WorkerSpec
 from hpc_train.run.code import check_imports
@@ -45,18 +43,17 @@ from hpc_train.run.freeze import config_hash, load
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.data_progress import Length, data_changes, restored_positions, run_length, skipped_data
 from hpc_train.train.debug import DebuggedEngine, join_names
-from hpc_train.train.divergence import DivergenceWatch
 from hpc_train.train.evaluation import build_evaluation
-from hpc_train.train.guard import CheckedWrites, check_own_code, is_own
+from hpc_train.train.guard import CheckedWrites, check_user_code, is_user_code
 from hpc_train.train.hooks import HookContext, Hooks
 from hpc_train.train.optimizers.learning_rate import describe_rates
 from hpc_train.train.optimizers.optimizer import Optimizer, check_groups
 from hpc_train.train.processes import answer_requests, join, leave
 from hpc_train.train.report import open_report
-from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule, failure_rate
+from hpc_train.train.saving import LastSave, save_schedule
 from hpc_train.train.step import TrainStep
-from hpc_train.train.trainer import FirstStep, GarbageCollection, OpenFeed, Trainer
-from hpc_train.train.watch.measures import Measures, Meter, make_meter
+from hpc_train.train.trainer import Trainer
+from hpc_train.train.watch.measures import Measures, make_meter
 from hpc_train.train.watch.memory import explained
 from hpc_train.train.watch.pipeline_watch import PipelineWatch
 from hpc_train.train.watch.profiler import Profiler
@@ -75,17 +72,31 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """
     run = RunDirectory(Path(spec.run_dir))
     with closing(EventLog.open(run, f"rank-{spec.rank:04d}", spec.attempt, spec.rank)) as events:
-        return _train(spec, stop, run, events)
+        config = for_nodes(frozen_config(spec, run), spec.nodes)
+        heartbeat = Heartbeat.of(spec.heartbeat)
+        answer_requests(spec)
+        with nccl_log(spec, config, run) as log:
+            mesh = join(spec, config)
+            preflight(spec, config, run, mesh, events, log)
+            if mesh.rank == 0:  # before the build, which may take minutes
+                print("\n  note: ".join([f"layout: {mesh.layout} on {mesh.device.type}", *mesh.layout.notes]))
+            with explained(config, mesh):
+                trainer = _build(config, run, mesh, events, stop, spec, heartbeat)
+                check_imports(run)  # at this point the user's model and data have been imported
+                try:
+                    code = trainer.run()
+                finally:
+                    trainer.feed.close()
+            heartbeat.enter(Phase.STOPPING, trainer.step)
+            leave(mesh)
 
+            def give_up() -> bool:
+                heartbeat.enter(Phase.STOPPING, trainer.step)  # removing checkpoints may take long
+                return stop.requested or code is not Exit.DONE
 
-def _train(spec: WorkerSpec, stop: StopFlag, run: RunDirectory, events: EventLog) -> Exit:
-    config = for_nodes(frozen_config(spec, run), spec.nodes)
-    heartbeat = Heartbeat.of(spec.heartbeat)
-    answer_requests(spec)
-    with nccl_log(spec, config, run) as log:
-        mesh = join(spec, config)
-        preflight(spec, config, run, mesh, events, log)
-        return _train_joined(spec, config, stop, run, mesh, events, heartbeat)
+            trainer.checkpoints.close(give_up)
+            trainer.report.close()
+            return code
 
 
 def frozen_config(spec: WorkerSpec, run: RunDirectory) -> Config:
@@ -100,36 +111,6 @@ def frozen_config(spec: WorkerSpec, run: RunDirectory) -> Config:
         raise OSError(errno.ESTALE, f"{run.config} is gone", str(run.config)) from None
 
 
-def _train_joined(
-    spec: WorkerSpec,
-    config: Config,
-    stop: StopFlag,
-    run: RunDirectory,
-    mesh: Mesh,
-    events: EventLog,
-    heartbeat: Heartbeat,
-) -> Exit:
-    if mesh.rank == 0:  # before the build, which may take minutes
-        print("\n  note: ".join([f"layout: {mesh.layout} on {mesh.device.type}", *mesh.layout.notes]))
-    with explained(config, mesh):
-        trainer = _build(config, run, mesh, events, stop, spec, heartbeat)
-        check_imports(run)  # at this point the user's model and data have been imported
-        try:
-            code = trainer.run()
-        finally:
-            trainer.feed.close()
-    heartbeat.enter(Phase.STOPPING, trainer.step)
-    leave(mesh)
-
-    def give_up() -> bool:
-        heartbeat.enter(Phase.STOPPING, trainer.step)  # removing checkpoints may take long
-        return stop.requested or code is not Exit.DONE
-
-    trainer.checkpoints.close(give_up)
-    trainer.report.close()
-    return code
-
-
 def _build(
     config: Config,
     run: RunDirectory,
@@ -142,26 +123,42 @@ def _build(
     training = _training_data(config, mesh)
     evaluation = build_evaluation(config, mesh, spec.ranks_on_cores)
     hooks = Hooks(config.hooks)
-    artifacts = _loaded_artifacts(config, run, mesh)
+
+    artifacts = kept_artifacts(config, mesh, run.compiled)
+    if artifacts is not None:
+        artifacts.load()
     engine = _build_engine(config, run, mesh, events, training)
-    if mesh.rank == 0:
-        _name_parts_in_evaluation(engine)
+    names = [name for part in engine.parts for name in parts_in_evaluation(part)]
+    if names and mesh.rank == 0:
+        print(f"parts that stay in evaluation mode, as their constructor left them: {join_names(names)}")
     check_groups(config.optim, engine, mesh)
     optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
+
     checkpoints = CheckpointManager(run, engine, optimizer, mesh, config, events, spec.local_world_size)
     restored = checkpoints.restore()
-    start = 0 if restored is None else restored.step
+    start = 0
+    skipped = NOTHING
+    states: States = {}
+    if restored is not None:
+        start = restored.step
+        skipped = skipped_data(restored)
+        states = restored_positions(restored)
     _check_agreement(mesh, {"config": patiently(lambda: config_hash(run)), "step": start, "data": training.identity})
-    open_feed = _feed_opener(config, mesh, training, spec.ranks_on_cores)
-    skipped, states = (NOTHING, {}) if restored is None else (skipped_data(restored), restored_positions(restored))
+
+    def open_feed(step: int, skipped: Skipped, states: States) -> TrainFeed:
+        place = (mesh.layout, mesh.dp_rank, config.train.seed, mesh.device)
+        return TrainFeed(training, config.batch, *place, step, spec.ranks_on_cores, skipped, states)
+
     feed = open_feed(start, skipped, states)
     length = run_length(config, feed)
-    trained = _shortened(length, start) if config.train.debug else length
+    trained = length
+    if config.train.debug:
+        trained = replace(length, total_steps=min(length.total_steps, start + DEBUG_STEPS))
     evaluation = evaluation.limited(config.train, trained.samples(trained.total_steps))
     report = open_report(run, mesh, events, length.total_steps)
-    report.advice, report.evaluated = _advice_watch(config, mesh, spec, training), evaluation.extent()
-    check_own_code(config, run, mesh, engine, training, evaluation, report)
-    meter = make_meter(config, mesh, training)
+    report.advice = _advice_watch(config, mesh, spec, training)
+    report.evaluated = evaluation.extent()
+    check_user_code(config, run, mesh, engine, training, evaluation, report)
     trainer = Trainer(
         config=config,
         mesh=mesh,
@@ -172,46 +169,32 @@ def _build(
         checkpoints=checkpoints,
         stop=stop,
         length=trained,
-        meter=meter,
+        meter=make_meter(config, mesh, training),
         measures=Measures(config, mesh, first_of_node=spec.local_rank == 0),
         profiler=Profiler(parse_profile(config.telemetry.profile), run, mesh, events),
         report=report,
-        schedule=_save_schedule(config, run, mesh),
+        schedule=save_schedule(config, run, mesh),
         heartbeat=heartbeat,
-        watch=DivergenceWatch(config.train, config.precision.name),
-        garbage=GarbageCollection(),
         last_save=LastSave(mesh, heartbeat, stop, report, config.checkpoint.wait_for_room_s, spec.stop_grace_s),
         open_feed=open_feed,
-        first_step=FirstStep(mesh.device, meter, report, artifacts),
         hooks=hooks,
-        best=BestSoFar(best_metric(config.checkpoint.keep_best, config.checkpoint.best_mode)),
+        artifacts=artifacts,
     )
-    _prepare(trainer, run, events, spec, restored, length)
-    return trainer
-
-
-def _prepare(
-    trainer: Trainer,
-    run: RunDirectory,
-    events: EventLog,
-    spec: WorkerSpec,
-    restored: RestoredState | None,
-    length: Length,
-) -> None:
-    """Connects the hooks, restores the state that is not tensors, and logs the settings."""
-    config, mesh, hooks, report = trainer.config, trainer.mesh, trainer.hooks, trainer.report
-    start, optimizer = 0 if restored is None else restored.step, trainer.take_step.optimizer
-    state = (trainer.engine, optimizer, mesh)
-    hooks.bind(HookContext(start, length.total_steps, {}, *state, config, run, hooks.request_end, report.text))
+    state = (engine, optimizer, mesh)
+    hooks.context = HookContext(start, length.total_steps, {}, *state, config, run, hooks.request_end, report.text)
     if spec.nodes > 1:
         trainer.measures.watch_nodes(events)  # the agent watches the ranks of a single node
     if restored is not None:
-        for message in data_changes(restored, trainer.feed):
+        for message in data_changes(restored, feed):
             report.warning(start, message)
         trainer.resume(restored)
     if mesh.rank == 0:
-        _log_settings(config, run, mesh, events, length, restored)
-        _log_utilization(run, trainer.meter, events)
+        _log_settings(config, run, events, length, restored)
+        meter = trainer.meter
+        if meter.flops is not None and meter.peak_flops is not None:
+            events.record(run, utilization=describe_utilization(meter.flops, meter.peak_flops, "data sheet"))
+            print(f"{FORMULA}; peak {meter.peak_flops:.4g} FLOP/s according to the data sheet")
+    return trainer
 
 
 def _training_data(config: Config, mesh: Mesh) -> Dataset:
@@ -228,56 +211,29 @@ def _training_data(config: Config, mesh: Mesh) -> Dataset:
     return training
 
 
-def _loaded_artifacts(config: Config, run: RunDirectory, mesh: Mesh) -> KeptArtifacts | None:
-    """Loads the graphs that earlier attempts compiled; returns None if the run does not keep them."""
-    artifacts = kept_artifacts(config, mesh, run.compiled)
-    if artifacts is not None:
-        artifacts.load()
-    return artifacts
-
-
-def _shortened(length: Length, start: int) -> Length:
-    """Returns the length of a run with ``train.debug``, which ends after a few steps."""
-    return replace(length, total_steps=min(length.total_steps, start + DEBUG_STEPS))
-
-
-def _feed_opener(config: Config, mesh: Mesh, training: Dataset, local_ranks: int) -> OpenFeed:
-    def open_feed(step: int, skipped: Skipped, states: States) -> TrainFeed:
-        place = (mesh.layout, mesh.dp_rank, config.train.seed, mesh.device)
-        return TrainFeed(training, config.batch, *place, step, local_ranks, skipped, states)
-
-    return open_feed
+def _check_agreement(mesh: Mesh, facts: dict[str, Any]) -> None:
+    """Raises RuntimeError if ranks would train differently, e.g. because a node sees an old copy of a file."""
+    first = broadcast_plain(facts, mesh.control)
+    different = lowest(None if facts == first else f"rank {mesh.rank}: {facts}", mesh.control)
+    if different is not None:
+        raise RuntimeError(f"the ranks see different inputs. rank 0: {first}; {different}")
 
 
 def _build_engine(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, training: Dataset) -> Engine:
     """Builds the engine with the choices of earlier attempts and wraps it for balance reports and debugging."""
     check_compiler_device(config, int(mesh.device.type == "cuda"))
     plan = plan_split(config, mesh, training, run)
-    engine = build_engine(config, mesh, None if plan is None else plan.layers)
+    engine = build_engine(config, mesh, plan.layers if plan is not None else None)
     if mesh.layout.pp > 1:
-        engine = _watch_pipeline(engine, mesh, plan, events)
+        if plan is not None and mesh.rank == 0:
+            print(plan.describe())
+            events.write("pipeline_split", **plan.as_json())
+        engine = PipelineWatch(engine, mesh, plan, events)
     if config.train.debug:
         engine = DebuggedEngine(engine, mesh.rank, mesh.layout.tp == 1)
-    return CheckedWrites(engine, mesh) if is_own(config, engine) else engine
-
-
-def _name_parts_in_evaluation(engine: Engine) -> None:
-    names = [name for part in engine.parts for name in parts_in_evaluation(part)]
-    if names:
-        print(f"parts that stay in evaluation mode, as their constructor left them: {join_names(names)}")
-
-
-def _watch_pipeline(engine: Engine, mesh: Mesh, plan: SplitPlan | None, events: EventLog) -> Engine:
-    """Reports the predicted balance of the pipeline now, and after some steps the measured one and one step."""
-    if plan is not None and mesh.rank == 0:
-        print(plan.describe())
-        events.write("pipeline_split", **plan.as_json())
-
-    def report(message: str, found: dict[str, Any]) -> None:
-        print(message)
-        events.write("pipeline_balance", **found)
-
-    return PipelineWatch(engine, mesh, plan, report, lambda picture: events.write("pipeline_step", **picture))
+    if is_user_code(config, engine):
+        engine = CheckedWrites(engine, mesh)
+    return engine
 
 
 def _advice_watch(config: Config, mesh: Mesh, spec: WorkerSpec, dataset: Dataset) -> AdviceWatch | None:
@@ -290,23 +246,16 @@ def _advice_watch(config: Config, mesh: Mesh, spec: WorkerSpec, dataset: Dataset
     return AdviceWatch(SuggestedSetting(config, mesh.layout, spec.nodes, spec.local_world_size, workers, cores, in_job))
 
 
-def _save_schedule(config: Config, run: RunDirectory, mesh: Mesh) -> SaveSchedule:
-    every = parse_save_every(config.checkpoint.every)
-    keeps_time = mesh.rank == 0
-    rate = failure_rate(run) if keeps_time and every.auto else PRIOR_PER_GPU_HOUR
-    return SaveSchedule(every, mesh.layout.world_size, keeps_time, rate)
-
-
 def _log_settings(
-    config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, length: Length, restored: RestoredState | None
+    config: Config, run: RunDirectory, events: EventLog, length: Length, restored: RestoredState | None
 ) -> None:
     """Prints the learning rate, number of steps and the checkpoint that the run resumes from."""
+    size = config.batch.global_size
     events.record(run, total_steps=length.total_steps, steps_per_epoch=length.steps_per_epoch)
-    print(f"learning rate: {describe_rates(config.optim, config.batch.global_size)}")
+    print(f"learning rate: {describe_rates(config.optim, size)}")
     if config.train.steps is None:
         for notice in long_warmup(config.optim, length.total_steps):
             print(f"note: {notice}")
-    size = config.batch.global_size
     print(f"steps: {length.total_steps}, {length.steps_per_epoch} per epoch, {size} samples each")
     if restored is None:
         return
@@ -319,18 +268,3 @@ def _log_settings(
             "dropped: this run sends whole gradients"
         )
     events.write("resumed", step=restored.step, path=str(restored.path), with_optimizer=restored.with_optimizer)
-
-
-def _log_utilization(run: RunDirectory, meter: Meter, events: EventLog) -> None:
-    """Prints and records how mfu and hfu are computed, if FLOPs and peak are known."""
-    if meter.flops is not None and meter.peak_flops is not None:
-        events.record(run, utilization=describe_utilization(meter.flops, meter.peak_flops, "data sheet"))
-        print(f"{FORMULA}; peak {meter.peak_flops:.4g} FLOP/s according to the data sheet")
-
-
-def _check_agreement(mesh: Mesh, facts: dict[str, Any]) -> None:
-    """Raises RuntimeError if ranks would train differently, e.g. because a node sees an old copy of a file."""
-    first = broadcast_plain(facts, mesh.control)
-    different = lowest(None if facts == first else f"rank {mesh.rank}: {facts}", mesh.control)
-    if different is not None:
-        raise RuntimeError(f"the ranks see different inputs. rank 0: {first}; {different}")

@@ -66,7 +66,7 @@ class Averaged:
         training = Training.of(run, config, join_again(config, rank, world_size))
         hooks = Hooks(EMA)
         parts = (training.engine, training.optimizer, training.mesh, config, run)
-        hooks.bind(HookContext(0, END, {}, *parts, hooks.request_end, lambda *text: None))
+        hooks.context = HookContext(0, END, {}, *parts, hooks.request_end, lambda *text: None)
         return cls(training, hooks)
 
     def begin(self) -> int:

@@ -126,7 +126,7 @@ class Broken(Hook):
 def hooks_alone(**targets: TargetConfig) -> Hooks:
     found = Hooks(targets)
     nothing: Any = None
-    found.bind(HookContext(0, 9, {}, nothing, nothing, nothing, nothing, nothing, found.request_end, print))
+    found.context = HookContext(0, 9, {}, nothing, nothing, nothing, nothing, nothing, found.request_end, print)
     return found
 
 

@@ -121,16 +121,11 @@ class Hook:
         """
 
 
-def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the tensors of a hook's state."""
-    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
-
-
 Load = Callable[[Mapping[str, Tensor]], str | None]  # loads into tensors, or returns what is missing in the checkpoint
 
 
 @dataclass
-class _Named:
+class _NamedHook:
     """Holds a hook with its name in the config and the title that errors show."""
 
     name: str
@@ -146,14 +141,16 @@ class _Named:
     def errors(self, method: str, step: int) -> AbstractContextManager[None]:
         return named_errors(self.title, f"{method}()", step)
 
-    def state(self, step: int) -> Mapping[str, Any]:
-        read = getattr(self.hook, "state_dict", None)
-        if read is None:
-            return {}
+    def state(self, step: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Returns the values of the state that are not tensors, and the tensors."""
+        if not hasattr(self.hook, "state_dict"):
+            return {}, {}
         with self.errors("state_dict", step):
-            state: Mapping[str, Any] = read()
-            json.dumps({key: value for key, value in state.items() if not isinstance(value, Tensor)})
-            return state
+            state: Mapping[str, Any] = self.hook.state_dict()
+            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            values = {key: value for key, value in state.items() if key not in tensors}
+            json.dumps(values)
+            return values, tensors
 
 
 @dataclass
@@ -161,7 +158,7 @@ class Hooks:
     """Calls hooks in the order of the config. All methods are collective.
 
     Attributes:
-        context: what does not change during the attempt; ``bind`` sets it.
+        context: what does not change during the attempt, once the worker has set it.
         end_reason: why a hook of this rank asks to end the run.
         values: the part of the states that is not tensors, by hook, since ``before_save``.
         tensors: the tensors of the states since ``before_save``, under their names in a checkpoint.
@@ -174,12 +171,15 @@ class Hooks:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     metrics: Mapping[str, Any] = field(default_factory=dict)
     _collected: int | None = field(default=None, init=False)
-    _hooks: list[_Named] = field(init=False)
-    _steppers: list[_Named] = field(init=False)
+    _hooks: list[_NamedHook] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self._hooks = [_build(name, config) for name, config in self.configs.items()]
-        self._steppers = [each for each in self._hooks if hasattr(each.hook, "step")]
+        for name, config in self.configs.items():
+            title = f"hook {name} ({config._target_})"
+            target = locate(config._target_, f"hooks.{name}._target_")
+            with named_errors(title, "its constructor"):
+                self._hooks.append(_NamedHook(name, title, target(**config.args)))
+        self._steppers = [hook for hook in self._hooks if hasattr(hook.hook, "step")]
 
     def __bool__(self) -> bool:
         return bool(self._hooks)
@@ -195,36 +195,36 @@ class Hooks:
         """
         messages = []
         self._collected = None
-        for each in self._hooks:
-            each.call("start", self._at(step))
-            if each.name not in saved:
-                if step > 0 and each.state(step):
-                    messages.append(f"the checkpoint has no state of the hook {each.name}, which starts at step {step}")
+        for hook in self._hooks:
+            hook.call("start", self._at(step))
+            if hook.name not in saved:
+                if step > 0 and any(hook.state(step)):
+                    messages.append(f"the checkpoint has no state of the hook {hook.name}, which starts at step {step}")
                 continue
-            tensors = tensors_of(each.state(step))
-            missing = load({f"{HOOKS}{each.name}.{key}": tensor for key, tensor in tensors.items()})
+            _, tensors = hook.state(step)
+            missing = load({f"{HOOKS}{hook.name}.{key}": tensor for key, tensor in tensors.items()})
             if missing is not None:
-                messages.append(f"the hook {each.name} starts at step {step} without its saved state: {missing}")
+                messages.append(f"the hook {hook.name} starts at step {step} without its saved state: {missing}")
                 continue
-            with each.errors("load_state_dict", step):
-                if hasattr(each.hook, "load_state_dict"):
-                    each.hook.load_state_dict({**saved[each.name], **tensors})
+            if hasattr(hook.hook, "load_state_dict"):
+                with hook.errors("load_state_dict", step):
+                    hook.hook.load_state_dict({**saved[hook.name], **tensors})
         return messages
 
     def after_step(self, step: int) -> None:
         if self._steppers:
             context = self._at(step)
-            for each in self._steppers:
-                each.call("step", context)
+            for hook in self._steppers:
+                hook.call("step", context)
 
     @contextmanager
     def evaluating(self, step: int) -> Iterator[None]:
         """Runs an evaluation with the weights that the hooks choose."""
         with ExitStack() as stack:
-            for each in self._hooks:
-                if hasattr(each.hook, "evaluating"):
-                    with each.errors("evaluating", step):
-                        stack.enter_context(each.hook.evaluating(self._at(step)))
+            for hook in self._hooks:
+                if hasattr(hook.hook, "evaluating"):
+                    with hook.errors("evaluating", step):
+                        stack.enter_context(hook.hook.evaluating(self._at(step)))
             yield
 
     def after_evaluation(self, step: int) -> bool:
@@ -232,8 +232,8 @@ class Hooks:
         if not self._hooks:
             return False
         context = self._at(step)
-        for each in self._hooks:
-            each.call("evaluation", context)
+        for hook in self._hooks:
+            hook.call("evaluation", context)
         ends = torch.tensor(self.end_reason is not None, dtype=torch.int64)
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=context.mesh.control)
         return bool(ends.item())
@@ -245,16 +245,14 @@ class Hooks:
         self._collected = step
         self.values.clear()
         self.tensors.clear()
-        for each in self._hooks:
-            each.call("checkpoint", self._at(step))
-            state = each.state(step)
-            tensors = tensors_of(state)
-            self.values[each.name] = {key: value for key, value in state.items() if key not in tensors}
-            self.tensors |= {f"{HOOKS}{each.name}.{key}": tensor for key, tensor in tensors.items()}
+        for hook in self._hooks:
+            hook.call("checkpoint", self._at(step))
+            self.values[hook.name], tensors = hook.state(step)
+            self.tensors |= {f"{HOOKS}{hook.name}.{key}": tensor for key, tensor in tensors.items()}
 
     def end(self, step: int) -> None:
-        for each in self._hooks:
-            each.call("end", self._at(step))
+        for hook in self._hooks:
+            hook.call("end", self._at(step))
 
     def as_end(self, reason: str | None) -> dict[str, Any] | None:
         """Returns what a checkpoint records about the end that a hook has asked for; None without."""
@@ -262,25 +260,16 @@ class Hooks:
 
     def same_end(self, recorded: Mapping[str, Any] | None) -> str | None:
         """Returns the reason of a recorded end, or None if the config of the hooks has changed since."""
-        return recorded["reason"] if recorded and recorded["hooks"] == self._described() else None
+        if recorded is None or recorded["hooks"] != self._described():
+            return None
+        return str(recorded["reason"])
 
     def _described(self) -> dict[str, Any]:
         return {name: [config._target_, config.args] for name, config in self.configs.items()}
-
-    def bind(self, context: HookContext) -> None:
-        """Sets the context."""
-        self.context = context
 
     def request_end(self, reason: str) -> None:
         self.end_reason = self.end_reason or reason
 
     def _at(self, step: int) -> HookContext:
-        assert self.context is not None, "bind was called"
+        assert self.context is not None, "the worker has set it"
         return replace(self.context, step=step, metrics=self.metrics)
-
-
-def _build(name: str, config: TargetConfig) -> _Named:
-    title = f"hook {name} ({config._target_})"
-    target = locate(config._target_, f"hooks.{name}._target_")
-    with named_errors(title, "its constructor"):
-        return _Named(name, title, target(**config.args))

@@ -34,6 +34,97 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.exits import CollectiveFailure, UnfitNode
 
 
+class Metric(ABC):
+    """A metric that is a function of sums over samples. A subclass needs no attributes besides its arguments."""
+
+    @abstractmethod
+    def sums(self, outputs: Any, targets: Tensor) -> Tensor | Sequence[Tensor | float]:
+        """Returns the sums of one micro-batch: a tensor, or several numbers, of the same size in every call.
+
+        Args:
+            outputs: what the model's loss gets: logits with the classes in the last dim, or the outputs of your own
+                module.
+            targets: the targets of the loss. Those that are -100 are padding and must not contribute.
+        """
+
+    @abstractmethod
+    def value(self, sums: Tensor) -> float | Mapping[str, float]:
+        """Returns the metric from the sums over all samples, a 1-dimensional fp64 tensor on the CPU; a mapping gives
+        several values, whose keys are appended to the name."""
+
+
+class Mean(Metric):
+    """Computes the mean of a function that returns ``(sum, count)``."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def sums(self, outputs: Any, targets: Tensor) -> Tensor | Sequence[Tensor | float]:
+        sums: Tensor | Sequence[Tensor | float] = self._function(outputs, targets)
+        return sums
+
+    def value(self, sums: Tensor) -> float:
+        if sums.numel() != 2:
+            raise ValueError(f"the function returned {sums.numel()} numbers, not a sum and a count")
+        return float(sums[0] / sums[1]) if sums[1] else float("nan")
+
+
+class TorchMetric(Metric):
+    """Feeds ``metric`` with predictions ``[n, ...]`` and targets ``[n]`` without padding.
+
+    Args:
+        where: the config key of the metric.
+
+    Raises:
+        UserError: a state of the metric is not a tensor whose ``dist_reduce_fx`` is sum.
+    """
+
+    def __init__(self, metric: Any, where: str) -> None:
+        metric.sync_on_compute = False  # the states are added up over the ranks here
+        self._metric = metric
+        self._defaults = {name: value for name, value in metric._defaults.items() if isinstance(value, Tensor)}
+        problem = "it has no states" if not self._defaults else None
+        for name in metric._defaults:
+            if name not in self._defaults or getattr(metric._reductions[name], "__name__", "") != "dim_zero_sum":
+                problem = f"its state {name} is not a sum"
+                break
+        if problem is not None:
+            raise UserError(
+                f"{type(metric).__name__} cannot be added up over ranks: {problem}",
+                where=f"{where}._target_",
+                fix="a metric whose states all have dist_reduce_fx='sum', or a subclass of hpc_train.metrics.Metric",
+            )
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self._metric.to(targets.device)
+        self._metric.reset()
+        if outputs.ndim == targets.ndim + 1 and outputs.shape[:-1] != targets.shape:
+            outputs = outputs.movedim(1, -1)  # the dim of the classes
+        if outputs.shape[: targets.ndim] != targets.shape:
+            raise ValueError(f"outputs of shape {[*outputs.shape]} do not fit targets of shape {[*targets.shape]}")
+        counts = targets != IGNORED
+        if counts.any():
+            self._metric.update(outputs[counts], targets[counts])
+        states = [getattr(self._metric, name) - default.to(targets.device) for name, default in self._defaults.items()]
+        return torch.cat([state.to(torch.float64).reshape(-1) for state in states])
+
+    def value(self, sums: Tensor) -> float | Mapping[str, float]:
+        self._metric.to("cpu")
+        self._metric.reset()
+        parts = sums.split([default.numel() for default in self._defaults.values()])
+        for (name, default), part in zip(self._defaults.items(), parts, strict=True):
+            value = part.view(default.shape) + default.cpu()
+            setattr(self._metric, name, value if default.is_floating_point() else value.round().to(default.dtype))
+        with warnings.catch_warnings():  # it has not seen the updates of other ranks
+            warnings.filterwarnings("ignore", message=".*before the .*update.* method")
+            values = self._metric.compute()
+        if isinstance(values, Mapping):
+            return {str(key): float(value) for key, value in values.items()}
+        if values.numel() == 1:
+            return float(values)
+        return {str(index): float(value) for index, value in enumerate(values.flatten())}
+
+
 def build_metric(name: str, config: TargetConfig) -> Metric:
     """Builds a metric: a class with ``sums`` and ``value``, a function ``(outputs, targets) -> (sum, count)``, or a
     metric of torchmetrics.
@@ -76,16 +167,23 @@ class MetricSums:
             for part in parts if self._metrics else ():
                 holder = part.head if isinstance(part, Model) else part
                 if holder is not None:
-                    stack.enter_context(_observed(holder, self._add))
+                    assert isinstance(holder, nn.Module | WrappedModel)
+                    holder.observe = self._add  # type: ignore[assignment]
+                    stack.callback(setattr, holder, "observe", None)
             yield
 
     @torch._disable_dynamo
     def _add(self, outputs: Any, targets: Tensor) -> None:
         for name, metric in self._metrics.items():
             with named_errors(self._title(name), "sums()"):
-                found = _flat(metric.sums(outputs, targets), targets.device)
-                known = self._sums.get(name)
-                self._sums[name] = found if known is None else known + found
+                sums = metric.sums(outputs, targets)
+                if not isinstance(sums, Tensor):
+                    parts = [torch.as_tensor(value, device=targets.device) for value in sums]
+                    sums = torch.cat([part.to(torch.float64).reshape(-1) for part in parts])
+                added = sums.detach().to(torch.float64).reshape(-1)
+                if name in self._sums:
+                    added = self._sums[name] + added
+                self._sums[name] = added
 
     def read(self) -> dict[str, float]:
         """Returns the values over all samples, the same on every rank. Collective.
@@ -98,18 +196,18 @@ class MetricSums:
         values: dict[str, float] = {}
         for name, sums in self._over_ranks().items():
             with named_errors(self._title(name), "value()"):
-                found = self._metrics[name].value(sums)
-                if isinstance(found, Mapping):
-                    values |= {f"{name}_{key}": float(value) for key, value in found.items()}
+                value = self._metrics[name].value(sums)
+                if isinstance(value, Mapping):
+                    values |= {f"{name}_{key}": float(number) for key, number in value.items()}
                 else:
-                    values[name] = float(found)
+                    values[name] = float(value)
         return values
 
     def _over_ranks(self) -> dict[str, Tensor]:
         """Returns the sums over all ranks on the CPU; ranks without the head add zeros."""
-        sizes = torch.tensor([self._sums[name].numel() if name in self._sums else 0 for name in self._metrics])
-        alone = self._mesh.layout.world_size == 1
-        if not alone:
+        nothing = torch.empty(0, dtype=torch.float64)
+        sizes = torch.tensor([self._sums.get(name, nothing).numel() for name in self._metrics])
+        if self._mesh.layout.world_size > 1:
             dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self._mesh.control)
         if not sizes.all():
             raise UserError(
@@ -117,135 +215,19 @@ class MetricSums:
                 where="metrics",
                 fix="let the head compute its loss in Head.loss, or remove the metrics",
             )
-        counts = self._mesh.tp_rank == 0
-        parts = [
-            self._sums[name] * counts if name in self._sums else torch.zeros(size, dtype=torch.float64)
-            for name, size in zip(self._metrics, sizes.tolist(), strict=True)
-        ]
-        together = torch.cat([part.to(self._mesh.device) for part in parts])
-        if not alone:
+        parts = []
+        for name, size in zip(self._metrics, sizes.tolist(), strict=True):
+            sums = torch.zeros(size, dtype=torch.float64)
+            if name in self._sums:
+                sums = self._sums[name] * (self._mesh.tp_rank == 0)
+            parts.append(sums.to(self._mesh.device))
+        together = torch.cat(parts)
+        if self._mesh.layout.world_size > 1:
             dist.all_reduce(together)
         return dict(zip(self._metrics, together.cpu().split(sizes.tolist()), strict=True))
 
     def _title(self, name: str) -> str:
         return f"metric {name} ({self._targets[name]})"
-
-
-@contextmanager
-def _observed(holder: Any, observe: Callable[[Any, Tensor], None]) -> Iterator[None]:
-    """Shows ``observe`` the outputs and targets of ``holder``, a ``Head`` or ``WrappedModel``, in this context."""
-    assert isinstance(holder, nn.Module | WrappedModel)
-    holder.observe = observe  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        holder.observe = None  # type: ignore[assignment]
-
-
-def _flat(found: Any, device: torch.device) -> Tensor:
-    """Returns the sums of a metric as a 1-dimensional fp64 tensor without gradients."""
-    if isinstance(found, Tensor):
-        return found.detach().to(torch.float64).reshape(-1)
-    values = [torch.as_tensor(value, device=device).detach().to(torch.float64).reshape(-1) for value in found]
-    return torch.cat(values)
-
-
-class Metric(ABC):
-    """A metric that is a function of sums over samples. A subclass needs no attributes besides its arguments."""
-
-    @abstractmethod
-    def sums(self, outputs: Any, targets: Tensor) -> Tensor | Sequence[Tensor | float]:
-        """Returns the sums of one micro-batch: a tensor, or several numbers, of the same size in every call.
-
-        Args:
-            outputs: what the model's loss gets: logits with the classes in the last dim, or the outputs of your own
-                module.
-            targets: the targets of the loss. Those that are -100 are padding and must not contribute.
-        """
-
-    @abstractmethod
-    def value(self, sums: Tensor) -> float | Mapping[str, float]:
-        """Returns the metric from the sums over all samples, a 1-dimensional fp64 tensor on the CPU; a mapping gives
-        several values, whose keys are appended to the name."""
-
-
-class Mean(Metric):
-    """Computes the mean of a function that returns ``(sum, count)``."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def sums(self, outputs: Any, targets: Tensor) -> Tensor | Sequence[Tensor | float]:
-        found: Tensor | Sequence[Tensor | float] = self._function(outputs, targets)
-        return found
-
-    def value(self, sums: Tensor) -> float:
-        if sums.numel() != 2:
-            raise ValueError(f"the function returned {sums.numel()} numbers, not a sum and a count")
-        return float(sums[0] / sums[1]) if sums[1] else float("nan")
-
-
-class TorchMetric(Metric):
-    """Feeds ``metric`` with predictions ``[n, ...]`` and targets ``[n]`` without padding.
-
-    Args:
-        where: the config key of the metric.
-
-    Raises:
-        UserError: a state of the metric is not a tensor whose ``dist_reduce_fx`` is sum.
-    """
-
-    def __init__(self, metric: Any, where: str) -> None:
-        metric.sync_on_compute = False  # the states are added up over the ranks here
-        self._metric = metric
-        self._defaults = {name: value for name, value in metric._defaults.items() if isinstance(value, Tensor)}
-        other = [
-            name
-            for name in metric._defaults
-            if name not in self._defaults or getattr(metric._reductions[name], "__name__", "") != "dim_zero_sum"
-        ]
-        if other or not self._defaults:
-            states = f"its state {other[0]} is not a sum" if other else "it has no states"
-            raise UserError(
-                f"{type(metric).__name__} cannot be added up over ranks: {states}",
-                where=f"{where}._target_",
-                fix="a metric whose states all have dist_reduce_fx='sum', or a subclass of hpc_train.metrics.Metric",
-            )
-
-    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        self._metric.to(targets.device)
-        self._metric.reset()
-        predictions, labels = _without_padding(outputs, targets)
-        if labels.numel():
-            self._metric.update(predictions, labels)
-        states = [getattr(self._metric, name) - default.to(targets.device) for name, default in self._defaults.items()]
-        return torch.cat([state.to(torch.float64).reshape(-1) for state in states])
-
-    def value(self, sums: Tensor) -> float | Mapping[str, float]:
-        self._metric.to("cpu")
-        self._metric.reset()
-        parts = sums.split([default.numel() for default in self._defaults.values()])
-        for (name, default), part in zip(self._defaults.items(), parts, strict=True):
-            value = part.view(default.shape) + default.cpu()
-            setattr(self._metric, name, value if default.is_floating_point() else value.round().to(default.dtype))
-        with warnings.catch_warnings():  # it has not seen the updates of other ranks
-            warnings.filterwarnings("ignore", message=".*before the .*update.* method")
-            found = self._metric.compute()
-        if isinstance(found, Mapping):
-            return {str(key): float(value) for key, value in found.items()}
-        if found.numel() == 1:
-            return float(found)
-        return {str(index): float(value) for index, value in enumerate(found.flatten())}
-
-
-def _without_padding(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Removes the targets that are ``IGNORED`` and their outputs, which may have the classes in one more dim."""
-    if outputs.ndim == targets.ndim + 1 and outputs.shape[:-1] != targets.shape:
-        outputs = outputs.movedim(1, -1)
-    if outputs.shape[: targets.ndim] != targets.shape:
-        raise ValueError(f"outputs of shape {[*outputs.shape]} do not fit targets of shape {[*targets.shape]}")
-    counts = targets != IGNORED
-    return outputs[counts], targets[counts]
 
 
 _UNCHANGED = (UserError, CollectiveFailure, UnfitNode, MemoryError)  # their types decide what the agent does
@@ -272,18 +254,13 @@ def named_errors(title: str, method: str, step: int | None = None) -> Iterator[N
     except (CallFailed, *_UNCHANGED):
         raise
     except Exception as error:
-        after = "" if step is None else f" after step {step}"
-        what = f"{title} failed in {method}{after}: {type(error).__name__}: {error}"
-        raise CallFailed(f"{what} ({_user_line(error)})") from error
-
-
-def _user_line(error: BaseException) -> str:
-    """Returns file and line of the innermost frame that is neither in hpc_train nor in an installed package."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_foreign(Path(frame.filename))]
-    found = (own or frames)[-1]
-    return f"{found.filename}:{found.lineno}"
-
-
-def _is_foreign(path: Path) -> bool:
-    return path.is_relative_to(_PACKAGE) or "site-packages" in path.parts or path.name.startswith("<")
+        what = f"{title} failed in {method}"
+        if step is not None:
+            what += f" after step {step}"
+        frames = traceback.extract_tb(error.__traceback__)
+        line = frames[-1]
+        for frame in frames:  # the innermost one that is neither in hpc_train nor in an installed package
+            path = Path(frame.filename)
+            if not (path.is_relative_to(_PACKAGE) or "site-packages" in path.parts or path.name.startswith("<")):
+                line = frame
+        raise CallFailed(f"{what}: {type(error).__name__}: {error} ({line.filename}:{line.lineno})") from error

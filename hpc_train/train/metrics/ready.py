@@ -62,8 +62,9 @@ class Perplexity(Metric):
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor | float]:
         logits, labels = kept(outputs, targets)
-        wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-        return F.cross_entropy(wide, labels, reduction="sum"), labels.numel()
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        return F.cross_entropy(logits, labels, reduction="sum"), labels.numel()
 
     def value(self, sums: Tensor) -> float:
         return float((sums[0] / sums[1]).exp()) if sums[1] else math.nan
@@ -76,7 +77,7 @@ class _ClassCounts(Metric):
         logits, labels = kept(outputs, targets)
         classes, predicted = logits.shape[-1], logits.argmax(dim=-1)
         counted = (labels[predicted == labels], predicted, labels)
-        return torch.stack([torch.bincount(each, minlength=classes) for each in counted])
+        return torch.stack([torch.bincount(group, minlength=classes) for group in counted])
 
 
 class F1(_ClassCounts):

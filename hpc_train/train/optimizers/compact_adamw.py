@@ -53,9 +53,12 @@ class CompactAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         has_gpu = any(parameter.is_cuda or parameter.is_pinned() for group in groups for parameter in group["params"])
-        chosen = (compile_in_turns if has_gpu else None) if backend == "default" else backend
-        self._compiled = chosen is not None
-        self._update = _compiled(chosen) if self._compiled else _update
+        if backend == "default":
+            backend = compile_in_turns if has_gpu else None
+        self._compiled = backend is not None
+        self._update: Update = _update
+        if self._compiled:  # for each size; it has no temporary tensors then, so tensors stay whole
+            self._update = torch.compile(_update, backend=backend, dynamic=False, fullgraph=True)
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -78,23 +81,25 @@ class CompactAdamW(torch.optim.Optimizer):
 
         states = [self.state[parameter] for parameter in parameters]
         terms = _terms([state["step"] for state in states], group, finite, parameters[0].dtype)
-        kept = torch.full((), 1 - group["lr"] * group["weight_decay"], dtype=terms[0].step.dtype, device=finite.device)
-        largest = None if self._compiled else PIECE
-        slices = [
-            piece
-            for parameter, state, term in zip(parameters, states, terms, strict=True)
-            for piece in _slices(parameter, state, term, largest)
-        ]
+        decay = torch.full((), 1 - group["lr"] * group["weight_decay"], dtype=terms[0].step.dtype, device=finite.device)
+        slices: list[_Slice] = []
+        for parameter, state, term in zip(parameters, states, terms, strict=True):
+            assert parameter.grad is not None
+            tensors = (parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+            size = max(1, parameter.numel()) if self._compiled else PIECE
+            for value, gradient, mean, square in zip(*(part.view(-1).split(size) for part in tensors), strict=True):
+                slices.append(_Slice(value, gradient, (mean, square), term))
         for batch in _batches(slices, LARGE if self._compiled else PIECE):
             constants = (*group["betas"], group["eps"])
             try:
-                _update_together(self._update, batch, finite, kept, constants)
+                _update_together(self._update, batch, finite, decay, constants)
             except TorchDynamoException as error:  # nothing of this batch has changed yet
-                self._compiled, self._update = False, _update
+                self._compiled = False
+                self._update = _update
                 warnings.warn(
                     f"the update of optim.moments runs without torch.compile, which failed: {error}", stacklevel=2
                 )
-                _update_together(self._update, batch, finite, kept, constants)
+                _update_together(self._update, batch, finite, decay, constants)
 
 
 class _Terms(NamedTuple):
@@ -123,10 +128,7 @@ def _terms(steps: list[Tensor], group: Mapping[str, Any], finite: Tensor, dtype:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Flat views of a parameter or of a part of it.
-
-    Attributes:
-    """
+    """Flat views of a parameter or of a part of it."""
 
     value: Tensor
     gradient: Tensor
@@ -137,16 +139,6 @@ class _Slice:
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that the update writes, and the gradient."""
         return (self.value, *self.moments, self.gradient)
-
-
-def _slices(parameter: Tensor, state: Mapping[str, Any], terms: _Terms, largest: int | None) -> Iterator[_Slice]:
-    """Splits a parameter and its state into slices of at most ``largest`` elements."""
-    assert parameter.grad is not None
-    tensors = (parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-    size = largest or max(1, parameter.numel())
-    pieces = [tensor.view(-1).split(size) for tensor in tensors]
-    for value, gradient, mean, square in zip(*pieces, strict=True):
-        yield _Slice(value, gradient, (mean, square), terms)
 
 
 def _batches(slices: Sequence[_Slice], most: int) -> Iterator[list[_Slice]]:
@@ -165,40 +157,35 @@ Update = Callable[..., None]
 
 
 def _update_together(
-    update: Update, batch: Sequence[_Slice], finite: Tensor, kept: Tensor, constants: tuple[float, float, float]
+    update: Update, batch: Sequence[_Slice], finite: Tensor, decay: Tensor, constants: tuple[float, float, float]
 ) -> None:
     """Updates the slices of ``batch`` at once, through copies if there are several."""
-    first = batch[0]
     if len(batch) == 1:
-        update(first.tensors, first.terms, finite, kept, constants)
+        update(batch[0].tensors, batch[0].terms, finite, decay, constants)
         return
     together = tuple(torch.cat(column) for column in zip(*(piece.tensors for piece in batch), strict=True))
-    update(together, _per_element(batch), finite, kept, constants)
-    written = [piece.tensors[:-1] for piece in batch]
-    for number, updated in enumerate(together[:-1]):
-        targets = [tensors[number] for tensors in written]
-        torch._foreach_copy_(targets, updated.split([target.numel() for target in targets]))
-
-
-def _per_element(batch: Sequence[_Slice]) -> _Terms:
-    return _Terms(*(
-        torch.cat([getattr(piece.terms, name).expand(piece.value.numel()) for piece in batch])
-        for name in ("step", "root", "rate")
+    sizes = [piece.value.numel() for piece in batch]
+    terms = _Terms(*(
+        torch.cat([factor.expand(size) for factor, size in zip(column, sizes, strict=True)])
+        for column in zip(*(piece.terms for piece in batch), strict=True)
     ))  # fmt: skip
+    update(together, terms, finite, decay, constants)
+    for number, updated in enumerate(together[:-1]):
+        torch._foreach_copy_([piece.tensors[number] for piece in batch], updated.split(sizes))
 
 
 def _update(
     tensors: Sequence[Tensor],
     terms: _Terms,
     finite: Tensor,
-    kept: Tensor,
+    decay: Tensor,
     constants: tuple[float, float, float],
 ) -> None:
     """Updates a flat tensor and its moments in place unless ``finite`` is false.
 
     Args:
         tensors: see ``_Slice.tensors``.
-        kept: the factor of weight decay, ``1 - lr x weight_decay``.
+        decay: the factor of weight decay, ``1 - lr x weight_decay``.
         constants: beta1, beta2 and epsilon.
     """
     value, first, second, gradient = tensors
@@ -210,13 +197,8 @@ def _update(
     noise = gradient.float().view(torch.int32)
     mean = _rounded(mean.float(), noise, terms.step)
     square = _rounded(square.float(), noise, -terms.step)
-    for tensor, result in ((value, (value * kept).sub_(change)), (first, mean), (second, square)):
+    for tensor, result in ((value, (value * decay).sub_(change)), (first, mean), (second, square)):
         tensor.copy_(torch.where(finite, result, tensor))
-
-
-def _compiled(backend: Any) -> Update:
-    """Compiles ``_update`` for each size. It has no temporary tensors then, so tensors stay whole."""
-    return torch.compile(_update, backend=backend, dynamic=False, fullgraph=True)
 
 
 def _rounded(value: Tensor, noise: Tensor, salt: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ host, and the new values back.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass
+from itertools import product
 from typing import Protocol
 
 import torch
@@ -59,13 +59,22 @@ def hold(parameters: Mapping[str, nn.Parameter], elementwise: Mapping[str, bool]
         elementwise: whether the optimizer of a parameter computes each element alone.
         offload: whether what the optimizer updates is in host memory.
     """
-    owners = _Owners()
-    return {
-        name: local_shard(parameter, offload)
-        if elementwise[name] or not _sharded_dims(parameter)
-        else WholeTensor.of(parameter, owners.next(parameter), offload)
-        for name, parameter in parameters.items()
-    }
+    elements: dict[Place, dict[Place, int]] = {}  # of each rank that shares parameters, by the sizes of their mesh
+    held: dict[str, Held] = {}
+    for name, parameter in parameters.items():
+        dims = _sharded_dims(parameter)
+        if elementwise[name] or not dims:
+            held[name] = local_shard(parameter, offload)
+            continue
+        # the owner is the rank that has the fewest elements among those that share the parameter; every rank agrees
+        assert isinstance(parameter, DTensor)
+        sizes = tuple(parameter.device_mesh.size(dim) for dim in dims)
+        places = product(*map(range, sizes))
+        of_places = elements.setdefault(sizes, dict.fromkeys(places, 0))
+        owner = min(of_places, key=of_places.__getitem__)
+        of_places[owner] += parameter.numel()
+        held[name] = WholeTensor.of(parameter, owner, offload)
+    return held
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,9 @@ class LocalShard:
 
     def refresh(self) -> None:
         """FSDP2 may replace a shard's memory, and makes new gradients."""
-        gradient = None if self.parameter.grad is None else local_part(self.parameter.grad)
+        gradient = self.parameter.grad
+        if gradient is not None:
+            gradient = local_part(gradient)
         if self.offloaded:
             _copy_gradient(self.local, gradient)
         elif self.local is not self.parameter:
@@ -100,13 +111,19 @@ class LocalShard:
 
 
 def local_shard(parameter: nn.Parameter, offload: bool) -> Held:
-    master = master_of(parameter)
-    if master is not None:
-        return _master_shard(parameter, local_part(master), offload)
+    found = master_of(parameter)
+    if found is not None:
+        master = local_part(found)
+        if offload:
+            master = _on_host(master).copy_(master)
+            keep_master(parameter, master)  # which frees the one on the device
+        return MasterShard(parameter, nn.Parameter(master), offload)
     local = local_part(parameter.detach())
     if offload:
         return LocalShard(parameter, nn.Parameter(_on_host(local).copy_(local)), True)
-    return LocalShard(parameter, nn.Parameter(local) if isinstance(parameter, DTensor) else parameter, False)
+    if isinstance(parameter, DTensor):
+        return LocalShard(parameter, nn.Parameter(local), False)
+    return LocalShard(parameter, parameter, False)
 
 
 @dataclass(frozen=True)
@@ -127,13 +144,6 @@ class MasterShard(LocalShard):
 
     def fetch(self) -> None:
         """A load writes into the master itself."""
-
-
-def _master_shard(parameter: nn.Parameter, master: Tensor, offload: bool) -> MasterShard:
-    if offload:
-        master = _on_host(master).copy_(master)
-        keep_master(parameter, master)  # which frees the one on the device
-    return MasterShard(parameter, nn.Parameter(master), offload)
 
 
 def _copy_gradient(local: nn.Parameter, gradient: Tensor | None) -> None:
@@ -168,10 +178,14 @@ class WholeTensor:
         whole = _gathered(parameter.detach(), parameter)
         if _own_place(parameter) != owner:
             return cls(parameter, owner, None, offload)
-        return cls(parameter, owner, nn.Parameter(_on_host(whole).copy_(whole) if offload else whole), offload)
+        if offload:
+            whole = _on_host(whole).copy_(whole)
+        return cls(parameter, owner, nn.Parameter(whole), offload)
 
     def refresh(self) -> None:
-        gradient = None if self.parameter.grad is None else _gathered(self.parameter.grad, self.parameter)
+        gradient = self.parameter.grad
+        if gradient is not None:
+            gradient = _gathered(gradient, self.parameter)
         if self.local is None:
             return
         if self.offloaded:
@@ -187,8 +201,19 @@ class WholeTensor:
             whole = torch.empty(self.parameter.shape, dtype=shard.dtype, device=shard.device)
         else:
             whole = self.local.detach().to(shard.device).contiguous()
-        _broadcast(whole, self.parameter, self.owner)
-        shard.copy_(_cut(whole, self.parameter))
+        parameter = self.parameter
+        assert isinstance(parameter, DTensor)
+        place, dims = _own_place(parameter), _sharded_dims(parameter)
+        for index in reversed(range(len(dims))):  # from the owner to all ranks, one dimension of the mesh at a time
+            if place[:index] == self.owner[:index]:
+                group = parameter.device_mesh.get_group(dims[index])
+                dist.broadcast(whole, group=group, group_src=self.owner[index])
+        shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+            whole = whole.narrow(dim, start if length else 0, length)
+        shard.copy_(whole)
         if self.local is not None and not self.offloaded:
             self.local.grad = None  # a whole gradient, which would stay in memory until the next step
 
@@ -199,30 +224,6 @@ class WholeTensor:
 
     def as_saved(self, value: Tensor) -> Tensor:
         return value.detach()
-
-
-@dataclass
-class _Owners:
-    """Gives each parameter to the rank that has the fewest elements among those that share it. Every rank agrees."""
-
-    _elements: dict[Place, dict[Place, int]] = field(default_factory=dict)
-
-    def next(self, parameter: nn.Parameter) -> Place:
-        assert isinstance(parameter, DTensor)
-        sizes = tuple(parameter.device_mesh.size(dim) for dim in _sharded_dims(parameter))
-        places = [_unravelled(index, sizes) for index in range(prod(sizes))]
-        elements = self._elements.setdefault(sizes, dict.fromkeys(places, 0))
-        chosen = min(places, key=elements.__getitem__)
-        elements[chosen] += parameter.numel()
-        return chosen
-
-
-def _unravelled(index: int, sizes: Place) -> Place:
-    place = []
-    for size in reversed(sizes):
-        index, rest = divmod(index, size)
-        place.append(rest)
-    return tuple(reversed(place))
 
 
 def _sharded_dims(parameter: Tensor) -> list[int]:
@@ -243,27 +244,6 @@ def _gathered(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
     sharded = like_shard(local_part(tensor), parameter)
     assert isinstance(sharded, DTensor)
     whole = sharded.full_tensor()
-    return (
-        whole.clone()
-        if whole.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr()
-        else whole
-    )
-
-
-def _broadcast(whole: Tensor, parameter: nn.Parameter, owner: Place) -> None:
-    """Sends ``whole`` from its owner to all ranks that share ``parameter``, one dimension of the mesh at a time."""
-    assert isinstance(parameter, DTensor)
-    own, dims = _own_place(parameter), _sharded_dims(parameter)
-    for index in reversed(range(len(dims))):
-        if own[:index] == owner[:index]:
-            group = parameter.device_mesh.get_group(dims[index])
-            dist.broadcast(whole, group=group, group_src=owner[index])
-
-
-def _cut(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Returns this rank's shard of a whole parameter."""
-    assert isinstance(parameter, DTensor)
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        whole = whole.narrow(dim, start if length else 0, length)
+    if whole.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr():
+        return whole.clone()
     return whole

@@ -10,7 +10,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hpc_train.config.import_path import locate, refuse_unknown
 from hpc_train.config.schema import OptimConfig
 from hpc_train.errors import UserError
-from hpc_train.layout.optimizers import SCHEDULES, Schedule, parse_schedule
+from hpc_train.layout.optimizers import SCHEDULES, parse_schedule
 
 _WHERE = "optim.schedule"
 
@@ -33,59 +32,52 @@ def learning_rates(config: OptimConfig, batch_size: int, total_steps: int) -> Ca
     Raises:
         UserError: a schedule of the user cannot be imported or called.
     """
-    peak, schedule = peak_rate(config, batch_size), parse_schedule(config.schedule)
+    schedule = parse_schedule(config.schedule)
+    peak = peak_rate(config, batch_size)
     if not schedule.is_own:
-        return partial(_built_in, config, peak, total_steps)
-    return _own(schedule, peak, total_steps)
+        return lambda step: rate(config, peak, step, total_steps)
+
+    name = schedule.name
+    make = locate(name, _WHERE)
+    parameters = inspect.signature(make).parameters
+    first = next(iter(parameters), "step")
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        accepted = [parameter for parameter in parameters if parameter != first]
+        refuse_unknown(name, [*schedule.args], accepted, f"{_WHERE}.args")
+    arguments = dict(schedule.args)
+    if "total_steps" in parameters:
+        arguments.setdefault("total_steps", total_steps)
+    if isinstance(make, type) or first == "optimizer":
+        return _Scheduler(name, make, peak, arguments)
+    return lambda step: peak * _checked_factor(name, make, step, arguments)
 
 
 def describe_rates(config: OptimConfig, size: int) -> str:
     """Returns the highest learning rate and the schedule in words, for ``size`` samples per step."""
-    schedule, text = parse_schedule(config.schedule), f"{peak_rate(config, size):g}"
+    schedule = parse_schedule(config.schedule)
+    text = f"{peak_rate(config, size):g}"
     if config.lr_scaling != "none":
         text += f" ({config.lr:g} x {config.lr_scaling} {size}/{config.base_batch})"
-    return (
-        f"{text}, {schedule.name}"
-        if schedule.is_own
-        else f"{text}, {config.warmup_steps} steps warm-up, {schedule.name}"
-    )
+    if not schedule.is_own:
+        text += f", {config.warmup_steps} steps warm-up"
+    return f"{text}, {schedule.name}"
 
 
-def _built_in(config: OptimConfig, peak: float, total_steps: int, step: int) -> float:
-    return rate(config, peak, step, total_steps)
-
-
-def _own(schedule: Schedule, peak: float, total_steps: int) -> Callable[[int], float]:
-    found = locate(schedule.name, _WHERE)
-    parameters = inspect.signature(found).parameters
-    first = next(iter(parameters), "step")
-    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        refuse_unknown(
-            schedule.name, [*schedule.args], [name for name in parameters if name != first], f"{_WHERE}.args"
-        )
-    given = {"total_steps": total_steps} if "total_steps" in parameters else {}
-    arguments = given | dict(schedule.args)
-    if isinstance(found, type) or first == "optimizer":
-        return _Scheduler(schedule.name, found, peak, arguments)
-    return partial(_factor_of, schedule.name, found, peak, arguments)
-
-
-def _factor_of(name: str, function: Callable[..., Any], peak: float, args: Mapping[str, Any], step: int) -> float:
+def _checked_factor(name: str, function: Callable[..., Any], step: int, arguments: Mapping[str, Any]) -> float:
+    cause: Exception | None = None
     try:
-        factor = float(function(step, **args))
+        factor = float(function(step, **arguments))
+        reason = f"it returned {factor}, which is not a factor of at least 0"
+        if math.isfinite(factor) and factor >= 0:
+            return factor
     except Exception as error:
-        raise _failed(name, f"for step {step}: {type(error).__name__}: {error}") from error
-    if not (math.isfinite(factor) and factor >= 0):
-        raise _failed(name, f"for step {step}: it returned {factor}, which is not a factor of at least 0")
-    return peak * factor
-
-
-def _failed(name: str, reason: str) -> UserError:
-    return UserError(
-        f"the schedule {name} failed {reason}",
+        cause = error
+        reason = f"{type(error).__name__}: {error}"
+    raise UserError(
+        f"the schedule {name} failed for step {step}: {reason}",
         where=_WHERE,
         fix="a function of the step, numbered from 0, that returns a factor of optim.lr; it may also take total_steps",
-    )
+    ) from cause
 
 
 _MOMENTUM = 0.9  # of the optimizer that schedulers get
@@ -104,38 +96,35 @@ class _Scheduler:
 
     def __call__(self, step: int) -> float:
         if self._scheduler is None or step < self._step:
-            self._scheduler, self._step = self._made(), 0
+            self._scheduler = self._build()
+            self._step = 0
+        optimizer = self._scheduler.optimizer
         while self._step < step:
-            self._scheduler.optimizer.step()  # torch warns if a scheduler is ahead of its optimizer
+            optimizer.step()  # torch warns if a scheduler is ahead of its optimizer
             self._scheduler.step()
             self._step += 1
-        self._check_momentum(self._scheduler)
-        return float(self._scheduler.optimizer.param_groups[0]["lr"])
-
-    def _check_momentum(self, scheduler: LRScheduler) -> None:
-        if scheduler.optimizer.param_groups[0]["momentum"] != _MOMENTUM:
+        if optimizer.param_groups[0]["momentum"] != _MOMENTUM:
             raise UserError(
                 f"{self.name} changes the momentum, but only its learning rates are used",
                 where=_WHERE,
                 fix=f"'{_WHERE}={{_target_: {self.name}, args: {{cycle_momentum: false}}}}'",
             )
+        return float(optimizer.param_groups[0]["lr"])
 
-    def _made(self) -> LRScheduler:
-        optimizer = torch.optim.SGD(
-            [torch.nn.Parameter(torch.zeros(1, device="cpu"))], lr=self.peak, momentum=_MOMENTUM
-        )
+    def _build(self) -> LRScheduler:
+        parameter = torch.nn.Parameter(torch.zeros(1, device="cpu"))
         try:
-            made = self.make(optimizer, **self.args)
+            scheduler = self.make(torch.optim.SGD([parameter], lr=self.peak, momentum=_MOMENTUM), **self.args)
         except Exception as error:
             raise UserError(
                 f"{self.name} could not be built: {type(error).__name__}: {error}",
                 where=_WHERE,
                 fix=f"'{_WHERE}={{_target_: {self.name}, args: {{NAME: VALUE}}}}'",
             ) from error
-        if isinstance(made, LRScheduler) and "metrics" not in inspect.signature(type(made).step).parameters:
-            return made
+        if isinstance(scheduler, LRScheduler) and "metrics" not in inspect.signature(type(scheduler).step).parameters:
+            return scheduler
         raise UserError(
-            f"{self.name} returned {type(made).__name__}, which is not a scheduler that depends on the step alone",
+            f"{self.name} returned {type(scheduler).__name__}, which is not a scheduler that depends on the step alone",
             where=_WHERE,
             fix="a class derived from torch.optim.lr_scheduler.LRScheduler, or a function of the step",
         )
@@ -173,24 +162,21 @@ def rate(config: OptimConfig, peak: float, step: int, total_steps: int) -> float
     arXiv:1608.03983. ``wsd`` (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395) falls linearly in the last
     ``decay_share`` of all steps.
     """
-    if step < config.warmup_steps:
-        return peak * (step + 1) / config.warmup_steps
-    return peak * _factor(config, step, total_steps)
-
-
-def _factor(config: OptimConfig, step: int, total_steps: int) -> float:
-    last, lowest = total_steps - 1, config.min_lr_ratio
+    warmup, lowest = config.warmup_steps, config.min_lr_ratio
+    if step < warmup:
+        return peak * (step + 1) / warmup
     match config.schedule:
         case "constant":
-            return 1.0
+            return peak
         case "linear":
-            return 1.0 - (1.0 - lowest) * _progress(step, config.warmup_steps, last)
+            decayed = _progress(step, warmup, total_steps - 1)
+            return peak * (1.0 - (1.0 - lowest) * decayed)
         case "cosine":
-            decayed = 0.5 * (1.0 - math.cos(math.pi * _progress(step, config.warmup_steps, last)))
-            return 1.0 - (1.0 - lowest) * decayed
+            decayed = 0.5 * (1.0 - math.cos(math.pi * _progress(step, warmup, total_steps - 1)))
+            return peak * (1.0 - (1.0 - lowest) * decayed)
         case "wsd":
-            begin = max(config.warmup_steps, total_steps - math.ceil(config.decay_share * total_steps) - 1)
-            return 1.0 - (1.0 - lowest) * _progress(step, begin, last)
+            begin = max(warmup, total_steps - math.ceil(config.decay_share * total_steps) - 1)
+            return peak * (1.0 - (1.0 - lowest) * _progress(step, begin, total_steps - 1))
     raise UserError(
         f"unknown learning rate schedule {config.schedule!r}",
         where="optim.schedule",

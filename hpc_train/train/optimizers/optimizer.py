@@ -98,17 +98,17 @@ class Optimizer:
         Returns:
             Those that are state of such optimizers, on any rank.
         """
-        known = own_targets(self._config)
-        taken: dict[str, dict[str, TensorShape]] = {target.where: {} for target in known}
-        for full, shape in stored.items():
-            for target in known:
+        states: dict[str, dict[str, TensorShape]] = {}
+        for target in own_targets(self._config):
+            states[target.where] = {}
+            for full, shape in stored.items():
                 name = own.parameter_name(full, target)
                 if name is not None and self._target(name) == target:
-                    taken[target.where][full] = shape
+                    states[target.where][full] = shape
         for part in self._parts:
-            if part.own is not None:
-                part.own.expect(taken[part.own.target.where])
-        return {full: shape for found in taken.values() for full, shape in found.items()}
+            if part.user is not None:
+                part.user.expect(states[part.user.target.where])
+        return {full: shape for state in states.values() for full, shape in state.items()}
 
     def _group(self, name: str) -> ParameterGroup | None:
         return next((group for group in self._groups if group.holds(name)), None)
@@ -121,24 +121,24 @@ class Optimizer:
 
         The tensors share memory with the optimizer. Call ``loaded`` after a load into them.
         """
-        return {name: state for part in self._parts for name, state in self._named_of(part)}
-
-    def _named_of(self, part: _Part) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        if part.own is not None:
-            yield from part.own.named()
-        elif part.inner is not None:
-            for name in part.names:
+        states = {}
+        for part in self._parts:
+            if part.user is not None:
+                states.update(part.user.named())
+                continue
+            for name in part.names if part.inner is not None else ():
                 local = self._held[name].local
-                assert local is not None, "the built-in optimizers are elementwise"
-                state = part.inner.state[local]
-                yield name, {key: self._named_like(name, key, value) for key, value in state.items()}
+                assert local is not None and part.inner is not None, "the built-in optimizers are elementwise"
+                tensors = part.inner.state[local]
+                states[name] = {key: self._named_like(name, key, value) for key, value in tensors.items()}
+        return states
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields all tensors of the state."""
         for part in self._parts:
-            for state in () if part.inner is None else part.inner.state.values():
-                values: Iterable[Any] = state.values() if part.own is None else flattened(state, "optim").values()
-                yield from values
+            if part.inner is not None:
+                for state in part.inner.state.values():
+                    yield from (state if part.user is None else flattened(state, "optim")).values()
 
     @torch.no_grad()
     def loaded(self) -> None:
@@ -146,30 +146,31 @@ class Optimizer:
         for held in self._held.values():
             held.fetch()
         for part in self._parts:
-            if part.own is not None:
-                part.own.loaded()
+            if part.user is not None:
+                part.user.loaded()
 
     def _named_like(self, name: str, key: str, value: Tensor) -> Tensor:
         """Returns ``value`` sharded like the parameter; cached, since a DTensor takes 0.1 ms to make in each save."""
-        known = self._named.get((name, key))
-        if known is None or known[0] is not value:
-            known = self._named[name, key] = value, self._held[name].as_saved(value)
-        return known[1]
+        if (name, key) not in self._named or self._named[name, key][0] is not value:
+            self._named[name, key] = value, self._held[name].as_saved(value)
+        return self._named[name, key][1]
 
 
 def _updated_together(held: Iterable[Held]) -> Iterator[list[Held]]:
     """Yields what is updated at once: all, but of masters on the device, which need gradients in fp32, only so many
     that these copies are small. Optimizers leave out parameters without a gradient.
     """
-    some, elements = list[Held](), 0
-    for each in held:
-        if isinstance(each, MasterShard) and not each.offloaded:
-            elements += each.local.numel()
-            if some and elements > WIDENED:
-                yield some
-                some, elements = [], each.local.numel()
-        some.append(each)
-    yield some
+    together: list[Held] = []
+    elements = 0
+    for shard in held:
+        if isinstance(shard, MasterShard) and not shard.offloaded:
+            elements += shard.local.numel()
+            if together and elements > WIDENED:
+                yield together
+                together = []
+                elements = shard.local.numel()
+        together.append(shard)
+    yield together
 
 
 @dataclass
@@ -179,7 +180,7 @@ class _Part:
     Attributes:
         inner: None if other ranks own all these parameters.
         lr_factors: the factor of the learning rate for each of torch's parameter groups.
-        own: names the state of an optimizer of the user; None for the built-in ones.
+        user: names the state of an optimizer of the user; None for the built-in ones.
         waits: whether the host reads whether the gradients are finite. It is the same on all ranks that share them.
         updates: how often it has updated parameters.
         places: the number of torch's parameter group of each parameter, once ``only`` has asked for it.
@@ -188,7 +189,7 @@ class _Part:
     names: list[str]
     inner: torch.optim.Optimizer | None
     lr_factors: list[float]
-    own: OwnState | None
+    user: OwnState | None
     waits: bool
     updates: int = 0
     places: dict[Tensor, int] = field(default_factory=dict)
@@ -196,10 +197,10 @@ class _Part:
     @contextmanager
     def only(self, parameters: Sequence[nn.Parameter]) -> Iterator[bool]:
         """Returns a context in which the optimizer has only these of its parameters, and whether there are any."""
-        groups = [] if self.inner is None else self.inner.param_groups
-        whole = [group["params"] for group in groups]
+        groups = self.inner.param_groups if self.inner is not None else []
+        members = [group["params"] for group in groups]
         if not self.places:
-            self.places |= {parameter: place for place, members in enumerate(whole) for parameter in members}
+            self.places |= {parameter: place for place, some in enumerate(members) for parameter in some}
         for group in groups:
             group["params"] = []
         some = [parameter for parameter in parameters if parameter in self.places]
@@ -208,8 +209,8 @@ class _Part:
         try:
             yield bool(some)
         finally:
-            for group, members in zip(groups, whole, strict=True):
-                group["params"] = members
+            for group, all_members in zip(groups, members, strict=True):
+                group["params"] = all_members
 
     def update(self, learning_rate: float, finite: Tensor) -> None:
         if self.inner is None:
@@ -223,13 +224,13 @@ class _Part:
             # with offload this copy waits for the device and thereby for the copies of the gradients
             device = next(group["params"][0].device for group in self.inner.param_groups if group["params"])
             self.inner.found_inf = (~finite).to(device, torch.float32)  # type: ignore[attr-defined]
-        checked = self.own if self.updates < 2 else None  # some values are made in the first update
         self.updates += 1
-        if checked is not None:
-            checked.before_update()
+        if self.user is None or self.updates > 2:  # some values are made in the first update
+            self.inner.step()
+            return
+        self.user.before_update()
         self.inner.step()
-        if checked is not None:
-            checked.check_update()
+        self.user.check_update()
 
 
 def _part(
@@ -247,27 +248,30 @@ def _part(
             local = held[name].local
             if local is None or (held[name].parameter.ndim >= 2) is not decays:
                 continue
-            key = ("" if group is None else group.name, decays)
+            key = (group.name if group is not None else "", decays)
             groups.setdefault(key, _settings(config, group, decays))["params"].append(local)
-            factors[id(local)] = 1.0 if group is None else group.lr_factor
-    inner = _build(config, target, [*groups.values()], held, members) if groups else None
-    order = [] if inner is None else [factors[id(group["params"][0])] for group in inner.param_groups]
+            factors[id(local)] = group.lr_factor if group is not None else 1.0
+    inner = None
+    lr_factors: list[float] = []
+    if groups:
+        inner = _build(config, target, [*groups.values()], held, members)
+        lr_factors = [factors[id(group["params"][0])] for group in inner.param_groups]
     if target.path is None:
-        return _Part([*members], inner, order, None, waits=False)
+        return _Part([*members], inner, lr_factors, None, waits=False)
     state = OwnState(target, inner, {name: held[name] for name in members})
-    waits = not target.elementwise or inner is None or not own.skips_by_itself(inner)
-    return _Part([*members], inner, order, state, waits)
+    # torch's fused optimizers skip an update by themselves if found_inf is set
+    waits = not target.elementwise or not getattr(inner, "_step_supports_amp_scaling", False)
+    return _Part([*members], inner, lr_factors, state, waits)
 
 
 def _settings(config: OptimConfig, group: ParameterGroup | None, decays: bool) -> dict[str, Any]:
     """Returns a parameter group of torch without parameters."""
-    weight_decay = config.weight_decay if decays else 0.0
-    if group is None:
-        return {"params": [], "weight_decay": weight_decay}
-    if group.weight_decay is not None:
-        weight_decay = group.weight_decay
-    others = {} if group._target_ is not None else dict(group.args)
-    return {"params": [], "weight_decay": weight_decay, **others}
+    settings: dict[str, Any] = {"params": [], "weight_decay": config.weight_decay if decays else 0.0}
+    if group is not None and group.weight_decay is not None:
+        settings["weight_decay"] = group.weight_decay
+    if group is not None and group._target_ is None:
+        settings |= group.args
+    return settings
 
 
 def _build(
@@ -325,7 +329,7 @@ def check_groups(optim: OptimConfig, engine: Engine, mesh: Mesh) -> None:
     groups = parameter_groups(optim)
     if not groups:
         return
-    own = [name for name, parameter in engine.named_parameters().items() if parameter.requires_grad]
+    trained = [name for name, parameter in engine.named_parameters().items() if parameter.requires_grad]
     first_ranks = range(0, mesh.layout.world_size, mesh.layout.stage_ranks)
-    names = [name for rank in first_ranks for name in from_rank(rank, own, mesh.control)]
+    names = [name for rank in first_ranks for name in from_rank(rank, trained, mesh.control)]
     check_matches(groups, list(dict.fromkeys(names)))

@@ -35,11 +35,12 @@ def check_signature(target: Target, of_groups: Collection[str] = ()) -> Callable
         UserError: it cannot be imported, or does not take an argument.
     """
     assert target.path is not None
-    found = locate(target.path, f"{target.where}._target_")
-    accepts = _accepted(found)
-    if accepts is not None:
-        refuse_unknown(target.path, [*target.args, *of_groups], accepts, f"{target.where}.args")
-    return found
+    make = locate(target.path, f"{target.where}._target_")
+    parameters = inspect.signature(make).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        accepted = [name for name in list(parameters)[1:] if name not in GIVEN]
+        refuse_unknown(target.path, [*target.args, *of_groups], accepted, f"{target.where}.args")
+    return make
 
 
 def build(target: Target, groups: list[dict[str, Any]], lr: float, weight_decay: float) -> torch.optim.Optimizer:
@@ -52,12 +53,14 @@ def build(target: Target, groups: list[dict[str, Any]], lr: float, weight_decay:
     Raises:
         UserError: it cannot be imported or called, or what it returns cannot be used.
     """
-    found = check_signature(target, [key for group in groups for key in group if key not in GIVEN])
-    given = {name: value for name, value in (("lr", lr), ("weight_decay", weight_decay)) if _has(found, name)}
-    if "weight_decay" not in given:
+    make = check_signature(target, [key for group in groups for key in group if key not in GIVEN])
+    parameters = inspect.signature(make).parameters
+    defaults = {"lr": lr, "weight_decay": weight_decay}
+    arguments = {name: value for name, value in defaults.items() if name in parameters}
+    if "weight_decay" not in arguments:
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
     try:
-        built = found(groups, **given, **target.args)
+        built = make(groups, **arguments, **target.args)
     except Exception as error:
         raise UserError(
             f"{target.path} could not be built: {type(error).__name__}: {error}",
@@ -65,24 +68,7 @@ def build(target: Target, groups: list[dict[str, Any]], lr: float, weight_decay:
             fix="change the arguments, or give the parameters that it does not support to another optimizer with "
             "+optim.groups.NAME.match=REGEX +optim.groups.NAME._target_=torch.optim.AdamW",
         ) from error
-    _check_built(built, target, groups)
-    assert isinstance(built, torch.optim.Optimizer)
-    return built
 
-
-def _accepted(found: Callable[..., Any]) -> list[str] | None:
-    """Returns the keyword arguments that may be set in ``args``; None if any may."""
-    parameters = inspect.signature(found).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        return None
-    return [name for name in list(parameters)[1:] if name not in GIVEN]
-
-
-def _has(found: Callable[..., Any], name: str) -> bool:
-    return name in inspect.signature(found).parameters
-
-
-def _check_built(built: Any, target: Target, groups: list[dict[str, Any]]) -> None:
     where = f"{target.where}._target_"
     if not isinstance(built, torch.optim.Optimizer):
         raise UserError(
@@ -97,13 +83,14 @@ def _check_built(built: Any, target: Target, groups: list[dict[str, Any]]) -> No
             where=where,
             fix="an optimizer whose step() needs only the gradients",
         )
-    taken = {id(parameter) for group in built.param_groups for parameter in group["params"]}
-    if taken != {id(parameter) for group in groups for parameter in group["params"]}:
+    given = {id(parameter) for group in groups for parameter in group["params"]}
+    if given != {id(parameter) for group in built.param_groups for parameter in group["params"]}:
         raise UserError(
             f"the optimizer that {target.path} returned does not have the parameters that it was given",
             where=where,
             fix="pass the first argument on to the optimizer",
         )
+    return built
 
 
 ROWS, COLUMNS, UPDATES = 6, 4, 3  # the parameter and the updates with which ``check_elementwise`` compares
@@ -122,19 +109,19 @@ def check_elementwise(target: Target) -> None:
     value = torch.randn(ROWS, COLUMNS, **options)
     gradients = [torch.randn(ROWS, COLUMNS, **options) for _ in range(UPDATES)]
     try:
-        whole = _updated(target, value, gradients)
-        above, below = (_updated(target, value[half], [each[half] for each in gradients]) for half in _HALVES)
+        updated = _updated(target, value, gradients)
+        halves = [
+            _updated(target, value[rows], [gradient[rows] for gradient in gradients])
+            for rows in (slice(None, ROWS // 2), slice(ROWS // 2, None))
+        ]
     except (ImportError, NotImplementedError, RuntimeError):
         return  # such as kernels that only a GPU has
-    if not torch.allclose(whole, torch.cat((above, below)), rtol=1e-6, atol=1e-9):
+    if not torch.allclose(updated, torch.cat(halves), rtol=1e-6, atol=1e-9):
         raise UserError(
             f"{target.where}.elementwise is true, but {target.path} updates a matrix differently from its halves",
             where=f"{target.where}.elementwise",
             fix=f"{target.where}.elementwise=false, with which one rank updates the whole parameter",
         )
-
-
-_HALVES = (slice(None, ROWS // 2), slice(ROWS // 2, None))
 
 
 def _updated(target: Target, value: Tensor, gradients: list[Tensor]) -> Tensor:
@@ -144,11 +131,6 @@ def _updated(target: Target, value: Tensor, gradients: list[Tensor]) -> Tensor:
         parameter.grad = gradient.clone()
         optimizer.step()
     return parameter.detach()
-
-
-def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether ``found_inf`` makes it skip an update, as for torch's fused optimizers."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 @dataclass
@@ -168,27 +150,21 @@ class OwnState:
     def named(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yields each parameter's name and its state by key, or what the next load writes into."""
         for name, held in self.held.items():
-            if self._expected:
-                tensors = self._expected.get(name, {})
-            elif self.optimizer is None or held.local is None:
-                continue
-            else:
-                tensors = self._flat(name, held, self.optimizer.state.get(held.local, {}))
+            tensors = self._expected.get(name, {})
+            if not self._expected:
+                if self.optimizer is None or held.local is None:
+                    continue
+                tensors = flattened(self.optimizer.state.get(held.local, {}), f"{self.target.where}._target_")
+                for key, tensor in tensors.items():
+                    if self.target.elementwise and tensor.ndim and tensor.shape != held.local.shape:
+                        raise self._not_elementwise(name, key, tuple(tensor.shape), tuple(held.local.shape))
+                    tensors[key] = held.as_saved(tensor)
             yield name, {f"{class_name(self.target)}.{key}": tensor for key, tensor in tensors.items()}
 
-    def _flat(self, name: str, held: Held, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        assert held.local is not None
-        found = flattened(state, f"{self.target.where}._target_")
-        shape = held.local.shape
-        for key, tensor in found.items():
-            if self.target.elementwise and tensor.ndim and tensor.shape != shape:
-                raise self._not_elementwise(name, key, tuple(tensor.shape), tuple(shape))
-        return {key: held.as_saved(tensor) for key, tensor in found.items()}
-
-    def _not_elementwise(self, name: str, key: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> UserError:
+    def _not_elementwise(self, name: str, key: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> UserError:
         return UserError(
-            f"{self.target.path} keeps {key} of shape {list(shape)} for {name} of shape {list(wanted)}, so it does not "
-            "compute each element of a parameter alone",
+            f"{self.target.path} keeps {key} of shape {list(shape)} for {name} of shape {list(expected)}, so it does "
+            "not compute each element of a parameter alone",
             where=f"{self.target.where}.elementwise",
             fix=f"{self.target.where}.elementwise=false, with which one rank updates the whole parameter",
         )
@@ -203,15 +179,16 @@ class OwnState:
         if self.optimizer is not None:
             self.optimizer.state.clear()
         for full, entry in stored.items():
-            name, key = parameter_name(full, self.target), full.rpartition(".")[2]
-            held = None if name is None else self.held.get(name)
-            if name is not None and held is not None and held.local is not None:
-                self._expected.setdefault(name, {})[key] = self._allocated(name, key, entry, held)
+            name = parameter_name(full, self.target)
+            key = full.rpartition(".")[2]
+            if name is not None and name in self.held and self.held[name].local is not None:
+                self._expected.setdefault(name, {})[key] = self._allocated(name, key, entry, self.held[name])
 
     def _allocated(self, name: str, key: str, entry: TensorShape, held: Held) -> Tensor:
         assert held.local is not None and self.optimizer is not None
         if not entry.shape:  # like torch, which keeps the step of an optimizer on the CPU unless a kernel reads it
-            on_device = ":" not in key and (key != "step" or any(map(_on_device, self.optimizer.param_groups)))
+            read_by_kernel = any(group.get("capturable") or group.get("fused") for group in self.optimizer.param_groups)
+            on_device = ":" not in key and (key != "step" or read_by_kernel)
             return torch.zeros((), dtype=entry.dtype, device=held.local.device if on_device else "cpu")
         shape = entry.shape
         if self.target.elementwise:
@@ -227,9 +204,8 @@ class OwnState:
         for name, tensors in self._expected.items():
             local = self.held[name].local
             assert self.optimizer is not None and local is not None
-            self.optimizer.state[local] = restored(
-                {key: local_part(tensor) for key, tensor in tensors.items()}, local.dtype
-            )
+            parts = {key: local_part(tensor) for key, tensor in tensors.items()}
+            self.optimizer.state[local] = restored(parts, local.dtype)
         self._expected = {}
 
     def before_update(self) -> None:
@@ -257,16 +233,11 @@ class OwnState:
     def _own_values(self) -> dict[str, Any]:
         """Returns the numbers and tensors of the optimizer that are not in its state, in a form to compare."""
         assert self.optimizer is not None
-        groups = enumerate(self.optimizer.param_groups)
-        given = {
-            f"{key} of group {number}": group[key]
-            for number, group in groups
-            for key in group
-            if key not in ("lr", "params")
-        }
-        given |= {key: value for key, value in vars(self.optimizer).items() if key not in _of_every_optimizer()}
-        found = {name: _comparable(value) for name, value in given.items()}
-        return {name: value for name, value in found.items() if value is not None}
+        values = {key: value for key, value in vars(self.optimizer).items() if key not in _of_every_optimizer()}
+        for number, group in enumerate(self.optimizer.param_groups):
+            values |= {f"{key} of group {number}": group[key] for key in group if key not in ("lr", "params")}
+        comparable = {name: _comparable(value) for name, value in values.items()}
+        return {name: value for name, value in comparable.items() if value is not None}
 
 
 @cache
@@ -290,15 +261,11 @@ def _comparable(value: Any) -> Any:
         case Tensor():
             return str(value.tolist()) if value.numel() <= _SMALL else value._version
         case list() | tuple() | deque():
-            return [_comparable(each) for each in value]
+            return [_comparable(item) for item in value]
         case dict():
-            return {key: _comparable(each) for key, each in value.items()}
+            return {key: _comparable(item) for key, item in value.items()}
         case _:
             return None
-
-
-def _on_device(group: Mapping[str, Any]) -> bool:
-    return bool(group.get("capturable") or group.get("fused"))
 
 
 def parameter_name(full: str, target: Target) -> str | None:
@@ -323,7 +290,11 @@ _ITEM = re.compile(r"(.+)\[(\d+)\]")
 
 
 def flattened(state: Mapping[str, Any], where: str) -> dict[str, Tensor]:
-    """Returns the tensors of the state of one parameter by their names in a checkpoint.
+    """Returns the tensors of the state of one parameter by their names in a checkpoint, which holds only tensors.
+
+    A tensor of the state ``square_avg`` keeps its name, an element of a list gets the name ``Q[0]``, and a Python value
+    becomes a scalar tensor whose name ends with its kind, such as ``step:int``. A tensor of torchao in 8 bits becomes
+    its codes, scales and code book: ``exp_avg@codes``, ``exp_avg@scale`` and ``exp_avg@qmap``.
 
     Raises:
         UserError: a value is neither a tensor, a number, None nor a list of these.
@@ -334,28 +305,26 @@ def flattened(state: Mapping[str, Any], where: str) -> dict[str, Tensor]:
 def _flat(key: str, value: Any, where: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor) and type(value) in (Tensor, torch.nn.Parameter):
         yield key, value.detach()
-        return
-    if isinstance(value, Tensor) and type(value).__name__ == "OptimState8bit":
+    elif isinstance(value, Tensor) and type(value).__name__ == "OptimState8bit":
         for part in _QUANTIZED:
             yield f"{key}@{part}", getattr(value, part)
-        return
-    if value is None or (isinstance(value, list) and not value):
-        yield f"{key}:{'none' if value is None else 'list'}", torch.zeros((), dtype=torch.bool)
-        return
-    if isinstance(value, list):
+    elif value is None:
+        yield f"{key}:none", torch.zeros((), dtype=torch.bool)
+    elif isinstance(value, list) and not value:
+        yield f"{key}:list", torch.zeros((), dtype=torch.bool)
+    elif isinstance(value, list):
         for number, item in enumerate(value):
             yield from _flat(f"{key}[{number}]", item, where)
-        return
-    for name, (kind, dtype) in _KINDS.items():
-        if type(value) is kind:
-            yield f"{key}:{name}", torch.tensor(value, dtype=dtype)
-            return
-    raise UserError(
-        f"the optimizer keeps {key!r} for a parameter, which is a {type(value).__name__} and cannot be saved in a "
-        "checkpoint",
-        where=where,
-        fix="keep tensors, numbers, None, and lists of these in the state",
-    )
+    elif type(value).__name__ in _KINDS and type(value) is _KINDS[type(value).__name__][0]:
+        kind, dtype = _KINDS[type(value).__name__]
+        yield f"{key}:{kind.__name__}", torch.tensor(value, dtype=dtype)
+    else:
+        raise UserError(
+            f"the optimizer keeps {key!r} for a parameter, which is a {type(value).__name__} and cannot be saved in a "
+            "checkpoint",
+            where=where,
+            fix="keep tensors, numbers, None, and lists of these in the state",
+        )
 
 
 def restored(tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -370,29 +339,21 @@ def restored(tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) 
         key, _, part = name.partition("@")
         if part:
             if key not in state:
-                state[key] = _quantized({each: tensors[f"{key}@{each}"] for each in _QUANTIZED}, dtype)
+                from torchao.optim.subclass_8bit import OptimState8bit
+
+                codes, scale, qmap = (tensors[f"{key}@{each}"] for each in _QUANTIZED)
+                state[key] = OptimState8bit(codes, scale, qmap, bool(qmap[0] < 0), dtype)  # signed if it begins below 0
             continue
         key, _, kind = name.partition(":")
         item = _ITEM.fullmatch(key)
         if item:
             lists.setdefault(item[1], {})[int(item[2])] = (f"0:{kind}" if kind else "0", tensor)
+        elif not kind:
+            state[key] = tensor
+        elif kind in _KINDS:
+            state[key] = _KINDS[kind][0](tensor.item())
         else:
-            state[key] = _value(tensor, kind)
+            state[key] = [] if kind == "list" else None
     for key, items in lists.items():
         state[key] = [restored(dict([items[number]]))["0"] for number in sorted(items)]
     return state
-
-
-def _quantized(parts: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    is_signed = bool(parts["qmap"][0] < 0)
-    return OptimState8bit(parts["codes"], parts["scale"], parts["qmap"], is_signed, dtype)
-
-
-def _value(tensor: Tensor, kind: str) -> Any:
-    if not kind:
-        return tensor
-    if kind in _KINDS:
-        return _KINDS[kind][0](tensor.item())
-    return [] if kind == "list" else None

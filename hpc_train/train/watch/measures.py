@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 
@@ -51,8 +51,7 @@ class Measures:
         self._gpu = GpuUtilization(mesh.device)
         self._first_of_node = first_of_node
         self._traffic = self._read_traffic()
-        self._stragglers: SlowRankWatch | None = None
-        self._events: EventLog | None = None
+        self._watch: tuple[SlowRankWatch, EventLog] | None = None
 
     @contextmanager
     def watching(self, parts: Iterable[nn.Module]) -> Iterator[None]:
@@ -71,24 +70,38 @@ class Measures:
             yield
         self._gpu.look()
 
-    def cut(self) -> None:
-        """Ends the interval of the next ``over_ranks``, if that is called in a later step."""
-        self.clock.cut()
-
     def over_ranks(self, interval: Interval) -> dict[str, float]:
         """Returns metric name -> value over all ranks since the last call, or until ``cut``. Collective."""
-        rows = gather(self._own_times(interval), self._mesh)
-        straggler = None if self._stragglers is None else self._stragglers.look(rows)
-        if straggler is not None and self._events is not None:
-            self._events.write("straggler", **straggler.details())
+        times = self.clock.read()
+        before = self._traffic
+        self._traffic = self._read_traffic()
+        passed = self._traffic.since(before)
+        measured = RankTimes(
+            seconds=interval.seconds,
+            steps=interval.steps,
+            data_s=interval.waited_s,
+            memory_bytes=peak_device_memory(self._mesh.device) or peak_host_memory(),
+            communication_s=times.communication_s if self._observes_communication else None,
+            bubble_s=times.bubble_s if self._mesh.layout.pp > 1 else None,
+            gpu_util=self._gpu.take(),
+            rdma_sent=passed.rdma_sent,
+            rdma_received=passed.rdma_received,
+            net_sent=passed.net_sent,
+            net_received=passed.net_received,
+        )
+        rows = _gathered(measured, self._mesh)
+        if self._watch is not None:
+            watch, events = self._watch
+            straggler = watch.look(rows)
+            if straggler is not None:
+                events.write("straggler", **straggler.details())
         return over_ranks(rows, self._mesh.layout)
 
     def watch_nodes(self, events: EventLog) -> None:
         """Starts to report stragglers that ranks on other nodes wait for, in ``events`` of rank 0. Collective."""
         nodes: list[str] = gather_plain(current_allocation().node_name, self._mesh.control)
         if self._mesh.rank == 0:
-            self._stragglers = SlowRankWatch(self._mesh.layout, nodes)
-            self._events = events
+            self._watch = SlowRankWatch(self._mesh.layout, nodes), events
 
     def cost(self, steps: int, step: Callable[[], object], log_every: int, rounds: int = 20) -> dict[str, float]:
         """Measures the overhead of measuring in seconds per step, both in each step and at log steps. Collective.
@@ -108,26 +121,6 @@ class Measures:
         at_log_steps = (time.perf_counter() - begin) / rounds
         seconds = intervals * self.clock.seconds_per_stretch() + at_log_steps / log_every
         return {"seconds_per_step": seconds, "timed_intervals_per_step": intervals, "seconds_at_log_step": at_log_steps}
-
-    def _own_times(self, interval: Interval) -> RankTimes:
-        times = self.clock.read()
-        layout = self._mesh.layout
-        traffic = self._read_traffic()
-        passed = traffic.since(self._traffic)
-        self._traffic = traffic
-        return RankTimes(
-            seconds=interval.seconds,
-            steps=interval.steps,
-            data_s=interval.waited_s,
-            memory_bytes=peak_memory_bytes(self._mesh.device),
-            communication_s=times.communication_s if self._observes_communication else None,
-            bubble_s=times.bubble_s if layout.pp > 1 else None,
-            gpu_util=self._gpu.take(),
-            rdma_sent=passed.rdma_sent,
-            rdma_received=passed.rdma_received,
-            net_sent=passed.net_sent,
-            net_received=passed.net_received,
-        )
 
     def _read_traffic(self) -> Traffic:
         return read_traffic() if self._first_of_node else Traffic()
@@ -209,8 +202,8 @@ class Meter:
             "save_s": self._saved,
         }
         if self.flops is not None and self.peak_flops:
-            found = self.flops.utilization(rates["samples_per_s"], self.peak_flops)
-            rates |= {name: found[name] for name in ("mfu", "hfu") if name in found}
+            shares = self.flops.utilization(rates["samples_per_s"], self.peak_flops)
+            rates |= {name: shares[name] for name in ("mfu", "hfu") if name in shares}
         self.interval = Interval(seconds, self._steps, min(seconds, self._waited))
         self._all_seconds += seconds
         self._all_tokens += self._tokens
@@ -241,20 +234,14 @@ def make_meter(config: Config, mesh: Mesh, dataset: Dataset) -> Meter:
     return Meter(count, per_device * mesh.layout.world_size) if count.model else Meter()
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the peak memory of this rank: of the GPU's allocator, or on the CPU the resident set (VmHWM)."""
-    return peak_device_memory(device) or peak_host_memory()
-
-
-def gather(own: RankTimes, mesh: Mesh) -> list[RankTimes]:
-    """Gathers the values of all ranks in order, with one small all-gather on the CPU. Collective."""
-    values = [math.nan if value is None else float(value) for value in astuple(own)]
+def _gathered(times: RankTimes, mesh: Mesh) -> list[RankTimes]:
+    """Returns the values of all ranks in order, with one small all-gather on the CPU. Collective."""
+    values = [math.nan if value is None else float(value) for value in astuple(times)]
     gathered = torch.empty(mesh.layout.world_size * len(values), dtype=torch.float64)
     all_gather_tensor(gathered, torch.tensor(values, dtype=torch.float64), group=mesh.control)
-    return [_rank_times(row) for row in gathered.view(-1, len(values)).tolist()]
-
-
-def _rank_times(values: Sequence[float]) -> RankTimes:
-    seconds, steps, data_s, memory, *rest = (None if math.isnan(value) else value for value in values)
-    assert seconds is not None and steps is not None and data_s is not None and memory is not None
-    return RankTimes(seconds, int(steps), data_s, int(memory), *rest)  # type: ignore[arg-type]
+    rows = []
+    for row in gathered.view(-1, len(values)).tolist():
+        seconds, steps, data_s, memory, *others = row
+        optional = [None if math.isnan(value) else value for value in others]
+        rows.append(RankTimes(seconds, int(steps), data_s, int(memory), *optional))
+    return rows

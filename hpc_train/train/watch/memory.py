@@ -63,7 +63,9 @@ class MemoryReport:
         rank, most = max(enumerate(self.ranks), key=lambda pair: pair[1].peak)
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(most).items() if name not in WHOLE)
         text = f"memory: peak {format_bytes(most.peak)} on rank {rank}: {parts} (including temporary buffers)"
-        return text if self.estimated is None else f"{text}; the estimate was {format_bytes(self.estimated)}"
+        if self.estimated is not None:
+            text += f"; the estimate was {format_bytes(self.estimated)}"
+        return text
 
 
 def report_memory(config: Config, mesh: Mesh, engine: Engine, optimizer: Optimizer) -> MemoryReport:
@@ -74,13 +76,12 @@ def report_memory(config: Config, mesh: Mesh, engine: Engine, optimizer: Optimiz
     weights = _bytes((*parameters, *masters), mesh)
     gradients = _bytes((parameter.grad for parameter in parameters if parameter.grad is not None), mesh)
     state = _bytes(optimizer.tensors(), mesh)
-    own = RankMemory(
-        peak, weights, gradients, state, max(0, peak - weights - gradients - state), device_memory(mesh.device)
-    )
+    rest = max(0, peak - weights - gradients - state)
+    measured = RankMemory(peak, weights, gradients, state, rest, device_memory(mesh.device))
     ranks: list[Any] = [None] * mesh.layout.world_size
-    dist.all_gather_object(ranks, own, group=mesh.control)
+    dist.all_gather_object(ranks, measured, group=mesh.control)
     needed = estimate(config, mesh.layout)
-    return MemoryReport(tuple(ranks), None if needed is None else needed.total)
+    return MemoryReport(tuple(ranks), needed.total if needed is not None else None)
 
 
 def _bytes(tensors: Iterable[Tensor], mesh: Mesh) -> int:
@@ -109,18 +110,15 @@ def explained(config: Config, mesh: Mesh) -> Iterator[None]:
     except Exception as error:
         if classify(error) is not Failure.OUT_OF_MEMORY:
             raise
-        raise OutOfMemory(_message(error, config, mesh)) from error
-
-
-def _message(error: Exception, config: Config, mesh: Mesh) -> str:
-    used = peak_device_memory(mesh.device) or peak_host_memory()
-    first_line = str(error).strip().partition("\n")[0] or type(error).__name__
-    kind = "GPU" if mesh.device.type == "cuda" else "host"
-    text = f"out of memory on rank {mesh.rank}, which had used {format_bytes(used)} of {kind} memory"
-    needed = estimate(config, mesh.layout)
-    parts = "" if needed is None else f" Estimated memory per rank: {needed}, mostly {needed.largest}."
-    suggestions = "; ".join(str(fix) for fix in fixes(config, mesh)) or "use a machine with more memory"
-    return f"{text}: {first_line}.{parts} To reduce memory in this run: {suggestions}"
+        used = format_bytes(peak_device_memory(mesh.device) or peak_host_memory())
+        kind = "GPU" if mesh.device.type == "cuda" else "host"
+        first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+        text = f"out of memory on rank {mesh.rank}, which had used {used} of {kind} memory: {first_line}."
+        needed = estimate(config, mesh.layout)
+        if needed is not None:
+            text += f" Estimated memory per rank: {needed}, mostly {needed.largest}."
+        changes = "; ".join(map(str, fixes(config, mesh))) or "use a machine with more memory"
+        raise OutOfMemory(f"{text} To reduce memory in this run: {changes}") from error
 
 
 @dataclass(frozen=True)
@@ -142,17 +140,26 @@ def fixes(config: Config, mesh: Mesh) -> list[MemorySaving]:
     before = estimate(config, mesh.layout)
     if before is None:
         return [MemorySaving(change, None) for change, _ in _candidates(config, mesh)]
-    found = []
+    savings = []
     for change, changed in _candidates(config, mesh):
-        saves = None if changed is None else before.total - _total(changed, mesh, before.total)
-        if saves is None or saves > WORTH * before.total:
-            found.append(MemorySaving(change, saves))
-    return found[:SHOWN]
+        if changed is None:
+            savings.append(MemorySaving(change, None))
+            continue
+        try:
+            after = estimate(changed, resolve_layout(changed, 1, mesh.layout.world_size))
+        except UserError:
+            continue  # the changed config is invalid
+        assert after is not None
+        if before.total - after.total > WORTH * before.total:
+            savings.append(MemorySaving(change, before.total - after.total))
+    return savings[:SHOWN]
 
 
 def _candidates(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config | None]]:
     """Yields overrides that are not in use yet and the config with them, those that cost least speed first."""
-    layout, train, gpu = mesh.layout, config.train, mesh.device.type == "cuda"
+    layout = mesh.layout
+    train = config.train
+    gpu = mesh.device.type == "cuda"
     if layout.logical_micro_batches and layout.micro_size > 1:
         yield f"batch.logical_micro_batches={2 * layout.logical_micro_batches} in a new run", None
     elif layout.micro_size > 1:
@@ -176,23 +183,10 @@ def _candidates(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config | None
         yield "strategy=zero3", replace(config, strategy=replace(config.strategy, **sharded))
     if config.optim._target_ is None and config.optim.name == "adamw" and config.optim.moments == "fp32":
         yield "optim.moments=bf16", replace(config, optim=replace(config.optim, moments="bf16"))
-    if (
-        gpu
-        and train.activation_offload == "none"
-        and parse_recomputation(train.activation_checkpointing).budget is None
-    ):
+    has_budget = parse_recomputation(train.activation_checkpointing).budget is not None
+    if gpu and train.activation_offload == "none" and not has_budget:
         yield "train.activation_offload=1MiB", replace(config, train=replace(train, activation_offload="1MiB"))
     if gpu and config.strategy.offload == "none":
         yield "strategy.offload=optimizer", replace(config, strategy=replace(config.strategy, offload="optimizer"))
     if not gpu and layout.world_size > 1:
         yield "fewer ranks per node (cluster.cpu_workers)", None
-
-
-def _total(config: Config, mesh: Mesh, otherwise: float) -> float:
-    """Returns the estimate for the changed config on the same ranks, or ``otherwise`` if that config is invalid."""
-    try:
-        changed = estimate(config, resolve_layout(config, 1, mesh.layout.world_size))
-    except UserError:
-        return otherwise
-    assert changed is not None
-    return changed.total

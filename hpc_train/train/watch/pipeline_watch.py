@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,7 @@ from hpc_train.parallel.engine import Engine, StepResult, WrappedEngine
 from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.parallel.pipeline.balance import SplitPlan
 from hpc_train.preflight.measure import to_first
-
-if TYPE_CHECKING:
-    from torch.distributed.pipelining.stage import _PipelineStageBase
+from hpc_train.run.event_log import EventLog
 
 STAGE_WORK = {  # method of a stage -> the kind of its work
     "forward_one_chunk": "forward",
@@ -32,12 +30,9 @@ WARMUP_STEPS = 2
 TIMED_STEPS = 3
 MOST_CHUNKS = 5000  # of all ranks in a picture, about 150 kB; a larger one would also be too fine to be seen
 
-ReportBalance = Callable[[str, dict[str, Any]], None]  # (message, details for the event log)
-ReportPicture = Callable[[dict[str, Any]], None]  # details for the event log
-
 
 @dataclass(frozen=True)
-class _OfRank:
+class _RankTimes:
     """Holds what one rank has measured: seconds by stage, the elapsed seconds, and the chunks of the last step.
 
     ``chunks`` are (kind, stage, begin, end), with the times in seconds from the beginning of the step.
@@ -50,22 +45,17 @@ class _OfRank:
 
 
 class PipelineWatch(WrappedEngine):
-    """Wraps ``engine``, times the stages for a few steps, and reports them on rank 0.
+    """Wraps ``engine``, times the stages for a few steps, and reports their balance and a picture of one step.
 
     Args:
         plan: the predicted balance; None if the config defines the split, and then the balance is not reported.
-        report: called once, on rank 0, with the balance.
-        draw: called once, on rank 0, with the picture of the last timed step.
     """
 
-    def __init__(
-        self, engine: Engine, mesh: Mesh, plan: SplitPlan | None, report: ReportBalance, draw: ReportPicture
-    ) -> None:
+    def __init__(self, engine: Engine, mesh: Mesh, plan: SplitPlan | None, events: EventLog) -> None:
         super().__init__(engine)
         self._mesh = mesh
         self._plan = plan
-        self._report = report
-        self._draw = draw
+        self._events = events
         self._steps = 0
         self._stage_s: dict[int, float] = {}
         self._elapsed = 0.0
@@ -77,56 +67,46 @@ class PipelineWatch(WrappedEngine):
         last = self._steps == WARMUP_STEPS + TIMED_STEPS
         if last:
             dist.barrier(group=self._mesh.control)  # the clocks of all ranks begin together
-        result, step_s, chunks = self._timed_step(step, batch, loss_scale)
-        if last:
-            self._gather_and_report(step_s, chunks, len(batch.micro_batches))
-        return result
-
-    def _timed_step(
-        self, step: int, batch: StepBatch, loss_scale: Tensor | None
-    ) -> tuple[StepResult, float, list[Chunk]]:
         synchronize(self._mesh.device)
-        with timed_stages(self._mesh.device) as work:
+        with timed_stages(self._mesh.device) as chunks:
             begin = time.perf_counter()
             result = self._engine.train_step(step, batch, loss_scale)
             synchronize(self._mesh.device)
             seconds = time.perf_counter() - begin
         self._elapsed += seconds
-        for chunk in work:
+        for chunk in chunks:
             self._stage_s[chunk.stage] = self._stage_s.get(chunk.stage, 0.0) + chunk.seconds()
-        return result, seconds, work
+        if last:
+            self._report(seconds, chunks, len(batch.micro_batches))
+        return result
 
-    def _gather_and_report(self, step_s: float, work: Sequence[Chunk], micro_batches: int) -> None:
+    def _report(self, step_s: float, chunks: Sequence[Chunk], micro_batches: int) -> None:
         """Gathers the times of all ranks and reports them on rank 0. Collective."""
-        own = _OfRank(self._stage_s, self._elapsed, step_s, self._drawn(work))
-        gathered: list[_OfRank] = to_first(own, self._mesh)
+        layout = self._mesh.layout
+        drawn = []
+        # the picture shows one rank at each position in the pipeline
+        if self._mesh.dp_cp_rank == self._mesh.tp_rank == 0 and len(chunks) * layout.pp <= MOST_CHUNKS:
+            for chunk in chunks:
+                begin = chunk.begin()
+                drawn.append((chunk.kind, chunk.stage, round(begin, 6), round(begin + chunk.seconds(), 6)))
+        times: list[_RankTimes] = to_first(_RankTimes(self._stage_s, self._elapsed, step_s, drawn), self._mesh)
         if self._mesh.rank != 0:
             return
         if self._plan is not None:
-            times = [(rank.stage_s, rank.elapsed) for rank in gathered]
-            found = measured_balance(times, self._mesh.layout.stages, TIMED_STEPS * micro_batches)
-            self._report(_message(self._plan, found), found | {"predicted": self._plan.as_json()["predicted"]})
-        ranks = [{"rank": rank, "chunks": each.chunks} for rank, each in enumerate(gathered) if each.chunks]
+            seconds = [(rank.stage_s, rank.elapsed) for rank in times]
+            balance = measured_balance(seconds, layout.stages, TIMED_STEPS * micro_batches)
+            stages = "|".join(f"{1e3 * stage_s:.3g}" for stage_s in balance["stage_s"])
+            predicted = self._plan.predicted
+            print(
+                f"pipeline measured: {stages} ms per micro-batch and stage; the slowest stage takes "
+                f"{balance['imbalance']:.2f} x the mean ({predicted.imbalance:.2f} predicted), bubble "
+                f"{balance['bubble_share']:.1%} ({predicted.bubble_share:.1%} predicted without communication)"
+            )
+            self._events.write("pipeline_balance", **balance, predicted=self._plan.as_json()["predicted"])
+        ranks = [{"rank": number, "chunks": rank.chunks} for number, rank in enumerate(times) if rank.chunks]
         if ranks:
-            picture = {"schedule": self._mesh.layout.schedule, "micro_batches": micro_batches}
-            self._draw(picture | {"seconds": max(rank.step_s for rank in gathered), "ranks": ranks})
-
-    def _drawn(self, work: Sequence[Chunk]) -> list[tuple[str, int, float, float]]:
-        """Returns the chunks of this rank if the picture shows it: one rank at each position in the pipeline."""
-        shown = self._mesh.dp_cp_rank == self._mesh.tp_rank == 0
-        if not shown or len(work) * self._mesh.layout.pp > MOST_CHUNKS:
-            return []
-        times = [(chunk, chunk.begin()) for chunk in work]
-        return [(one.kind, one.stage, round(at, 6), round(at + one.seconds(), 6)) for one, at in times]
-
-
-def _message(plan: SplitPlan, found: dict[str, Any]) -> str:
-    stages = "|".join(f"{1e3 * seconds:.3g}" for seconds in found["stage_s"])
-    return (
-        f"pipeline measured: {stages} ms per micro-batch and stage; the slowest stage takes "
-        f"{found['imbalance']:.2f} x the mean ({plan.predicted.imbalance:.2f} predicted), bubble "
-        f"{found['bubble_share']:.1%} ({plan.predicted.bubble_share:.1%} predicted without communication)"
-    )
+            picture: dict[str, Any] = {"schedule": layout.schedule, "micro_batches": micro_batches}
+            self._events.write("pipeline_step", **picture, seconds=max(rank.step_s for rank in times), ranks=ranks)
 
 
 def measured_balance(of_ranks: list[tuple[dict[int, float], float]], stages: int, passes: int) -> dict[str, Any]:
@@ -192,54 +172,40 @@ def timed_stages(device: torch.device, clock: Callable[[], float] = time.perf_co
     """
     from torch.distributed.pipelining.stage import _PipelineStageBase  # takes a second to import
 
-    chunks: list[Chunk] = []
-    watch = _GpuWatch() if device.type == "cuda" else _HostWatch(clock)
-    originals = {name: getattr(_PipelineStageBase, name) for name in STAGE_WORK}
-    try:
-        for name, original in originals.items():
-            setattr(_PipelineStageBase, name, _timed(original, STAGE_WORK[name], watch, chunks))
-        yield chunks
-    finally:
-        for name, original in originals.items():
-            setattr(_PipelineStageBase, name, original)
-
-
-class _HostWatch:
-    """Reads the host's clock."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._origin = clock()
-
-    def now(self) -> Callable[[], float]:
-        seconds = self._clock() - self._origin
-        return lambda: seconds
-
-
-class _GpuWatch:
-    """Records events on the GPU."""
-
-    def __init__(self) -> None:
-        self._origin = self._recorded()
-
-    def now(self) -> Callable[[], float]:
-        event = self._recorded()
-        return lambda: self._origin.elapsed_time(event) * 1e-3
-
-    def _recorded(self) -> torch.cuda.Event:
+    def recorded() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
+    if device.type == "cuda":
+        first_event = recorded()
 
-def _timed(
-    work: Callable[..., Any], kind: str, watch: _HostWatch | _GpuWatch, chunks: list[Chunk]
-) -> Callable[..., Any]:
-    def timed(stage: _PipelineStageBase, *args: Any, **kwargs: Any) -> Any:
-        begin = watch.now()
-        result = work(stage, *args, **kwargs)
-        end = watch.now()
-        chunks.append(Chunk(stage.stage_index, kind, begin, lambda: end() - begin()))
-        return result
+        def now() -> Callable[[], float]:
+            event = recorded()
+            return lambda: first_event.elapsed_time(event) * 1e-3
+    else:
+        origin = clock()
 
-    return timed
+        def now() -> Callable[[], float]:
+            seconds = clock() - origin
+            return lambda: seconds
+
+    def timed(work: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def call(stage: _PipelineStageBase, *args: Any, **kwargs: Any) -> Any:
+            begin = now()
+            result = work(stage, *args, **kwargs)
+            end = now()
+            chunks.append(Chunk(stage.stage_index, kind, begin, lambda: end() - begin()))
+            return result
+
+        return call
+
+    chunks: list[Chunk] = []
+    originals = {name: getattr(_PipelineStageBase, name) for name in STAGE_WORK}
+    try:
+        for name, original in originals.items():
+            setattr(_PipelineStageBase, name, timed(original, STAGE_WORK[name]))
+        yield chunks
+    finally:
+        for name, original in originals.items():
+            setattr(_PipelineStageBase, name, original)

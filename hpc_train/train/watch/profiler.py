@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from hpc_train.config.values import Profiled
-from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import write_json
@@ -24,13 +24,6 @@ from hpc_train.run.files import write_json
 Interval = tuple[float, float]
 
 MEMORY_EVENTS = 100_000  # allocator events kept for a snapshot
-
-
-@dataclass(frozen=True)
-class _Begun:
-    profiler: Any  # None on ranks that are not profiled
-    at: float
-    waited_s: float
 
 
 class Profiler:
@@ -41,7 +34,10 @@ class Profiler:
         self._run = run
         self._mesh = mesh
         self._events = events
-        self._begun: _Begun | None = None
+        self._has_begun = False
+        self._profiler: profile | None = None  # None on ranks that are not profiled
+        self._began = 0.0
+        self._waited_s = 0.0
 
     def begin(self, step: int, waited_s: float) -> None:
         """Starts the profiler if ``step``, counted from 1, is the first profiled one.
@@ -49,51 +45,49 @@ class Profiler:
         Args:
             waited_s: total seconds spent waiting for data.
         """
-        if self._request is None or step != self._request.first or self._begun is not None:
+        if self._request is None or step != self._request.first or self._has_begun:
             return
-        profiler = self._start() if self._request.has(self._mesh.rank) else None
-        self._begun = _Begun(profiler, time.perf_counter(), waited_s)
+        self._has_begun = True
+        if self._request.has(self._mesh.rank):
+            if self._mesh.device.type == "cuda":
+                torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+                torch.cuda.synchronize(self._mesh.device)
+            self._profiler = profile(activities=activities(self._mesh.device), profile_memory=True)
+            self._profiler.start()
+        self._began = time.perf_counter()
+        self._waited_s = waited_s
 
     def end(self, step: int, waited_s: float, last: bool = False) -> None:
         """Stops the profiler after the last profiled step, or at the ``last`` step of the attempt. Collective."""
-        if self._request is None or self._begun is None or not (last or step == self._request.last):
+        if self._request is None or not self._has_begun or not (last or step == self._request.last):
             return
-        self._request = replace(self._request, last=step)
-        begun = self._begun
-        self._begun = None
-        own = None if begun.profiler is None else self._stop(begun, waited_s)
+        self._has_begun = False
+        breakdown = None
+        if self._profiler is not None:
+            breakdown = self._stop(self._profiler, self._request.name, waited_s - self._waited_s)
+            self._profiler = None
         gathered: list[TimeBreakdown | None] = [None] * self._mesh.layout.world_size
-        dist.all_gather_object(gathered, own, group=self._mesh.control)
+        dist.all_gather_object(gathered, breakdown, group=self._mesh.control)
         if self._mesh.rank == 0:
-            self._report({rank: found for rank, found in enumerate(gathered) if found is not None}, self._request)
+            self._report(
+                {rank: found for rank, found in enumerate(gathered) if found is not None}, self._request.first, step
+            )
 
-    def _start(self) -> profile:
+    def _stop(self, profiler: profile, name: str, data_s: float) -> TimeBreakdown:
         on_gpu = self._mesh.device.type == "cuda"
         if on_gpu:
-            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
             torch.cuda.synchronize(self._mesh.device)
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
-        profiler = profile(activities=activities, profile_memory=True)
-        profiler.start()
-        return profiler
-
-    def _stop(self, begun: _Begun, waited_s: float) -> TimeBreakdown:
-        assert self._request is not None
-        device = self._mesh.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        elapsed = time.perf_counter() - begun.at
-        begun.profiler.stop()
-        name = self._run.profile / f"{self._request.name}-rank-{self._mesh.rank:04d}"
+        elapsed = time.perf_counter() - self._began
+        profiler.stop()
+        path = self._run.profile / f"{name}-rank-{self._mesh.rank:04d}"
         with self._failures_reported():
             self._run.profile.mkdir(exist_ok=True)
-            begun.profiler.export_chrome_trace(f"{name}.json.gz")
-            if device.type == "cuda":
-                torch.cuda.memory._dump_snapshot(f"{name}-memory.pickle")
-        if device.type == "cuda":
+            profiler.export_chrome_trace(f"{path}.json.gz")
+            if on_gpu:
+                torch.cuda.memory._dump_snapshot(f"{path}-memory.pickle")
+        if on_gpu:
             torch.cuda.memory._record_memory_history(enabled=None)
-        events, stages = begun.profiler.events() or [], self._mesh.layout.pp > 1
-        return time_breakdown(events, elapsed, waited_s - begun.waited_s, device, stages)
+        return time_breakdown(profiler.events() or [], elapsed, data_s, self._mesh.device, self._mesh.layout.pp > 1)
 
     @contextmanager
     def _failures_reported(self) -> Iterator[None]:
@@ -103,17 +97,16 @@ class Profiler:
         except OSError as error:
             print(f"cannot write the profile to {self._run.profile}: {error}")
 
-    def _report(self, found: dict[int, TimeBreakdown], request: Profiled) -> None:
-        steps = max(1, request.last - request.first + 1)
-        report = f"profile of steps {request.first} to {request.last} in {self._run.profile}\n{summary(found, steps)}"
+    def _report(self, breakdowns: dict[int, TimeBreakdown], first: int, last: int) -> None:
+        table = summary(breakdowns, max(1, last - first + 1))
+        report = f"profile of steps {first} to {last} in {self._run.profile}\n{table}"
         print(report)
-        shares = {str(rank): breakdown.shares() for rank, breakdown in found.items()}
-        content = {"first": request.first, "last": request.last, "ranks": shares}
+        shares = {str(rank): breakdown.shares() for rank, breakdown in breakdowns.items()}
         with self._failures_reported():
             self._run.profile.mkdir(exist_ok=True)
             (self._run.profile / "summary.txt").write_text(f"{report}\n", encoding="utf-8")
-            write_json(self._run.profile / "summary.json", content)
-        self._events.write("profiled", step=request.last, first=request.first, ranks=shares)
+            write_json(self._run.profile / "summary.json", {"first": first, "last": last, "ranks": shares})
+        self._events.write("profiled", step=last, first=first, ranks=shares)
 
 
 MICRO = 1e-6  # torch.profiler counts microseconds
@@ -158,8 +151,7 @@ def time_breakdown(
 ) -> TimeBreakdown:
     """Computes the breakdown from events of torch.profiler and the host's waiting time for data."""
     intervals = gpu_intervals(events, stages) if device.type == "cuda" else cpu_intervals(events)
-    none: list[Interval] = []
-    compute = uncovered(intervals.computation, none) * MICRO
+    compute = uncovered(intervals.computation, []) * MICRO
     communication = uncovered(intervals.communication, intervals.computation) * MICRO
     bubble = uncovered(intervals.messages, [*intervals.computation, *intervals.communication]) * MICRO
     parts = []
@@ -191,18 +183,22 @@ def communication_share(step: Callable[[], None], device: torch.device, stages: 
     Args:
         stages: whether there are pipeline stages, see ``gpu_intervals``.
     """
-    on_gpu = device.type == "cuda"
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities(device)) as profiler:
         begin = time.perf_counter()
         for _ in range(steps):
             step()
-        if on_gpu:
-            torch.cuda.synchronize(device)
+        synchronize(device)
         elapsed = time.perf_counter() - begin
     events = profiler.events() or []
-    found = gpu_intervals(events, stages) if on_gpu else cpu_intervals(events)
-    return uncovered(found.communication, found.computation) * 1e-6 / elapsed
+    intervals = gpu_intervals(events, stages) if device.type == "cuda" else cpu_intervals(events)
+    return uncovered(intervals.communication, intervals.computation) * MICRO / elapsed
+
+
+def activities(device: torch.device) -> list[ProfilerActivity]:
+    """Returns what torch.profiler records on ``device``."""
+    if device.type == "cuda":
+        return [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    return [ProfilerActivity.CPU]
 
 
 @dataclass(frozen=True)
@@ -219,16 +215,16 @@ class Intervals:
 
 def cpu_intervals(events: Iterable[Any]) -> Intervals:
     """Classifies CPU events by the names of gloo's operations, aten operators and compiled regions."""
-    found = Intervals()
+    intervals = Intervals()
     for event in events:
         interval = (event.time_range.start, event.time_range.end)
         if event.name.startswith(("gloo:send", "gloo:recv")):
-            found.messages.append(interval)
+            intervals.messages.append(interval)
         elif event.name.startswith("gloo:"):
-            found.communication.append(interval)
+            intervals.communication.append(interval)
         elif event.name.startswith(("aten::", "Torch-Compiled", "CompiledFx")):
-            found.computation.append(interval)
-    return found
+            intervals.computation.append(interval)
+    return intervals
 
 
 HOST_COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # begin the names of these events
@@ -240,20 +236,20 @@ def gpu_intervals(events: Iterable[Any], stages: bool) -> Intervals:
     NCCL has one kernel for messages and for the all-to-all of context parallelism. With ``stages`` its time counts as
     messages between them, otherwise as communication.
     """
-    found = Intervals()
+    intervals = Intervals()
     for event in events:
         if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
             continue
         interval = (event.time_range.start, event.time_range.end)
         if event.name.startswith(HOST_COPIES):
-            found.transfers.append(interval)
+            intervals.transfers.append(interval)
         elif "nccl" not in event.name:
-            found.computation.append(interval)
+            intervals.computation.append(interval)
         elif stages and "SendRecv" in event.name:
-            found.messages.append(interval)
+            intervals.messages.append(interval)
         else:
-            found.communication.append(interval)
-    return found
+            intervals.communication.append(interval)
+    return intervals
 
 
 def uncovered(intervals: Iterable[Interval], covers: Iterable[Interval]) -> float:

@@ -1,7 +1,7 @@
 """Measures exposed communication and the pipeline bubble in every training step, at low cost.
 
-``time_breakdown.py`` uses the profiler, which slows the steps down. This module takes two clock readings (on a GPU
-two events) around each place where computation waits for communication, and around the work of each pipeline stage:
+Unlike torch's profiler, which slows the steps down, it takes two clock readings (on a GPU two events) around each
+place where computation waits for communication, and around the work of each pipeline stage:
 
 - ``Work.wait``: hpc_train's own collectives, and FSDP's on the CPU;
 - ``wait_tensor``: the functional collectives of tensor parallelism;
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed import _functional_collectives
 
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 STAGE_WORK = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
 
@@ -50,7 +51,8 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._communication, self._pass, self._work = (make_stopwatch(device) for _ in range(3))
+        self._watches = [make_stopwatch(device) for _ in range(3)]
+        self._communication, self._pass, self._work = self._watches
         self._waiting = self._communication  # the stopwatch that currently counts waits
         self._counts = False
         self._is_cut = False
@@ -60,7 +62,7 @@ class StepClock:
     @property
     def stretches(self) -> int:
         """Returns the number of intervals timed since the start, which determines the cost of measuring."""
-        return sum(watch.stretches for watch in (self._communication, self._pass, self._work))
+        return sum(watch.stretches for watch in self._watches)
 
     @contextmanager
     def watching(self, replicated: Iterable[nn.Module] = (), pipeline: bool = False) -> Iterator[None]:
@@ -80,19 +82,16 @@ class StepClock:
             if self._device.type == "cuda":
                 stack.enter_context(_replaced(torch.cuda.Stream, "wait_event", self._waits))
             if pipeline:
-                self._watch_pipeline(stack)
+                from torch.distributed.pipelining.stage import _PipelineStageBase  # importing it takes a second
+
+                from hpc_train.parallel.pipeline.engine import PipelineEngine
+                from hpc_train.parallel.pipeline.schedules import Schedule
+
+                for name in STAGE_WORK:
+                    stack.enter_context(_replaced(_PipelineStageBase, name, self._timed(self._work, counts=True)))
+                stack.enter_context(_replaced(Schedule, "step", self._timed(self._pass, counts=False)))
+                stack.enter_context(_replaced(PipelineEngine, "clip_grad_norm_", self._drains))
             yield
-
-    def _watch_pipeline(self, stack: ExitStack) -> None:
-        from torch.distributed.pipelining.stage import _PipelineStageBase  # importing it takes a second
-
-        from hpc_train.parallel.pipeline.engine import PipelineEngine
-        from hpc_train.parallel.pipeline.schedules import Schedule
-
-        for name in STAGE_WORK:
-            stack.enter_context(_replaced(_PipelineStageBase, name, self._works))
-        stack.enter_context(_replaced(Schedule, "step", self._passes))
-        stack.enter_context(_replaced(PipelineEngine, "clip_grad_norm_", self._drains))
 
     def seconds_per_stretch(self, times: int = 1000) -> float:
         """Measures the cost of timing one interval; must not be called inside ``step``."""
@@ -111,12 +110,12 @@ class StepClock:
         self._counts = True
         yield
         self._counts = False
-        for watch in (self._communication, self._pass, self._work):
+        for watch in self._watches:
             watch.collect()
 
     def cut(self) -> None:
         """Ends the interval that the next ``read`` returns; steps until then belong to the interval after it."""
-        for watch in (self._communication, self._pass, self._work):
+        for watch in self._watches:
             watch.cut()
         self._is_cut = True
 
@@ -125,7 +124,7 @@ class StepClock:
         if not self._is_cut:
             self.cut()
         self._is_cut = False
-        communication, passed, work = (watch.take() for watch in (self._communication, self._pass, self._work))
+        communication, passed, work = (watch.take() for watch in self._watches)
         return StepTimes(communication, max(0.0, passed - work))
 
     def _waits(self, wait: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,31 +151,23 @@ class StepClock:
         stream = args[0] if waits_itself else torch.cuda.current_stream(self._device)
         return bool(stream.cuda_stream == self._stream)
 
-    def _works(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            before = self._counts
-            self._counts = True
-            begun = self._work.begin()
-            try:
-                return work(*args, **kwargs)
-            finally:
-                self._work.end(begun)
-                self._counts = before
+    def _timed(self, watch: Stopwatch, counts: bool) -> Wrap:
+        """Returns a wrapper that times a function with ``watch``, and meanwhile counts waits or not."""
 
-        return timed
+        def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                before = self._counts
+                self._counts = counts
+                begun = watch.begin()
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    watch.end(begun)
+                    self._counts = before
 
-    def _passes(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            before = self._counts
-            self._counts = False
-            begun = self._pass.begin()
-            try:
-                return step(*args, **kwargs)
-            finally:
-                self._pass.end(begun)
-                self._counts = before
+            return timed
 
-        return timed
+        return wrap
 
     def _drains(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -205,17 +196,13 @@ class StepClock:
                 self._communication.end(begun)
                 self._counts = True
 
-            _queue_at_end_of_backward(end)
+            Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
-        _queue_at_end_of_backward(begin)
-
-
-def _queue_at_end_of_backward(call: Callable[[], None]) -> None:
-    Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(begin)  # type: ignore[attr-defined]
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def _replaced(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
     original = getattr(owner, name)
     setattr(owner, name, wrap(original))
     try:
@@ -224,55 +211,34 @@ def _replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callab
         setattr(owner, name, original)
 
 
-class Stopwatch(Protocol):
-    """Sums the intervals between ``begin`` and ``end``, up to the last ``cut``.
+class HostStopwatch:
+    """Sums the intervals between ``begin`` and ``end``, up to the last ``cut``, by the host's clock.
 
     Attributes:
         stretches: number of intervals since the start.
     """
 
-    stretches: int
+    def __init__(self) -> None:
+        self.stretches = 0
+        self._seconds = self._taken = 0.0
 
     def begin(self) -> Any:
         """Starts an interval and returns the argument for ``end``."""
+        return time.perf_counter()
 
-    def end(self, begun: Any) -> None: ...
+    def end(self, begun: Any) -> None:
+        self._seconds += time.perf_counter() - begun
+        self.stretches += 1
 
     def collect(self) -> None:
         """Adds the intervals that the device has finished, without blocking; called after each step."""
 
     def cut(self) -> None:
         """Ends the period whose seconds the next ``take`` returns; called once before each ``take``."""
-
-    def take(self) -> float:
-        """Returns the seconds between the last two cuts; waits for the device to finish these intervals."""
-
-
-def make_stopwatch(device: torch.device) -> Stopwatch:
-    return DeviceStopwatch() if device.type == "cuda" else HostStopwatch()
-
-
-class HostStopwatch:
-    """A ``Stopwatch`` for the CPU, which reads the host's clock."""
-
-    def __init__(self) -> None:
-        self.stretches = 0
-        self._seconds = self._taken = 0.0
-
-    def begin(self) -> float:
-        return time.perf_counter()
-
-    def end(self, begun: float) -> None:
-        self._seconds += time.perf_counter() - begun
-        self.stretches += 1
-
-    def collect(self) -> None:
-        pass
-
-    def cut(self) -> None:
         self._taken, self._seconds = self._seconds, 0.0
 
     def take(self) -> float:
+        """Returns the seconds between the last two cuts; waits for the device to finish these intervals."""
         return self._taken
 
 
@@ -285,7 +251,7 @@ class _Period:
 
 
 class DeviceStopwatch:
-    """A ``Stopwatch`` that records reusable events in the current CUDA stream, without blocking the host."""
+    """Does the same by reusable events in the current CUDA stream, without blocking the host."""
 
     def __init__(self) -> None:
         self.stretches = 0
@@ -319,3 +285,10 @@ class DeviceStopwatch:
             first, last = period.open.popleft()
             period.seconds += first.elapsed_time(last) * 1e-3
             self._free += (first, last)
+
+
+Stopwatch = HostStopwatch | DeviceStopwatch
+
+
+def make_stopwatch(device: torch.device) -> Stopwatch:
+    return DeviceStopwatch() if device.type == "cuda" else HostStopwatch()

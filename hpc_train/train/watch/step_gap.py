@@ -13,10 +13,11 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from hpc_train.config.schema import Config
-from hpc_train.train.watch.profiler import HOST_COPIES, cpu_intervals, gpu_intervals, uncovered
+from hpc_train.parallel.mesh import synchronize
+from hpc_train.train.watch.profiler import HOST_COPIES, MICRO, activities, cpu_intervals, gpu_intervals, uncovered
 
 PRODUCTS, RECOMPUTED, ELEMENTWISE = "matrix products and attention", "recomputed forward", "element-wise operations"
 LOSS, OPTIMIZER, COPIES = "loss", "optimizer", "copies and casts"
@@ -35,7 +36,6 @@ WORDS: Sequence[tuple[str, tuple[str, ...]]] = (
 # The names of compiled kernels list the operators around them; those of products begin with the name of a template.
 COMPILED, TEMPLATE = "triton_", "triton_tem_"
 STEPS = 3  # that are profiled
-MICRO = 1e-6  # torch.profiler counts microseconds
 
 
 def kind_of(name: str) -> str:
@@ -58,32 +58,30 @@ def profiled(step: Callable[[], object], device: torch.device, stages: bool, ste
     Args:
         stages: whether there are pipeline stages.
     """
-    on_gpu = device.type == "cuda"
-    if on_gpu:  # or the steps would wait for what was launched before
-        torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])) as profiler:
+    synchronize(device)  # or the steps would wait for what was launched before
+    with profile(activities=activities(device)) as profiler:
         for _ in range(steps):
             step()
-        if on_gpu:
-            torch.cuda.synchronize(device)
-    return {kind: seconds / steps for kind, seconds in seconds_by_kind(profiler.events() or [], on_gpu, stages).items()}
+        synchronize(device)
+    seconds = seconds_by_kind(profiler.events() or [], device.type == "cuda", stages)
+    return {kind: value / steps for kind, value in seconds.items()}
 
 
 def seconds_by_kind(events: Iterable[Any], on_gpu: bool, stages: bool) -> dict[str, float]:
     """Returns the seconds of each kind of work in the events of torch.profiler."""
     events = [*events]
-    found = gpu_intervals(events, stages) if on_gpu else cpu_intervals(events)
+    intervals = gpu_intervals(events, stages) if on_gpu else cpu_intervals(events)
     seconds = dict.fromkeys([*(kind for kind, _ in WORDS), ELEMENTWISE], 0.0)
     for name, length in _kernels(events) if on_gpu else _operators(events):
         seconds[kind_of(name)] += MICRO * length
     total = sum(seconds.values())
-    covered = MICRO * uncovered(found.computation, [])
+    covered = MICRO * uncovered(intervals.computation, [])
     if total > covered:  # kernels overlap
         seconds = {kind: value * covered / total for kind, value in seconds.items()}
-    computing = [*found.computation, *found.communication]
-    seconds[COMMUNICATION] = MICRO * uncovered(found.communication, found.computation)
-    seconds[BUBBLE] = MICRO * uncovered(found.messages, computing)
-    seconds[TRANSFERS] = MICRO * uncovered(found.transfers, [*computing, *found.messages])
+    computing = [*intervals.computation, *intervals.communication]
+    seconds[COMMUNICATION] = MICRO * uncovered(intervals.communication, intervals.computation)
+    seconds[BUBBLE] = MICRO * uncovered(intervals.messages, computing)
+    seconds[TRANSFERS] = MICRO * uncovered(intervals.transfers, [*computing, *intervals.messages])
     return seconds
 
 
@@ -123,13 +121,13 @@ def losses(seconds: Mapping[str, float], step_s: float, ideal_s: float, recomput
 
 def mean_of_ranks(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns the mean over ranks of the seconds of each kind."""
-    return {kind: fmean(own[kind] for own in seconds) for kind in seconds[0]}
+    return {kind: fmean(rank[kind] for rank in seconds) for kind in seconds[0]}
 
 
 def advice(kind: str, config: Config) -> str:
     """Returns what makes a loss smaller under ``config``."""
     compiled = config.train.compile
-    fused, casts = _fewer_bytes(config), _fewer_bytes(config)
+    fused = casts = _fewer_bytes(config)
     if compiled and config.precision.name == "bf16" and config.precision.weights == "fp32":
         casts = "precision.weights=bf16, so that weights are not cast in each step"
     return {

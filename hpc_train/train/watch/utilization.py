@@ -68,25 +68,23 @@ class FlopCount:
 
 def count_flops(model: Model, inputs: Tensor, recomputation: Recomputation, loss: LossForm) -> FlopCount:
     """Counts the operations of the unsplit model; only the shape of ``inputs``, a micro-batch, is read."""
+    recomputed: float | None = 0.0
+    if recomputation.recomputes or loss.recomputes:
+        recomputed = None
+        blocks = model.forward_flops(inputs)
+        if blocks is not None:  # kept products leave nothing that PaLM counts
+            _, *layers, head = blocks
+            recomputed = sum(flops for layer, flops in enumerate(layers) if recomputation.mode(layer) == "full")
+            if loss.recomputes:
+                recomputed += head
     total = model.flops_per_sample(inputs)
+    causal = with_embeddings = None
     terms = model.flop_terms(inputs)
-    return FlopCount(
-        model=total,
-        recomputed=_recomputed(model.forward_flops(inputs), recomputation, loss),
-        causal=total - terms.masked if terms is not None and terms.masked is not None else None,
-        with_embeddings=total + terms.embedding if terms is not None else None,
-    )
-
-
-def _recomputed(blocks: tuple[float, ...] | None, recomputation: Recomputation, loss: LossForm) -> float | None:
-    """Returns the recomputed FLOPs of ``Model.forward_flops``; kept products leave nothing that PaLM counts."""
-    if not recomputation.recomputes and not loss.recomputes:
-        return 0.0
-    if blocks is None:
-        return None
-    _, *layers, head = blocks
-    recomputed = [flops for layer, flops in enumerate(layers) if recomputation.mode(layer) == "full"]
-    return sum(recomputed) + (head if loss.recomputes else 0.0)
+    if terms is not None:
+        with_embeddings = total + terms.embedding
+        if terms.masked is not None:
+            causal = total - terms.masked
+    return FlopCount(total, recomputed, causal, with_embeddings)
 
 
 def describe_utilization(count: FlopCount, peak_flops: float, source: str) -> dict[str, Any]:
@@ -102,16 +100,16 @@ def describe_utilization(count: FlopCount, peak_flops: float, source: str) -> di
 
 def device_peak(device: torch.device, precision: str, tf32: bool) -> float | None:
     """Returns the peak FLOP/s of a GPU according to its data sheet, of a partition its share; None if unknown."""
-    found = torch.cuda.get_device_properties(device)
-    return peak_flops(found.name, precision, tf32, found.multi_processor_count)
+    properties = torch.cuda.get_device_properties(device)
+    return peak_flops(properties.name, precision, tf32, properties.multi_processor_count)
 
 
 def peak_host_memory() -> int:
     """Returns the peak resident set in bytes (VmHWM), which unlike ``ru_maxrss`` does not include the parent's."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert found is not None, "the kernel always reports it for a living process"
-    return 1024 * int(found.group(1))
+    kilobytes = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert kilobytes is not None, "the kernel always reports it for a living process"
+    return 1024 * int(kilobytes[1])
 
 
 def peak_device_memory(device: torch.device) -> int | None:
@@ -162,9 +160,11 @@ def _reader(device: torch.device) -> Callable[[], float | None] | None:
     """Returns the function that reads the utilization of ``device``; None if the driver does not report it."""
     if torch.version.hip is not None:
         node = AmdNode.read(NODES, PCI, DEVICES)
-        visible = () if node is None else node.visible(os.environ)
+        visible = node.visible(os.environ) if node is not None else ()
         index = torch.cuda.current_device() if device.index is None else device.index
-        return partial(busy_share, PCI / visible[index].pci) if index < len(visible) else None
+        if index >= len(visible):
+            return None
+        return partial(busy_share, PCI / visible[index].pci)
     try:
         library = Nvml()
     except OSError:
