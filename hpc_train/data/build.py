@@ -143,18 +143,16 @@ class SyntheticDataset(Dataset):
     def sample(self, index: int, epoch: int) -> Sample:
         random = generator(self._seed, self._stream, index)
         if self._patterns is None:
-            return next_token_sample(self._count(random))
+            start = random.integers(0, self._config.vocab_size)
+            step = random.integers(1, 9)
+            window = start + step * np.arange(self._config.sequence_length + 1)
+            return next_token_sample(window % self._config.vocab_size)
         label = index % self._config.n_classes
         noise = random.standard_normal(self._patterns[label].shape, dtype=np.float32)
         return Sample(inputs=self._patterns[label] + noise, targets=np.array(label, dtype=np.int64))
 
     def source(self, index: int) -> str:
         return "computed"
-
-    def _count(self, random: np.random.Generator) -> Array:
-        start = random.integers(0, self._config.vocab_size)
-        step = random.integers(1, 9)
-        return (start + step * np.arange(self._config.sequence_length + 1)) % self._config.vocab_size
 
     def _class_patterns(self) -> Array:
         config = self._config

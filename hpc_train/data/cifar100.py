@@ -86,7 +86,17 @@ class CIFAR100Dataset(Dataset):
     def __init__(
         self, config: CIFAR100DataConfig, split: str, seed: int, md5: Mapping[str, str] = OFFICIAL_MD5
     ) -> None:
-        _check_sizes(config)
+        for key, value, right in (("channels", config.channels, 3), ("n_classes", config.n_classes, 100)):
+            if value != right:
+                raise UserError(
+                    f"data.{key} is {value}, but CIFAR-100 has {right}", where=f"data.{key}", fix=f"data.{key}={right}"
+                )
+        if config.image_size < 1:
+            raise UserError(
+                f"data.image_size is {config.image_size}, but must be at least 1",
+                where="data.image_size",
+                fix="data.image_size=32",
+            )
         directory = Path(config.path)
         if not directory.is_dir():
             raise UserError(f"{directory} is not a directory", where="data.path", fix=_FIX)
@@ -116,17 +126,3 @@ class CIFAR100Dataset(Dataset):
 
     def source(self, index: int) -> str:
         return str(self.path)
-
-
-def _check_sizes(config: CIFAR100DataConfig) -> None:
-    for key, value, right in (("channels", config.channels, 3), ("n_classes", config.n_classes, 100)):
-        if value != right:
-            raise UserError(
-                f"data.{key} is {value}, but CIFAR-100 has {right}", where=f"data.{key}", fix=f"data.{key}={right}"
-            )
-    if config.image_size < 1:
-        raise UserError(
-            f"data.image_size is {config.image_size}, but must be at least 1",
-            where="data.image_size",
-            fix="data.image_size=32",
-        )

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hpc_train.config.schema import CustomDataConfig, DataConfig, StreamDataConfig
 from hpc_train.config.schema.data import OwnKeys
-from hpc_train.data.dataset import IGNORED, Array, Batch, Dataset, Indices, Nested, Ragged, Sample, leaves, map_leaves
+from hpc_train.data.dataset import IGNORED, Array, Batch, Dataset, Nested, Ragged, Sample, leaves, map_leaves
 from hpc_train.data.images import generator
 from hpc_train.data.sampler import mix
 from hpc_train.errors import UserCodeError, UserError
@@ -138,7 +138,15 @@ class CustomDataset(Dataset):
         self._reads = ItemReader(config, self._name)
         self._seed = seed
         if getattr(items, "lengths", None) is not None:
-            self.lengths = _lengths(items)
+            lengths = np.asarray(items.lengths)
+            if lengths.shape != (len(items),) or lengths.dtype.kind not in "iu" or (lengths.size and lengths.min() < 1):
+                raise UserError(
+                    f"{type(items).__name__}.lengths has shape {lengths.shape} and begins with "
+                    f"{lengths.ravel()[:3].tolist()}",
+                    where="data._target_",
+                    fix=f"set lengths to the number of tokens of each of the {len(items)} items, 1 or more",
+                )
+            self.lengths = lengths.astype(np.int64)
 
     def __len__(self) -> int:
         return len(self._items)
@@ -152,17 +160,6 @@ class CustomDataset(Dataset):
 
     def source(self, index: int) -> str:
         return self._name
-
-
-def _lengths(items: Any) -> Indices:
-    lengths = np.asarray(items.lengths)
-    if lengths.shape != (len(items),) or lengths.dtype.kind not in "iu" or (lengths.size and lengths.min() < 1):
-        raise UserError(
-            f"{type(items).__name__}.lengths has shape {lengths.shape} and begins with {lengths.ravel()[:3].tolist()}",
-            where="data._target_",
-            fix=f"set lengths to the number of tokens of each of the {len(items)} items, 1 or more",
-        )
-    return lengths.astype(np.int64)
 
 
 class ItemReader:
@@ -324,7 +321,14 @@ class Collate:
         batch = self._built(items, described_indices, epoch, which)
         if not self._verified:
             self._verified = True
-            if not _equal(batch, self._built(items, described_indices, epoch, which)):
+            other = self._built(items, described_indices, epoch, which)
+            first_tensors, second_tensors = (
+                [*_contents((built.inputs, built.targets, built.context), set())] for built in (batch, other)
+            )
+            if len(first_tensors) != len(second_tensors) or not all(
+                first.shape == second.shape and first.dtype == second.dtype and torch.equal(_bits(first), _bits(second))
+                for first, second in zip(first_tensors, second_tensors, strict=True)
+            ):
                 raise UserError(
                     f"{which} returned two different batches for the same items",
                     where="data.collate",
@@ -399,14 +403,6 @@ def _listed(dataset: Dataset, indices: Sequence[int]) -> str:
     if len(indices) == 1:
         return first
     return f"{first} to {dataset.describe(indices[-1])}"
-
-
-def _equal(first_batch: Batch, other: Batch) -> bool:
-    mine, others = ([*_contents((batch.inputs, batch.targets, batch.context), set())] for batch in (first_batch, other))
-    return len(mine) == len(others) and all(
-        first.shape == second.shape and first.dtype == second.dtype and torch.equal(_bits(first), _bits(second))
-        for first, second in zip(mine, others, strict=True)
-    )
 
 
 def _contents(value: Any, seen: set[int]) -> Iterator[Tensor]:

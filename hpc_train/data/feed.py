@@ -303,7 +303,22 @@ class _Steps:
     def __next__(self) -> _SentStep:
         stacked = [next(self._reader) for _ in range(self._micro_batches)]
         for micro_batch in stacked if self._even else ():
-            self._check_shapes(micro_batch)
+            parts = (micro_batch.inputs, micro_batch.targets, micro_batch.context)
+            shapes = [list(value.shape) for part in parts for value in leaves(part)]
+            if self._shapes is None:
+                self._shapes = shapes
+            if shapes != self._shapes:
+                where = "data"
+                fix = "make the samples equal in shape, give the dataset an attribute `lengths`, or set data.collate"
+                if self._collated:
+                    where = "data.collate"
+                    fix = "pad to one length in data.collate, or use a strategy without pipeline"
+                equal = "all micro-batches of a pipeline" if self._pipeline else "all samples"
+                raise UserError(
+                    f"two micro-batches have the shapes {self._shapes} and {shapes}, but {equal} need equal shapes",
+                    where=where,
+                    fix=fix,
+                )
         sent = self._copy.send(Batch(*micro_batch[:3], samples=micro_batch.samples) for micro_batch in stacked)
         states = tuple(micro_batch.state for micro_batch in stacked if micro_batch.state)
         targets = sum(micro_batch.target_count for micro_batch in stacked)
@@ -312,22 +327,6 @@ class _Steps:
 
     def close(self) -> None:
         self._reader.close()
-
-    def _check_shapes(self, stacked: Stacked) -> None:
-        parts = (stacked.inputs, stacked.targets, stacked.context)
-        shapes = [list(value.shape) for part in parts for value in leaves(part)]
-        if self._shapes is None:
-            self._shapes = shapes
-        if shapes != self._shapes:
-            raise UserError(
-                f"two micro-batches have the shapes {self._shapes} and {shapes}, but "
-                + ("all micro-batches of a pipeline" if self._pipeline else "all samples")
-                + " need equal shapes",
-                where="data.collate" if self._collated else "data",
-                fix="pad to one length in data.collate, or use a strategy without pipeline"
-                if self._collated
-                else "make the samples equal in shape, give the dataset an attribute `lengths`, or set data.collate",
-            )
 
 
 def _order(dataset: Dataset, batch: BatchConfig, seed: int) -> Order:

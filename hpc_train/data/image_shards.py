@@ -64,7 +64,15 @@ class ShardsDataset(DecodedImages):
                 where="data.n_classes",
                 fix=f"data.n_classes={len(self.classes)}",
             )
-        self._index = _load_index(index_file(directory, split), meta["counts"][split])
+        path = index_file(directory, split)
+        samples = meta["counts"][split]
+        try:
+            index = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read: {error}", where="data.path", fix=FIX) from error
+        if index.shape != (samples, 4) or not samples:
+            raise UserError(f"{path} has shape {index.shape}, expected {(samples, 4)}", where="data.path", fix=FIX)
+        self._index = index
         super().__init__(config, self._index[:, 3].copy(), split, seed)
         self._shards = [shard_file(directory, split, number) for number in range(int(self._index[:, 0].max()) + 1)]
         self._open_files: dict[int, int] = {}
@@ -75,15 +83,12 @@ class ShardsDataset(DecodedImages):
 
     def _file(self, index: int) -> io.BytesIO:
         shard, offset, size, _ = self._index[index].tolist()
-        content = os.pread(self._descriptor(shard), size, offset)
+        if shard not in self._open_files:
+            self._open_files[shard] = os.open(self._shards[shard], os.O_RDONLY | os.O_CLOEXEC)
+        content = os.pread(self._open_files[shard], size, offset)
         if len(content) != size:
             raise OSError(f"{self._shards[shard]} ends before byte {offset + size}; copy it again")
         return io.BytesIO(content)
-
-    def _descriptor(self, shard: int) -> int:
-        if shard not in self._open_files:
-            self._open_files[shard] = os.open(self._shards[shard], os.O_RDONLY | os.O_CLOEXEC)
-        return self._open_files[shard]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -91,16 +96,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}", where="data.path", fix=FIX) from error
-
-
-def _load_index(path: Path, samples: int) -> Any:
-    try:
-        index = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}", where="data.path", fix=FIX) from error
-    if index.shape != (samples, 4) or not samples:
-        raise UserError(f"{path} has shape {index.shape}, expected {(samples, 4)}", where="data.path", fix=FIX)
-    return index
 
 
 @dataclass(frozen=True)
@@ -150,8 +145,17 @@ def make_shards(
     listing = [(os.path.relpath(i.path, source), i.size, shard_bytes) for split in SPLITS for i in images[split]]
     key = hashlib.blake2b(json.dumps(listing).encode(), digest_size=16).hexdigest()
     with sole_builder(out) as builder:
-        if not _is_finished(out, key):
-            _begin(out / _WORK, key)
+        for path in (out / META, out / _WORK / _KEY):
+            if path.exists() and read_json(path).get("key") != key:
+                raise UserError(
+                    f"{out} contains shards of other images", where="--out", fix="use another directory, or remove it"
+                )
+        if not (out / META).exists():
+            work = out / _WORK
+            work.mkdir(exist_ok=True)
+            write_json(work / _KEY, {"key": key})
+            for path in work.glob("unfinished-*"):
+                path.unlink()
             shards = [shard for split in SPLITS for shard in _shards(out, split, images[split], shard_bytes)]
             _write_missing(shards, workers, builder, on_progress)
             for split in SPLITS:
@@ -162,24 +166,6 @@ def make_shards(
             write_json(out / META, {"classes": classes, "counts": counts, "key": key})
         shutil.rmtree(out / _WORK, ignore_errors=True)
     return dict(read_json(out / META))
-
-
-def _is_finished(out: Path, key: str) -> bool:
-    """Returns whether ``out`` is complete; raises UserError if it has shards of other images, all or some."""
-    for path in (out / META, out / _WORK / _KEY):
-        if path.exists() and read_json(path).get("key") != key:
-            raise UserError(
-                f"{out} contains shards of other images", where="--out", fix="use another directory, or remove it"
-            )
-    return (out / META).exists()
-
-
-def _begin(work: Path, key: str) -> None:
-    """Notes the images whose shards follow, and removes the unfinished ones of an earlier process."""
-    work.mkdir(exist_ok=True)
-    write_json(work / _KEY, {"key": key})
-    for path in work.glob("unfinished-*"):
-        path.unlink()
 
 
 def _images(folder: Path, classes: list[str]) -> Iterator[_Image]:

@@ -82,13 +82,6 @@ class DecodedImages(Dataset):
 
     def sample(self, index: int, epoch: int) -> Sample:
         random = generator(self._seed, epoch, index) if self._augment else None
-        pixels = self._decode(index, random)
-        if random is not None:
-            pixels = flip(pixels, random)
-        return Sample(inputs=np.ascontiguousarray(pixels), targets=self._labels[index])
-
-    def _decode(self, index: int, random: np.random.Generator | None) -> Array:
-        """Returns a box of the image, scaled to ``[channels, size, size]`` uint8."""
         decoded = open_image(self._file(index), self.source(index), _MODES[self._channels])
         width, height = decoded.size
         if random is None:
@@ -96,7 +89,10 @@ class DecodedImages(Dataset):
         else:
             box = random_box(width, height, random)
         scaled = decoded.resize((self._size, self._size), self._bilinear, box=box)
-        return np.asarray(scaled).reshape(self._size, self._size, self._channels).transpose(2, 0, 1)
+        pixels = np.asarray(scaled).reshape(self._size, self._size, self._channels).transpose(2, 0, 1)
+        if random is not None:
+            pixels = flip(pixels, random)
+        return Sample(inputs=np.ascontiguousarray(pixels), targets=self._labels[index])
 
 
 class ImagesDataset(DecodedImages):
@@ -221,17 +217,14 @@ def center_box(width: int, height: int, share: float = 0.875) -> Box:
 def resize(pixels: Array, size: int) -> Array:
     """Resizes ``[channels, height, width]`` bilinearly to float32 ``[channels, size, size]`` with aligned edges."""
     for axis in (1, 2):
-        pixels = _stretch(pixels.astype(np.float32), size, axis)
+        pixels = pixels.astype(np.float32)
+        old = pixels.shape[axis]
+        centers = np.clip((np.arange(size, dtype=np.float32) + 0.5) * old / size - 0.5, 0, old - 1)
+        lower = np.floor(centers).astype(np.int64)
+        upper = np.minimum(lower + 1, old - 1)
+        share = (centers - lower).astype(np.float32).reshape(-1, *[1] * (pixels.ndim - 1 - axis))
+        pixels = pixels.take(lower, axis) * (1 - share) + pixels.take(upper, axis) * share
     return pixels
-
-
-def _stretch(pixels: Array, size: int, axis: int) -> Array:
-    old = pixels.shape[axis]
-    centers = np.clip((np.arange(size, dtype=np.float32) + 0.5) * old / size - 0.5, 0, old - 1)
-    lower = np.floor(centers).astype(np.int64)
-    upper = np.minimum(lower + 1, old - 1)
-    share = (centers - lower).astype(np.float32).reshape(-1, *[1] * (pixels.ndim - 1 - axis))
-    return pixels.take(lower, axis) * (1 - share) + pixels.take(upper, axis) * share
 
 
 _ORIENTATION, _BITS, _PHOTOMETRIC = 0x0112, 0x0102, 0x0106  # tags of EXIF and TIFF

@@ -212,19 +212,11 @@ class StackedSamples:
 
     def __call__(self, request: LoadRequest) -> Stacked:
         indices = [index for index in request.slots if index != PADDING]
-        if self._dataset.collate is None:
-            batch = self._stack(request, indices)
-        else:
-            batch = self._collate(request, indices)
-        return batch._replace(samples=request.slots)
-
-    def _collate(self, request: LoadRequest, indices: list[int]) -> Stacked:
-        assert self._dataset.collate is not None
-        items = [self._read(index, request.epoch, self._dataset.item) for index in indices or [request.template]]
-        batch = self._dataset.collate(self._dataset, items, indices, request.epoch, len(request.slots))
-        return Stacked(batch.inputs, batch.targets, dict(batch.context), target_count(batch.targets))
-
-    def _stack(self, request: LoadRequest, indices: list[int]) -> Stacked:
+        if self._dataset.collate is not None:
+            items = [self._read(index, request.epoch, self._dataset.item) for index in indices or [request.template]]
+            batch = self._dataset.collate(self._dataset, items, indices, request.epoch, len(request.slots))
+            count = target_count(batch.targets)
+            return Stacked(batch.inputs, batch.targets, dict(batch.context), count, samples=request.slots)
         samples = [self._fitted(index, request) for index in indices]
         if samples:
             template = samples[0]
@@ -234,7 +226,7 @@ class StackedSamples:
         if request.width is not None:
             padding = pad_or_truncate(padding, request.width)
         check_shapes(indices, samples, self._dataset.describe)
-        return stacked(samples, padding, len(request.slots))
+        return stacked(samples, padding, len(request.slots))._replace(samples=request.slots)
 
     def _fitted(self, index: int, request: LoadRequest) -> Sample:
         def fitted(index: int, epoch: int) -> Sample:

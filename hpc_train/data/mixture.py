@@ -87,16 +87,12 @@ class MixedOrder(Order):
         sources, numbers = picks(np.array(self.shares), begin, end)
         for source, size in enumerate(self.sizes):
             positions = np.flatnonzero(sources == source)
-            slots[positions] = self._numbered(source, size, numbers[positions])
+            epochs, within = np.divmod(numbers[positions], size)
+            for epoch in np.unique(epochs).tolist():
+                order = Permutation(size, mix((self.seed or 0) + source), epoch)
+                first_slot = epoch * self.samples + sum(self.sizes[:source])
+                slots[positions[epochs == epoch]] = first_slot + order(within[epochs == epoch])
         return slots
-
-    def _numbered(self, source: int, size: int, numbers: Indices) -> Indices:
-        samples = np.empty_like(numbers)
-        for epoch in np.unique(numbers // size).tolist():
-            in_epoch = numbers // size == epoch
-            order = Permutation(size, mix((self.seed or 0) + source), epoch)
-            samples[in_epoch] = epoch * self.samples + sum(self.sizes[:source]) + order(numbers[in_epoch] % size)
-        return samples
 
     def seen(self, steps: int, skipped: Skipped) -> Indices:
         """Returns how many samples of each source the first ``steps`` steps use."""
@@ -104,13 +100,10 @@ class MixedOrder(Order):
         begin = 0
         end = skipped.position(steps - 1) + 1 if steps else 0
         for first, last in (*skipped.windows, (end, end)):
-            total += self._between(begin, min(first, end))
+            shares = np.array(self.shares)
+            total += counts(shares, min(first, end) * self.global_size) - counts(shares, begin * self.global_size)
             begin = min(last, end)
         return total
-
-    def _between(self, first: int, last: int) -> Indices:
-        shares = np.array(self.shares)
-        return counts(shares, last * self.global_size) - counts(shares, first * self.global_size)
 
 
 @dataclass(frozen=True)
@@ -135,7 +128,19 @@ class MixtureDataset(Dataset):
     def __init__(self, sources: Mapping[str, Dataset], weights: Mapping[str, float]) -> None:
         self.sources = dict(sources)
         self.sizes = tuple(len(source) for source in self.sources.values())
-        self._check()
+        for name, source in self.sources.items():
+            if len(source) == 0:
+                raise UserError(
+                    f"the source {name} has no samples", where=f"data.sources.{name}", fix="a source with samples"
+                )
+        scales = {name: source.scale for name, source in self.sources.items()}
+        if len(set(scales.values())) > 1:
+            raise UserError(
+                "the sources normalize pixels differently: "
+                + ", ".join(f"{name} by {scale}" for name, scale in scales.items()),
+                where="data.sources",
+                fix="sources of one kind, or data.sources.NAME=custom with a dataset that returns float pixels",
+            )
         self.shares = shares_of([weights[name] for name in self.sources] if weights else self.sizes)
         self._ends = np.cumsum(self.sizes)
         first = next(iter(self.sources.values()))
@@ -187,21 +192,6 @@ class MixtureDataset(Dataset):
         number = int(np.searchsorted(self._ends, place, side="right"))
         name = list(self.sources)[number]
         return name, self.sources[name], place - int(self._ends[number]) + self.sizes[number], epoch
-
-    def _check(self) -> None:
-        for name, source in self.sources.items():
-            if len(source) == 0:
-                raise UserError(
-                    f"the source {name} has no samples", where=f"data.sources.{name}", fix="a source with samples"
-                )
-        scales = {name: source.scale for name, source in self.sources.items()}
-        if len(set(scales.values())) > 1:
-            raise UserError(
-                "the sources normalize pixels differently: "
-                + ", ".join(f"{name} by {scale}" for name, scale in scales.items()),
-                where="data.sources",
-                fix="sources of one kind, or data.sources.NAME=custom with a dataset that returns float pixels",
-            )
 
 
 def _lengths(source: Dataset) -> Indices:

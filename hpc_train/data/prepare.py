@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -118,7 +118,8 @@ def prepare(
         existing = _finished(out, key)
         if existing is None:
             shards = list(_shards(inputs, keys, builder))
-            _clear_unfinished(out / _SHARDS)
+            for path in (out / _SHARDS).glob("unfinished-*"):
+                shutil.rmtree(path)
             _write_shards(shards, settings, workers, builder, on_progress)
             existing = _join(shards, builder, settings, encoder, key)
         shutil.rmtree(out / _SHARDS, ignore_errors=True)
@@ -142,11 +143,6 @@ def _finished(out: Path, key: str) -> TokensMeta | None:
             fix="use another directory, or remove it",
         )
     return meta
-
-
-def _clear_unfinished(shards: Path) -> None:
-    for path in shards.glob("unfinished-*"):
-        shutil.rmtree(path)
 
 
 def _shards(inputs: list[InputFile], keys: list[str], builder: Builder) -> Iterator[_Shard]:
@@ -193,7 +189,13 @@ def _write_shard(shard: _Shard, report: Report, settings: Settings) -> None:
         files = {"train": train, "validation": validation}
         for number, source in enumerate(shard.sources):
             for batch in _batches(read_documents(source, settings.jsonl_field, settings.encoding)):
-                _write_batch(batch, source, settings, encoder, files, written)
+                for piece, ids in zip(batch, encoder.encode(batch), strict=True):
+                    start = () if piece.before else encoder.start
+                    ends = [encoder.separator] if piece.last and encoder.separator is not None else []
+                    tokens = np.concatenate([np.array(part, dtype=np.uint32) for part in (start, ids, ends)])
+                    split = SPLITS[position(f"{source.name}:{piece.document}") < settings.validation_share]
+                    files[split].write(tokens.astype(_dtype(encoder)).tobytes())
+                    written.add(split, len(tokens), piece.last)
                 report(read + batch[-1].consumed, number)
             read += source.size
             report(read, number + 1)
@@ -218,23 +220,6 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
             size = 0
     if batch:
         yield batch
-
-
-def _write_batch(
-    batch: list[Piece],
-    source: InputFile,
-    settings: Settings,
-    encoder: Encoder,
-    files: Mapping[str, IO[bytes]],
-    written: _Written,
-) -> None:
-    for piece, ids in zip(batch, encoder.encode(batch), strict=True):
-        start = () if piece.before else encoder.start
-        ends = [encoder.separator] if piece.last and encoder.separator is not None else []
-        tokens = np.concatenate([np.array(part, dtype=np.uint32) for part in (start, ids, ends)])
-        split = SPLITS[position(f"{source.name}:{piece.document}") < settings.validation_share]
-        files[split].write(tokens.astype(_dtype(encoder)).tobytes())
-        written.add(split, len(tokens), piece.last)
 
 
 def _dtype(encoder: Encoder) -> np.dtype[Any]:

@@ -92,13 +92,19 @@ class Order:
     def rank_batch(self, step: int, layout: Layout, dp_rank: int) -> Indices:
         """Returns the samples that one data-parallel rank reads in one step.
 
-        Rank r of dp reads the positions [floor(r * G / dp), floor((r + 1) * G / dp)) of the global batch of G samples.
+        Rank r of dp reads the positions [floor(r * G / dp), floor((r + 1) * G / dp)) of the global batch of G samples;
+        of V logical micro-batches, v has [floor(v * G / V), floor((v + 1) * G / V)).
 
         Returns:
             ``[micro_batches, micro_size]`` sample indices in the global order, followed by ``PADDING``.
         """
         if layout.logical_micro_batches:
-            return self._logical_batch(step, layout, dp_rank)
+            slots = np.full((layout.micro_batches, layout.micro_size), PADDING, dtype=np.int64)
+            for row, logical in enumerate(layout.logical_of(dp_rank)):
+                first = logical * self.global_size // layout.logical_micro_batches
+                last = (logical + 1) * self.global_size // layout.logical_micro_batches
+                slots[row, : last - first] = self.slots(step, first, last)
+            return slots
         first = dp_rank * self.global_size // layout.dp
         last = (dp_rank + 1) * self.global_size // layout.dp
         slots = np.full(layout.micro_batches * layout.micro_size, PADDING, dtype=np.int64)
@@ -108,15 +114,6 @@ class Order:
             )
         slots[: last - first] = self.slots(step, first, last)
         return slots.reshape(layout.micro_batches, layout.micro_size)
-
-    def _logical_batch(self, step: int, layout: Layout, dp_rank: int) -> Indices:
-        """Returns the logical micro-batches of one rank; v of V has [floor(v * G / V), floor((v + 1) * G / V))."""
-        slots = np.full((layout.micro_batches, layout.micro_size), PADDING, dtype=np.int64)
-        for row, logical in enumerate(layout.logical_of(dp_rank)):
-            first = logical * self.global_size // layout.logical_micro_batches
-            last = (logical + 1) * self.global_size // layout.logical_micro_batches
-            slots[row, : last - first] = self.slots(step, first, last)
-        return slots
 
     def template(self, step: int) -> int:
         """Returns the first sample of the step's global batch, which defines the shape of padding."""
@@ -170,7 +167,7 @@ class Permutation:
             return positions.copy()
         if positions.min() < 0 or positions.max() >= self.size:
             raise IndexError(f"positions {positions.min()} to {positions.max()} are not all in [0, {self.size})")
-        keys = [self._key(number) for number in range(ROUNDS)]
+        keys = [np.uint64(mix(mix(mix(self.seed & _MASK_64) ^ self.epoch) ^ number)) for number in range(ROUNDS)]
         values = self._feistel(positions.astype(np.uint64).ravel(), keys)
         outside = np.flatnonzero(values >= self.size)
         while outside.size:
@@ -188,9 +185,6 @@ class Permutation:
             left, right = right, left ^ (_scramble(right, key) & _mask(left_bits))
             left_bits, right_bits = right_bits, left_bits
         return (left << np.uint64(right_bits)) | right
-
-    def _key(self, number: int) -> np.uint64:
-        return np.uint64(mix(mix(mix(self.seed & _MASK_64) ^ self.epoch) ^ number))
 
 
 def _mask(bits: int) -> np.uint64:
@@ -269,7 +263,9 @@ class StreamOrder:
         for step in steps:
             for lane, row, rows in self._rows():
                 size = self.layout.micro_size
-                slots = self._slots(step, lane)[row * size : (row + 1) * size]
+                begin = step * self.global_size
+                of_lane = range(begin + (lane - begin) % self.lanes, begin + self.global_size, self.lanes)
+                slots = tuple(of_lane[row * size : (row + 1) * size])
                 taken = (step + 1) * self.global_size if row == rows - 1 else 0
                 yield StreamRequest(slots, size, lane, taken)
 
@@ -282,10 +278,6 @@ class StreamOrder:
         rows = self.layout.micro_batches // self.processes
         for number in range(self.layout.micro_batches):
             yield self.dp_rank * self.processes + number % self.processes, number // self.processes, rows
-
-    def _slots(self, step: int, lane: int) -> tuple[int, ...]:
-        begin = step * self.global_size
-        return tuple(range(begin + (lane - begin) % self.lanes, begin + self.global_size, self.lanes))
 
 
 def processes_for(workers: int, layout: Layout) -> int:

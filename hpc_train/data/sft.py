@@ -119,12 +119,23 @@ class Encoder:
         return _marked(ids, learnt)
 
     def _conversation(self, record: Record) -> Tokens:
-        messages = _messages(record)
+        messages = record.values["messages"]
+        if not isinstance(messages, list) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+            raise UserError(
+                f"{record.name}: messages is not a list of objects with role and content",
+                where=_COLUMNS,
+                fix='"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
+            )
+        # a table has every key in every message, None where a message lacks it
+        messages = [{key: value for key, value in m.items() if value is not None or key == "content"} for m in messages]
         tools = record.values.get("tools") or None
         try:
             template = self._tokenizer.get_chat_template(self._template, tools)
             if _GENERATION.search(template):
-                return self._tagged(messages, tools, template)
+                encoded = self._tokenizer.apply_chat_template(
+                    messages, tools=tools, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+                )
+                return _marked(encoded["input_ids"], np.array(encoded["assistant_masks"], dtype=bool))
             text, spans = self._spans(messages, tools, template, record)
         except UserError:
             raise
@@ -136,12 +147,6 @@ class Encoder:
             ) from error
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return _marked(encoded["input_ids"], _inside(encoded["offset_mapping"], spans))
-
-    def _tagged(self, messages: Sequence[Any], tools: Any, template: str) -> Tokens:
-        encoded = self._tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return _marked(encoded["input_ids"], np.array(encoded["assistant_masks"], dtype=bool))
 
     def _spans(
         self, messages: Sequence[Any], tools: Any, template: str, record: Record
@@ -166,7 +171,13 @@ class Encoder:
                 after = render(messages[: turn + 1], False)
                 before = render(messages[:turn], True) if turn else _before_first(render, message, after)
                 if before is None or not (conversation.startswith(after) and after.startswith(before)):
-                    raise _unstable(record, turn)
+                    raise UserError(
+                        f"{record.name}: the chat template renders the beginning of the conversation differently once "
+                        f"message {turn} (an answer) or a later one follows, so the tokens of the answer are not known",
+                        where="data.chat_template",
+                        fix="data.chat_template=FILE.jinja with {% generation %} and {% endgeneration %} around the "
+                        "answers, or split the conversations so that each ends with its only answer",
+                    )
                 spans.append((len(before), len(after.rstrip())))
         return conversation, spans
 
@@ -194,28 +205,6 @@ def _before_first(render: Callable[[Sequence[Any], bool], str], message: Mapping
     if position >= 0:
         return text[:position]
     return None
-
-
-def _unstable(record: Record, turn: int) -> UserError:
-    return UserError(
-        f"{record.name}: the chat template renders the beginning of the conversation differently once message {turn} "
-        "(an answer) or a later one follows, so the tokens of the answer are not known",
-        where="data.chat_template",
-        fix="data.chat_template=FILE.jinja with {% generation %} and {% endgeneration %} around the answers, or split "
-        "the conversations so that each ends with its only answer",
-    )
-
-
-def _messages(record: Record) -> list[Mapping[str, Any]]:
-    messages = record.values["messages"]
-    if not isinstance(messages, list) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
-        raise UserError(
-            f"{record.name}: messages is not a list of objects with role and content",
-            where=_COLUMNS,
-            fix='"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
-        )
-    # a table has every key in every message, None where a message lacks it
-    return [{key: value for key, value in m.items() if value is not None or key == "content"} for m in messages]
 
 
 def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
@@ -385,7 +374,11 @@ def _write(stored: Stored, encoder: Encoder) -> None:
             for record in read_records(stored.part):
                 tokens = encoder.encode(record)
                 file.write(tokens.astype("<u4").tobytes())
-                descriptions.append(_described(tokens))
+                learnt = np.flatnonzero(tokens[1:] >= ANSWER)  # the first token is never a target
+                digest = hashlib.blake2b(tokens.tobytes(), digest_size=6).digest()
+                first = int(learnt[0]) + 1 if len(learnt) else NO_ANSWER
+                largest = int((tokens & np.uint32(ANSWER - 1)).max()) if len(tokens) else 0
+                descriptions.append((len(tokens), first, int.from_bytes(digest, "big") / 2**48, largest))
         np.save(unfinished / RECORDS, np.array(descriptions, dtype=RECORD))
         if not stored.exists:
             unfinished.rename(stored.directory)
@@ -394,14 +387,6 @@ def _write(stored: Stored, encoder: Encoder) -> None:
             raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _described(tokens: Tokens) -> tuple[int, int, float, int]:
-    learnt = np.flatnonzero(tokens[1:] >= ANSWER)  # the first token is never a target
-    digest = hashlib.blake2b(tokens.tobytes(), digest_size=6).digest()
-    first = int(learnt[0]) + 1 if len(learnt) else NO_ANSWER
-    largest = int((tokens & np.uint32(ANSWER - 1)).max()) if len(tokens) else 0
-    return len(tokens), first, int.from_bytes(digest, "big") / 2**48, largest
 
 
 def build_sft(config: SFTDataConfig, split: str, seed: int) -> Dataset:
@@ -440,7 +425,14 @@ class AnswersDataset(Dataset):
         part_records = [stored.records() for stored in self._stored]
         records = np.concatenate([np.zeros(0, RECORD), *part_records])
         parts = np.repeat(np.arange(len(part_records)), [len(part) for part in part_records])
-        _check_vocabulary(config, records)
+        largest = int(records["largest"].max(initial=0))
+        if config.vocab_size is None or largest >= config.vocab_size:
+            needed = max(largest + 1, vocabulary(config.tokenizer))
+            raise UserError(
+                f"the data has token ids up to {largest}, but data.vocab_size is {config.vocab_size}",
+                where="data.vocab_size",
+                fix=f"data.vocab_size={needed}, and a model with as many token ids",
+            )
         if config.validation_path:
             chosen = np.ones(len(records), bool)
         else:
@@ -542,14 +534,3 @@ def _notice(split: str, records: int, usable: int, length: int) -> str:
     if usable == records:
         return ""
     return f"{records - usable} of {records} {split} records have no answer within {length} tokens and are not used"
-
-
-def _check_vocabulary(config: SFTDataConfig, records: Any) -> None:
-    largest = int(records["largest"].max(initial=0))
-    if config.vocab_size is None or largest >= config.vocab_size:
-        needed = max(largest + 1, vocabulary(config.tokenizer))
-        raise UserError(
-            f"the data has token ids up to {largest}, but data.vocab_size is {config.vocab_size}",
-            where="data.vocab_size",
-            fix=f"data.vocab_size={needed}, and a model with as many token ids",
-        )

@@ -128,22 +128,18 @@ def read_records(part: Part) -> Iterator[Record]:
         while (place := file.tell()) < part.last:
             line = file.readline()
             if line.strip():
-                yield Record(_parsed(line, part, place), part, place)
-
-
-def _parsed(line: bytes, part: Part, place: int) -> Mapping[str, Any]:
-    try:
-        values = json.loads(line)
-        problem = "" if isinstance(values, dict) else f"it is a {type(values).__name__}"
-    except ValueError as error:
-        problem = str(error)
-    if problem:
-        raise UserError(
-            f"{name_of(part, place)} is not a JSON object: {problem}",
-            where="data.path",
-            fix="write one JSON object per line (a .json file that is one list is not JSONL)",
-        )
-    return dict(values)
+                try:
+                    values = json.loads(line)
+                    problem = "" if isinstance(values, dict) else f"it is a {type(values).__name__}"
+                except ValueError as error:
+                    problem = str(error)
+                if problem:
+                    raise UserError(
+                        f"{name_of(part, place)} is not a JSON object: {problem}",
+                        where="data.path",
+                        fix="write one JSON object per line (a .json file that is one list is not JSONL)",
+                    )
+                yield Record(dict(values), part, place)
 
 
 @cache

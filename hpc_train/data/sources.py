@@ -135,18 +135,35 @@ def mixed_sources(data: MixtureDataConfig) -> dict[str, DataConfig]:
 
 def _check_mixture(data: MixtureDataConfig) -> None:
     sources = mixed_sources(data)
-    _check_weights(data.weights, list(sources))
+    names = list(sources)
+    if not names:
+        raise UserError(
+            "the mixture has no sources", where="data.sources", fix="+data@data.sources.NAME=SOURCE for each of them"
+        )
+    if data.weights and set(data.weights) != set(names):
+        raise UserError(
+            f"the weights are those of {', '.join(data.weights)}, but the sources are {', '.join(names)}",
+            where="data.weights",
+            fix=" ".join(f"+data.weights.{name}=W" for name in names),
+        )
+    wrong = [name for name, weight in data.weights.items() if not 0 < weight < float("inf")]
+    if wrong:
+        raise UserError(
+            f"the weight of {wrong[0]} is {data.weights[wrong[0]]}, but must be positive",
+            where=f"data.weights.{wrong[0]}",
+            fix="a positive weight, or remove the source",
+        )
     for name, source in sources.items():
         if isinstance(source, MixtureDataConfig | StreamDataConfig) or source.collate is not None:
-            problem = "has its own collate"
-            if source.collate is None:
-                problem = f"is a {source.kind}"
+            problem = f"is a {source.kind}"
+            fix = "a source with random access"
+            if source.collate is not None:
+                problem = "has its own collate"
+                fix = "data.collate=..., which gets the items of all sources"
             raise UserError(
                 f"the source {name} {problem}, which a mixture does not support",
                 where=f"data.sources.{name}",
-                fix="data.collate=..., which gets the items of all sources"
-                if source.collate is not None
-                else "a source with random access",
+                fix=fix,
             )
         try:
             check_keys(source, "data")
@@ -154,47 +171,19 @@ def _check_mixture(data: MixtureDataConfig) -> None:
             if check is not None:
                 check(source)
         except UserError as error:
-            raise _of_source(error, name) from error
+            prefix = f"data.sources.{name}."
+            what, where, fix = (text.replace("data.", prefix) for text in (error.what, error.where, error.fix))
+            raise UserError(what, where=where, fix=fix) from error
     for size in ("sequence_length", "image_size", "channels"):
-        _check_equal(size, {name: getattr(source, size, None) for name, source in sources.items()}, getattr(data, size))
-
-
-def _of_source(error: UserError, name: str) -> UserError:
-    """Returns ``error`` with the keys of the source in place of those of ``data``."""
-    prefix = f"data.sources.{name}."
-    texts = (text.replace("data.", prefix) for text in (error.what, error.where, error.fix))
-    what, where, fix = texts
-    return UserError(what, where=where, fix=fix)
-
-
-def _check_weights(weights: dict[str, float], names: list[str]) -> None:
-    if not names:
-        raise UserError(
-            "the mixture has no sources", where="data.sources", fix="+data@data.sources.NAME=SOURCE for each of them"
-        )
-    if weights and set(weights) != set(names):
-        raise UserError(
-            f"the weights are those of {', '.join(weights)}, but the sources are {', '.join(names)}",
-            where="data.weights",
-            fix=" ".join(f"+data.weights.{name}=W" for name in names),
-        )
-    wrong = [name for name, weight in weights.items() if not 0 < weight < float("inf")]
-    if wrong:
-        raise UserError(
-            f"the weight of {wrong[0]} is {weights[wrong[0]]}, but must be positive",
-            where=f"data.weights.{wrong[0]}",
-            fix="a positive weight, or remove the source",
-        )
-
-
-def _check_equal(size: str, sizes: dict[str, int | None], common: int | None) -> None:
-    different = [name for name, value in sizes.items() if value is not None and value != common]
-    if different:
-        raise UserError(
-            f"data.{size} is {common}, but that of the source {different[0]} is {sizes[different[0]]}",
-            where=f"data.sources.{different[0]}.{size}",
-            fix=f"data.sources.{different[0]}.{size}={common}",
-        )
+        sizes = {name: getattr(source, size, None) for name, source in sources.items()}
+        common = getattr(data, size)
+        different = [name for name, value in sizes.items() if value is not None and value != common]
+        if different:
+            raise UserError(
+                f"data.{size} is {common}, but that of the source {different[0]} is {sizes[different[0]]}",
+                where=f"data.sources.{different[0]}.{size}",
+                fix=f"data.sources.{different[0]}.{size}={common}",
+            )
 
 
 def _mixed_kind(data: Any) -> str | None:

@@ -297,17 +297,6 @@ class StreamDataset(Dataset):
         return f"item {item} of {self.shards.name(shard)}"
 
 
-def _hide_processes() -> None:
-    """Makes a loader process look like the only process of a training to the user's iterable.
-
-    Iterables such as those of webdataset and datasets divide their items among the ranks and loader processes that they
-    see. The shards of a stream are divided already, so a second division would lose items.
-    """
-    if get_worker_info() is not None:
-        worker._worker_info = None
-        os.environ.update(RANK="0", WORLD_SIZE="1")
-
-
 class StreamReader:
     """Reads the micro-batches of a stream, in a loader process or in this one. It has state: the shards' iterators.
 
@@ -325,10 +314,17 @@ class StreamReader:
         self._template: Any = None
 
     def __call__(self, request: StreamRequest) -> Stacked:
-        _hide_processes()
+        # Iterables such as those of webdataset divide their items among the ranks and loader processes that they see.
+        # The shards of a stream are divided already, so this process looks like the only one of a training.
+        if get_worker_info() is not None:
+            worker._worker_info = None
+            os.environ.update(RANK="0", WORLD_SIZE="1")
         readers = self._readers.get(request.lane)
         if readers is None:
-            readers = self._readers[request.lane] = self._opened(request.lane)
+            step = math.gcd(self._shards.count, self._lanes)
+            visited = range(request.lane % step, self._shards.count, step)
+            check_resumes(self._shards, visited[0])
+            readers = {shard: self._reader(shard) for shard in visited}
         slot_items = [(slot, self._item(readers, slot)) for slot in request.slots]
         slots = [slot for slot, item in slot_items if item is not None]
         items = [item for _, item in slot_items if item is not None]
@@ -336,15 +332,9 @@ class StreamReader:
         if not request.taken:
             return batch._replace(ended=not items)
         for shard, reader in readers.items():
-            reader.skip_to(self._taken(shard, request.taken))
+            reader.skip_to((request.taken - shard + self._shards.count - 1) // self._shards.count)
         states = {str(shard): asdict(reader.state()) for shard, reader in readers.items()}
         return batch._replace(ended=not items, state=json.dumps(states))
-
-    def _opened(self, lane: int) -> dict[int, ShardReader]:
-        step = math.gcd(self._shards.count, self._lanes)
-        visited = range(lane % step, self._shards.count, step)
-        check_resumes(self._shards, visited[0])
-        return {shard: self._reader(shard) for shard in visited}
 
     def _reader(self, shard: int) -> ShardReader:
         state = ShardState(**self._states.get(str(shard), {}))
@@ -354,10 +344,6 @@ class StreamReader:
         item, shard = divmod(slot, self._shards.count)
         readers[shard].skip_to(item)
         return readers[shard].next()
-
-    def _taken(self, shard: int, positions: int) -> int:
-        """Returns how many of the first ``positions`` positions are those of ``shard``."""
-        return (positions - shard + self._shards.count - 1) // self._shards.count
 
     def _batch(self, slots: list[int], items: list[Any], request: StreamRequest) -> Stacked:
         if items:

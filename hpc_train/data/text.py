@@ -143,7 +143,12 @@ def split_files(files: list[TextFile], share: float) -> dict[str, list[TextFile]
             fix="data.validation_share=0.1",
         )
     if len(files) == 1:
-        return _split_single(files[0], share)
+        file = files[0]
+        cut = file.size - round(file.size * share)
+        return {
+            "train": [TextFile(file.name, file.path, cut)],
+            "validation": [TextFile(file.name, file.path, file.size - cut, start=cut)],
+        }
     ranked = sorted(files, key=lambda file: (position(file.name), file.name))
     border = sum(position(file.name) < share for file in files)
     border = min(max(border, 1), len(files) - 1)
@@ -151,14 +156,6 @@ def split_files(files: list[TextFile], share: float) -> dict[str, list[TextFile]
     return {
         "train": [file for file in files if file.name not in chosen],
         "validation": [file for file in files if file.name in chosen],
-    }
-
-
-def _split_single(file: TextFile, share: float) -> dict[str, list[TextFile]]:
-    cut = file.size - round(file.size * share)
-    return {
-        "train": [TextFile(file.name, file.path, cut)],
-        "validation": [TextFile(file.name, file.path, file.size - cut, start=cut)],
     }
 
 
@@ -224,22 +221,19 @@ class TextDataset(Dataset):
         while length:
             file = self.files[number]
             skip = start - int(self._ends[number]) + file.size
-            piece = self._bytes(number, file.start + skip, min(length, file.size - skip))
+            size = min(length, file.size - skip)
+            piece = self._map(number)[file.start + skip : file.start + skip + size]
+            if len(piece) < size:
+                raise UserError(
+                    f"{self.files[number].path} has become shorter since the training started",
+                    where="data.path",
+                    fix="copy the files before the training, so that they do not change",
+                )
             pieces.append(piece)
             start = start + len(piece)
             length = length - len(piece)
             number = number + 1
         return np.frombuffer(b"".join(pieces), dtype=np.uint8)
-
-    def _bytes(self, number: int, start: int, length: int) -> bytes:
-        piece = self._map(number)[start : start + length]
-        if len(piece) < length:
-            raise UserError(
-                f"{self.files[number].path} has become shorter since the training started",
-                where="data.path",
-                fix="copy the files before the training, so that they do not change",
-            )
-        return piece
 
     def _map(self, number: int) -> mmap.mmap:
         if number in self._maps:

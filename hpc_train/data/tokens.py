@@ -116,7 +116,22 @@ class TokensDataset(Dataset):
                 fix=f"data.vocab_size={meta.vocab_size}, and model.vocab_size at least as large",
             )
         self._fingerprint = hash_of([meta.dtype, meta.vocab_size, meta.separator, sorted(meta.counts.items())])
-        self._tokens = _map_tokens(self.path, DTYPES[meta.dtype], meta.counts.get(split))
+        dtype = DTYPES[meta.dtype]
+        expected = meta.counts.get(split)
+        try:
+            size = self.path.stat().st_size
+            if not size:
+                raise UserError(f"{self.path} is empty", where="data.path", fix=_FIX)
+            tokens = np.memmap(self.path, dtype=dtype, mode="r", shape=(size // dtype.itemsize,))
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read: {error.strerror}", where="data.path", fix=_FIX) from error
+        if size % dtype.itemsize or expected != len(tokens):
+            raise UserError(
+                f"{self.path} has {size} bytes, but {META} states {expected} tokens of {dtype.itemsize} bytes",
+                where="data.path",
+                fix=f"copy it again, or {_FIX}",
+            )
+        self._tokens = tokens
         if len(self._tokens) <= self._length:
             raise UserError(
                 f"{self.path} has {len(self._tokens)} tokens, but one sequence needs {self._length + 1}",
@@ -153,39 +168,22 @@ class TokensDataset(Dataset):
 
     def document_lengths(self) -> NDArray[Any]:
         """Returns the tokens of each document with its separator; raises UserError if the file is missing."""
-        return _read_lengths(self._documents, len(self._tokens))
-
-
-def _read_lengths(path: Path, tokens: int) -> NDArray[Any]:
-    fix = "prepare the directory again: python -m hpc_train prepare INPUT... --out DIR"
-    try:
-        lengths = np.fromfile(path, dtype=LENGTHS)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}", where="data.packing", fix=fix) from error
-    if int(lengths.sum(dtype=np.int64)) != tokens:
-        raise UserError(
-            f"the documents in {path} add up to {lengths.sum(dtype=np.int64)} tokens, but there are {tokens}",
-            where="data.packing",
-            fix=fix,
-        )
-    return lengths
-
-
-def _map_tokens(path: Path, dtype: np.dtype[Any], expected: int | None) -> np.memmap[Any, Any]:
-    try:
-        size = path.stat().st_size
-        if not size:
-            raise UserError(f"{path} is empty", where="data.path", fix=_FIX)
-        tokens = np.memmap(path, dtype=dtype, mode="r", shape=(size // dtype.itemsize,))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}", where="data.path", fix=_FIX) from error
-    if size % dtype.itemsize or expected != len(tokens):
-        raise UserError(
-            f"{path} has {size} bytes, but {META} states {expected} tokens of {dtype.itemsize} bytes",
-            where="data.path",
-            fix=f"copy it again, or {_FIX}",
-        )
-    return tokens
+        tokens = len(self._tokens)
+        fix = "prepare the directory again: python -m hpc_train prepare INPUT... --out DIR"
+        try:
+            lengths = np.fromfile(self._documents, dtype=LENGTHS)
+        except OSError as error:
+            raise UserError(
+                f"{self._documents} cannot be read: {error.strerror}", where="data.packing", fix=fix
+            ) from error
+        if int(lengths.sum(dtype=np.int64)) != tokens:
+            raise UserError(
+                f"the documents in {self._documents} add up to {lengths.sum(dtype=np.int64)} tokens, but there are "
+                f"{tokens}",
+                where="data.packing",
+                fix=fix,
+            )
+        return lengths
 
 
 class Documents(Protocol):

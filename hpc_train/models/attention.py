@@ -126,7 +126,15 @@ class Attention(nn.Module):
             mask = packed.attention_mask(context.get("document_ids"), query.shape[1], scores.window, query.device)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if scores.cap is not None:
-            return _capped(query, key, value, mask, scores, self.causal).transpose(1, 2)
+            assert scores.cap is not None
+            key, value = _of_every_query(query, key, value)
+            scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+            capped = soft_cap(widened(query @ key.transpose(-2, -1)) * scale, scores.cap)
+            if mask is None and self.causal:
+                mask = packed.attention_mask(None, query.shape[2], None, query.device)
+            if mask is not None:
+                capped = capped.masked_fill(~mask, -torch.inf)
+            return (capped.softmax(dim=-1).to(value.dtype) @ value).transpose(1, 2)
         call = _call(query, key, value, mask, self.causal, scores.scale)
         return F.scaled_dot_product_attention(**call).transpose(1, 2)
 
@@ -190,19 +198,6 @@ def _call(
 def _of_every_query(query: Tensor, *shared: Tensor) -> Iterable[Tensor]:
     """Returns the keys or values ``shared`` with as many heads as ``query``."""
     return (heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in shared)
-
-
-def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores, causal: bool) -> Tensor:
-    """Returns attention with a soft cap for heads ``[micro, heads, seq, head_dim]``; scores are fp32 at least."""
-    assert scores.cap is not None
-    key, value = _of_every_query(query, key, value)
-    scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
-    capped = soft_cap(widened(query @ key.transpose(-2, -1)) * scale, scores.cap)
-    if mask is None and causal:
-        mask = packed.attention_mask(None, query.shape[2], None, query.device)
-    if mask is not None:
-        capped = capped.masked_fill(~mask, -torch.inf)
-    return capped.softmax(dim=-1).to(value.dtype) @ value
 
 
 def soft_cap(values: Tensor, cap: float | None) -> Tensor:

@@ -38,7 +38,11 @@ class SyncBatchNorm(_BatchNorm):
         axes = [axis for axis in range(input.ndim) if axis != 1]
         shape = [1, -1] + [1] * (input.ndim - 2)
         wide = input.float() if input.dtype.itemsize < 4 else input
-        mean, variance, count = _global_moments(wide, axes, self.group)
+        # Every rank holds the same number of values. A second all-reduce computes the variance around the global mean,
+        # because the difference of two large sums would lose digits.
+        count = wide.numel() // wide.shape[1] * dist.get_world_size(self.group)
+        mean = _Sum.apply(wide.sum(dim=axes), self.group) / count
+        variance = _Sum.apply((wide - mean.view(shape)).square().sum(dim=axes), self.group) / count
         self._track(mean.detach(), variance.detach(), count)
         normal = (input - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
@@ -56,19 +60,6 @@ class SyncBatchNorm(_BatchNorm):
         rate = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum  # type: ignore[arg-type]
         self.running_mean.lerp_(mean, rate)  # type: ignore[union-attr]
         self.running_var.lerp_(variance * count / max(1, count - 1), rate)  # type: ignore[union-attr]
-
-
-def _global_moments(values: Tensor, axes: list[int], group: dist.ProcessGroup) -> tuple[Tensor, Tensor, int]:
-    """Returns the mean and biased variance per channel over the ranks, and the number of values per channel.
-
-    Every rank holds the same number of values. A second all-reduce computes the variance around the global mean,
-    because the difference of two large sums would lose digits.
-    """
-    count = values.numel() // values.shape[1] * dist.get_world_size(group)
-    mean = _Sum.apply(values.sum(dim=axes), group) / count
-    shape = [1, -1] + [1] * (values.ndim - 2)
-    variance = _Sum.apply((values - mean.view(shape)).square().sum(dim=axes), group) / count
-    return mean, variance, count
 
 
 class _Sum(torch.autograd.Function):
@@ -92,21 +83,17 @@ class _Sum(torch.autograd.Function):
 def convert(module: nn.Module) -> nn.Module:
     """Replaces every batch normalization in ``module`` by one over all ranks; names and values do not change."""
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-        return _converted(module)
+        new = SyncBatchNorm(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+        new.weight = module.weight
+        new.bias = module.bias
+        new.running_mean = module.running_mean
+        new.running_var = module.running_var
+        new.num_batches_tracked = module.num_batches_tracked
+        new.train(module.training)
+        return new
     for name, child in module.named_children():
         setattr(module, name, convert(child))
     return module
-
-
-def _converted(norm: _BatchNorm) -> SyncBatchNorm:
-    new = SyncBatchNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-    new.weight = norm.weight
-    new.bias = norm.bias
-    new.running_mean = norm.running_mean
-    new.running_var = norm.running_var
-    new.num_batches_tracked = norm.num_batches_tracked
-    new.train(norm.training)
-    return new
 
 
 def has_batch_statistics(model: nn.Module) -> bool:

@@ -267,12 +267,17 @@ class _Substitutes(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        if function is F.rms_norm and _is_fused(args[0], kwargs.get("weight")):
-            return _FusedRMSNorm.apply(args[0], kwargs["weight"])
+        if function is F.rms_norm:
+            weight = kwargs.get("weight")
+            if weight is not None and args[0].dtype == weight.dtype:  # which one kernel of GPUs needs
+                return _FusedRMSNorm.apply(args[0], weight)
         if function is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             return args[0].flatten(0, args[1].ndim - 1)
         if function in _IN_FP32 and torch.is_autocast_enabled("cpu"):
-            args = tuple(value.float() if _is_half(value) else value for value in args)
+            args = tuple(
+                value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
+                for value in args
+            )
         return function(*args, **kwargs)
 
     def _attention(
@@ -313,15 +318,6 @@ class _FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(inputs), torch.empty_like(weight)
 
 
-def _is_fused(inputs: Tensor, weight: Tensor | None) -> bool:
-    """Returns whether GPUs normalize in one kernel; torch then needs inputs and a weight of one dtype."""
-    return weight is not None and inputs.dtype == weight.dtype
-
-
-def _is_half(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.bfloat16
-
-
 def block_names(model: Model | WrappedModel) -> tuple[str, ...]:
     """Returns the names of the layers, or of the blocks that are sharded and recomputed one by one."""
     if isinstance(model, Model):
@@ -330,25 +326,13 @@ def block_names(model: Model | WrappedModel) -> tuple[str, ...]:
 
 
 def _counts(model: Model | WrappedModel, batch: Batch, wide: _Trace, narrow: _Trace) -> Counts:
-    owned = _owned_parameters(model, wide.names)
-    blocks = [_block(wide.blocks[name], narrow.blocks[name], owned[name]) for name in wide.blocks]
-    hidden = wide.blocks[wide.names[0]].hidden // SAMPLES if wide.names else 0
-    inputs = batch.inputs
-    is_tokens = isinstance(inputs, Tensor) and inputs.ndim == 2 and not inputs.is_floating_point()
-    tokens = inputs.shape[1] if is_tokens else 1
-    tied = isinstance(model, Model) and bool(model.tied)
-    products = products_of(wide.calls, wide.names, SAMPLES)
-    return Counts(tuple(blocks), hidden, tokens, products, isinstance(model, Model), tied, _user_files(), versions())
-
-
-def _owned_parameters(model: nn.Module, names: Sequence[str]) -> dict[str, list[nn.Parameter]]:
-    """Returns the parameters of each block; a shared one belongs to the first, and those outside to stem or head."""
     is_model = isinstance(model, Model)
     seen = set[int]()
-    owned: dict[str, list[nn.Parameter]] = {STEM: [], **{name: [] for name in names}, HEAD: []}
+    # a shared parameter belongs to the first block, and those outside to stem or head
+    owned: dict[str, list[nn.Parameter]] = {STEM: [], **{name: [] for name in wide.names}, HEAD: []}
     outside = STEM
     for path, parameter in model.named_parameters():
-        inside = next((name for name in names if path.startswith(f"{name}.")), None)
+        inside = next((name for name in wide.names if path.startswith(f"{name}.")), None)
         if is_model:
             outside = HEAD if path.startswith("head.") else STEM
         elif inside:
@@ -356,7 +340,15 @@ def _owned_parameters(model: nn.Module, names: Sequence[str]) -> dict[str, list[
         if id(parameter) not in seen:
             owned[inside or outside].append(parameter)
         seen.add(id(parameter))
-    return owned
+    blocks = [_block(wide.blocks[name], narrow.blocks[name], owned[name]) for name in wide.blocks]
+    hidden = wide.blocks[wide.names[0]].hidden // SAMPLES if wide.names else 0
+    inputs = batch.inputs
+    is_tokens = isinstance(inputs, Tensor) and inputs.ndim == 2 and not inputs.is_floating_point()
+    tokens = inputs.shape[1] if is_tokens else 1
+    tied = isinstance(model, Model) and bool(model.tied)
+    products = products_of(wide.calls, wide.names, SAMPLES)
+    files = {str(path): file_hash(path) for path in sorted(set(_own_modules()))}
+    return Counts(tuple(blocks), hidden, tokens, products, isinstance(model, Model), tied, files, versions())
 
 
 def _block(wide: _Block, narrow: _Block, parameters: Sequence[nn.Parameter]) -> Block:
@@ -377,12 +369,8 @@ def _block(wide: _Block, narrow: _Block, parameters: Sequence[nn.Parameter]) -> 
     )
 
 
-def _user_files() -> dict[str, str]:
-    """Returns path -> hash of the files of the modules that are neither installed nor a part of hpc_train."""
-    return {str(path): file_hash(path) for path in sorted(set(_own_modules()))}
-
-
 def _own_modules() -> Iterator[Path]:
+    """Yields the files of the modules that are neither installed nor a part of hpc_train."""
     installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     installed += [Path(entry) for entry in sys.path if entry.endswith("-packages")]
     package = Path(__file__).parents[1]

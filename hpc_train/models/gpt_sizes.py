@@ -143,19 +143,6 @@ def check_gpt(model: GPTConfig, data: Any) -> None:
         UserError: the sizes do not fit together, or the vocabulary is smaller than that of ``data``.
     """
     check_divides(model.n_kv_heads, model.n_heads, "model.n_kv_heads", "model.n_heads")
-    _check_head_width(model)
-    _check_windows(model)
-    _check_rope_scaling(model.rope_scaling)
-    vocabulary = getattr(data, "vocab_size", None)
-    if vocabulary is not None and model.vocab_size < vocabulary:
-        raise UserError(
-            f"the data has {vocabulary} token ids, but model.vocab_size is {model.vocab_size}",
-            where="model.vocab_size",
-            fix=f"model.vocab_size={vocabulary} or more",
-        )
-
-
-def _check_head_width(model: GPTConfig) -> None:
     if model.head_dim is None:
         check_divides(model.n_heads, model.dim, "model.n_heads", "the width model.dim")
     if head_width(model) % 2:
@@ -164,6 +151,15 @@ def _check_head_width(model: GPTConfig) -> None:
             f"rotary positions need an even head width, not {head_width(model)}",
             where="model.head_dim" if given else "model.dim, model.n_heads",
             fix="an even model.head_dim" if given else f"a model.dim that is a multiple of {2 * model.n_heads}",
+        )
+    _check_windows(model)
+    _check_rope_scaling(model.rope_scaling)
+    vocabulary = getattr(data, "vocab_size", None)
+    if vocabulary is not None and model.vocab_size < vocabulary:
+        raise UserError(
+            f"the data has {vocabulary} token ids, but model.vocab_size is {model.vocab_size}",
+            where="model.vocab_size",
+            fix=f"model.vocab_size={vocabulary} or more",
         )
 
 

@@ -138,7 +138,21 @@ def hf_config(model: GPTConfig, positions: int, dtype: str) -> dict[str, Any]:
     Raises:
         UserError: ``transformers`` has no family with these options.
     """
-    kind = _family_with(model)
+    kind = next((kind for kind, family in FAMILIES.items() if not _problems(model, family)), None)
+    if kind is None:
+        changed = ", ".join(f"model.{name}={getattr(model, name)}" for name in sorted(_changed(model)))
+        raise UserError(
+            f"no family of transformers has all of {changed}",
+            where="--format",
+            fix=f"--format pt, which exports any model; the families are {', '.join(FAMILIES)}",
+        )
+    if model.dim % model.n_heads:
+        raise UserError(
+            f"transformers needs a number of heads that divides the width, and {model.n_heads} does not divide "
+            f"{model.dim}",
+            where="--format",
+            fix="--format pt, which exports any model",
+        )
     family = FAMILIES[kind]
     values = {
         "architectures": [family.architecture],
@@ -175,26 +189,6 @@ def hf_config(model: GPTConfig, positions: int, dtype: str) -> dict[str, Any]:
     return values
 
 
-def _family_with(model: GPTConfig) -> str:
-    """Returns the ``model_type`` of the first family that has the options of ``model``."""
-    kind = next((kind for kind, family in FAMILIES.items() if not _problems(model, family)), None)
-    if kind is None:
-        options = ", ".join(f"model.{name}={getattr(model, name)}" for name in sorted(_changed(model)))
-        raise UserError(
-            f"no family of transformers has all of {options}",
-            where="--format",
-            fix=f"--format pt, which exports any model; the families are {', '.join(FAMILIES)}",
-        )
-    if model.dim % model.n_heads:
-        raise UserError(
-            f"transformers needs a number of heads that divides the width, and {model.n_heads} does not divide "
-            f"{model.dim}",
-            where="--format",
-            fix="--format pt, which exports any model",
-        )
-    return kind
-
-
 def _problems(model: GPTConfig, family: HFFamily) -> list[str]:
     """Returns the options of ``model`` that ``family`` does not have."""
     lacks = _changed(model) - {*family.may, *family.always}
@@ -229,11 +223,31 @@ def gpt_config(values: Mapping[str, Any], where: str) -> GPTConfig:
         raise _unsupported(f"model_type {kind!r}", where)
     family = FAMILIES[kind]
     values = {**family.defaults, **values}
-    _refuse_unsupported(values, family, where)
+    for key, supported in _SUPPORTED.items():
+        if values.get(key) not in (None, supported):
+            raise _unsupported(f"{key} {values[key]!r}", where)
+    expected = _ACTIVATIONS[family.always.get("activation", "silu")]
+    activation = values.get("hidden_activation") or values.get("hidden_act") or expected
+    if activation != expected and (activation, expected) != ("gelu", "gelu_pytorch_tanh"):  # old configs of Gemma
+        raise _unsupported(f"{family.activation_key} {activation!r}", where)
     try:
         heads = int(values["num_attention_heads"])
         dim = int(values["hidden_size"])
         head_dim = int(values.get("head_dim") or dim // heads)
+        options: dict[str, Any] = {}
+        if "sliding_window" in family.may:
+            options |= _windows(values, family, where)
+        if "query_scalar" in family.may:
+            scalar = int(values["query_pre_attn_scalar"])
+            options["query_scalar"] = None if scalar == head_dim else scalar
+        if "local_rope_theta" in family.may and options["sliding_window"] is not None:
+            options["local_rope_theta"] = _theta(values, _LOCAL)
+        for option, key in (
+            ("attention_softcap", "attn_logit_softcapping"),
+            ("logit_softcap", "final_logit_softcapping"),
+        ):
+            if values.get(key) is not None:
+                options[option] = float(values[key])
         model = GPTConfig(
             vocab_size=int(values["vocab_size"]),
             n_layers=int(values["num_hidden_layers"]),
@@ -247,7 +261,7 @@ def gpt_config(values: Mapping[str, Any], where: str) -> GPTConfig:
             norm_eps=float(values.get("rms_norm_eps", 1e-6)),
             tied_embeddings=bool(values.get("tie_word_embeddings", False)),
             **family.always,
-            **_options(values, family, head_dim, where),
+            **options,
         )
     except KeyError as error:
         raise UserError(
@@ -257,22 +271,6 @@ def gpt_config(values: Mapping[str, Any], where: str) -> GPTConfig:
     if problems:
         raise _unsupported(", ".join(f"{name} {getattr(model, name)!r}" for name in problems), where)
     return model
-
-
-def _options(values: Mapping[str, Any], family: HFFamily, head_dim: int, where: str) -> dict[str, Any]:
-    """Returns the options that the family may have, besides ``rope_scaling``."""
-    options: dict[str, Any] = {}
-    if "sliding_window" in family.may:
-        options |= _windows(values, family, where)
-    if "query_scalar" in family.may:
-        scalar = int(values["query_pre_attn_scalar"])
-        options["query_scalar"] = None if scalar == head_dim else scalar
-    if "local_rope_theta" in family.may and options["sliding_window"] is not None:
-        options["local_rope_theta"] = _theta(values, _LOCAL)
-    for option, key in (("attention_softcap", "attn_logit_softcapping"), ("logit_softcap", "final_logit_softcapping")):
-        if values.get(key) is not None:
-            options[option] = float(values[key])
-    return options
 
 
 def _windows(values: Mapping[str, Any], family: HFFamily, where: str) -> dict[str, int | None]:
@@ -292,16 +290,6 @@ def _windows(values: Mapping[str, Any], family: HFFamily, where: str) -> dict[st
     raise _unsupported(
         f"sliding windows in layers {[layer for layer, is_local_layer in enumerate(local) if is_local_layer]}", where
     )
-
-
-def _refuse_unsupported(values: Mapping[str, Any], family: HFFamily, where: str) -> None:
-    for key, supported in _SUPPORTED.items():
-        if values.get(key) not in (None, supported):
-            raise _unsupported(f"{key} {values[key]!r}", where)
-    expected = _ACTIVATIONS[family.always.get("activation", "silu")]
-    activation = values.get("hidden_activation") or values.get("hidden_act") or expected
-    if activation != expected and (activation, expected) != ("gelu", "gelu_pytorch_tanh"):  # old configs of Gemma
-        raise _unsupported(f"{family.activation_key} {activation!r}", where)
 
 
 def _rotary(values: Mapping[str, Any], layers: str) -> tuple[str, Mapping[str, Any]]:

@@ -289,7 +289,8 @@ def _evaluate_shard(
     with torch.autocast(hidden.device.type, enabled=False):
         for rows, chunk_targets in _cut(hidden, targets, chunks):
             logits = rows @ weight.t()
-            logits = logits if cap is None else _capped(logits, cap)[0]
+            if cap is not None:
+                logits, _ = _capped(logits, cap)
             correct.append(shard.count_correct(logits, chunk_targets))
             losses.append(_exponentials(logits, chunk_targets, shard)[3])
     return torch.stack(losses).sum(), (targets != IGNORED).sum(), torch.stack(correct).sum()

@@ -139,14 +139,9 @@ class Model(nn.Module):
             return hidden
         if targets is None:
             return self.head(hidden)
-        return self._losses(self.head, hidden, targets)
-
-    def _losses(
-        self, head: Head, hidden: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
         if not self.training and not self.mixes_samples:
-            return head.evaluate(hidden, targets)
-        sums = call_loss(head.loss, self.mixes_samples, hidden, targets, self.gather)
+            return self.head.evaluate(hidden, targets)
+        sums = call_loss(self.head.loss, self.mixes_samples, hidden, targets, self.gather)
         if self.training:
             return sums
         return (*sums, None)

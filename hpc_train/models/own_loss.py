@@ -58,13 +58,10 @@ def call_loss(loss: Loss, mixes: bool, outputs: Any, targets: Tensor, gather: Ga
     """
     result = loss(outputs, targets, gather=gather) if mixes else loss(outputs, targets)
     total, count = _checked(result, loss)
-    if torch.is_grad_enabled() and not total.requires_grad and _have_gradient(outputs):
+    has_gradient = any(isinstance(output, Tensor) and output.requires_grad for output in tree_leaves(outputs))
+    if torch.is_grad_enabled() and not total.requires_grad and has_gradient:
         raise _wrong(loss, "returned a sum that is detached from the outputs of the model")
     return total, count
-
-
-def _have_gradient(outputs: Any) -> bool:
-    return any(isinstance(output, Tensor) and output.requires_grad for output in tree_leaves(outputs))
 
 
 def _checked(result: Any, loss: Loss) -> tuple[Tensor, Tensor]:

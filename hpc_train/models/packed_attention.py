@@ -66,24 +66,16 @@ def document_context(context: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     ids = context["document_ids"]
     if DOCUMENT_ENDS in context and has_kernels(ids.device):
-        return {BOUNDARIES: _boundaries(context[DOCUMENT_ENDS], ids.shape[1])}
+        ends = context[DOCUMENT_ENDS]
+        length = ids.shape[1]
+        firsts = torch.arange(0, len(ends) * length, length, dtype=ends.dtype, device=ends.device)
+        return {BOUNDARIES: F.pad((ends + firsts.unsqueeze(1)).flatten(), (1, 0))}
     return {"attention_mask": attention_mask(ids, ids.shape[1], None, ids.device)}
 
 
 def has_kernels(device: torch.device) -> bool:
     """Returns whether ``device`` is an NVIDIA GPU."""
     return device.type == "cuda" and torch.version.hip is None
-
-
-def _boundaries(ends: Tensor, length: int) -> Tensor:
-    """Returns where each document begins, and the last one ends, if the sequences stand one after another.
-
-    Args:
-        ends: ``[micro, documents]``, where each document ends in its sequence.
-        length: the number of tokens of a sequence.
-    """
-    firsts = torch.arange(0, len(ends) * length, length, dtype=ends.dtype, device=ends.device)
-    return F.pad((ends + firsts.unsqueeze(1)).flatten(), (1, 0))
 
 
 def local_context(

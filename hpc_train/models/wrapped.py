@@ -54,7 +54,16 @@ class WrappedModel(nn.Module):
         self, module: nn.Module, loss: str, wrap: Sequence[str] | None = None, class_dim: str = "auto"
     ) -> None:
         super().__init__()
-        _check_not_lazy(module)
+        for name, value in (*module.named_parameters(), *module.named_buffers()):
+            if is_lazy(value):
+                part = type(module.get_submodule(name.rpartition(".")[0])).__name__
+                raise UserError(
+                    f"{name} of {part} has no shape before the first forward pass, but the model is split, counted "
+                    "and given to the optimizer before that",
+                    where=f"model, {name}",
+                    fix=f"{part.removeprefix('Lazy')} with its input size, or call the model once with an example at "
+                    "the end of its constructor",
+                )
         if loss not in _LOSSES:
             raise UserError(f"unknown loss {loss!r}", where="model.loss", fix=" or ".join(_LOSSES))
         self._parameters = module._parameters
@@ -63,7 +72,11 @@ class WrappedModel(nn.Module):
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._module = (module,)  # in a tuple, so that it is not registered as a child
         self._block_names = find_blocks(module, wrap)
-        _disable_caches(module)
+        # models of transformers cache keys and values, which recomputation would add a second time
+        for part in module.modules():
+            config = getattr(part, "config", None) if hasattr(part, "base_model_prefix") else None
+            if getattr(config, "use_cache", False):
+                config.use_cache = False  # type: ignore[union-attr]
         loss_method = getattr(module, "loss", None)
         self.own_count = callable(loss_method)  # see ``Head.own_count``; the built-in losses count the targets
         self.loss: Loss = loss_method if callable(loss_method) else _LOSSES[loss]
@@ -92,14 +105,38 @@ class WrappedModel(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
         """Runs the module like ``Model.forward`` with all parts; ``context`` becomes keyword arguments."""
         if isinstance(inputs, Ragged):
-            return self._ragged(inputs, with_loss=targets is not None)
+            if not self.own_count:
+                raise UserError(
+                    f"data.collate returns Ragged, but {type(self._module[0]).__name__} has no method loss, and the "
+                    "losses of hpc_train need one row per item",
+                    where="data.collate, model",
+                    fix="give the model a method loss(outputs, targets) -> (sum, count)",
+                )
+            outputs = self._module[0](inputs.inputs)
+            if targets is None:
+                return outputs
+            total, count = call_loss(self.loss, self.mixes_samples, outputs, inputs.targets, self.gather)
+            if inputs.items == 0:  # all ranks run the same passes, so this one ran on an item of another rank
+                total = 0 * total
+                count = 0 * count
+            if self.training:
+                return total, count
+            if self.observe is not None and inputs.items:
+                self.observe(outputs, inputs.targets)
+            return total, count, None
         outputs = self._module[0](inputs, **self._arguments(context))
         if isinstance(outputs, Mapping) and "logits" in outputs and (self._classifies or targets is None):
             outputs = outputs["logits"]
         if targets is None:
             return outputs
         if not self.own_count and not isinstance(outputs, Tensor):
-            raise self._not_a_tensor(outputs)
+            outcome = "None" if outputs is None else f"a {type(outputs).__name__}"
+            raise UserError(
+                f"{type(self._module[0]).__name__}.forward returned {outcome}, but the losses of model.loss need a "
+                "tensor",
+                where="model._target_",
+                fix="return the outputs alone, or give the model a method loss(outputs, targets) -> (sum, count)",
+            )
         if self._classifies:
             outputs = _classes_last(outputs, targets, self._class_dim)
         total, count = call_loss(self.loss, self.mixes_samples, outputs, targets, self.gather)
@@ -108,36 +145,6 @@ class WrappedModel(nn.Module):
         if self.observe is not None:
             self.observe(outputs, targets)
         return (total, count, count_correct(outputs, targets) if self._classifies else None)
-
-    def _ragged(self, batch: Ragged, with_loss: bool) -> Any:
-        """Runs the module and its loss for a ragged micro-batch; one without samples counts nothing."""
-        if not self.own_count:
-            raise UserError(
-                f"data.collate returns Ragged, but {type(self._module[0]).__name__} has no method loss, and the losses "
-                "of hpc_train need one row per item",
-                where="data.collate, model",
-                fix="give the model a method loss(outputs, targets) -> (sum, count)",
-            )
-        outputs = self._module[0](batch.inputs)
-        if not with_loss:
-            return outputs
-        total, count = call_loss(self.loss, self.mixes_samples, outputs, batch.targets, self.gather)
-        if batch.items == 0:  # all ranks run the same passes, so this one ran on an item of another rank
-            total = 0 * total
-            count = 0 * count
-        if self.training:
-            return total, count
-        if self.observe is not None and batch.items:
-            self.observe(outputs, batch.targets)
-        return total, count, None
-
-    def _not_a_tensor(self, outputs: Any) -> UserError:
-        outcome = "None" if outputs is None else f"a {type(outputs).__name__}"
-        return UserError(
-            f"{type(self._module[0]).__name__}.forward returned {outcome}, but the losses of model.loss need a tensor",
-            where="model._target_",
-            fix="return the outputs alone, or give the model a method loss(outputs, targets) -> (sum, count)",
-        )
 
     def _arguments(self, context: Mapping[str, Tensor]) -> dict[str, Any]:
         """Returns the keyword arguments of the module for ``context``, in the names of transformers for its models.
@@ -161,28 +168,6 @@ class WrappedModel(nn.Module):
     def _is_causal(self) -> bool:
         """Returns whether the attention of a model of transformers is causal."""
         return any(getattr(part, "is_causal", False) for part in self._module[0].modules())
-
-
-def _check_not_lazy(module: nn.Module) -> None:
-    """Raises UserError if a parameter has no shape before the first forward pass."""
-    for name, value in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(value):
-            part = type(module.get_submodule(name.rpartition(".")[0])).__name__
-            raise UserError(
-                f"{name} of {part} has no shape before the first forward pass, but the model is split, counted and "
-                "given to the optimizer before that",
-                where=f"model, {name}",
-                fix=f"{part.removeprefix('Lazy')} with its input size, or call the model once with an example at the "
-                "end of its constructor",
-            )
-
-
-def _disable_caches(module: nn.Module) -> None:
-    """Keeps models of transformers from caching keys and values, which recomputation would add a second time."""
-    for part in module.modules():
-        config = getattr(part, "config", None) if hasattr(part, "base_model_prefix") else None
-        if getattr(config, "use_cache", False):
-            config.use_cache = False  # type: ignore[union-attr]
 
 
 def _classes_last(outputs: Tensor, targets: Tensor, class_dim: str) -> Tensor:

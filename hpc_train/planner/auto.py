@@ -79,7 +79,10 @@ class Choice:
         main = content["settings"]
         others: dict[str, Any] = dict.fromkeys(map(str, range(content["fewest_nodes"], content["nodes"])))
         for count, found in content["other_nodes"].items():
-            others[count] = None if found["settings"] is None else nested(_changed(main, found["settings"]))
+            settings = found["settings"]
+            if settings is not None:
+                settings = nested({name: value for name, value in settings.items() if main[name] != value})
+            others[count] = settings
         chosen = with_values(config, main)
         return replace(chosen, strategy=replace(chosen.strategy, for_nodes=others))
 
@@ -215,14 +218,16 @@ def _chosen(which: _Question, nodes: int) -> dict[str, Any]:
     if not close:
         raise _no_layout(config, nodes, which.shape.workers, found, machine)
     best = close[0]
-    settings = {name: best.values[name] for name in names} | (
-        {"strategy.schedule": best.layout.schedule} if "strategy.schedule" in names else {}
-    )
+    settings = {name: best.values[name] for name in names}
+    if "strategy.schedule" in names:
+        settings["strategy.schedule"] = best.layout.schedule
     count = max(ROWS, len([*distinct(close)]))
     compared = [*islice(distinct(chain(close, others)), count)][1:]
     shown = (best, *nsmallest(ROWS - 1, compared, key=_seconds))
+    recomputed = str(settings.get(_RECOMPUTED) or config.train.activation_checkpointing)
+    recomputes = "" if recomputed == "none" else f", activation checkpointing {recomputed}"
     return {
-        "chosen": _line(best, str(settings.get(_RECOMPUTED) or config.train.activation_checkpointing), machine),
+        "chosen": f"{best.layout}{recomputes}; predicted {best.prediction.step_s:.3g} s per step on {machine.name}",
         "settings": settings,
         "rows": [each.to_json() | {"why": _why(each, best)} for each in shown],
     }
@@ -257,11 +262,6 @@ def _no_layout(config: Config, nodes: int, per_node: int, found: list[Candidate]
     )
 
 
-def _line(best: Candidate, recomputed: str, machine: Machine) -> str:
-    recomputes = "" if recomputed == "none" else f", activation checkpointing {recomputed}"
-    return f"{best.layout}{recomputes}; predicted {best.prediction.step_s:.3g} s per step on {machine.name}"
-
-
 def _why(each: Candidate, best: Candidate) -> str:
     """Returns why ``best`` is preferred to ``each``."""
     if each is best:
@@ -271,7 +271,3 @@ def _why(each: Candidate, best: Candidate) -> str:
         return f"{abs(slower):.0%} {'slower' if slower >= 0 else 'faster'}, within the error, and more techniques"
     part, longer = each.prediction.longest_beside(best.prediction)
     return f"{slower:.0%} slower: {part} +{longer:.2g} s"
-
-
-def _changed(main: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in other.items() if main[name] != value}

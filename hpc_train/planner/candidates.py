@@ -110,7 +110,7 @@ def candidates(
             layout = checked_layout(chosen, nodes, workers)
         except UserError:
             continue
-        if layout.world_size == devices and _is_new(values, layout, found):
+        if layout.world_size == devices and _key(values, layout) not in found:
             prediction = predict_step(chosen, layout, machine, False, work)
             found[_key(values, layout)] = Candidate(nodes, values, prediction)
     for each in [*islice(fastest(found.values()), SIMULATED)]:
@@ -175,7 +175,11 @@ def nested(values: Values) -> dict[str, dict[str, Any]]:
 def _choices(
     config: Config, machine: Machine, devices: int, kept: Collection[str], also: Collection[str]
 ) -> Iterator[Values]:
-    most_stages = _most_stages(config)
+    model: Any = counted(config).model
+    why_not = family_of(model).why_not_stages
+    most_stages = max(1, getattr(model, "n_layers", 1))
+    if why_not is not None and why_not(model):
+        most_stages = 1
     per_node = min(devices, machine.devices_per_node)
     kind_is_open = "strategy.data_parallel" not in kept
     splits = family_of(config.model).tensor_parallel is not None
@@ -212,13 +216,6 @@ def _splits_batch(config: Config) -> bool:
     return config.batch.micro_batches == "auto" and not is_determined
 
 
-def _most_stages(config: Config) -> int:
-    """Returns the number of layers, or 1 if the model cannot be cut into pipeline stages."""
-    model: Any = counted(config).model
-    why_not = family_of(model).why_not_stages
-    return 1 if why_not is not None and why_not(model) else max(1, getattr(model, "n_layers", 1))
-
-
 def _is_sensible(chosen: Values, devices: int, per_node: int, kept: Collection[str]) -> bool:
     """Returns whether the open keys of a choice make a difference that simpler candidates do not have."""
     tp, pp, kind = chosen["strategy.tp"], chosen["strategy.pp"], chosen["strategy.data_parallel"]
@@ -247,10 +244,6 @@ def refusal(config: Config, nodes: int, per_node: int, kept: Collection[str]) ->
 
 def _key(values: Values, layout: Layout) -> tuple[Any, ...]:
     return (layout, values["train.activation_checkpointing"], *(values.get(name) for name in FURTHER))
-
-
-def _is_new(values: Values, layout: Layout, found: Mapping[tuple[Any, ...], Candidate]) -> bool:
-    return _key(values, layout) not in found
 
 
 def _powers(most: int) -> list[int]:

@@ -83,7 +83,10 @@ class Passes:
         """Returns the seconds of the forward of ``block``."""
         found = self._known.get((id(block), None))
         if found is None:
-            found = self._known[id(block), None] = self._forward(block)
+            products, float8 = self._products(block), self._float8(block)
+            device = products + self._attention(block) + self._moved(block) + self._cast(float8.forward)
+            started = self._started(block, block.kernels + float8.kernels[0])
+            found = pass_seconds(device, started, self.rates) + self._traffic(block, "forward", products)
         return found
 
     def backward(self, block: Block, recomputed: LayerMode) -> float:
@@ -92,12 +95,6 @@ class Passes:
         if found is None:
             found = self._known[id(block), recomputed] = self._backward(block, recomputed)
         return found
-
-    def _forward(self, block: Block) -> float:
-        products, float8 = self._products(block), self._float8(block)
-        device = products + self._attention(block) + self._moved(block) + self._cast(float8.forward)
-        started = self._started(block, block.kernels + float8.kernels[0])
-        return pass_seconds(device, started, self.rates) + self._traffic(block, "forward", products)
 
     def _backward(self, block: Block, recomputed: LayerMode) -> float:
         products, float8 = self._products(block), self._float8(block)

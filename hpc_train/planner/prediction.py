@@ -165,7 +165,17 @@ class _Step:
         self.passes = Passes(config, layout, machine, work)
         self.width, self.narrow = self.passes.width, self.passes.narrow
         self.recomputation: Recomputation = recomputation_of(config, layout)
-        self.stages = self._stages()
+        stem, *layers, head = self.work.blocks
+        blocks = [(layer, self.recomputation.mode(number)) for number, layer in enumerate(layers)]
+        stages: list[list[_Run]] = []
+        first = 0
+        for count in self._counts():
+            alike = groupby(blocks[first : first + count])
+            stages.append([_Run(*block, len([*several])) for block, several in alike])
+            first += count
+        stages[0].insert(0, _Run(stem, "none", 1))
+        stages[-1].append(_Run(head, "none", 1))
+        self.stages = stages
 
     def predict(self, simulated: bool) -> Prediction:
         layout = self.layout
@@ -185,20 +195,6 @@ class _Step:
             mfu=samples * self.work.sample_flops / peak,
         )
 
-    def _stages(self) -> list[list[_Run]]:
-        """Returns the blocks of each stage."""
-        stem, *layers, head = self.work.blocks
-        blocks = [(layer, self.recomputation.mode(number)) for number, layer in enumerate(layers)]
-        stages: list[list[_Run]] = []
-        first = 0
-        for count in self._counts():
-            alike = groupby(blocks[first : first + count])
-            stages.append([_Run(*block, len([*several])) for block, several in alike])
-            first += count
-        stages[0].insert(0, _Run(stem, "none", 1))
-        stages[-1].append(_Run(head, "none", 1))
-        return stages
-
     def _passes(self, simulated: bool) -> tuple[float, float]:
         """Returns for how long the busiest rank computes in a step, and for how long it waits for other stages."""
         layout = self.layout
@@ -216,7 +212,10 @@ class _Step:
             return busy, 0.0
         if not simulated or layout.pipeline.order is None:
             return busy, busy * layout.bubble_share / (1 - layout.bubble_share)
-        simulated_s = step_seconds(layout, forwards, backwards, self._messages())
+        size = self.work.hidden * layout.micro_size * self.narrow / (layout.cp * layout.tp)
+        sent = message(size, layout.stage_ranks >= self.machine.devices_per_node, self.rates)
+        messages = [0.0 if a == b else sent for a, b in pairwise(layout.placement)]
+        simulated_s = step_seconds(layout, forwards, backwards, messages)
         ranks = min(layout.world_size, self.machine.devices_per_node)
         return busy, pipeline_seconds(simulated_s, busy, ranks, self.rates) - busy
 
@@ -236,15 +235,6 @@ class _Step:
         """Returns the number of layers of each stage."""
         split = self.config.strategy.pp_split if self.layout.pp > 1 else "even"
         return layer_counts(len(self.work.blocks) - 2, self.layout.stages, split)
-
-    def _messages(self) -> list[float]:
-        """Returns the seconds of a message from each stage to the next one."""
-        layout = self.layout
-        size = self.work.hidden * layout.micro_size * self.narrow / (layout.cp * layout.tp)
-        between = layout.stage_ranks >= self.machine.devices_per_node
-        sent = message(size, between, self.rates)
-        placement = layout.placement
-        return [0.0 if a == b else sent for a, b in pairwise(placement)]
 
     def _parameters(self) -> float:
         """Returns the parameters of the rank that has the most."""
@@ -286,7 +276,10 @@ class _Step:
         gathered = self._each(gather, parameters * self.narrow, shards, blocks)
         scattered = self._each(scatter, parameters * self.width * self._sent_share(), shards, blocks)
         replicas = layout.dp_cp // layout.shard
-        across = Group(replicas, 1 if shards.spans_nodes else max(1, _groups_per_node(layout, self.machine)))
+        per_node = 1  # the replicas of a shard on a node
+        if not shards.spans_nodes:
+            per_node = max(1, self.machine.devices_per_node // max(1, layout.shard * layout.tp))
+        across = Group(replicas, per_node)
         reduced = self._each(all_reduce, parameters / layout.shard * self.width, across, blocks)
         batches, busy = layout.micro_batches, load(shards, rates)
         gathers = batches if "parameters" in layout.kind.shards else 1
@@ -313,11 +306,6 @@ class _Step:
         if strategy.offload == "none":
             return moved / self.rates.memory_bytes_per_s
         return own * 2 * weight / self.rates.host_bytes_per_s
-
-
-def _groups_per_node(layout: Layout, machine: Machine) -> int:
-    """Returns how many groups of shards a node has, which is the number of replicas of a shard on it."""
-    return machine.devices_per_node // max(1, layout.shard * layout.tp)
 
 
 @dataclass(frozen=True)
@@ -386,41 +374,29 @@ def simulate(
     while left:
         before = left
         for own, actions in zip(events, orders, strict=True):
-            left -= _run(actions, own, arrived, forwards, backwards, messages)
+            began, last = len(own), len(forwards) - 1
+            clock = own[-1].end if own else 0.0
+            for action in actions[began:]:
+                work, stage, batch = action
+                if work == FORWARD:
+                    ready = arrived.get((True, stage, batch)) if stage else 0.0
+                else:
+                    ready = clock if work == BACKWARD_WEIGHT else arrived.get((False, stage, batch))
+                if ready is None:
+                    break
+                begin = max(ready, clock)
+                clock = begin + _duration(work, stage, forwards, backwards)
+                own.append(Event(action, begin, clock))
+                if work == FORWARD and stage < last:
+                    arrived[True, stage + 1, batch] = clock + messages[stage]
+                elif work == FORWARD:
+                    arrived[False, stage, batch] = clock
+                elif work != BACKWARD_WEIGHT and stage:
+                    arrived[False, stage - 1, batch] = clock + messages[stage - 1]
+            left -= len(own) - began
         if left == before:
             raise ValueError(f"the ranks of the schedule {layout.schedule} wait for each other")
     return Timeline(tuple(map(tuple, events)))
-
-
-def _run(
-    actions: Sequence[Action],
-    events: list[Event],
-    arrived: dict[tuple[bool, int, int], float],
-    forwards: Sequence[float],
-    backwards: Sequence[float],
-    messages: Sequence[float],
-) -> int:
-    """Appends the events of a rank until it waits for another one; returns their number."""
-    began, last = len(events), len(forwards) - 1
-    clock = events[-1].end if events else 0.0
-    for action in actions[began:]:
-        work, stage, batch = action
-        if work == FORWARD:
-            ready = arrived.get((True, stage, batch)) if stage else 0.0
-        else:
-            ready = clock if work == BACKWARD_WEIGHT else arrived.get((False, stage, batch))
-        if ready is None:
-            break
-        begin = max(ready, clock)
-        clock = begin + _duration(work, stage, forwards, backwards)
-        events.append(Event(action, begin, clock))
-        if work == FORWARD:
-            arrived[(True, stage + 1, batch) if stage < last else (False, stage, batch)] = clock + (
-                messages[stage] if stage < last else 0.0
-            )
-        elif work != BACKWARD_WEIGHT and stage:
-            arrived[False, stage - 1, batch] = clock + messages[stage - 1]
-    return len(events) - began
 
 
 def _duration(work: str, stage: int, forwards: Sequence[float], backwards: Sequence[float]) -> float:

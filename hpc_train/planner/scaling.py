@@ -116,11 +116,18 @@ def scale(
     for count in counts:
         compared.append(count)
         batch = config.batch.global_size * count // compared[0] if assumed.grows else config.batch.global_size
-        scaled = with_values(config, {"batch.global_size": batch, **_data(config, batch)})
+        values = {"batch.global_size": batch}
+        synthetic = getattr(config.data, "samples", None)
+        if isinstance(synthetic, int):
+            values["data.samples"] = max(batch, synthetic)  # at least as many as a step takes
+        scaled = with_values(config, values)
         best = next(fastest(candidates(scaled, machine, count, kept, also), EQUAL), None)
         if best is None:
             continue
-        step, failing = _step(best), _failing(scaled, machine, best, assumed)
+        predicted = best.prediction.step_s
+        low, high = next(((low, high) for most, low, high in ERRORS if best.devices <= most), ERRORS[-1][1:])
+        step = Range(low * predicted, predicted, high * predicted)
+        failing = _failing(scaled, machine, best, assumed)
         useful = Range(*(shares(failing.saves, between).useful for between in reversed(failing.between)))
         speed = step.inverse(batch).times(useful)
         first = first or (count, speed.middle)
@@ -143,18 +150,6 @@ def scale(
             where="--gpus, --machine",
             fix="a smaller batch.global_size or more --gpus; `plan` without --simulate says how much memory it needs",
         )
-
-
-def _data(config: Config, batch: int) -> dict[str, int]:
-    """Returns as many samples of synthetic data as a step takes."""
-    samples = getattr(config.data, "samples", None)
-    return {"data.samples": max(batch, samples)} if isinstance(samples, int) else {}
-
-
-def _step(best: Candidate) -> Range:
-    step, devices = best.prediction.step_s, best.devices
-    low, high = next(((low, high) for most, low, high in ERRORS if devices <= most), ERRORS[-1][1:])
-    return Range(low * step, step, high * step)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,14 @@ def count_work(config: Config) -> Work:
     config = counted(config)
     model, family = config.model, family_of(config.model)
     if isinstance(model, CountedModel):
-        return _of_counts(config, model)
+        counts = model.counts
+        share = COMPILED_KERNELS / EAGER_KERNELS if config.train.compile else 1.0
+        blocks = tuple(
+            Block(b.products, b.attention, model.saved(b) / model.width, ceil(b.kernels * share), b.parameters)
+            for b in counts.blocks
+        )
+        touches = FUSED_TOUCHES if config.train.compile else TOUCHES
+        return Work(blocks, counts.hidden, counts.tokens, touches, sum(block.total for block in counts.blocks))
     layers = getattr(model, "n_layers", None)
     shape = _shape(config)
     total = None if family.flops_per_sample is None else family.flops_per_sample(model, shape)
@@ -104,24 +111,6 @@ def count_work(config: Config) -> Work:
     return _count(config, layers, total, kept, count)
 
 
-def _of_counts(config: Config, model: CountedModel) -> Work:
-    """Returns what a model computes that was counted block by block."""
-    compiled, total = config.train.compile, sum(each.total for each in model.counts.blocks)
-    share = COMPILED_KERNELS / EAGER_KERNELS if compiled else 1.0
-    blocks = [
-        Block(
-            each.products,
-            each.attention,
-            model.saved(each) / model.width,
-            ceil(each.kernels * share),
-            each.parameters,
-        )
-        for each in model.counts.blocks
-    ]
-    touches = FUSED_TOUCHES if compiled else TOUCHES
-    return Work(tuple(blocks), model.counts.hidden, model.counts.tokens, touches, total)
-
-
 def _count(config: Config, layers: int, total: float, kept: Activations, count: int) -> Work:
     fewer = _one_layer_fewer(config, layers, total, count)
     layer_flops, layer_parameters = total - fewer[0], count - fewer[1]
@@ -130,13 +119,14 @@ def _count(config: Config, layers: int, total: float, kept: Activations, count: 
     table = ends if tied else ends / 2
     compiled = config.train.compile
     products = min(layer_flops, 6.0 * layer_parameters * kept.tokens) / 3
+    width = getattr(config.model, "ffn_dim", None) or getattr(config.model, "mlp_dim", None)
     layer = Block(
         products=products,
         attention=layer_flops / 3 - products,
         elements=kept.tokens * (kept.norm_inputs + kept.layer + kept.passing + kept.scores),
         kernels=COMPILED_KERNELS if compiled else EAGER_KERNELS,
         parameters=layer_parameters,
-        last=2.0 * kept.tokens * _last_matrix(config.model),
+        last=2.0 * kept.tokens * int(width or 0) * int(getattr(config.model, "dim", 0)),  # 0 if the width is unknown
     )
     hidden = kept.tokens * kept.layer_input
     stem = Block(0.0, 0.0, hidden, STEM_KERNELS, table)
@@ -151,29 +141,19 @@ def _count(config: Config, layers: int, total: float, kept: Activations, count: 
     return Work((stem, *[layer] * layers, head), hidden, kept.tokens, touches, total)
 
 
-def _last_matrix(model: Any) -> int:
-    """Returns the parameters of the second matrix of a layer's feed-forward branch; 0 if the model does not tell."""
-    width = getattr(model, "ffn_dim", None) or getattr(model, "mlp_dim", None)
-    return int(width or 0) * int(getattr(model, "dim", 0))
-
-
 def _one_layer_fewer(config: Config, layers: int, total: float, count: int) -> tuple[float, float]:
     """Returns the operations and the parameters of the model with one layer fewer."""
     model, family = config.model, family_of(config.model)
     assert family.flops_per_sample is not None and family.parameters is not None
-    own = None if family.layer_parameters is None else family.layer_parameters(model)
-    shorter = replace(model, n_layers=layers - 1) if family.layer_parameters is None else None  # type: ignore[call-arg]
-    if shorter is None:
-        return total - 6 * float(own or 0) * _tokens(config), count - float(own or 0)
+    if family.layer_parameters is not None:
+        assert family.activations is not None
+        tokens = family.activations(model, config.data).tokens
+        of_layer = float(family.layer_parameters(model) or 0)
+        return total - 6 * of_layer * tokens, count - of_layer
+    shorter = replace(model, n_layers=layers - 1)  # type: ignore[call-arg]
     flops, parameters = family.flops_per_sample(shorter, _shape(config)), family.parameters(shorter)
     assert flops is not None and parameters is not None
     return flops, parameters
-
-
-def _tokens(config: Config) -> int:
-    count = family_of(config.model).activations
-    assert count is not None
-    return count(config.model, config.data).tokens
 
 
 def _shape(config: Config) -> tuple[int, ...]:

@@ -130,24 +130,23 @@ class HFDecoder(Model):
             limits = document_limits(context, inputs, example.device, self._window(kind))
             if limits is not None:
                 return {"attention_mask": None} | limits
-        return {"attention_mask": self._mask(kind, example, context.get("attention_mask"), positions)}
+        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+        create = create_causal_mask if kind == _FULL else create_sliding_window_causal_mask
+        return {
+            "attention_mask": create(
+                config=self._hf,
+                inputs_embeds=example,
+                attention_mask=context.get("attention_mask"),
+                past_key_values=None,
+                position_ids=positions,
+            )
+        }
 
     def _window(self, kind: str) -> int | None:
         if kind == _FULL:
             return None
         return int(self._hf.sliding_window)
-
-    def _mask(self, kind: str, example: Tensor, attention_mask: Tensor | None, positions: Tensor | None) -> Any:
-        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-
-        create = create_causal_mask if kind == _FULL else create_sliding_window_causal_mask
-        return create(
-            config=self._hf,
-            inputs_embeds=example,
-            attention_mask=attention_mask,
-            past_key_values=None,
-            position_ids=positions,
-        )
 
     def attention_backends(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> dict[int | None, str]:
         """Describes attention limited by documents or windows; see ``Model.attention_backends``."""

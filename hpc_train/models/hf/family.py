@@ -25,14 +25,49 @@ def check(model: HFModelConfig, data: Any) -> None:
     Raises:
         UserError: transformers is missing or too old, there are no weights, or the model cannot learn from ``data``.
     """
-    _check_installed()
-    _check_samples(model, data)
+    if any(importlib.util.find_spec(name) is None for name in ("transformers", "safetensors")):
+        raise UserError("model=hf needs transformers, which is not installed here", where="model", fix=INSTALL)
+    installed = metadata.version("transformers")
+    if tuple(int(part) for part in installed.split(".")[:2] if part.isdigit()) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise UserError(
+            f"model=hf needs transformers {oldest} or newer, and {installed} is installed", where="model", fix=INSTALL
+        )
+    if data.kind == "synthetic":
+        images = getattr(data, "task", None) == IMAGES
+    else:
+        images = hasattr(data, "image_size")
+    takes_images = model.task == "image_classification"
+    if data.kind != "custom" and images != takes_images:
+        raise UserError(
+            f"model.task={model.task} learns from {'images' if takes_images else 'tokens'}, but data={data.kind} does "
+            "not provide them",
+            where="model.task, data",
+            fix="data=cifar100, images or shards" if takes_images else "data=text, tokens or sft",
+        )
     values = sizes.values_of(model) or {}
     if model.pretrained:
         hf_config.check_weights(model.name_or_path)
     hf_config.check_loss(values, model.task)
     if model.lora.rank is not None:
-        _check_lora(model)
+        if importlib.util.find_spec("peft") is None:
+            raise UserError(
+                "model.lora needs peft, which is not installed here", where="model.lora.rank", fix=INSTALL_PEFT
+            )
+        if not model.pretrained:
+            raise UserError(
+                "model.lora trains adapters of pretrained weights, but model.pretrained is false",
+                where="model.lora.rank, model.pretrained",
+                fix="model.pretrained=true, or model.lora.rank=null",
+            )
+        layers = sizes.linear_layers(model)
+        unknown = [name for name in model.lora.targets or () if layers and name.rpartition(".")[2] not in layers]
+        if unknown:
+            raise UserError(
+                f"{unknown[0]} is not a linear layer of this model",
+                where="model.lora.targets",
+                fix=f"names among {', '.join(layers)}",
+            )
     if model.wrap is not None and not hf_config.why_not_stages(values, model.task):
         raise UserError(
             f"model.wrap is {model.wrap}, but the blocks of a {values['model_type']} are its layers",
@@ -47,51 +82,6 @@ def check(model: HFModelConfig, data: Any) -> None:
             where="model.name_or_path",
             fix="data with the tokenizer of the model, or model.pretrained=false with "
             f"+model.config.vocab_size={needed}",
-        )
-
-
-def _check_installed() -> None:
-    if any(importlib.util.find_spec(name) is None for name in ("transformers", "safetensors")):
-        raise UserError("model=hf needs transformers, which is not installed here", where="model", fix=INSTALL)
-    installed = metadata.version("transformers")
-    if tuple(int(part) for part in installed.split(".")[:2] if part.isdigit()) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise UserError(
-            f"model=hf needs transformers {oldest} or newer, and {installed} is installed", where="model", fix=INSTALL
-        )
-
-
-def _check_lora(model: HFModelConfig) -> None:
-    if importlib.util.find_spec("peft") is None:
-        raise UserError("model.lora needs peft, which is not installed here", where="model.lora.rank", fix=INSTALL_PEFT)
-    if not model.pretrained:
-        raise UserError(
-            "model.lora trains adapters of pretrained weights, but model.pretrained is false",
-            where="model.lora.rank, model.pretrained",
-            fix="model.pretrained=true, or model.lora.rank=null",
-        )
-    layers = sizes.linear_layers(model)
-    unknown = [name for name in model.lora.targets or () if layers and name.rpartition(".")[2] not in layers]
-    if unknown:
-        raise UserError(
-            f"{unknown[0]} is not a linear layer of this model",
-            where="model.lora.targets",
-            fix=f"names among {', '.join(layers)}",
-        )
-
-
-def _check_samples(model: HFModelConfig, data: Any) -> None:
-    if data.kind == "synthetic":
-        images = getattr(data, "task", None) == IMAGES
-    else:
-        images = hasattr(data, "image_size")
-    takes_images = model.task == "image_classification"
-    if data.kind != "custom" and images != takes_images:
-        raise UserError(
-            f"model.task={model.task} learns from {'images' if takes_images else 'tokens'}, but data={data.kind} does "
-            "not provide them",
-            where="model.task, data",
-            fix="data=cifar100, images or shards" if takes_images else "data=text, tokens or sft",
         )
 
 

@@ -67,7 +67,8 @@ class ConfiguredLoss:
             raise _other_shape(logits, targets, problem)
         loss, count = cross_entropy(logits, classes)
         if self._smoothing:
-            loss = (1 - self._smoothing) * loss + self._smoothing * _even(logits, classes)
+            losses = -F.log_softmax(widened(logits), -1).mean(-1)
+            loss = (1 - self._smoothing) * loss + self._smoothing * (losses * (classes != IGNORED)).sum()
         return loss, count, count_correct(logits, classes)
 
     def _problem_of(self, targets: Tensor) -> str:
@@ -135,12 +136,6 @@ def _binary(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     clean_targets = targets.to(wide.dtype).masked_fill(~counts, 0.0)
     losses = F.binary_cross_entropy_with_logits(wide, clean_targets, reduction="none")
     return (losses * counts).sum(), counts.sum()
-
-
-def _even(logits: Tensor, classes: Tensor) -> Tensor:
-    """Returns the sum of the cross-entropies with targets that are even over all classes."""
-    losses = -F.log_softmax(widened(logits), -1).mean(-1)
-    return (losses * (classes != IGNORED)).sum()
 
 
 def _other_shape(logits: Tensor, targets: Tensor, problem: str) -> UserError:

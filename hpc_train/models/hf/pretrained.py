@@ -73,20 +73,6 @@ def hf_config(config: HFModelConfig) -> Any:
     return hf
 
 
-def _bare(config: HFModelConfig, full_config: Any) -> Any:
-    import transformers
-
-    try:
-        module = getattr(transformers, _CLASSES[config.task]).from_config(full_config)
-    except Exception as error:
-        raise UserError(
-            f"transformers cannot build {config.name_or_path} for {config.task}: {type(error).__name__}: {error}",
-            where="model.task, model.config",
-            fix="a task that this kind of model supports",
-        ) from error
-    return module
-
-
 def architecture(config: HFModelConfig) -> str:
     """Returns the name of transformers' class. It is read from a table if it is there, as building a model is slow."""
     from transformers.models.auto import modeling_auto
@@ -100,8 +86,18 @@ def architecture(config: HFModelConfig) -> str:
 
 def skeleton(config: HFModelConfig) -> Any:
     """Returns the model of transformers on ``meta``, without adapters."""
+    import transformers
+
     with torch.device("meta"):
-        return _bare(config, hf_config(config))
+        hf = hf_config(config)
+        try:
+            return getattr(transformers, _CLASSES[config.task]).from_config(hf)
+        except Exception as error:
+            raise UserError(
+                f"transformers cannot build {config.name_or_path} for {config.task}: {type(error).__name__}: {error}",
+                where="model.task, model.config",
+                fix="a task that this kind of model supports",
+            ) from error
 
 
 def weights_folder(config: HFModelConfig) -> Path:
@@ -166,7 +162,35 @@ class WeightFiles:
         self._file_of = _located(folder)
         self._opened: dict[str, Any] = {}
         tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
-        self._stored = _sources(self._file_of, module, tensors)
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        table = get_model_conversion_mapping(module)
+        renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+        converter_of = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        sources: dict[str, _Source] = {}
+        to_join: dict[str, dict[str, list[str]]] = {}  # name -> pattern -> stored names
+        for stored in sorted(self._file_of, key=dot_natural_key):
+            if stored in tensors:
+                sources[stored] = _Source(((stored,),))
+                continue
+            name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, dict(tensors))
+            if pattern is None:
+                if name in tensors:
+                    sources[name] = _Source(((stored,),))
+            else:
+                to_join.setdefault(name, {}).setdefault(pattern, []).append(stored)
+        for name, by_pattern in to_join.items():
+            for target, source in _converted(name, by_pattern, converter_of[next(iter(by_pattern))], module):
+                if target in tensors:
+                    sources[target] = source
+        self._stored = sources
         used = {stored for source in self._stored.values() for row in source.grid for stored in row}
         self.unused = [stored for stored in self._file_of if stored not in used]
 
@@ -257,39 +281,6 @@ def _located(folder: Path) -> dict[str, str]:
     raise no_weights(folder)
 
 
-def _sources(located: Mapping[str, str], module: Any, tensors: Mapping[str, Tensor]) -> dict[str, _Source]:
-    """Returns name in the model -> of which stored tensors it is made."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
-
-    table = get_model_conversion_mapping(module)
-    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
-    converter_of = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-    sources: dict[str, _Source] = {}
-    to_join: dict[str, dict[str, list[str]]] = {}  # name -> pattern -> stored names
-    for stored in sorted(located, key=dot_natural_key):
-        if stored in tensors:
-            sources[stored] = _Source(((stored,),))
-            continue
-        name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, dict(tensors))
-        if pattern is None:
-            if name in tensors:
-                sources[name] = _Source(((stored,),))
-        else:
-            to_join.setdefault(name, {}).setdefault(pattern, []).append(stored)
-    for name, by_pattern in to_join.items():
-        for target, source in _converted(name, by_pattern, converter_of[next(iter(by_pattern))], module):
-            if target in tensors:
-                sources[target] = source
-    return sources
-
-
 def _converted(
     name: str, by_pattern: Mapping[str, list[str]], converter: Any, module: Any
 ) -> Iterator[tuple[str, _Source]]:
@@ -348,39 +339,35 @@ class FirstValues:
             if stored_name is not None:
                 self._stored[name] = stored_name
         if files is not None:
-            self._check(names)
+            assert self._files is not None
+            body = f"{self._skeleton.base_model_prefix}."
+            for name in names:
+                expected = tuple(self._skeleton.get_parameter(name).shape)
+                stored_shape = self._files.shape(self._stored[name]) if name in self._stored else expected
+                if stored_shape != expected and name.startswith(body):
+                    raise UserError(
+                        f"{name} has the shape {list(stored_shape)} in the files, but {list(expected)} in the model",
+                        where="model.name_or_path, model.config",
+                        fix="remove the values of model.config that change sizes, or set model.pretrained=false",
+                    )
+                if stored_shape != expected:
+                    del self._stored[name]
+            if not any(name in self._stored for name in names):
+                raise UserError(
+                    f"the files have no parameter of {type(self._skeleton).__name__}",
+                    where="model.name_or_path, model.task",
+                    fix="the directory of such a model, or model.pretrained=false",
+                )
+            new = [name for name in names if name not in self._stored]
+            if new and (not dist.is_initialized() or dist.get_rank() == 0):
+                warnings.warn(
+                    f"the files have no values for {', '.join(new[:4])}{' and others' if len(new) > 4 else ''}; they "
+                    "are drawn at random",
+                    stacklevel=2,
+                )
 
     def __deepcopy__(self, memo: Any) -> FirstValues:
         return self  # it does not change, and pipeline stages share it
-
-    def _check(self, names: list[str]) -> None:
-        """Refuses other shapes in the body of the model; a head of another size is drawn, as for new classes."""
-        assert self._files is not None
-        body = f"{self._skeleton.base_model_prefix}."
-        for name in names:
-            expected = tuple(self._skeleton.get_parameter(name).shape)
-            stored_shape = self._files.shape(self._stored[name]) if name in self._stored else expected
-            if stored_shape != expected and name.startswith(body):
-                raise UserError(
-                    f"{name} has the shape {list(stored_shape)} in the files, but {list(expected)} in the model",
-                    where="model.name_or_path, model.config",
-                    fix="remove the values of model.config that change sizes, or set model.pretrained=false",
-                )
-            if stored_shape != expected:
-                del self._stored[name]
-        if not any(name in self._stored for name in names):
-            raise UserError(
-                f"the files have no parameter of {type(self._skeleton).__name__}",
-                where="model.name_or_path, model.task",
-                fix="the directory of such a model, or model.pretrained=false",
-            )
-        new = [name for name in names if name not in self._stored]
-        if new and (not dist.is_initialized() or dist.get_rank() == 0):
-            warnings.warn(
-                f"the files have no values for {', '.join(new[:4])}{' and others' if len(new) > 4 else ''}; they are "
-                "drawn at random",
-                stacklevel=2,
-            )
 
     def is_stored(self, name: str) -> bool:
         """Returns whether the files have the parameter."""
