@@ -86,11 +86,8 @@ def build_tokens(config: TokensDataConfig, split: str, seed: int) -> Dataset:
 
 
 def build_mixture(config: MixtureDataConfig, split: str, seed: int) -> MixtureDataset:
-    """Builds a split of each source of ``data=mixture``.
-
-    Raises:
-        UserError: a source has no random access, or the sources do not fit together.
-    """
+    """Builds a split of each source of ``data=mixture``; raises UserError if a source has no random access, or the
+    sources do not fit together."""
     sources = {name: build_dataset(source, split, seed) for name, source in mixed_sources(config).items()}
     for name, source in sources.items():
         if isinstance(source, StreamDataset):

@@ -52,11 +52,8 @@ class _NumpyOnly(pickle.Unpickler):
 
 
 def read_file(path: Path, md5: str) -> dict[str, Any]:
-    """Returns the dict in one official file.
-
-    Raises:
-        UserError: the file is missing, has another md5, or contains objects other than arrays, lists and strings.
-    """
+    """Returns the dict in one official file; raises UserError if the file is missing, has another md5, or contains
+    objects other than arrays, lists and strings."""
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -61,11 +61,8 @@ class Builder:
 
 @contextmanager
 def sole_builder(out: Path) -> Iterator[Builder]:
-    """Creates ``out`` and lets no other process, on any machine, build there inside the ``with`` block.
-
-    Raises:
-        UserError: another process builds in ``out``, or ``out`` cannot be written.
-    """
+    """Creates ``out`` and lets no other process, on any machine, build there inside the ``with`` block; raises
+    UserError if another process builds in ``out``, or ``out`` cannot be written."""
     make_directory(out, "--out")
     try:
         lock = acquire(out / ".locks", LockOwner.of_this_process())

@@ -98,11 +98,7 @@ def _is_wrong_call(error: TypeError) -> bool:
 
 
 def with_random_access(built: Any, name: str) -> Any:
-    """Returns ``built``.
-
-    Raises:
-        UserError: it has no ``__len__`` or ``__getitem__``.
-    """
+    """Returns ``built``; raises UserError if it has no ``__len__`` or ``__getitem__``."""
     if hasattr(built, "__len__") and hasattr(built, "__getitem__"):
         return built
     iterable = hasattr(built, "__iter__")
@@ -230,11 +226,8 @@ def described(value: Any) -> str:
 
 
 def as_array(value: Any) -> Array:
-    """Returns ``value`` as a numpy array; Python floats become float32, the dtype of models.
-
-    Raises:
-        TypeError, ValueError: it is not a regular array of numbers.
-    """
+    """Returns ``value`` as a numpy array; Python floats become float32, the dtype of models; raises TypeError or
+    ValueError if it is not a regular array of numbers."""
     array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
     if array.dtype.kind not in "biufc":
         raise TypeError("these are not numbers")
@@ -266,11 +259,7 @@ _COLLATE = 0xC0114  # in all seeds, so that the numbers are independent of those
 
 
 def load_collate(config: DataConfig, seed: int) -> Collate:
-    """Imports ``data.collate``.
-
-    Raises:
-        UserError: it cannot be imported or called.
-    """
+    """Imports ``data.collate``; raises UserError if it cannot be imported or called."""
     from hydra.utils import instantiate
 
     assert config.collate is not None

@@ -67,11 +67,8 @@ class Piece:
 
 
 def find_inputs(arguments: list[str]) -> list[InputFile]:
-    """Returns the files that the arguments (files, directories with text or JSONL, or globs) name, each once.
-
-    Raises:
-        UserError: an argument matches no file, or one that cannot be read or is known not to be text.
-    """
+    """Returns the files that the arguments (files, directories with text or JSONL, or globs) name, each once; raises
+    UserError if an argument matches no file, or one that cannot be read or is known not to be text."""
     files: dict[Path, InputFile] = {}
     for argument in arguments:
         paths = list(_expand(argument)) if argument.strip() else []
@@ -110,11 +107,8 @@ def _expand(argument: str) -> Iterator[tuple[Path, str]]:
 
 
 def read_documents(file: InputFile, field: str, encoding: str) -> Iterator[Piece]:
-    """Yields the documents of a file: each line of a JSONL file is one, and any other file is one document.
-
-    Raises:
-        UserError: a line is not a JSON object with a string in ``field``, or the bytes are not in ``encoding``.
-    """
+    """Yields the documents of a file: each line of a JSONL file is one, and any other file is one document; raises
+    UserError if a line is not a JSON object with a string in ``field``, or the bytes are not in ``encoding``."""
     with Path(file.path).open("rb") as raw:
         stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if file.is_gzip else raw  # type: ignore[assignment]
         try:

@@ -27,11 +27,8 @@ FIX = "use PATH/train/CLASS/IMAGE and PATH/validation/CLASS/IMAGE with the same 
 
 
 def class_names(directory: Path) -> list[str]:
-    """Returns the sorted names of the class directories of a split; links to directories count.
-
-    Raises:
-        UserError: ``directory`` is not a directory, or cannot be read.
-    """
+    """Returns the sorted names of the class directories of a split; links to directories count; raises UserError if
+    ``directory`` is not a directory, or cannot be read."""
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory", where="data.path", fix=FIX)
     try:

@@ -96,11 +96,8 @@ class DecodedImages(Dataset):
 
 
 class ImagesDataset(DecodedImages):
-    """Reads the images of class directories; the label is the index of the class in the sorted names.
-
-    Raises:
-        UserError: Pillow is missing, directories are missing or empty, or the classes do not match the config.
-    """
+    """Reads the images of class directories; the label is the index of the class in the sorted names; raises UserError
+    if Pillow is missing, directories are missing or empty, or the classes do not match the config."""
 
     def __init__(self, config: ImagesDataConfig, split: str, seed: int) -> None:
         root = Path(config.path)

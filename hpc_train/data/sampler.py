@@ -157,11 +157,8 @@ class Permutation:
     epoch: int
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the elements at ``positions`` in the same shape.
-
-        Raises:
-            IndexError: a position is outside [0, size).
-        """
+        """Returns the elements at ``positions`` in the same shape; raises IndexError if a position is outside [0,
+        size)."""
         positions = np.asarray(positions, dtype=np.int64)
         if positions.size == 0:
             return positions.copy()

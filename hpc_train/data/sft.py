@@ -81,12 +81,8 @@ class Encoder:
         self._template = None if template is None else template_text(template)
 
     def encode(self, record: Record) -> Tokens:
-        """Returns the token ids of a record, with ``ANSWER`` set in those that are learnt.
-
-        Raises:
-            UserError: a column has another type, the chat template does not fit, or the tokenizer has no end token for
-                a text or completion.
-        """
+        """Returns the token ids of a record, with ``ANSWER`` set in those that are learnt; raises UserError if a column
+        has another type, the chat template does not fit, or the tokenizer has no end token for a text or completion."""
         values = record.values
         form = form_of([name for name in values if values[name] is not None], record.name)
         if form == "messages":
@@ -390,11 +386,8 @@ def _write(stored: Stored, encoder: Encoder) -> None:
 
 
 def build_sft(config: SFTDataConfig, split: str, seed: int) -> Dataset:
-    """Builds a split of ``data=sft``, packed with ``data.packing``.
-
-    Raises:
-        UserError: the input or the tokenizer is invalid, or no record has an answer.
-    """
+    """Builds a split of ``data=sft``, packed with ``data.packing``; raises UserError if the input or the tokenizer is
+    invalid, or no record has an answer."""
     records = AnswersDataset(config, split)
     if not config.packing:
         return records

@@ -64,11 +64,8 @@ def name_of(part: Part, place: int) -> str:
 
 
 def find_files(path: str, where: str) -> list[Path]:
-    """Returns the JSONL files that ``path`` (a file or a directory) names, or the directory of a table.
-
-    Raises:
-        UserError: there is none, or one is compressed or known not to be text.
-    """
+    """Returns the JSONL files that ``path`` (a file or a directory) names, or the directory of a table; raises
+    UserError if there is none, or one is compressed or known not to be text."""
     root = Path(path).expanduser()
     fix = "a JSONL file, a directory of them, or a directory that Dataset.save_to_disk of datasets wrote"
     if root.is_file():
@@ -94,11 +91,7 @@ def find_files(path: str, where: str) -> list[Path]:
 
 
 def find_parts(path: str, where: str) -> list[Part]:
-    """Divides the input ``path`` into parts.
-
-    Raises:
-        UserError: there is no input, or it cannot be read.
-    """
+    """Divides the input ``path`` into parts; raises UserError if there is no input, or it cannot be read."""
     return [part for file in find_files(path, where) for part in _parts_of(file)]
 
 
@@ -112,11 +105,7 @@ def _parts_of(file: Path) -> Iterator[Part]:
 
 
 def read_records(part: Part) -> Iterator[Record]:
-    """Yields the records of a part, without empty lines.
-
-    Raises:
-        UserError: a line is not a JSON object.
-    """
+    """Yields the records of a part, without empty lines; raises UserError if a line is not a JSON object."""
     if part.is_table:
         table = _table(part.path)
         yield from (Record(table[row], part, row) for row in range(part.first, part.last))
@@ -159,11 +148,8 @@ def _missing_library(path: str) -> UserError:
 
 
 def first_columns(path: str, where: str) -> list[str]:
-    """Returns the columns of the first record, without importing ``datasets``.
-
-    Raises:
-        UserError: there is no input or no record, the first line is not a JSON object, or ``datasets`` is missing.
-    """
+    """Returns the columns of the first record, without importing ``datasets``; raises UserError if there is no input or
+    no record, the first line is not a JSON object, or ``datasets`` is missing."""
     for file in find_files(path, where):
         if file.is_dir():
             if importlib.util.find_spec("datasets") is None:
@@ -180,11 +166,7 @@ def first_columns(path: str, where: str) -> list[str]:
 
 
 def form_of(columns: list[str], name: str) -> str:
-    """Returns which of ``FORMS`` a record with these columns has.
-
-    Raises:
-        UserError: none of them.
-    """
+    """Returns which of ``FORMS`` a record with these columns has; raises UserError if none of them."""
     for form in FORMS:
         if set(form.split(" and ")) <= set(columns):
             return form
@@ -201,11 +183,8 @@ _READ = (".json", ".jinja", ".txt", ".model")
 
 
 def tokenizer_file(path: str) -> Path:
-    """Returns the ``tokenizer.json`` that ``path`` (this file or its directory) names.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Returns the ``tokenizer.json`` that ``path`` (this file or its directory) names; raises UserError if there is
+    none."""
     given = Path(path).expanduser()
     file = given / TOKENIZER if given.is_dir() else given
     if file.is_file():
@@ -218,11 +197,8 @@ def tokenizer_file(path: str) -> Path:
 
 
 def vocabulary(path: str) -> int:
-    """Returns the number of token ids: the largest id plus one.
-
-    Raises:
-        UserError: the file is missing or is not a tokenizer.
-    """
+    """Returns the number of token ids: the largest id plus one; raises UserError if the file is missing or is not a
+    tokenizer."""
     file = tokenizer_file(path)
     return _vocabulary(file, file.stat().st_mtime_ns)
 

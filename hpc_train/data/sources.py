@@ -187,11 +187,8 @@ def _check_mixture(data: MixtureDataConfig) -> None:
 
 
 def _mixed_kind(data: Any) -> str | None:
-    """Returns the kind of samples that all sources of a mixture that is not typed yet give; None if it is unknown.
-
-    Raises:
-        UserError: the sources give different kinds.
-    """
+    """Returns the kind of samples that all sources of a mixture that is not typed yet give; None if it is unknown;
+    raises UserError if the sources give different kinds."""
     sources = data.sources.items()
     kinds = {name: load_source(source.kind).sample_kind(source) for name, source in sources}
     known_kinds = {kind for kind in kinds.values() if kind is not None}

@@ -37,11 +37,8 @@ States = Mapping[str, Mapping[str, Any]]  # shard -> ShardState as a dict
 
 
 def build_stream(config: StreamDataConfig, split: str, seed: int) -> Dataset:
-    """Builds ``data=stream``: the stream for training, or the first validation samples in memory.
-
-    Raises:
-        UserError: the target cannot be imported, called or iterated, or has no validation items.
-    """
+    """Builds ``data=stream``: the stream for training, or the first validation samples in memory; raises UserError if
+    the target cannot be imported, called or iterated, or has no validation items."""
     shards = Shards(config, split, seed)
     if split == "train":
         return StreamDataset(shards)
@@ -88,11 +85,8 @@ class Shards:
         return f"shard {shard} of {self.config._target_}"
 
     def open(self, shard: int, epoch: int, state: Any = None) -> Any:
-        """Returns the user's iterable for one epoch of a shard, which continues from ``state``.
-
-        Raises:
-            UserError: the target cannot be imported or called, or what it returns is not an iterable.
-        """
+        """Returns the user's iterable for one epoch of a shard, which continues from ``state``; raises UserError if the
+        target cannot be imported or called, or what it returns is not an iterable."""
         opened = call_target(self.config, split=self.split, shard=shard, shards=self.count)
         if not hasattr(opened, "__iter__"):
             raise UserError(
@@ -174,11 +168,7 @@ class ShardReader:
         return item
 
     def skip_to(self, taken: int) -> None:
-        """Takes items until ``taken`` positions were taken.
-
-        Raises:
-            ValueError: more were taken before.
-        """
+        """Takes items until ``taken`` positions were taken; raises ValueError if more were taken before."""
         if self.taken > taken:
             raise ValueError(f"shard {self._shard} is at {self.taken}, after {taken}")
         while self.taken < taken:
@@ -235,11 +225,8 @@ def _failed(which: str, error: Exception) -> UserCodeError:
 
 
 def check_resumes(shards: Shards, shard: int) -> None:
-    """Checks that a shard continues with its second item from the state after the first one.
-
-    Raises:
-        UserError: it continues with another item.
-    """
+    """Checks that a shard continues with its second item from the state after the first one; raises UserError if it
+    continues with another item."""
     reader = ShardReader(shards, shard, ShardState(), repeat=True)
     reader.next()
     state = reader.state()

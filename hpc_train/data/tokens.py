@@ -64,11 +64,7 @@ def documents_file(directory: Path, split: str) -> Path:
 
 
 def read_meta(directory: Path) -> TokensMeta:
-    """Reads and checks ``meta.json``.
-
-    Raises:
-        UserError: the file is missing, is not JSON, or has invalid content.
-    """
+    """Reads and checks ``meta.json``; raises UserError if the file is missing, is not JSON, or has invalid content."""
     path = directory / META
     try:
         meta = TokensMeta(**json.loads(path.read_text(encoding="utf-8")))
@@ -258,11 +254,8 @@ def _runs(values: Indices) -> Iterator[tuple[int, int]]:
 
 
 class PackedDataset(Dataset):
-    """Packs documents into sequences, with ``positions`` and ``document_ids`` ``[seq]`` in the context.
-
-    Raises:
-        UserError: the lengths of the documents are not known.
-    """
+    """Packs documents into sequences, with ``positions`` and ``document_ids`` ``[seq]`` in the context; raises
+    UserError if the lengths of the documents are not known."""
 
     loads_cheaply = True
 

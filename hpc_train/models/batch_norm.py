@@ -102,12 +102,8 @@ def has_batch_statistics(model: nn.Module) -> bool:
 
 
 def check_batch(batch: BatchConfig, data: DataConfig, layout: Layout) -> None:
-    """Checks that no step contains padding, which would enter the batch statistics.
-
-    Raises:
-        UserError: the global batch does not divide over the ranks, or the last batches of an epoch or of a stream are
-            padded.
-    """
+    """Checks that no step contains padding, which would enter the batch statistics; raises UserError if the global
+    batch does not divide over the ranks, or the last batches of an epoch or of a stream are padded."""
     size = batch.global_size
     slots = layout.dp * layout.micro_batches * layout.micro_size
     if slots != size:

@@ -65,11 +65,7 @@ def build_model(config: ModelConfig, seed: int, values: bool = True) -> Model | 
 
 
 def imported(path: str) -> Callable[..., Any]:
-    """Imports the object at ``module:attribute``.
-
-    Raises:
-        UserError: the object cannot be imported.
-    """
+    """Imports the object at ``module:attribute``; raises UserError if the object cannot be imported."""
     module, _, name = path.partition(":")
     try:
         value: Callable[..., Any] = getattr(importlib.import_module(module), name)
@@ -139,11 +135,8 @@ def _without_values(target: Callable[..., Any], config: CustomModelConfig) -> nn
 
 
 def _in_parts(target: Callable[..., Any], config: CustomModelConfig) -> Model:
-    """Builds a ``Model`` on ``meta``.
-
-    Raises:
-        UserError: a key of the config applies only to modules without the three parts.
-    """
+    """Builds a ``Model`` on ``meta``; raises UserError if a key of the config applies only to modules without the three
+    parts."""
     default = CustomModelConfig(_target_=config._target_)
     for key, behavior in (("loss", "computes the loss in its head"), ("wrap", "is divided into its layers")):
         if getattr(config, key) != getattr(default, key):

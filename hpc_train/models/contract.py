@@ -22,11 +22,8 @@ from hpc_train.models.model import Model
 
 
 def disagreement(model_config: Any, data_config: Any) -> str:
-    """Returns the first difference between the model and its description; an empty string if they agree.
-
-    Raises:
-        UserError: the model cannot be built.
-    """
+    """Returns the first difference between the model and its description; an empty string if they agree; raises
+    UserError if the model cannot be built."""
     family = load_family(model_config.kind)
     model = build_model(model_config, 0)
     assert isinstance(model, Model)

@@ -114,11 +114,8 @@ def vit_flops_per_sample(model: ViTConfig, shape: tuple[int, ...]) -> float:
 
 
 def check_vit(model: ViTConfig, data: Any) -> None:
-    """Checks the sizes of ``model`` against each other and against ``data``.
-
-    Raises:
-        UserError: the sizes do not fit together or do not match the images of ``data``.
-    """
+    """Checks the sizes of ``model`` against each other and against ``data``; raises UserError if the sizes do not fit
+    together or do not match the images of ``data``."""
     check_divides(model.n_heads, model.dim, "model.n_heads", "the width model.dim")
     check_divides(model.patch_size, model.image_size, "model.patch_size", "model.image_size")
     for name in ("image_size", "channels"):

@@ -137,11 +137,8 @@ def gpt_masked_flops(model: GPTConfig, length: int) -> float:
 
 
 def check_gpt(model: GPTConfig, data: Any) -> None:
-    """Checks the sizes of ``model`` against each other and against ``data``.
-
-    Raises:
-        UserError: the sizes do not fit together, or the vocabulary is smaller than that of ``data``.
-    """
+    """Checks the sizes of ``model`` against each other and against ``data``; raises UserError if the sizes do not fit
+    together, or the vocabulary is smaller than that of ``data``."""
     check_divides(model.n_kv_heads, model.n_heads, "model.n_kv_heads", "model.n_heads")
     if model.head_dim is None:
         check_divides(model.n_heads, model.dim, "model.n_heads", "the width model.dim")

@@ -116,11 +116,8 @@ _OPTIONS = {
 
 
 def hf_name(model: GPTConfig, name: str) -> str:
-    """Returns the name in ``transformers`` of the parameter ``name`` of ``model``.
-
-    Raises:
-        KeyError: a GPT has no such parameter.
-    """
+    """Returns the name in ``transformers`` of the parameter ``name`` of ``model``; raises KeyError if a GPT has no such
+    parameter."""
     match = _LAYER.fullmatch(name)
     if not match:
         return _OUTSIDE_LAYERS[name]
@@ -213,11 +210,8 @@ def _hf_windows(model: GPTConfig, family: HFFamily) -> dict[str, Any]:
 
 
 def gpt_config(values: Mapping[str, Any], where: str) -> GPTConfig:
-    """Returns the config of the GPT that a ``config.json`` of ``transformers`` 4 or 5 describes.
-
-    Raises:
-        UserError: the model has another architecture, or parts that hpc_train's GPT lacks.
-    """
+    """Returns the config of the GPT that a ``config.json`` of ``transformers`` 4 or 5 describes; raises UserError if
+    the model has another architecture, or parts that hpc_train's GPT lacks."""
     kind = values.get("model_type", "llama")
     if kind not in FAMILIES:
         raise _unsupported(f"model_type {kind!r}", where)

@@ -373,11 +373,8 @@ class VocabularyShard:
         return (ids >= 0) & (ids < self.vocabulary)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Returns the rows of ``table`` ``[words, dim]`` for ``ids``, and zeros for words of other ranks.
-
-        Raises:
-            IndexError: an id is not a word (on CPUs; on GPUs a kernel raises an assertion).
-        """
+        """Returns the rows of ``table`` ``[words, dim]`` for ``ids``, and zeros for words of other ranks; raises
+        IndexError if an id is not a word (on CPUs; on GPUs a kernel raises an assertion)."""
         in_shard = self.is_local(ids)
         rows = torch.where(in_shard, ids - self.first, torch.where(self._is_word(ids), 0, self.vocabulary))
         return F.embedding(rows, table) * in_shard.unsqueeze(-1)

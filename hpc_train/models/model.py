@@ -294,11 +294,8 @@ METHODS = ("hidden_shape", "init_parameter", "init_buffers", "flops_per_sample")
 
 
 def check_parts(model: Model, where: str) -> None:
-    """Checks the methods and parts of a whole model.
-
-    Raises:
-        UserError: a method is not implemented, or the stem, the layers or the head cannot be used.
-    """
+    """Checks the methods and parts of a whole model; raises UserError if a method is not implemented, or the stem, the
+    layers or the head cannot be used."""
     problems = [f"{name} is not implemented" for name in METHODS if getattr(type(model), name) is getattr(Model, name)]
     problems += _problems_of_parts(model)
     if problems:

@@ -83,11 +83,7 @@ def _checked(result: Any, loss: Loss) -> tuple[Tensor, Tensor]:
 
 
 def check_global_count(total: float, count: float) -> None:
-    """Checks the sums of a step over all ranks.
-
-    Raises:
-        UserError: the losses cannot be divided by their count.
-    """
+    """Checks the sums of a step over all ranks; raises UserError if the losses cannot be divided by their count."""
     if count < 0 or (count == 0 and math.isfinite(total) and total != 0):
         raise UserError(
             f"the sum of the losses over all ranks is {total:g}, but the sum of their counts is {count:g}",

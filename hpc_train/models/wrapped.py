@@ -171,12 +171,9 @@ class WrappedModel(nn.Module):
 
 
 def _classes_last(outputs: Tensor, targets: Tensor, class_dim: str) -> Tensor:
-    """Returns logits with the classes in the last dim, from ``[micro, classes, ...]`` or ``[micro, ..., classes]``.
-
-    Raises:
-        UserError: ``class_dim`` does not fit the targets, or it is ``auto`` and both dims fit, as in a language model
-            whose sequences are as long as its vocabulary is large.
-    """
+    """Returns logits with the classes in the last dim, from ``[micro, classes, ...]`` or ``[micro, ..., classes]``;
+    raises UserError if ``class_dim`` does not fit the targets, or it is ``auto`` and both dims fit, as in a language
+    model whose sequences are as long as its vocabulary is large."""
     fits = {
         "second": outputs.shape[:1] + outputs.shape[2:] == targets.shape,
         "last": outputs.shape[:-1] == targets.shape,

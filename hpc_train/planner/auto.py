@@ -115,11 +115,8 @@ def earlier_choice(text: str, asked: str) -> Choice | None:
 
 
 def choice_of_job(config: Config, run: RunDirectory, shape: JobShape) -> Choice:
-    """Returns the choice for a job; that of an earlier submission of ``run`` while the question is the same.
-
-    Raises:
-        UserError: the machine or the size of the model is unknown, or no layout is possible or fits.
-    """
+    """Returns the choice for a job; that of an earlier submission of ``run`` while the question is the same; raises
+    UserError if the machine or the size of the model is unknown, or no layout is possible or fits."""
     machine = machine_of_job(config.cluster.machine, shape.gpus, shape.gpu_types)
     if is_present(run.plan):
         earlier = earlier_choice(run.read(run.plan).decode(), question(config, shape, machine.name))
@@ -129,11 +126,8 @@ def choice_of_job(config: Config, run: RunDirectory, shape: JobShape) -> Choice:
 
 
 def choose(config: Config, shape: JobShape, machine: Machine) -> Choice:
-    """Returns the choice for the open keys of ``config``. Jobs of a sweep that ask the same share it.
-
-    Raises:
-        UserError: the config is wrong, the size of the model is unknown, or no layout is possible or fits.
-    """
+    """Returns the choice for the open keys of ``config``. Jobs of a sweep that ask the same share it. Raises UserError
+    if the config is wrong, the size of the model is unknown, or no layout is possible or fits."""
     simplest = with_values(config, {name: value for name, value in SIMPLEST.items() if name in open_keys(config)})
     check_values(simplest)
     try:
@@ -202,11 +196,8 @@ def _or_none(which: _Question, nodes: int) -> dict[str, Any]:
 
 
 def _chosen(which: _Question, nodes: int) -> dict[str, Any]:
-    """Returns the choice for ``nodes`` nodes and the table of the best layouts.
-
-    Raises:
-        UserError: no layout is possible or fits.
-    """
+    """Returns the choice for ``nodes`` nodes and the table of the best layouts; raises UserError if no layout is
+    possible or fits."""
     config, names = which.config, open_keys(which.config)
     machine = which.machine.with_devices(which.shape.workers)
     kept = {name for name, _, _ in keys(config)} - {*names}

@@ -280,11 +280,7 @@ def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _values(content: Mapping[str, Any]) -> Values:
-    """Returns the values of a line.
-
-    Raises:
-        TypeError, ValueError: they are not those of a run.
-    """
+    """Returns the values of a line; raises TypeError or ValueError if they are not those of a run."""
     found = Values(**content)
     numbers = [value for value in vars(found).values() if value is not None]
     if not all(map(_number, numbers)) or found.step_s <= 0 or min(numbers) < 0:

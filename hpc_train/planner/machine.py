@@ -128,11 +128,8 @@ class Machine:
         return Rates(**{name: self.figures[name].value for name in NAMES})
 
     def peak(self, precision: str) -> float:
-        """Returns the peak FLOP/s of a device for a precision of the config.
-
-        Raises:
-            UserError: the device has no units for the precision.
-        """
+        """Returns the peak FLOP/s of a device for a precision of the config; raises UserError if the device has no
+        units for the precision."""
         found = float(getattr(self.rates, f"{precision}_flops"))
         if not found:
             raise UserError(
@@ -207,11 +204,7 @@ def read_machine(name: str) -> Machine:
 
 
 def parse_machine(content: Any, where: str) -> Machine:
-    """Returns the machine that ``content`` describes.
-
-    Raises:
-        UserError: a number is missing, unknown or wrong.
-    """
+    """Returns the machine that ``content`` describes; raises UserError if a number is missing, unknown or wrong."""
     figures = content.get("figures") if isinstance(content, dict) else None
     if not isinstance(figures, dict):
         raise UserError("the machine file has no figures", where=where, fix='{"name": ..., "figures": {...}}')

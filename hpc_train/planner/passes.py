@@ -50,11 +50,8 @@ ATTENTION_BACKWARD = 2.5
 
 
 class Passes:
-    """The passes of a layout's blocks on a machine.
-
-    Raises:
-        UserError: the devices do not compute in the precision of ``config``.
-    """
+    """The passes of a layout's blocks on a machine; raises UserError if the devices do not compute in the precision of
+    ``config``."""
 
     def __init__(self, config: Config, layout: Layout, machine: Machine, work: Work) -> None:
         check_float8_rate(config, machine)

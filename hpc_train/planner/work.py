@@ -80,11 +80,7 @@ class Work:
 
 
 def count_work(config: Config) -> Work:
-    """Returns what the model of ``config`` computes.
-
-    Raises:
-        UserError: its family, or custom code, does not tell.
-    """
+    """Returns what the model of ``config`` computes; raises UserError if its family, or custom code, does not tell."""
     config = counted(config)
     model, family = config.model, family_of(config.model)
     if isinstance(model, CountedModel):
@@ -174,11 +170,8 @@ _FIX = (
 
 
 def count_model(config: Config) -> None:
-    """Counts the model of ``config`` if its family does not tell its sizes and the cache has no counts of it.
-
-    Raises:
-        UserError: torch is not installed here, or the model cannot be counted.
-    """
+    """Counts the model of ``config`` if its family does not tell its sizes and the cache has no counts of it; raises
+    UserError if torch is not installed here, or the model cannot be counted."""
     if not needs_counts(config):
         return
     read_counts.cache_clear()  # the user's files may have changed

@@ -20,10 +20,7 @@ from hpc_train.models.wrapped import WrappedModel
 
 def build(config: HFModelConfig) -> HFDecoder | HFWhole:
     """Builds the model of ``config``. Call it on the ``meta`` device; the values follow when the model is sharded.
-
-    Raises:
-        UserError: the config or the weights cannot be read, or transformers has no such model.
-    """
+    Raises UserError if the config or the weights cannot be read, or transformers has no such model."""
     module = skeleton(config)
     module.tie_weights()
     files = WeightFiles(weights_folder(config), module) if config.pretrained else None

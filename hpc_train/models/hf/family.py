@@ -20,11 +20,8 @@ INSTALL_PEFT = "pip install 'hpc_train[lora]'"
 
 
 def check(model: HFModelConfig, data: Any) -> None:
-    """Checks that transformers is installed, that there are weights to read, and that the model fits ``data``.
-
-    Raises:
-        UserError: transformers is missing or too old, there are no weights, or the model cannot learn from ``data``.
-    """
+    """Checks that transformers is installed, that there are weights to read, and that the model fits ``data``; raises
+    UserError if transformers is missing or too old, there are no weights, or the model cannot learn from ``data``."""
     if any(importlib.util.find_spec(name) is None for name in ("transformers", "safetensors")):
         raise UserError("model=hf needs transformers, which is not installed here", where="model", fix=INSTALL)
     installed = metadata.version("transformers")

@@ -178,11 +178,8 @@ def base_identity(model: Any) -> dict[str, Any] | None:
 
 
 def check_base(model: Any, extra: Mapping[str, Any], where: str) -> None:
-    """Compares the base model with that of the checkpoint whose manifest has the values ``extra``.
-
-    Raises:
-        UserError: its files have changed since the checkpoint was saved.
-    """
+    """Compares the base model with that of the checkpoint whose manifest has the values ``extra``; raises UserError if
+    its files have changed since the checkpoint was saved."""
     current = base_identity(model)
     expected = extra.get(BASE)
     if current is None or expected is None or current == expected:

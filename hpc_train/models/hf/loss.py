@@ -101,11 +101,8 @@ def load_balancing(module: nn.Module) -> float:
 
 
 def refuse_unless(module: nn.Module, loss: str) -> None:
-    """Checks that ``model.loss`` is the loss that the config of a transformers model in ``model=custom`` asks for.
-
-    Raises:
-        UserError: it asks for another one.
-    """
+    """Checks that ``model.loss`` is the loss that the config of a transformers model in ``model=custom`` asks for;
+    raises UserError if it asks for another one."""
     if not hasattr(module, "base_model_prefix"):
         return
     config: Any = getattr(module, "config", None)

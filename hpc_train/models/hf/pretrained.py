@@ -40,11 +40,8 @@ _CLASSES = {
 
 
 def hf_config(config: HFModelConfig) -> Any:
-    """Returns the config object of transformers.
-
-    Raises:
-        UserError: config.json cannot be read or has unknown values, or a key of ``model.config`` is unknown.
-    """
+    """Returns the config object of transformers; raises UserError if config.json cannot be read or has unknown values,
+    or a key of ``model.config`` is unknown."""
     from transformers import AutoConfig
 
     try:

@@ -238,11 +238,8 @@ def stem_parameters(model: HFModelConfig) -> int | None:
 
 
 def activations(model: HFModelConfig, data: Any) -> Activations:
-    """Returns the activations of a layer, as the estimates of the built-in models count them.
-
-    Raises:
-        ValueError: the sizes are unknown.
-    """
+    """Returns the activations of a layer, as the estimates of the built-in models count them; raises ValueError if the
+    sizes are unknown."""
     counts = sizes(model)
     if counts is None:
         raise ValueError(f"the sizes of {model.name_or_path} are unknown")
