@@ -141,12 +141,7 @@ class RunDirectory:
         return self.read(self.config, CONFIG)
 
     def json(self, path: Path) -> Any:
-        """Returns the value in a JSON file of the run.
-
-        Raises:
-            DamagedFile: the content is not JSON, or ``hpc_train.opening`` refuses to open it.
-            OSError: it does not exist, or cannot be read.
-        """
+        """Returns the value in a JSON file of the run; raises as ``read``, and DamagedFile if it is not JSON."""
         return read_json(path, self.path)
 
     def follow(self, path: Path) -> NewLines:
@@ -158,21 +153,20 @@ class RunDirectory:
 
         ``run.json`` names it, and that of another user might name a private file of the reader.
         """
-        found = resolved_below(path, [self.path])
-        if found is None:  # the jobs of a sweep write to its folder slurm, which may not be a link of another user
+        resolved = resolved_below(path, [self.path])
+        if resolved is None:  # the jobs of a sweep write to its folder slurm, which may not be a link of another user
             of_sweep = resolved_below(path, [self.path.absolute().parent])
             if of_sweep is not None and of_sweep[0].relative_to(of_sweep[1]).parts[0] == "slurm":
-                found = of_sweep
+                resolved = of_sweep
         try:
-            if found is not None:
-                return read_tail(*found, OUTPUT_BYTES)
-            problem = f"{path} is not in the directory of the run" if path.is_file() else None
+            if resolved is not None:
+                return read_tail(*resolved, OUTPUT_BYTES)
+            if path.is_file():
+                tell_once(f"note: {self.path}: its output {path} is not in the directory of the run; it is not read")
         except FileNotFoundError:
-            return ""
+            pass
         except DamagedFile as error:
-            problem = error.what
-        if problem is not None:
-            tell_once(f"note: {self.path}: its output {problem}; it is not read")
+            tell_once(f"note: {self.path}: its output {error.what}; it is not read")
         return ""
 
     def record(self) -> dict[str, Any]:
@@ -195,13 +189,13 @@ class RunDirectory:
             text = self.config_bytes().decode()
             if sections:
                 text = "".join(part for part in SECTION.split(text) if part.partition(":")[0] in sections)
-            found = parsed_config(text)
+            config = parsed_config(text)
         except DamagedFile as error:
             tell_once(f"note: {error.what}; it is not read")
             return {}
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return {}
-        return config_sections(found) if isinstance(found, dict) else {}
+        return config_sections(config) if isinstance(config, dict) else {}
 
     def update_record(self, **fields: Any) -> dict[str, Any]:
         """Merges ``fields`` into ``run.json``. Submitter, agent and rank 0 may call it concurrently."""
@@ -212,8 +206,8 @@ class RunDirectory:
 
     def newest_attempt(self) -> int:
         """Returns the highest claimed attempt number, -1 before the first."""
-        names = (_ATTEMPT_FILE.fullmatch(path.name) for path in self.attempts.glob("[0-9]*.json"))
-        return max((int(found[1]) for found in names if found is not None), default=-1)
+        matches = (_ATTEMPT_FILE.fullmatch(path.name) for path in self.attempts.glob("[0-9]*.json"))
+        return max((int(match[1]) for match in matches if match is not None), default=-1)
 
     def claim_attempt(self, owner: LockOwner | None = None) -> int:
         """Claims the next attempt number for a new start of the workers. Only the agent of node 0 calls it.
@@ -259,10 +253,12 @@ class RunDirectory:
     def attempt_record(self, attempt: int) -> dict[str, Any]:
         """Returns what ``attempts/NNN.json`` says; {} until the attempt has started, or if it is damaged."""
         try:
-            found = self.json(self.attempts / f"{attempt:03d}.json")
+            record = self.json(self.attempts / f"{attempt:03d}.json")
         except (FileNotFoundError, DamagedFile):  # it is empty until then
             return {}
-        return (typed(found, ATTEMPT) or {}) if isinstance(found, dict) else {}
+        if not isinstance(record, dict):
+            return {}
+        return typed(record, ATTEMPT) or {}
 
     def read_metrics(self) -> list[Line]:
         """Returns the logged steps in order; if attempts overlap, the highest attempt's line of a step counts."""
@@ -283,7 +279,8 @@ class RunDirectory:
 
     def events_of(self, writer: str, attempt: int | None = None) -> Iterator[Event]:
         """Yields the events of ``writer`` in one or all attempts, in no particular order."""
-        for path in self.events.glob(f"{writer}-{'*' if attempt is None else f'{attempt:03d}'}.jsonl"):
+        number = "*" if attempt is None else f"{attempt:03d}"
+        for path in self.events.glob(f"{writer}-{number}.jsonl"):
             yield from self.follow(path).read()
 
 
@@ -327,5 +324,5 @@ def lease_folder(path: Path) -> Path:
 
 
 def _attempt_of(path: Path) -> int:
-    found = re.search(r"(\d+)\.jsonl$", path.name)
-    return int(found.group(1)) if found else -1
+    match = re.search(r"(\d+)\.jsonl$", path.name)
+    return int(match[1]) if match else -1

@@ -31,7 +31,7 @@ from hpc_train.schedulers.slurm import client
 BEAT_S = 15.0
 STALE_S = 180.0  # well above the attribute cache time of network file systems (60 s) plus some missed heartbeats
 _DONE = b"\ndone\n"
-_KEPT_LOCKS = 8  # old files to keep, for a process that still sees a stale directory listing
+_OLD_LOCKS = 8  # old files to keep, for a process that still sees a stale directory listing
 _POLL_S = 0.01
 
 
@@ -63,8 +63,7 @@ class Lock:
 
     def is_newest(self) -> bool:
         """Returns whether no later acquisition exists."""
-        found = newest_lock(self.folder)
-        return found is None or found.number <= self.number
+        return max(_lock_numbers(self.folder), default=0) <= self.number
 
     def is_held(self, seen_by: LockOwner, ask_slurm: bool = True) -> bool:
         """Returns whether the lock is not released and its owner may be alive."""
@@ -74,7 +73,9 @@ class Lock:
         except FileNotFoundError:
             return False
         owner = self.owner()
-        return self.silent_s() < STALE_S if owner is None else owner.may_be_alive(seen_by, self.silent_s, ask_slurm)
+        if owner is None:
+            return self.silent_s() < STALE_S
+        return owner.may_be_alive(seen_by, self.silent_s, ask_slurm)
 
     def beat(self) -> None:
         """Sends a heartbeat; the file server's clock stamps it."""
@@ -110,11 +111,11 @@ def superseded(folder: Path, owner: LockOwner) -> Lock | None:
     """Returns the lock that ``owner`` must respect: one held by another process, or one newer than its own; None
     without one.
     """
-    found = newest_lock(folder)
-    if found is None or found.owner() == owner:
+    newest = newest_lock(folder)
+    if newest is None or newest.owner() == owner:
         return None
-    own = any(Lock(folder, number).owner() == owner for number in _lock_numbers(folder))
-    return found if own or found.is_held(owner, ask_slurm=False) else None
+    was_owner = any(Lock(folder, number).owner() == owner for number in _lock_numbers(folder))
+    return newest if was_owner or newest.is_held(owner, ask_slurm=False) else None
 
 
 def acquire(folder: Path, owner: LockOwner, ask_slurm: bool = True) -> Lock:
@@ -126,14 +127,18 @@ def acquire(folder: Path, owner: LockOwner, ask_slurm: bool = True) -> Lock:
     folder.parent.mkdir(exist_ok=True)  # a run directory that was deleted is not made again
     folder.mkdir(exist_ok=True)
     while True:
+        lock = Lock(folder, 1)
         before = newest_lock(folder)
-        if before is not None and before.is_held(owner, ask_slurm):
-            raise LockHeld(before)
-        lock = Lock(folder, 1 if before is None else before.number + 1)
+        if before is not None:
+            if before.is_held(owner, ask_slurm):
+                raise LockHeld(before)
+            lock = Lock(folder, before.number + 1)
         if not _create(lock, owner):
             continue
         if lock.is_newest():
-            _remove_up_to(folder, lock.number - _KEPT_LOCKS)
+            for number in _lock_numbers(folder):
+                if number <= lock.number - _OLD_LOCKS:
+                    Lock(folder, number).path.unlink(missing_ok=True)
             return lock
         lock.path.unlink(missing_ok=True)  # the directory listing was stale
 
@@ -201,22 +206,16 @@ def _lock_numbers(folder: Path) -> list[int]:
     return []
 
 
-def _remove_up_to(folder: Path, last: int) -> None:
-    for number in _lock_numbers(folder):
-        if number <= last:
-            Lock(folder, number).path.unlink(missing_ok=True)
-
-
 def _server_time(folder: Path) -> float:
     """Returns the time of the clock that stamps files in ``folder``, or this machine's time if it is not writable."""
     probe = folder / f"clock.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}"
     try:
         probe.touch()
-        found = probe.stat().st_mtime
+        now = probe.stat().st_mtime
         probe.unlink(missing_ok=True)
     except OSError:
         return time.time()
-    return found
+    return now
 
 
 @dataclass(frozen=True)
@@ -250,8 +249,8 @@ class LockOwner:
         )
 
     def __str__(self) -> str:
-        job = "" if self.job_id is None else f", Slurm job {self.job_id}"
-        return f"process {self.pid} on {self.host}{job}"
+        process = f"process {self.pid} on {self.host}"
+        return process if self.job_id is None else f"{process}, Slurm job {self.job_id}"
 
     def may_be_alive(self, seen_by: LockOwner, silent_s: Callable[[], float], ask_slurm: bool = True) -> bool:
         """Returns whether the owner may be alive, judged by the process ``seen_by``.
@@ -260,27 +259,14 @@ class LockOwner:
             silent_s: returns the seconds since the owner's last heartbeat.
             ask_slurm: allows one call of ``squeue`` if nothing else decides.
         """
-        if self._is_of_earlier_start(seen_by):
+        other_cluster = None not in (self.cluster, seen_by.cluster) and self.cluster != seen_by.cluster
+        same_job = self.job_id is not None and self.job_id == seen_by.job_id and not other_cluster
+        if same_job and seen_by.restart > self.restart:  # requeued since; its process may still exist on a frozen node
             return False
         if self.machine == seen_by.machine:
             return self.started == started(self.pid)
-        known = self._known_to_slurm(seen_by) if ask_slurm and self.job_id is not None else None
-        return silent_s() < STALE_S if known is None else known
-
-    def _is_of_earlier_start(self, seen_by: LockOwner) -> bool:
-        """Returns whether Slurm has requeued the owner's job since. Its process may still exist on a frozen node."""
-        same_job = self.job_id is not None and self.job_id == seen_by.job_id
-        return same_job and seen_by.restart > self.restart and not self._is_on_another_cluster(seen_by)
-
-    def _is_on_another_cluster(self, seen_by: LockOwner) -> bool:
-        return None not in (self.cluster, seen_by.cluster) and self.cluster != seen_by.cluster
-
-    def _known_to_slurm(self, seen_by: LockOwner) -> bool | None:
-        """Returns whether the owner's start of the job still runs according to Slurm; None if unknown."""
-        if self._is_on_another_cluster(seen_by) or self.job_id == seen_by.job_id:
-            return None
-        assert self.job_id is not None
-        state = client.job_state(self.job_id)
-        if state is None or state.may_execute:
-            return None
-        return state.holds_nodes  # a suspended process gives no sign of life
+        if ask_slurm and self.job_id is not None and not other_cluster and self.job_id != seen_by.job_id:
+            state = client.job_state(self.job_id)
+            if state is not None and not state.may_execute:
+                return state.holds_nodes  # a suspended process gives no sign of life
+        return silent_s() < STALE_S

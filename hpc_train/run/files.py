@@ -221,7 +221,8 @@ def line_end(path: Path) -> str:
     """
     with suppress(OSError, DamagedFile), open_file(path, path.parent) as file:
         file.seek(-1, os.SEEK_END)
-        return "" if file.read() == b"\n" else "\n"
+        if file.read() != b"\n":
+            return "\n"
     return ""
 
 
@@ -245,7 +246,7 @@ class NewLines:
         self, path: Path, below: Path | None = None, check: Callable[[Row], Row | None] = lambda row: row
     ) -> None:
         self._path = path
-        self._below = path.parent if below is None else below
+        self._below = below or path.parent
         self._check = check
         self._position = 0
 
@@ -273,23 +274,21 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
     """Yields whole lines of ``file``, many together, up to a line that is too long or still being written."""
     rest = b""
     while len(rest) <= LINE_BYTES and (data := file.read(BLOCK_BYTES)):
-        data = rest + data
-        whole = data.rfind(b"\n") + 1
-        rest = data[whole:]
-        if whole:
-            yield data[:whole]
+        lines, newline, rest = (rest + data).rpartition(b"\n")
+        if newline:
+            yield lines + newline
 
 
 def last_line(path: Path, below: Path | None = None) -> Row:
     """Returns the last complete JSON object of a file without reading the earlier lines; {} if there is none."""
     try:
-        whole = read_tail(path, path.parent if below is None else below, TAIL_BYTES).rpartition("\n")[0]
+        lines = read_tail(path, below or path.parent, TAIL_BYTES).rpartition("\n")[0]
     except FileNotFoundError:
         return {}
     except DamagedFile as error:
         tell_once(f"note: {error.what}; it is not read")
         return {}
-    return _object(whole.rpartition("\n")[2])
+    return _object(lines.rpartition("\n")[2])
 
 
 def _objects(lines: list[str]) -> list[dict[str, Any]]:
@@ -322,16 +321,22 @@ def group_id(name: str) -> int:
     Raises:
         UserError: the group does not exist, or this user is not a member.
     """
+    what = f"{name} is a group that you do not belong to"
+    groups = {os.getgid(), os.getegid(), *os.getgroups()}
     try:
-        found = grp.getgrnam(name).gr_gid
+        group = grp.getgrnam(name).gr_gid
+        if group in groups or os.geteuid() == 0:
+            return group
     except KeyError:
-        found = None
-    own = {os.getgid(), os.getegid(), *os.getgroups()}
-    if found is None or (found not in own and os.geteuid() != 0):
-        what = "is not a group on this machine" if found is None else "is a group that you do not belong to"
-        names = ", ".join(sorted(_names(own)))
-        raise UserError(f"{name} {what}", where="run.group", fix=f"set run.group to one of your groups: {names}")
-    return found
+        what = f"{name} is not a group on this machine"
+    names = []
+    for group in groups:
+        try:
+            names.append(grp.getgrgid(group).gr_name)
+        except KeyError:
+            names.append(str(group))
+    fix = f"set run.group to one of your groups: {', '.join(sorted(names))}"
+    raise UserError(what, where="run.group", fix=fix)
 
 
 def write_for_group() -> None:
@@ -342,8 +347,10 @@ def write_for_group() -> None:
 
 def keep_others_from_writing() -> None:
     """Sets the umask so that nobody else can write the files of this process and its children, if all users could."""
-    before = os.umask(0o077)
-    os.umask(before if before & stat.S_IWOTH else before | stat.S_IWGRP | stat.S_IWOTH)
+    mask = os.umask(0o077)
+    if not mask & stat.S_IWOTH:
+        mask |= stat.S_IWGRP | stat.S_IWOTH
+    os.umask(mask)
 
 
 def share(directory: Path, name: str) -> None:
@@ -367,25 +374,20 @@ def make_directory(path: Path, option: str) -> None:
 
 
 def refuse_existing(path: Path, option: str) -> None:
-    """Raises UserError if ``path``, which ``option`` of the command line names, exists and is not an ."""
+    """Raises UserError if ``path``, which ``option`` of the command line names, is anything but an empty directory."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"{path} already exists", where=option, fix=f"{option} with a path that does not exist")
 
 
 def share_one(path: Path, name: str) -> None:
     """Gives one directory or file to the group, without its contents."""
-    group, status = group_id(name), path.lstat()
-    wanted = (status.st_mode & 0o700) >> 3 | (stat.S_ISGID if stat.S_ISDIR(status.st_mode) else 0)
-    done = status.st_gid == group and status.st_mode & wanted == wanted
+    group = group_id(name)
+    status = path.lstat()
+    bits = (status.st_mode & 0o700) >> 3  # what the owner may do
+    if stat.S_ISDIR(status.st_mode):
+        bits |= stat.S_ISGID
+    done = status.st_gid == group and status.st_mode & bits == bits
     if done or stat.S_ISLNK(status.st_mode) or status.st_uid != os.geteuid():
         return
     os.chown(path, -1, group)
-    path.chmod(stat.S_IMODE(status.st_mode) | wanted)
-
-
-def _names(groups: set[int]) -> Iterator[str]:
-    for group in groups:
-        try:
-            yield grp.getgrgid(group).gr_name
-        except KeyError:
-            yield str(group)
+    path.chmod(stat.S_IMODE(status.st_mode) | bits)
