@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpc_train.commands import COMMANDS, RUNS, actions_of, function_of
-from hpc_train.commands.completion import is_own
+from hpc_train.commands import COMMANDS, RUNS, function_of
+from hpc_train.commands.completion import is_completion
 from hpc_train.commands.completion import main as complete_words
 from hpc_train.errors import UserError, nearest
 from hpc_train.machine.environment import rejected_variable
@@ -94,14 +94,16 @@ def _missing_dependency(error: Exception) -> UserError | None:
 
 
 def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str]]:
-    if is_own(arguments):
+    if is_completion(arguments):
         return complete_words, arguments
     named = bool(arguments) and COMMAND.fullmatch(arguments[0]) is not None
     name, rest = (arguments[0], arguments[1:]) if named else ("train", arguments)
     if name == "help" and rest and COMMAND.fullmatch(rest[0]):
         name, rest = rest[0], ["--help"]
     if name not in COMMANDS:
-        fix = f"checkpoint {name}" if name in actions_of("checkpoint") else nearest(name, sorted(COMMANDS))
+        fix = nearest(name, sorted(COMMANDS))
+        if name in COMMANDS["checkpoint"].actions:
+            fix = f"checkpoint {name}"
         raise UserError(f"unknown command {name!r}", where="the command line", fix=fix)
     if COMMANDS[name].takes == RUNS:
         _refuse_root(name, rest)

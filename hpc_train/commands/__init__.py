@@ -7,7 +7,7 @@ A command is a function of ``arguments: list[str]`` that returns an exit code (`
 import importlib
 from collections.abc import Callable
 from enum import Flag, auto
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Words(Flag):
@@ -25,19 +25,26 @@ class Command(NamedTuple):
         summary: its line in the help.
         heading: the line above it and its neighbors.
         takes: what its words are besides options.
-        actions: the words of which its first is one, as "module:NAME" of a collection.
+        actions: the words of which its first is one; () if it takes any.
     """
 
     function: str
     summary: str
     heading: str
     takes: Words = Words(0)
-    actions: str = ""
+    actions: tuple[str, ...] = ()
 
 
 RUNS = Words.RUNS
 OVERRIDES = Words.OVERRIDES
-_BOTH = RUNS | OVERRIDES
+BENCHMARKS = {
+    "step": "measures training steps, optionally compared with a bare PyTorch loop",
+    "batch": "finds the fastest micro-batch size that fits into memory, and the gradient noise scale",
+    "scaling": "measures strong and weak scaling over nodes or workers, for a proposal",
+    "checkpoint": "measures saves and loads, compared with plain DCP",
+    "collectives": "measures the bandwidth of collectives by operation and message size",
+    "machine": "measures the numbers of a machine file for `plan`",
+}
 
 _TRAIN = "Train"
 _LOOK = "Look at runs"
@@ -65,22 +72,22 @@ COMMANDS = {
     "retry": Command("submitted:retry", "submit the failed runs of a sweep again", _MANAGE, RUNS),
     "cancel": Command("submitted:cancel", "end runs", _MANAGE, RUNS),
     "checkpoint": Command(
-        "checkpoints.checkpoint:main",
+        "checkpoint:main",
         "list, verify, export, promote and import checkpoints",
         _MANAGE,
         RUNS,
-        "checkpoints:ACTIONS",
+        ("list", "verify", "export", "promote", "import"),
     ),
     "evaluate": Command(
-        "checkpoints.evaluate:main", "the metrics of a checkpoint on any data, under any layout", _USE, _BOTH
+        "model:evaluate", "the metrics of a checkpoint on any data, under any layout", _USE, RUNS | OVERRIDES
     ),
-    "generate": Command("checkpoints.generate:main", "texts that a language model continues", _USE, _BOTH),
+    "generate": Command("model:generate", "texts that a language model continues", _USE, RUNS | OVERRIDES),
     "plan": Command(
         "plan:main", "time, memory and cost of each layout that fits, before it queues", _PREPARE, OVERRIDES
     ),
     "prepare": Command("prepare:main", "token files and image shards", _PREPARE),
     "doctor": Command("doctor:main", "check this machine, or the nodes of a job", _PREPARE, OVERRIDES),
-    "bench": Command("bench:main", "benchmarks", _PREPARE, OVERRIDES, "bench:BENCHMARKS"),
+    "bench": Command("bench:main", "benchmarks", _PREPARE, OVERRIDES, (*BENCHMARKS,)),
     "script": Command("batch:print_script", "print a batch script", _SCRIPTS, OVERRIDES),
     "freeze": Command("batch:freeze_run", "write the directory of a run and print it", _SCRIPTS, OVERRIDES),
     "agent": Command("early:agent", "run the agent of a node on a frozen run", _SCRIPTS),
@@ -90,15 +97,6 @@ COMMANDS = {
 
 def function_of(name: str) -> Callable[[list[str]], int]:
     """Imports the module of the command ``name`` and returns its function."""
-    command: Callable[[list[str]], int] = _named(COMMANDS[name].function)
+    module, function = COMMANDS[name].function.split(":")
+    command: Callable[[list[str]], int] = getattr(importlib.import_module(f"{__name__}.{module}"), function)
     return command
-
-
-def actions_of(name: str) -> tuple[str, ...]:
-    """Returns the words of which the first after the command ``name`` is one; () if it takes any."""
-    return tuple(_named(COMMANDS[name].actions)) if COMMANDS[name].actions else ()
-
-
-def _named(place: str) -> Any:
-    module, name = place.split(":")
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -5,14 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-BENCHMARKS = {
-    "step": "measures training steps, optionally compared with a bare PyTorch loop",
-    "batch": "finds the fastest micro-batch size that fits into memory, and the gradient noise scale",
-    "scaling": "measures strong and weak scaling over nodes or workers, for a proposal",
-    "checkpoint": "measures saves and loads, compared with plain DCP",
-    "collectives": "measures the bandwidth of collectives by operation and message size",
-    "machine": "measures the numbers of a machine file for `plan`",
-}
+from hpc_train.commands import BENCHMARKS
 
 
 def main(arguments: list[str]) -> int:

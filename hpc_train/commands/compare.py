@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import operator
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
-from hpc_train.commands.threshold import Threshold
 from hpc_train.config.evaluation import BestMetric, highest_is_best
 from hpc_train.config.identity import flat
 from hpc_train.config.secrets import shown
@@ -40,6 +40,18 @@ from hpc_train.telemetry.terminal import Terminal, text_table, wide
 from hpc_train.units import format_duration
 
 COLUMNS = 6  # with more settings that differ, each is a line of a second table
+BASELINE = "baseline"
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_FORM = re.compile(
+    rf"\s*(?P<metric>\w+)\s*(?P<sign><=|>=|<|>)\s*"
+    rf"(?:(?:(?P<factor>{_NUMBER})\s*\*\s*)?(?P<baseline>{BASELINE})|(?P<number>{_NUMBER}))\s*"
+)
+_SIGNS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +64,19 @@ class Row:
     settings: Settings
     value: float | None
     held_s: float
-    best: bool = False
+    best: bool
+
+    def as_json(self, metric: BestMetric) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "state": self.view.state,
+            "settings": self.settings,
+            "metric": metric.name,
+            "value": self.value,
+            "best": self.best,
+            "metrics": self.view.metrics,
+            "held_s": self.held_s,
+        }
 
 
 def main(arguments: list[str]) -> int:
@@ -76,33 +100,28 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     options = parser.parse_args(arguments)
     conditions = [Threshold.parse(text) for text in options.fail_if]
-    found = list({item.run.path: item for target in options.runs for item in find_runs(target, "compare")}.values())
-    statuses = statuses_of(found, SlurmStatuses())
-    views = [item.view(statuses) for item in found]
-    compared = _compared(found)
+    runs = list({item.run.path: item for target in options.runs for item in find_runs(target, "compare")}.values())
+    statuses = statuses_of(runs, SlurmStatuses())
+    views = [item.view(statuses) for item in runs]
+    compared = _comparison(runs)
     if options.metric is not None:
         _check_metric(options.metric, views)
         highest = highest_is_best(options.metric, options.mode, "--mode")
         compared = replace(compared, metric=BestMetric(options.metric, highest))
-    metric, rows = compared.ranked_by(views), _rows(found, views, compared)
+    metric = compared.ranked_by(views)
+    rows = _rows(runs, views, compared)
     if options.csv is not None:
         _write_csv(options.csv, rows, compared.keys)
     if options.json:
-        print("\n".join(json.dumps(_as_json(row, metric)) for row in rows))
-        return _judged(conditions, found, views, options.baseline)
-    console = wide(Terminal())
-    own = compared.keys if len(compared.keys) <= COLUMNS else ()
-    console.print(_results(rows, metric, own), highlight=False)
-    for line in evaluated_parts(item.run for item in found):
-        console.print(line, highlight=False)
-    if not own and compared.keys:
-        console.print(Text("\nsettings that differ", style="bold"))
-        console.print(_settings(rows, compared.keys), highlight=False)
-    return _judged(conditions, found, views, options.baseline)
+        for row in rows:
+            print(json.dumps(row.as_json(metric)))
+    else:
+        _print(runs, rows, metric, compared.keys)
+    return _judge(conditions, runs, views, options.baseline)
 
 
-def _judged(
-    conditions: Sequence[Threshold], found: Sequence[RunHandle], views: Sequence[View], baseline: str | None
+def _judge(
+    conditions: Sequence[Threshold], runs: Sequence[RunHandle], views: Sequence[View], baseline: str | None
 ) -> Exit:
     """Prints on standard error how the runs meet the conditions; returns FAILED if one holds, or if a run is not done.
 
@@ -111,120 +130,157 @@ def _judged(
     """
     if not conditions:
         return Exit.DONE
-    base = _baseline(conditions, found, baseline)
-    reference = {} if base is None else base.view(statuses_of([base], SlurmStatuses())).metrics
+    base: RunHandle | None = None
+    reference: Mapping[str, Any] = {}
+    if baseline is not None:
+        base = find_run(baseline, "compare --baseline")
+    elif any(condition.factor is not None for condition in conditions):
+        base = runs[0]
+        if len(runs) == 1:
+            fix = "name two runs, or --baseline RUN"
+            raise UserError("there is no run to compare with", where="--fail-if", fix=fix)
+    if base is not None:
+        reference = base.view(statuses_of([base], SlurmStatuses())).metrics
     code = Exit.DONE
-    for item, view in zip(found, views, strict=True):
+    for item, view in zip(runs, views, strict=True):
         if base is not None and item.run.path == base.run.path:
             continue
-        problems = [] if view.exit == Exit.DONE else [f"the run is {view.state}"]
+        problems = []
+        if view.exit != Exit.DONE:
+            problems.append(f"the run is {view.state}")
         for condition in conditions:
             holds, words = condition.verdict(view.metrics, reference)
-            problems += [f"{words} (--fail-if '{condition.text}')"] if holds else []
-        code = Exit.FAILED if problems else code
+            if holds:
+                problems.append(f"{words} (--fail-if '{condition.text}')")
+        if problems:
+            code = Exit.FAILED
         print(f"{item.run.path}: {'; '.join(problems) or 'passed'}", file=sys.stderr)
     return code
 
 
-def _baseline(conditions: Sequence[Threshold], found: Sequence[RunHandle], given: str | None) -> RunHandle | None:
-    if given is not None:
-        return find_run(given, "compare --baseline")
-    if all(condition.factor is None for condition in conditions):
-        return None
-    if len(found) == 1:
-        raise UserError("there is no run to compare with", where="--fail-if", fix="name two runs, or --baseline RUN")
-    return found[0]
-
-
-def _compared(found: Sequence[RunHandle]) -> Comparison:
+def _comparison(runs: Sequence[RunHandle]) -> Comparison:
     """Returns the overrides in which the runs of one sweep differ, or the keys of the configs of other runs."""
-    metric = metric_of(found[0].config)
-    if len({item.run.path.parent for item in found}) == 1 and found[0].run.path.name.isdigit():
-        of_sweep = Comparison.of((item.run for item in found), metric)
+    metric = metric_of(runs[0].config)
+    if len({item.run.path.parent for item in runs}) == 1 and runs[0].run.path.name.isdigit():
+        of_sweep = Comparison.of((item.run for item in runs), metric)
         if of_sweep.keys:
             return of_sweep
-    settings = {item.run.path: _config_of(item) for item in found}
+    settings = {}
+    for item in runs:
+        keys = {key: value for key, value in flat(item.config).items() if not key.startswith(UNCOMPARED)}
+        settings[item.run.path] = {key: str(shown(key, value)) for key, value in keys.items()}
     return Comparison(tuple(varied([*settings.values()])), settings, metric)
 
 
-def _config_of(item: RunHandle) -> Settings:
-    pairs = flat(item.config).items()
-    return {key: str(shown(key, value)) for key, value in pairs if not key.startswith(UNCOMPARED)}
-
-
 def _check_metric(name: str, views: Sequence[View]) -> None:
-    known = sorted({key for view in views for key, value in view.metrics.items() if is_number(value)})
-    if name not in known:
-        fix = f"one of {', '.join(known)}" if known else "wait until the runs have logged a step"
+    logged = sorted({key for view in views for key, value in view.metrics.items() if is_number(value)})
+    if name not in logged:
+        fix = f"one of {', '.join(logged)}" if logged else "wait until the runs have logged a step"
         raise UserError(f"no run has the metric {name}", where="--metric", fix=fix)
 
 
-def _rows(found: Sequence[RunHandle], views: Sequence[View], compared: Comparison) -> list[Row]:
+def _rows(runs: Sequence[RunHandle], views: Sequence[View], compared: Comparison) -> list[Row]:
     """Returns the rows, the best first and those without a value last."""
-    metric, best = compared.ranked_by(views), compared.best(views)
+    metric = compared.ranked_by(views)
+    best = compared.best(views)
     rows = []
-    for index, (item, view) in enumerate(zip(found, views, strict=True)):
+    for index, (item, view) in enumerate(zip(runs, views, strict=True)):
         value = view.metrics.get(metric.name)
-        name = short_path(item.run.path)
-        held = read_ledger(item.run, time.time() if view.exit is None else None).total.held_s
-        settings = compared.of_run(item.run)
         rows.append(
-            Row(name, str(item.run.path), view, settings, value if is_number(value) else None, held, index == best)
+            Row(
+                name=short_path(item.run.path),
+                run=str(item.run.path),
+                view=view,
+                settings=compared.of_run(item.run),
+                value=value if is_number(value) else None,
+                held_s=read_ledger(item.run, time.time() if view.exit is None else None).total.held_s,
+                best=index == best,
+            )
         )
     sign = -1 if metric.highest else 1
-    return sorted(rows, key=lambda row: (row.value is None, 0.0 if row.value is None else sign * row.value))
+    return sorted(rows, key=lambda row: (row.value is None, sign * (row.value or 0.0)))
 
 
-def _results(rows: Sequence[Row], metric: BestMetric, settings: Sequence[str]) -> Table:
-    others = dict.fromkeys(key for row in rows for key in row.view.metrics if key == "loss" or key.startswith("val_"))
-    measured = [metric.name, *(key for key in others if key != metric.name)]
+def _print(runs: Sequence[RunHandle], rows: Sequence[Row], metric: BestMetric, keys: Sequence[str]) -> None:
+    console = wide(Terminal())
+    in_table = keys if len(keys) <= COLUMNS else ()
+    logged = [key for row in rows for key in row.view.metrics if key == "loss" or key.startswith("val_")]
+    names = dict.fromkeys([metric.name, *logged])
     unit, speeds = speed_column(row.view.metrics for row in rows)
-    right = ("step", *measured, unit, "time")
-    return text_table(
-        ("run", *settings, "state", *right),
-        [_cells(row, speed, settings, measured) for row, speed in zip(rows, speeds, strict=True)],
-        right,
-    )
+    cells = []
+    for row, speed in zip(rows, speeds, strict=True):
+        numbers = []
+        for name in names:
+            value = row.view.metrics.get(name)
+            number = f"{value:.4f}" if is_number(value) else ""
+            if row.best and name == metric.name:
+                number += BEST
+            numbers.append(number)
+        held = format_duration(row.held_s) if row.held_s else ""
+        settings = [row.settings[key] for key in in_table]
+        step = str(row.view.metrics.get("step", ""))
+        cells.append((row.name, *settings, row.view.state, step, *numbers, speed, held))
+    right = ("step", *names, unit, "time")
+    console.print(text_table(("run", *in_table, "state", *right), cells, right), highlight=False)
+    for line in evaluated_parts(item.run for item in runs):
+        console.print(line, highlight=False)
+    if keys and not in_table:
+        columns = ("key", *(row.name for row in rows))
+        lines = [(key, *(row.settings.get(key, DEFAULT) for row in rows)) for key in keys]
+        console.print(Text("\nsettings that differ", style="bold"))
+        console.print(text_table(columns, lines, folded=columns), highlight=False)
 
 
-def _cells(row: Row, speed: str, settings: Sequence[str], measured: Sequence[str]) -> tuple[str, ...]:
-    metrics = row.view.metrics
-    numbers = [_number(metrics.get(name), "{:.4f}") for name in measured]
-    numbers[0] += BEST if row.best else ""
-    time_held = format_duration(row.held_s) if row.held_s else ""
-    own = [row.settings[key] for key in settings]
-    return (row.name, *own, row.view.state, str(metrics.get("step", "")), *numbers, speed, time_held)
-
-
-def _number(value: Any, form: str) -> str:
-    return form.format(value) if is_number(value) else ""
-
-
-def _settings(rows: Sequence[Row], keys: Sequence[str]) -> Table:
-    columns = ("key", *(row.name for row in rows))
-    return text_table(
-        columns, [(key, *(row.settings.get(key, DEFAULT) for row in rows)) for key in keys], folded=columns
-    )
-
-
-def _write_csv(path: Path, rows: Sequence[Row], settings: Sequence[str]) -> None:
+def _write_csv(path: Path, rows: Sequence[Row], keys: Sequence[str]) -> None:
     metrics = dict.fromkeys(key for row in rows for key, value in row.view.metrics.items() if is_number(value))
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["run", *settings, "state", *metrics, "held_s"])
+        writer.writerow(["run", *keys, "state", *metrics, "held_s"])
         for row in rows:
-            own = [row.settings.get(key, DEFAULT) for key in settings]
-            writer.writerow([row.name, *own, row.view.state, *map(row.view.metrics.get, metrics), row.held_s])
+            settings = [row.settings.get(key, DEFAULT) for key in keys]
+            writer.writerow([row.name, *settings, row.view.state, *map(row.view.metrics.get, metrics), row.held_s])
 
 
-def _as_json(row: Row, metric: BestMetric) -> dict[str, Any]:
-    return {
-        "run": row.run,
-        "state": row.view.state,
-        "settings": row.settings,
-        "metric": metric.name,
-        "value": row.value,
-        "best": row.best,
-        "metrics": row.view.metrics,
-        "held_s": row.held_s,
-    }
+@dataclass(frozen=True)
+class Threshold:
+    """Holds a condition on a metric: ``val_loss>1.02*baseline``, ``samples_per_s<0.9*baseline``.
+
+    Attributes:
+        factor: of the baseline's value; None compares with ``number``.
+    """
+
+    text: str
+    metric: str
+    sign: str
+    factor: float | None
+    number: float
+
+    @classmethod
+    def parse(cls, text: str) -> Threshold:
+        """Raises UserError if ``text`` is not a condition."""
+        match = _FORM.fullmatch(text)
+        if match is None:
+            raise UserError(
+                f"{text!r} is not a condition",
+                where="--fail-if",
+                fix="METRIC, one of < <= > >=, and a number, baseline, or FACTOR*baseline: 'val_loss>1.02*baseline'",
+            )
+        factor = None
+        if match["baseline"]:
+            factor = float(match["factor"] or 1.0)
+        return cls(text.strip(), match["metric"], match["sign"], factor, float(match["number"] or 0.0))
+
+    def verdict(self, metrics: Mapping[str, Any], baseline: Mapping[str, Any]) -> tuple[bool, str]:
+        """Returns whether the condition holds, and the values in words. A value that is missing counts as held."""
+        value = metrics.get(self.metric)
+        if not is_number(value):
+            return True, f"{self.metric} is not known"
+        limit = self.number
+        if self.factor is not None:
+            reference = baseline.get(self.metric)
+            if not is_number(reference):
+                return True, f"{self.metric} of the baseline is not known"
+            limit = self.factor * reference
+        if _SIGNS[self.sign](value, limit):
+            return True, f"{self.metric} {value:.6g} is {self.sign} {limit:.6g}"
+        return False, f"{self.metric} {value:.6g} is not {self.sign} {limit:.6g}"

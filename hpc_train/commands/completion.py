@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
-from hpc_train.commands import COMMANDS, OVERRIDES, RUNS, actions_of, function_of
+from hpc_train.commands import COMMANDS, OVERRIDES, RUNS, function_of
 from hpc_train.errors import UserError
 from hpc_train.run.exits import Exit
 
@@ -63,12 +63,14 @@ def main(arguments: list[str]) -> int:
     """
     action, _, shell = arguments[-1].partition("=")
     if len(arguments) != 2 or action not in ACTIONS or shell not in SHELLS:
-        choices = " | ".join(f"install={known}" for known in SHELLS)
+        choices = " | ".join(f"install={name}" for name in SHELLS)
         what = f"{' '.join(arguments)} names no action and shell"
         raise UserError(what, where=arguments[0], fix=f"{arguments[0]} followed by one of {choices}")
     install, uninstall = SHELLS[shell]
-    if action in ("install", "uninstall"):
-        print(install if action == "install" else uninstall, end="")
+    if action == "install":
+        print(install, end="")
+    elif action == "uninstall":
+        print(uninstall, end="")
     else:
         line = os.environ.get("COMP_LINE")
         if line is None:
@@ -78,40 +80,40 @@ def main(arguments: list[str]) -> int:
     return Exit.DONE
 
 
-def is_own(arguments: Sequence[str]) -> bool:
-    """Returns whether ``arguments`` ask for completion."""
+def is_completion(arguments: Sequence[str]) -> bool:
+    """Returns whether ``arguments`` request a completion."""
     return bool(arguments) and arguments[0] in FLAGS
 
 
 def complete(line: str) -> list[str]:
     """Returns the words that may replace the last word of ``line``, sorted."""
-    *before, word = line.split(" ")
-    before = [each for each in before[1:] if each]
-    named = bool(before) and before[0] in COMMANDS
-    name, rest = (before[0], before[1:]) if named else ("train", before)
-    found = {each for each in _candidates(name, named, rest, word) if each.startswith(word)}
-    if not found and word and COMMANDS[name].takes & OVERRIDES:  # it takes longer: Hydra composes the config
-        found.update(_overrides([*(each for each in rest if "=" in each), word]))
-    return sorted(found)
-
-
-def _candidates(name: str, named: bool, rest: list[str], word: str) -> Iterable[str]:
+    _, *before, word = line.split(" ")
+    rest = [argument for argument in before if argument]
+    is_named = bool(rest) and rest[0] in COMMANDS
+    name = rest.pop(0) if is_named else "train"
+    command = COMMANDS[name]
+    candidates: Iterable[str] = ()
     if word.startswith("--"):
-        return _options(name, rest)
-    if name == "help" or not (named or rest):
-        return COMMANDS
-    if not rest and (actions := actions_of(name)):
-        return actions
-    return _run_names(word) if COMMANDS[name].takes & RUNS else ()
+        candidates = _options(name, rest)
+    elif name == "help" or not (is_named or rest):
+        candidates = COMMANDS
+    elif not rest and command.actions:
+        candidates = command.actions
+    elif command.takes & RUNS:
+        candidates = _run_names(word)
+    words = {candidate for candidate in candidates if candidate.startswith(word)}
+    if not words and word and command.takes & OVERRIDES:  # it takes longer: Hydra composes the config
+        words.update(_overrides([*(argument for argument in rest if "=" in argument), word]))
+    return sorted(words)
 
 
-def _options(name: str, rest: Sequence[str]) -> Iterable[str]:
+def _options(name: str, rest: Sequence[str]) -> list[str]:
     """Returns the options in the help of a command."""
-    action = [each for each in rest[:1] if each in actions_of(name)]
-    shown = io.StringIO()
-    with redirect_stdout(shown), suppress(SystemExit):  # argparse exits
+    action = [word for word in rest[:1] if word in COMMANDS[name].actions]
+    page = io.StringIO()
+    with redirect_stdout(page), suppress(SystemExit):  # argparse exits
         function_of("help" if name == "train" else name)([*action, "--help"])
-    return OPTION.findall(shown.getvalue())
+    return OPTION.findall(page.getvalue())
 
 
 def _run_names(word: str) -> Iterator[str]:
@@ -126,10 +128,12 @@ def _run_names(word: str) -> Iterator[str]:
     root = Path(default_root()).absolute()
     for path in run_directories(root):
         name = path.relative_to(root).as_posix()
+        sweep = name.rpartition("/")[0]
         if NAME.fullmatch(name) is None:
             continue
-        sweep = name.rpartition("/")[0]
-        yield name if not sweep or word.startswith(f"{sweep}/") else sweep
+        if sweep and not word.startswith(f"{sweep}/"):
+            name = sweep
+        yield name
 
 
 def _overrides(words: Sequence[str]) -> list[str]:
@@ -138,10 +142,10 @@ def _overrides(words: Sequence[str]) -> list[str]:
 
     before = os.environ.get("COMP_LINE", "")
     os.environ["COMP_LINE"] = " ".join(["hpc-train", *words])
-    shown = io.StringIO()
+    proposals = io.StringIO()
     try:
-        with redirect_stdout(shown):
+        with redirect_stdout(proposals):
             train(["-sc", "query=bash"])
     finally:
         os.environ["COMP_LINE"] = before
-    return shown.getvalue().split()
+    return proposals.getvalue().split()

@@ -12,25 +12,25 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpc_train.errors import UserError, nearest
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import write_json, write_text
 
 if TYPE_CHECKING:  # the quick check of a node starts without what the others import
-    from hpc_train.bench.doctor.job import Asked
     from hpc_train.bench.doctor.node import NodeReport
     from hpc_train.config.schema import Config
+    from hpc_train.launch.request import ComposedJob
     from hpc_train.machine.health.finding import Finding
     from hpc_train.machine.network.nccl_settings import Version
     from hpc_train.machine.network.node import FabricReport
 
 SHORT = "00:10:00"
-OWN_OPTIONS = ("--json", "--verbose", "--nodes", "--measure", "--submit", "--sbatch", "--node", "--quiet", "--gpus",
-               "--openmetrics", "--sysfs", "--topo", "--ibstat", "--nccl", "--help")  # fmt: skip
+OPTIONS = ("--json", "--verbose", "--nodes", "--measure", "--submit", "--sbatch", "--node", "--quiet", "--gpus",
+           "--openmetrics", "--sysfs", "--topo", "--ibstat", "--nccl", "--help")  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:
@@ -43,27 +43,46 @@ def main(arguments: list[str]) -> int:
     nccl = None if options.nccl is None else parse_version(options.nccl)
     if options.sysfs is not None or options.topo is not None or options.ibstat is not None:
         return _examine_recording(options, nccl)
-    from hpc_train.bench.doctor.job import composed
-
-    asked = composed(overrides)
-    if options.submit:
-        return _submit(asked, overrides, options)
-    if options.measure:
-        return _measure(asked.config, overrides, options)
-    own = _examine_this_node(asked.config)
-    if options.report_to is not None:
-        _write_report(own, options.report_to)
-        return Exit.DONE
-    from hpc_train.bench.doctor.job import check_slurm_and_job
-    from hpc_train.bench.doctor.nodes import examine_all, nodes_of_allocation
+    from hpc_train.bench.doctor.job import check_slurm_and_job, composed
+    from hpc_train.bench.doctor.node import check_environment
+    from hpc_train.bench.doctor.nodes import examine_all, measure_allocation, measure_nodes, nodes_of_allocation
     from hpc_train.machine.health.finding import ERROR, worst
 
+    job = composed(overrides)
+    config = job.config
+    if options.submit:
+        return _submit(job, overrides, options)
+    if options.measure:
+        nodes = 0 if options.task else nodes_of_allocation()
+        if nodes:
+            return measure_allocation(nodes, config, ["doctor", "--task", *_words(options), *overrides])
+        return measure_nodes(config, options.json)
+    report = _examine_this_node(config)
+    if options.report_to is not None:
+        try:
+            write_json(options.report_to / f"{report.name}.json", report.to_json())
+        except OSError as error:
+            raise UserError(
+                f"{report.name} cannot write its report to {options.report_to}: {error.strerror}",
+                where=str(options.report_to.parent),
+                fix="free some space in this shared directory, or set run.root to another one that all nodes can write "
+                "to",
+            ) from None
+        return Exit.DONE
     count = 1 if options.node else nodes_of_allocation()
-    reports, between = examine_all(count, asked.config, overrides) if count > 1 else ([own], [])
-    seen = Seen.of(reports or [own], asked.config, max(count, options.nodes), nccl)
-    findings = [*check_slurm_and_job(asked, submits=count == 0), *between, *seen.environment]
-    _show_live(seen, findings, options)
-    everything = [*findings, *(finding for node in seen.nodes for finding in node.findings)]
+    reports = [report]
+    differences: list[Finding] = []
+    if count > 1:
+        answers, differences = examine_all(count, config, overrides)
+        reports = answers or reports
+    fabric = _fabric(reports, config, max(count, options.nodes), nccl)
+    findings = [
+        *check_slurm_and_job(job, submits=count == 0),
+        *differences,
+        *check_environment(reports[0].facts, fabric.decision),
+    ]
+    _show(reports, findings, fabric, options)
+    everything = [*findings, *(finding for node in reports for finding in node.findings)]
     return Exit.FAILED if worst(everything) == ERROR else Exit.DONE
 
 
@@ -100,7 +119,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise UserError(f"--nodes {options.nodes} is not a number of nodes", where="--nodes", fix="--nodes 2")
     for word in overrides:
         if word.startswith("--"):
-            raise UserError(f"unknown option {word}", where="doctor", fix=nearest(word, OWN_OPTIONS))
+            raise UserError(f"unknown option {word}", where="doctor", fix=nearest(word, OPTIONS))
     if options.quiet and overrides:
         text = f"--quiet checks the hardware of this node and takes no overrides: {' '.join(overrides)}"
         raise UserError(text, where="--quiet", fix="doctor --node --quiet")
@@ -126,8 +145,8 @@ def _check_quickly(options: argparse.Namespace) -> int:
             fix = "give a file in a directory that exists and that you may write to"
             raise UserError(f"{options.openmetrics}: {error.strerror}", where="--openmetrics", fix=fix) from None
     if options.json:
-        found = {"findings": [finding.to_json() for finding in health.findings]}
-        print(json.dumps({"node": health.node, "healthy": health.healthy} | found, indent=2))
+        findings = [finding.to_json() for finding in health.findings]
+        print(json.dumps({"node": health.node, "healthy": health.healthy, "findings": findings}, indent=2))
     else:
         print(health.line())
     return Exit.DONE if health.healthy else Exit.FAILED
@@ -150,19 +169,7 @@ def _examine_recording(options: argparse.Namespace, nccl: Version | None) -> int
     return Exit.DONE
 
 
-def _write_report(own: NodeReport, folder: Path) -> None:
-    """Writes the report of this node for the node that compares all reports."""
-    try:
-        write_json(folder / f"{own.name}.json", own.to_json())
-    except OSError as error:
-        raise UserError(
-            f"{own.name} cannot write its report to {folder}: {error.strerror}",
-            where=str(folder.parent),
-            fix="free some space in this shared directory, or set run.root to another one that all nodes can write to",
-        ) from None
-
-
-def _submit(asked: Asked, overrides: Sequence[str], options: argparse.Namespace) -> int:
+def _submit(job: ComposedJob, overrides: Sequence[str], options: argparse.Namespace) -> int:
     """Submits the same command as a job with the run's resources and follows its output to the end."""
     from hpc_train.bench.doctor.job import resources
     from hpc_train.launch.command_job import follow, submit
@@ -170,37 +177,27 @@ def _submit(asked: Asked, overrides: Sequence[str], options: argparse.Namespace)
 
     if not controller_answers():
         text = "no job can be submitted from here: there is no sbatch, or no Slurm controller responds"
-        raise UserError(
-            text, where="--submit", fix="use a login node of the cluster, or omit --submit for this machine"
-        )
-    extra = [*resources(asked), f"--time={SHORT}", *shlex.split(options.sbatch)]
-    folder = Path(asked.config.run.root) / "doctor"
-    return follow(submit(["doctor", *overrides, *_words(options)], asked.config, folder, extra))
+        fix = "use a login node of the cluster, or omit --submit for this machine"
+        raise UserError(text, where="--submit", fix=fix)
+    extra = [*resources(job), f"--time={SHORT}", *shlex.split(options.sbatch)]
+    folder = Path(job.config.run.root) / "doctor"
+    return follow(submit(["doctor", *overrides, *_words(options)], job.config, folder, extra))
 
 
 def _words(options: argparse.Namespace) -> list[str]:
     """Returns the options for the same command on other nodes."""
-    flags = [f"--{name}" for name in ("json", "verbose", "measure") if getattr(options, name)]
-    size = [] if options.measure else ["--nodes", str(options.nodes)]
-    version = [] if options.measure or options.nccl is None else ["--nccl", options.nccl]
-    return [*flags, *size, *version]
-
-
-def _measure(config: Config, overrides: Sequence[str], options: argparse.Namespace) -> int:
-    """Runs the preflight here, or in an allocation as a task on each node."""
-    from hpc_train.bench.doctor.nodes import nodes_of_allocation
-    from hpc_train.bench.preflight import measure_allocation, measure_nodes
-
-    nodes = 0 if options.task else nodes_of_allocation()
-    if nodes:
-        return measure_allocation(nodes, config, ["doctor", "--task", *_words(options), *overrides])
-    return measure_nodes(config, options.json)
+    words = [f"--{name}" for name in ("json", "verbose", "measure") if getattr(options, name)]
+    if not options.measure:
+        words += ["--nodes", str(options.nodes)]
+        if options.nccl is not None:
+            words += ["--nccl", options.nccl]
+    return words
 
 
 def _examine_this_node(config: Config) -> NodeReport:
     """Examines this node. A task of an allocation also finds the route to the first node, and tests connections."""
     from hpc_train.bench.doctor.node import examine
-    from hpc_train.bench.doctor.reach import check_reach
+    from hpc_train.bench.doctor.nodes import check_reach
     from hpc_train.machine.allocation import current_allocation
     from hpc_train.machine.health.health_check import check_node
     from hpc_train.machine.network.facts import NodeFacts
@@ -218,55 +215,48 @@ def _examine_this_node(config: Config) -> NodeReport:
     else:
         facts = this_node(here.node_name, first)
     report = examine(facts, config, health, first)
-    if first is None:
-        return report
-    reached = check_reach(here.node_names, here.node_name, here.launch_id)
-    return replace(report, findings=(*report.findings, *reached))
+    if first is not None:
+        connections = check_reach(here.node_names, here.node_name, here.launch_id)
+        report = replace(report, findings=(*report.findings, *connections))
+    return report
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Holds the reports of the nodes, and the fabric settings and findings for a job on them."""
+def _fabric(reports: Sequence[NodeReport], config: Config, nodes: int, nccl: Version | None) -> FabricReport:
+    """Returns the fabric settings of a job on ``nodes`` such nodes."""
+    from hpc_train.machine.network.decision import FabricJob, decide, site_profile
+    from hpc_train.machine.network.nccl_settings import lowest_nccl, merged
+    from hpc_train.machine.network.node import report
 
-    nodes: tuple[NodeReport, ...]
-    fabric: FabricReport
-    environment: tuple[Finding, ...]
-
-    @classmethod
-    def of(cls, reports: Sequence[NodeReport], config: Config, nodes: int, nccl: Version | None) -> Seen:
-        from hpc_train.bench.doctor.node import check_environment
-        from hpc_train.machine.network.decision import FabricJob, decide, site_profile
-        from hpc_train.machine.network.nccl_settings import lowest_nccl, merged
-        from hpc_train.machine.network.node import report
-
-        facts = [found.facts for found in reports]
-        gpus = min(len(found.visible or found.gpus) for found in facts)
-        job = FabricJob(nodes, gpus, nccl or lowest_nccl(facts), site_profile(config.cluster.fabric))
-        found, _ = merged({one.name: one.facts.settings for one in reports})
-        decision = decide(facts, job, found)
-        fabric = replace(report(facts[0], job, found), decision=decision)
-        return cls(tuple(reports), fabric, tuple(check_environment(facts[0], decision)))
-
-    def to_json(self) -> dict[str, Any]:
-        return self.fabric.to_json() | {"nodes": {node.name: node.to_json() for node in self.nodes}}
+    facts = [node.facts for node in reports]
+    gpus = min(len(node.visible or node.gpus) for node in facts)
+    job = FabricJob(nodes, gpus, nccl or lowest_nccl(facts), site_profile(config.cluster.fabric))
+    settings, _ = merged({node.name: node.facts.settings for node in reports})
+    return replace(report(facts[0], job, settings), decision=decide(facts, job, settings))
 
 
-def _show_live(seen: Seen, findings: Sequence[Finding], options: argparse.Namespace) -> None:
+def _show(
+    reports: Sequence[NodeReport], findings: Sequence[Finding], fabric: FabricReport, options: argparse.Namespace
+) -> None:
     from hpc_train.bench.doctor.report import environment_lines, finding_lines, gpu_lines, verdict
 
     located = [*(("", finding) for finding in findings)]
-    located += [(node.name, finding) for node in seen.nodes for finding in node.findings]
-    first = verdict([finding for _, finding in located], len(seen.nodes))
+    located += [(node.name, finding) for node in reports for finding in node.findings]
+    first = verdict([finding for _, finding in located], len(reports))
     if options.json:
-        shown = {"verdict": first} | seen.to_json() | {"findings": [finding.to_json() for finding in findings]}
-        print(json.dumps(shown, indent=2))
+        result = {
+            "verdict": first,
+            **fabric.to_json(),
+            "nodes": {node.name: node.to_json() for node in reports},
+            "findings": [finding.to_json() for finding in findings],
+        }
+        print(json.dumps(result, indent=2))
         return
     lines = [first if options.verbose else f"{first} (--verbose lists them)"]
     lines += finding_lines(located, options.verbose)
-    if seen.fabric.facts.gpus:
-        lines += gpu_lines(seen.fabric)
-    lines += environment_lines(seen.fabric.decision, options.verbose)
-    if seen.fabric.facts.route is None and seen.fabric.decision.fabric not in ("cpu", "one_node"):
+    if fabric.facts.gpus:
+        lines += gpu_lines(fabric)
+    lines += environment_lines(fabric.decision, options.verbose)
+    if fabric.facts.route is None and fabric.decision.fabric not in ("cpu", "one_node"):
         lines.append(
             "not known: the interfaces between the nodes; doctor in an allocation, or with --submit, sees them"
         )

@@ -16,7 +16,7 @@ import torch
 from hpc_train.checkpoint.manifest import Manifest
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.checkpoint.writer import write_tensors
-from hpc_train.commands.checkpoints import checkpoint
+from hpc_train.commands import checkpoint
 from hpc_train.errors import UserError
 from hpc_train.report.promotion import import_reference
 from hpc_train.run.directory import RunDirectory

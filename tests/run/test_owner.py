@@ -17,7 +17,7 @@ import pytest
 
 from hpc_train import api, cli
 from hpc_train.bench import measuring
-from hpc_train.commands import COMMANDS, agent, checkpoints, submitted
+from hpc_train.commands import COMMANDS, agent, submitted
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch import launcher, proof, resubmission

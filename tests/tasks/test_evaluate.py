@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpc_train.checkpoint.listing import choose_by_name
-from hpc_train.commands.checkpoints import checkpoint
+from hpc_train.commands import checkpoint
 from hpc_train.config.compose import typed
 from hpc_train.config.evaluation import LOWEST_LOSS as VAL_LOSS
 from hpc_train.errors import UserError

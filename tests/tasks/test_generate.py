@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpc_train.checkpoint.restoring import load_weights
 from hpc_train.checkpoint.store import Checkpoint
-from hpc_train.commands.checkpoints import generate
+from hpc_train.commands import model
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config, SFTDataConfig, TokensDataConfig
 from hpc_train.errors import UserError
@@ -153,14 +153,14 @@ REFUSED = {
 def test_what_cannot_be_generated_is_refused_before_workers_start(base: Path, case: str) -> None:
     arguments, what = REFUSED[case]
     with pytest.raises(UserError, match=what):
-        generate.main([str(base), "--tokenizer", "ids", *arguments, "cluster=local"])
+        model.generate([str(base), "--tokenizer", "ids", *arguments, "cluster=local"])
 
 
 def test_a_run_that_is_unknown_or_has_no_text_is_refused(base: Path) -> None:
     with pytest.raises(UserError, match="no run"):
-        generate.main([str(base.parent / "other"), "a"])
+        model.generate([str(base.parent / "other"), "a"])
     with pytest.raises(UserError, match="neither data=synthetic nor the model has a tokenizer"):
-        generate.main([str(base), "a", "cluster=local"])
+        model.generate([str(base), "a", "cluster=local"])
     images = typed(compose(["model=vit_tiny", "data=synthetic", "data.task=images"]))
     with pytest.raises(UserError, match="the run trains model=vit with data=synthetic"):
         generation_config(images, ["cluster=local"])
@@ -169,9 +169,9 @@ def test_a_run_that_is_unknown_or_has_no_text_is_refused(base: Path) -> None:
 def test_prompts_come_from_words_and_files(tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("one\n\ntwo = 2\n")
     (tmp_path / "lines.jsonl").write_text('"a\\nb"\n3\n')
-    assert generate._prompts(["zero"], tmp_path / "lines.txt") == ["zero", "one", "two = 2"]
+    assert model._prompts(["zero"], tmp_path / "lines.txt") == ["zero", "one", "two = 2"]
     with pytest.raises(UserError, match="has 3, which is not a string"):
-        generate._prompts([], tmp_path / "lines.jsonl")
+        model._prompts([], tmp_path / "lines.jsonl")
 
 
 def test_the_tokenizer_is_that_of_the_data(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_the_tokenizer_is_that_of_the_data(tmp_path: Path) -> None:
     assert chosen == TokenizerChoice(str(tmp_path / "tokenizer.json"), ends=(0,))
     codec = chosen.open()
     assert isinstance(codec, FileCodec) and codec.encode("b a") == [2, 1]
-    assert generate._completion(codec, [2, 1], [2, 2, 0], chosen.ends) == " b b"
+    assert model._completion(codec, [2, 1], [2, 2, 0], chosen.ends) == " b b"
     assert choose_tokenizer(tokens, str(tmp_path)).name == chosen.name
     chats = replace(text, data=SFTDataConfig(path=str(tmp_path), tokenizer=str(tmp_path), vocab_size=4))
     assert choose_tokenizer(chats, None) == TokenizerChoice(chosen.name, special=True)

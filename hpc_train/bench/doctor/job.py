@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.bench.doctor.disk import check_sharing
+from hpc_train.bench.doctor.node import check_sharing
 from hpc_train.config.arguments import STRATEGY
-from hpc_train.config.command_line import CommandLine
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.config.values import node_range, with_all_workers
@@ -19,7 +18,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.gpus import asked_gpus
 from hpc_train.launch.job import Job
-from hpc_train.launch.request import choose_and_check, compose_job, parse_line
+from hpc_train.launch.request import ComposedJob, choose_and_check, compose_job, parse_line
 from hpc_train.launch.sbatch import NO_SITE, arguments, options
 from hpc_train.launch.storage import check_room
 from hpc_train.layout.layout import JobShape, Place
@@ -30,26 +29,12 @@ from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding
 from hpc_train.run.directory import RunDirectory
 from hpc_train.schedulers.slurm.client import controller_answers
 from hpc_train.schedulers.slurm.limits import check_limits
-from hpc_train.schedulers.slurm.site import Partition, Site, read_site
+from hpc_train.schedulers.slurm.site import Site, read_site
 
 NOT_FOR_A_CHECK = ("signal", "requeue", "no-requeue", "open-mode", "time", "time-min", "dependency", "begin", "no-kill")
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A composed config and its command line."""
-
-    config: Config
-    line: CommandLine
-
-    @property
-    def has_strategy(self) -> bool:
-        """Returns whether the command line or an experiment selects a strategy."""
-        given = any(STRATEGY.match(override) for override in self.line.overrides)
-        return given or self.config.strategy != StrategyConfig()
-
-
-def composed(overrides: Sequence[str]) -> Asked:
+def composed(overrides: Sequence[str]) -> ComposedJob:
     """Composes the config from ``overrides``.
 
     Raises:
@@ -57,17 +42,16 @@ def composed(overrides: Sequence[str]) -> Asked:
     """
     job = compose_job(parse_line(overrides), "doctor checks one job")
     check_values(job.config)
-    return Asked(job.config, job.line)
+    return job
 
 
-def check_slurm_and_job(request: Asked, submits: bool) -> Iterator[Finding]:
+def check_slurm_and_job(request: ComposedJob, submits: bool) -> Iterator[Finding]:
     """Checks Slurm and the job. With ``submits`` jobs are submitted from here; otherwise this is inside an
     allocation.
     """
     cluster = request.config.cluster
-    slurm = submits and cluster.kind != "local"
     site = None
-    if slurm:
+    if submits and cluster.kind != "local":
         yield check_tools(required=cluster.kind == "slurm")
         if controller_answers():
             site = read_site()
@@ -76,13 +60,17 @@ def check_slurm_and_job(request: Asked, submits: bool) -> Iterator[Finding]:
             yield check_sharing(Path(request.config.run.root))
     try:
         job, described = _job(request)
+        if site is not None:
+            check_limits(job, site)
+        notes = check_room([job])
     except UserError as error:
         yield Finding("job", ERROR, f"{error.what} ({error.where})", error.fix)
         return
-    yield from check_job(job, site, described)
+    device = f"{job.gpus} GPUs per node" if job.gpus else "on CPUs"
+    yield Finding("job", OK, f"{described}, {device}: {'; '.join(notes) or 'can start'}")
 
 
-def resources(request: Asked) -> list[str]:
+def resources(request: ComposedJob) -> list[str]:
     """Returns sbatch's options for a short job on the nodes that a run with this config would get.
 
     The nodes do not depend on the strategy, so the layout does not need to fit.
@@ -94,24 +82,25 @@ def resources(request: Asked) -> list[str]:
     shape = JobShape(nodes, nodes, gpus, workers, Place.SLURM, in_job=True)
     config = with_all_workers(request.config, nodes * workers)
     layout = resolve_layout(config, nodes, workers)
-    sbatch_options = options(Job(0, request.line.overrides, config, layout, shape, _directory(config)), site)
+    sbatch_options = options(Job(0, request.overrides, config, layout, shape, _directory(config)), site)
     return arguments({name: value for name, value in sbatch_options.items() if name not in NOT_FOR_A_CHECK})
 
 
-def _job(request: Asked) -> tuple[Job, str]:
-    """Returns a run with this config and its description; a run of replicas if no strategy is given for several
-    nodes.
+def _job(request: ComposedJob) -> tuple[Job, str]:
+    """Returns a run with this config and its description; a run of replicas if neither the command line nor an
+    experiment selects a strategy for several nodes.
     """
     config = request.config
     shape = select_executor(config.cluster).shape(config)
-    unknown = shape.nodes > 1 and not request.has_strategy
-    if unknown:
+    selects = any(STRATEGY.match(override) for override in request.line.overrides)
+    described = ""
+    if shape.nodes > 1 and not selects and config.strategy == StrategyConfig():
         config = with_all_workers(config, shape.nodes * shape.workers)
         shape = replace(shape, fewest_nodes=shape.nodes)
+        described = f"{shape.nodes} nodes (without +strategy=NAME no layout is checked)"
     directory = _directory(config)
     config, layout, choice = choose_and_check(config, directory, shape)
-    described = f"{shape.nodes} nodes ({NO_LAYOUT})" if unknown else str(layout)
-    return Job(0, request.line.overrides, config, layout, shape, directory, choice=choice), described
+    return Job(0, request.overrides, config, layout, shape, directory, choice=choice), described or str(layout)
 
 
 def _directory(config: Config) -> RunDirectory:
@@ -127,9 +116,9 @@ def check_tools(required: bool) -> Finding:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if len(missing) == len(TOOLS):
         text = "Slurm is not installed here; runs use this machine only"
-        return Finding(
-            "Slurm", ERROR if required else OK, text, "use a login node or cluster=local" if required else ""
-        )
+        if required:
+            return Finding("Slurm", ERROR, text, "use a login node or cluster=local")
+        return Finding("Slurm", OK, text)
     if missing:
         return Finding("Slurm", ERROR, f"{', '.join(missing)} not found", "load the site's Slurm module")
     if not controller_answers():
@@ -151,37 +140,20 @@ def check_accounting(site: Site) -> Finding:
 
 def check_partitions(site: Site) -> Iterator[Finding]:
     for partition in list(site.partitions.values())[:SHOWN]:
-        text = _describe(partition)
+        name = partition.name
+        if partition.default:
+            name += ", the default"
+        facts = [f"{partition.nodes} nodes", "no time limit"]
+        if partition.max_time_s is not None:
+            facts[1] = f"up to {partition.max_time_s / 3600:g} h"
+        facts += sorted(
+            {f"{count} {kind or 'GPUs'}" for nodes in partition.kinds for kind, count in nodes.gpus.items()}
+        )
+        text = f"{name}: {', '.join(facts)}"
         if partition.state == "UP":
             yield Finding("partition", OK, text)
         else:
-            yield Finding(
-                "partition", WARNING, f"{text}: {partition.state}", "use another partition, or wait until it is up"
-            )
+            fix = "use another partition, or wait until it is up"
+            yield Finding("partition", WARNING, f"{text}: {partition.state}", fix)
     if len(site.partitions) > SHOWN:
         yield Finding("partition", OK, f"and {len(site.partitions) - SHOWN} more; list them with `sinfo -s`")
-
-
-NO_LAYOUT = "without +strategy=NAME no layout is checked"
-
-
-def check_job(job: Job, site: Site | None, described: str) -> Iterator[Finding]:
-    """Checks whether ``job``, a run that is ``described``, can start and its checkpoints fit on the disk."""
-    try:
-        if site is not None:
-            check_limits(job, site)
-        notes = check_room([job])
-    except UserError as error:
-        yield Finding("job", ERROR, f"{error.what} ({error.where})", error.fix)
-        return
-    device = f"{job.gpus} GPUs per node" if job.gpus else "on CPUs"
-    yield Finding("job", OK, f"{described}, {device}: {'; '.join(notes) or 'can start'}")
-
-
-def _describe(partition: Partition) -> str:
-    default = ", the default" if partition.default else ""
-    hours = "no time limit"
-    if partition.max_time_s is not None:
-        hours = f"up to {partition.max_time_s / 3600:g} h"
-    gpus = sorted({f"{count} {kind or 'GPUs'}" for nodes in partition.kinds for kind, count in nodes.gpus.items()})
-    return f"{partition.name}{default}: {partition.nodes} nodes, {hours}" + (f", {', '.join(gpus)}" if gpus else "")

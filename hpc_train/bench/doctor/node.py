@@ -1,23 +1,27 @@
-"""Makes the report of one node: versions, process limits, devices, disk, GPUs, NICs and the network between nodes.
+"""Makes the report of one node: versions, process limits, devices, the file system of ``run.root``, GPUs and NICs.
 
 The report is a value that is sent to the node that compares all reports.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
+import secrets
 import sys
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.doctor.disk import check_root, probe
 from hpc_train.config.compose import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.elastic.rendezvous.addresses import candidate_ports
 from hpc_train.errors import UserError
+from hpc_train.launch.storage import check_shared
 from hpc_train.machine.gpus import gpus_to_use
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding
 from hpc_train.machine.health.gpu_health import judge_processes
@@ -28,34 +32,41 @@ from hpc_train.machine.network.facts import SHARED_MEMORY, UNLIMITED, NodeFacts,
 from hpc_train.machine.network.libfabric import FABRICS, NO_GPU_DIRECT, find_plugin, on_amd
 from hpc_train.machine.network.nccl_settings import merged, warnings
 from hpc_train.machine.network.rails import beyond_gpu_direct, judge_ports, match, port_warnings, rate_gbps
+from hpc_train.machine.storage import file_system_of, room_in
 from hpc_train.run.processes import can_listen
 from hpc_train.units import GIB, format_bytes
+
+SLOW_S = 1.0  # time to write a small file to disk
+SKEW_S = 0.1  # between the clocks of a node and of the file server
+BAD_SKEW_S = 1.0
+MIN_FREE_BYTES = 10**9
+PER_RANK = GIB  # bytes of shared memory for batches of loaders and for buffers of NCCL and gloo
+FEWEST_PER_RANK = 1 << 24  # with less, a loader gets a bus error on the first batch of images
+FILES_PER_RANK = 1024  # sockets to other ranks and data files
+SAMPLE = 20
+UNREADABLE = "the limit is unknown: cannot read /proc/self/limits"
 
 
 def check_gpus(facts: NodeFacts, requested: int | str) -> Iterator[Finding]:
     """Checks whether GPUs are visible and of one model."""
     models = sorted({gpu.model or "an unknown model" for gpu in facts.gpus})
     if not facts.gpus:
-        is_requested = isinstance(requested, int) and requested > 0
-        text = "no GPU; training runs on the CPU"
-        if is_requested:
+        if requested in ("auto", 0):
+            yield Finding("GPUs", OK, "no GPU; training runs on the CPU")
+        else:
             text = f"cluster.gpus_per_node={requested}, but no GPU is found"
-        fix = "check from a compute node with `doctor --submit`, or request GPUs with salloc --gpus-per-node=1"
-        yield Finding("GPUs", ERROR if is_requested else OK, text, fix if is_requested else "")
+            fix = "check from a compute node with `doctor --submit`, or request GPUs with salloc --gpus-per-node=1"
+            yield Finding("GPUs", ERROR, text, fix)
         return
     text = f"{len(facts.gpus)} x {', '.join(models)}, {len(facts.visible)} visible"
     if not facts.visible:
-        amd = "ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES or " if facts.gpus[0].amd else ""
-        yield Finding(
-            "GPUs", WARNING, text, f"{amd}CUDA_VISIBLE_DEVICES hides the GPUs: unset it, or request GPUs from Slurm"
-        )
+        variables = "CUDA_VISIBLE_DEVICES"
+        if facts.gpus[0].amd:
+            variables = "ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES"
+        yield Finding("GPUs", WARNING, text, f"{variables} hides the GPUs: unset it, or request GPUs from Slurm")
     elif len(models) > 1:
-        yield Finding(
-            "GPUs",
-            WARNING,
-            f"{text}: the slowest sets the pace",
-            "select one model with cluster.constraint or cluster.gpu_type",
-        )
+        fix = "select one model with cluster.constraint or cluster.gpu_type"
+        yield Finding("GPUs", WARNING, f"{text}: the slowest sets the pace", fix)
     else:
         yield Finding("GPUs", OK, text)
 
@@ -63,10 +74,14 @@ def check_gpus(facts: NodeFacts, requested: int | str) -> Iterator[Finding]:
 def check_ports(facts: NodeFacts) -> Iterator[Finding]:
     """Reports which ports carry training traffic, which are excluded, and what is wrong with them."""
     for verdict in judge_ports(facts):
-        rate = "" if verdict.port.rate_gbps is None else f" {verdict.port.rate_gbps:g} Gb/s"
+        port = verdict.port
+        parts = [f"{verdict.nic}:{port.number}"]
+        if port.rate_gbps is not None:
+            parts.append(f"{port.rate_gbps:g} Gb/s")
+        if port.link_layer:
+            parts.append(port.link_layer)
         use = {True: "used", False: "excluded", None: "unknown"}[verdict.usable]
-        name = f"{verdict.nic}:{verdict.port.number}{rate} {verdict.port.link_layer or ''}".rstrip()
-        yield Finding("network", OK, f"{name}: {use}, {verdict.reason}")
+        yield Finding("network", OK, f"{' '.join(parts)}: {use}, {verdict.reason}")
     for warning in port_warnings(facts):
         yield Finding("network", WARNING, warning, "ask the site; until then set cluster.exclude to avoid the node")
     unmatched = [matched for matched in match(facts) if matched.nic is None]
@@ -156,29 +171,23 @@ def check_route(facts: NodeFacts, first: str | None) -> Iterator[Finding]:
     yield Finding("route", OK, text)
 
 
-def _gpus_of_job(facts: NodeFacts, requested: int | str, first: str | None) -> list[Finding]:
-    """In a job, an agent's refusal replaces the other findings; on a single node the check of the job reports it."""
-    refused = [*check_usable(requested)] if "SLURM_JOB_ID" in os.environ else []
-    if refused:
-        if first is not None:
-            return refused
-        return []
+def check_gpus_of_job(facts: NodeFacts, requested: int | str, first: str | None) -> list[Finding]:
+    """Checks the GPUs. In a job, an agent's refusal to train replaces the other findings; on a single node the check of
+    the job reports it.
+    """
+    if "SLURM_JOB_ID" in os.environ:
+        try:
+            gpus_to_use(requested)
+        except UserError as error:
+            return [Finding("GPUs", ERROR, error.what, error.fix)] if first is not None else []
     return [*check_gpus(facts, requested)]
-
-
-def check_usable(requested: int | str) -> Iterator[Finding]:
-    """Reports GPUs that an agent on this node could not use, for which it would refuse to train."""
-    try:
-        gpus_to_use(requested)
-    except UserError as error:
-        yield Finding("GPUs", ERROR, error.what, error.fix)
 
 
 def examine(facts: NodeFacts, config: Config, health: NodeHealth, first: str | None = None) -> NodeReport:
     """Examines this node. ``first`` is the first node of a job on several nodes."""
     root = Path(config.run.root)
     findings = (
-        *_gpus_of_job(facts, config.cluster.gpus_per_node, first),
+        *check_gpus_of_job(facts, config.cluster.gpus_per_node, first),
         *health.findings,
         *judge_processes(health.gpus, frozenset()),
         *check_ports(facts),
@@ -195,17 +204,12 @@ def examine(facts: NodeFacts, config: Config, health: NodeHealth, first: str | N
     if health.ports:  # two partitions cannot connect, and a smaller MTU makes connections hang
         keys = sorted({f"{port.keys[0]:#06x}" for port in health.ports if port.keys})
         must_match["the partition key of InfiniBand"] = ", ".join(keys) or "none"
-        must_match["the MTU of RoCE"] = (
-            ", ".join(sorted({str(port.mtu) for port in health.ports if port.mtu})) or "none"
-        )
-    return NodeReport(facts, findings, tuple(must_match.items()), _skew(root))
-
-
-def _skew(root: Path) -> float | None:
-    try:
-        return probe(root)[1]
-    except OSError:
-        return None
+        sizes = sorted({str(port.mtu) for port in health.ports if port.mtu})
+        must_match["the MTU of RoCE"] = ", ".join(sizes) or "none"
+    skew = None
+    with suppress(OSError):
+        _, skew = probe(root)
+    return NodeReport(facts, findings, tuple(must_match.items()), skew)
 
 
 def check_software(facts: NodeFacts) -> Iterator[Finding]:
@@ -217,21 +221,17 @@ def check_software(facts: NodeFacts) -> Iterator[Finding]:
         return
     amd = any(gpu.amd for gpu in facts.gpus)
     if facts.gpus and (versions["torch"].endswith("+cpu") or (amd and "+cu" in versions["torch"])):
-        platform_name = "ROCm" if amd else "CUDA"
+        platform_name = "CUDA"
+        devices = "GPUs"
+        if amd:
+            platform_name = "ROCm"
+            devices = "AMD GPUs"
         fix = f"install torch with {platform_name}: https://pytorch.org/get-started"
-        text = (
-            f"torch {versions['torch']} is built without {platform_name}, but the node has {'AMD ' if amd else ''}GPUs"
-        )
+        text = f"torch {versions['torch']} is built without {platform_name}, but the node has {devices}"
         yield Finding("versions", ERROR, text, fix)
     elif facts.gpus and not amd and "nccl" not in versions:  # torch with ROCm contains RCCL
         fix = "pass the version with `doctor --nccl VERSION`; torch.cuda.nccl.version() shows it"
         yield Finding("versions", WARNING, "the version of NCCL is unknown because no wheel provides it", fix)
-
-
-PER_RANK = GIB  # bytes of shared memory for batches of loaders and for buffers of NCCL and gloo
-FEWEST_PER_RANK = 1 << 24  # with less, a loader gets a bus error on the first batch of images
-FILES_PER_RANK = 1024  # sockets to other ranks and data files
-SAMPLE = 20
 
 
 def check_limits(facts: NodeFacts, ranks: int) -> Iterator[Finding]:
@@ -269,7 +269,7 @@ def check_shared_memory(ranks: int, directory: Path = SHARED_MEMORY) -> Finding:
 def check_locked_memory(limits: NodeLimits, rdma: bool) -> Finding:
     """Checks the limit of locked memory, from which RDMA NICs read."""
     if limits.locked_memory is None:
-        return _unknown("locked memory", "-l")
+        return Finding("locked memory", WARNING, UNREADABLE, "check it with `ulimit -l`")
     text = limits.locking
     if text is None:
         return Finding("locked memory", OK, "unlimited")
@@ -282,28 +282,122 @@ def check_locked_memory(limits: NodeLimits, rdma: bool) -> Finding:
 def check_open_files(limits: NodeLimits, ranks: int) -> Finding:
     """Checks the limit of open files per process; the agent holds some for each rank of its node."""
     files = limits.open_files
-    most = limits.most_open_files or 0
     if files is None:
-        return _unknown("open files", "-n")
-    if files == UNLIMITED or files >= FILES_PER_RANK:
-        return Finding("open files", OK, f"{'unlimited' if files == UNLIMITED else files} per process")
-    fix = f"set cluster.setup=['ulimit -n {most if most > files else FILES_PER_RANK * ranks}']"
-    return Finding("open files", WARNING, f"{files} per process", fix)
-
-
-def _unknown(subject: str, option: str) -> Finding:
-    return Finding(
-        subject, WARNING, "the limit is unknown: cannot read /proc/self/limits", f"check it with `ulimit {option}`"
-    )
+        return Finding("open files", WARNING, UNREADABLE, "check it with `ulimit -n`")
+    if files == UNLIMITED:
+        return Finding("open files", OK, "unlimited per process")
+    if files >= FILES_PER_RANK:
+        return Finding("open files", OK, f"{files} per process")
+    needed = FILES_PER_RANK * ranks
+    if (limits.most_open_files or 0) > files:
+        needed = limits.most_open_files
+    return Finding("open files", WARNING, f"{files} per process", f"set cluster.setup=['ulimit -n {needed}']")
 
 
 def check_free_ports() -> Finding:
     """Checks that ports for the rendezvous are free."""
     free = sum(can_listen(port) for port, _ in zip(candidate_ports("doctor"), range(SAMPLE), strict=False))
+    text = f"{free} of {SAMPLE} tested ports are free"
     if free > SAMPLE // 2:
-        return Finding("ports", OK, f"{free} of {SAMPLE} tested ports are free")
+        return Finding("ports", OK, text)
     if free:
-        return Finding(
-            "ports", WARNING, f"{free} of {SAMPLE} tested ports are free", "list listening sockets with `ss -ltn`"
-        )
+        return Finding("ports", WARNING, text, "list listening sockets with `ss -ltn`")
     return Finding("ports", ERROR, "cannot listen on any port", "ask the site about a firewall or sandbox on the node")
+
+
+def check_root(root: Path) -> Iterator[Finding]:
+    """Checks what any node can check of ``run.root``: space, latency and the file server's clock."""
+    yield check_room(root)
+    try:
+        written, skew = probe(root)
+    except OSError as error:
+        fix = "set another run.root"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            fix = "remove files that are no longer needed, or set another run.root"
+        yield Finding("run directory", ERROR, f"cannot use {root}: {error.strerror}", fix)
+        return
+    system = file_system_of(root)
+    kind = "unknown" if system is None else system.kind
+    if written > SLOW_S:
+        fix = "the file system is busy: checkpoint.asynchronous=true hides it, another run.root may be faster"
+        yield Finding("run directory", WARNING, f"writing a small file took {written:.1f} s ({kind})", fix)
+    else:
+        yield Finding(
+            "run directory", OK, f"{root} ({kind}): a small file is written to disk in {1000 * written:.0f} ms"
+        )
+    if system is None or not (system.on_a_disk_here or system.in_memory):  # else it has this node's own clock
+        yield check_skew(skew)
+
+
+def check_skew(skew: float) -> Finding:
+    """Checks the clock skew: ``skew`` is the number of seconds by which this node's clock is behind the file
+    server's.
+    """
+    if abs(skew) < SKEW_S:
+        return Finding("clock", OK, "this node's clock agrees with the file server's")
+    side = "behind" if skew > 0 else "ahead of"
+    text = f"this node's clock is {abs(skew):.2f} s {side} the file server's"
+    fix = "ask the site to run chrony or ntpd on the node and on the server"
+    return Finding("clock", ERROR if abs(skew) > BAD_SKEW_S else WARNING, text, fix)
+
+
+def probe(root: Path) -> tuple[float, float]:
+    """Performs what leases and checkpoints need (exclusive creation, fsync, rename) on a temporary file in ``root``.
+
+    Returns:
+        The seconds it took, and the seconds by which the file server's clock is ahead of this node's.
+
+    Raises:
+        OSError: one of the operations failed.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / f".doctor-{secrets.token_hex(4)}"
+    try:
+        began = time.monotonic()
+        clock = time.time()
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            os.write(descriptor, b"x" * 4096)
+            os.fsync(descriptor)
+            stamp = os.fstat(descriptor).st_mtime
+        finally:
+            os.close(descriptor)
+        renamed = path.with_suffix(".renamed")
+        path.rename(renamed)
+        renamed.unlink()
+        took = time.monotonic() - began
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+    # the stamp lies outside the interval in which it was made, allowing for the kernel's tick resolution
+    skew = min(0.0, stamp - clock + 0.02)
+    if stamp > clock + took:
+        skew = stamp - clock - took
+    return took, skew
+
+
+def check_room(root: Path) -> Finding:
+    """Checks the space that is left below ``root``."""
+    try:
+        rooms = room_in(root)
+    except OSError as error:
+        return Finding("space", ERROR, f"{root}: {error.strerror}", "set another run.root")
+    least = min(rooms, key=lambda room: room.free)
+    text = f"{format_bytes(least.free)} free below {root} ({least.whose})"
+    if any(room.inodes == 0 for room in rooms):
+        return Finding("space", ERROR, f"no inodes are left below {root}", "remove files that are no longer needed")
+    if least.free < MIN_FREE_BYTES:
+        return Finding("space", ERROR, text, "remove files that are no longer needed, or set another run.root")
+    return Finding("space", OK, text)
+
+
+def check_sharing(root: Path) -> Finding:
+    """Checks whether the nodes of a Slurm job can access ``root``, as far as this machine can tell."""
+    try:
+        notes = check_shared(root)
+    except UserError as error:
+        return Finding("shared file system", ERROR, error.what, error.fix)
+    if notes:
+        fix = "run `doctor --submit`, which checks from the nodes"
+        return Finding("shared file system", WARNING, notes[0].removeprefix("note: "), fix)
+    return Finding("shared file system", OK, f"{root}: no problem found")

@@ -11,25 +11,28 @@ from hpc_train.machine.health.finding import ERROR, OK, UNCHECKED, WARNING, Find
 from hpc_train.machine.network.decision import FabricDecision
 from hpc_train.machine.network.facts import format_cpu_list
 from hpc_train.machine.network.node import FabricReport
+from hpc_train.units import counted
 
 ALWAYS = ("GPUs", "job")  # what a run would use, shown also if it is ok
+NODES = "\0"  # stands for the names of the nodes with the same finding
 Located = tuple[str, Finding]  # the node, or "" for what concerns no single node
-
-
-def counted(number: int, noun: str) -> str:
-    if number == 1:
-        return f"{number} {noun}"
-    return f"{number} {noun}s"
 
 
 def verdict(findings: Sequence[Finding], nodes: int) -> str:
     """Returns the first line: ``1 error, 2 warnings; 17 checks are ok on 2 nodes``."""
-    unknown = sum(finding.level == OK and finding.unknown for finding in findings)
     counts = {level: sum(finding.level == level for finding in findings) for level in (ERROR, WARNING, OK)}
-    skipped = f", {unknown} not possible" if unknown else ""
-    bad = ", ".join(counted(counts[level], level) for level in (ERROR, WARNING) if counts[level])
-    where = f" on {counted(nodes, 'node')}" if nodes > 1 else ""
-    return f"{bad or 'no problem found'}; {counted(counts[OK] - unknown, 'check')} ok{skipped}{where}"
+    unknown = sum(finding.level == OK and finding.unknown for finding in findings)
+    problems = [_several(counts[level], level) for level in (ERROR, WARNING) if counts[level]]
+    text = f"{', '.join(problems) or 'no problem found'}; {_several(counts[OK] - unknown, 'check')} ok"
+    if unknown:
+        text += f", {unknown} not possible"
+    if nodes > 1:
+        text += f" on {nodes} nodes"
+    return text
+
+
+def _several(number: int, noun: str) -> str:
+    return counted(number, noun, f"{noun}s")
 
 
 def finding_lines(located: Sequence[Located], verbose: bool) -> Iterator[str]:
@@ -42,23 +45,17 @@ def finding_lines(located: Sequence[Located], verbose: bool) -> Iterator[str]:
         for node, finding in located:
             shown = level != OK or verbose or finding.subject in ALWAYS or finding.unknown
             if finding.level == level and shown:
-                key = (finding.subject, finding.text, _general(finding.fix, node))
-                groups.setdefault(key, []).append(node)
+                fix = finding.fix
+                if node:
+                    fix = fix.replace(f"cluster.exclude={node}", f"cluster.exclude={NODES}")
+                groups.setdefault((finding.subject, finding.text, fix), []).append(node)
         for (subject, text, fix), nodes in groups.items():
             names = ",".join(dict.fromkeys(node for node in nodes if node))
             shown_level = "" if level == OK and text.startswith(UNCHECKED) else level
-            yield f"{shown_level:<8}{f'{names}: ' if names else ''}{subject}: {text}"
+            prefix = f"{names}: " if names else ""
+            yield f"{shown_level:<8}{prefix}{subject}: {text}"
             if fix:
                 yield f"        fix: {fix.replace(NODES, names)}"
-
-
-NODES = "\0"
-
-
-def _general(fix: str, node: str) -> str:
-    if node:
-        return fix.replace(f"cluster.exclude={node}", f"cluster.exclude={NODES}")
-    return fix
 
 
 def environment_lines(decision: FabricDecision, verbose: bool) -> Iterator[str]:
@@ -77,8 +74,8 @@ def environment_lines(decision: FabricDecision, verbose: bool) -> Iterator[str]:
 
 def recording_lines(outcome: FabricReport, unknown: Sequence[str], verbose: bool) -> Iterator[str]:
     """Yields the report on recordings of another machine."""
-    missing = f", {counted(len(unknown), 'fact')} unknown" if unknown else ""
-    yield f"{counted(len(outcome.warnings), 'warning')}{missing}; between nodes: {outcome.decision.fabric}"
+    missing = f", {_several(len(unknown), 'fact')} unknown" if unknown else ""
+    yield f"{_several(len(outcome.warnings), 'warning')}{missing}; between nodes: {outcome.decision.fabric}"
     yield from (f"warning {text}" for text in outcome.warnings)
     yield from (f"unknown {text}" for text in unknown)
     yield from environment_lines(FabricDecision(outcome.decision.fabric, outcome.decision.variables, (), ()), verbose)
@@ -96,16 +93,11 @@ def gpu_lines(outcome: FabricReport) -> Iterator[str]:
     """Yields a table of the GPUs with their NICs and CPUs, as wide as its longest cells."""
     rows = [("GPU", "local CPUs", "NIC", "path", "rail", "CPUs of its rank")]
     for gpu, matched, mask in zip(outcome.facts.gpus, outcome.gpu_nics, outcome.masks, strict=True):
-        rows.append(
-            (
-                f"{gpu.name} {gpu.model or ''}".strip(),
-                format_cpu_list(gpu.cpus),
-                matched.nic or f"- ({matched.reason})",
-                matched.path_type or "",
-                "" if matched.rail is None else str(matched.rail),
-                f"- ({mask.reason})" if mask.cpus is None else format_cpu_list(mask.cpus),
-            )
-        )
+        name = f"{gpu.name} {gpu.model or ''}".strip()
+        nic = matched.nic or f"- ({matched.reason})"
+        rail = "" if matched.rail is None else str(matched.rail)
+        cpus = f"- ({mask.reason})" if mask.cpus is None else format_cpu_list(mask.cpus)
+        rows.append((name, format_cpu_list(gpu.cpus), nic, matched.path_type or "", rail, cpus))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.bench.doctor import reach
-from hpc_train.bench.doctor.reach import check_reach, peers, ports_of
+from hpc_train.bench.doctor import nodes
+from hpc_train.bench.doctor.nodes import check_reach, peers, ports_of
 from hpc_train.bench.doctor.report import environment_lines, finding_lines, verdict
 from hpc_train.cli import run
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding
@@ -157,7 +157,7 @@ def test_a_node_that_does_not_respond_is_named(tmp_path: Path, monkeypatch: pyte
     def filtered(address: tuple[str, int], timeout: float) -> socket.socket:
         raise TimeoutError
 
-    monkeypatch.setattr(reach.socket, "create_connection", filtered)
+    monkeypatch.setattr(nodes.socket, "create_connection", filtered)
     assert (
-        reach._connect("n2", [15000, 15001], until=float("inf")) == "port 15001 does not respond, as behind a firewall"
+        nodes._connect("n2", [15000, 15001], until=float("inf")) == "port 15001 does not respond, as behind a firewall"
     )

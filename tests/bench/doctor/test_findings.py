@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.bench.doctor.disk import check_skew
 from hpc_train.bench.doctor.node import (
     NodeReport,
-    _gpus_of_job,
     check_gpus,
+    check_gpus_of_job,
     check_locked_memory,
     check_open_files,
     check_ports,
     check_route,
     check_shared_memory,
+    check_skew,
     check_software,
 )
 from hpc_train.bench.doctor.nodes import compare
@@ -133,11 +133,11 @@ def test_gpus_that_an_agent_could_not_use_are_an_error(monkeypatch: pytest.Monke
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (found,) = _gpus_of_job(NodeFacts(), "auto", "n1")
+    (found,) = check_gpus_of_job(NodeFacts(), "auto", "n1")
     assert found.level == ERROR and "4 are allocated to the job" in found.text and "trains on the CPU" in found.fix
-    assert _gpus_of_job(NodeFacts(), "auto", None) == []  # of one node, the check of the job reports it
+    assert check_gpus_of_job(NodeFacts(), "auto", None) == []  # of one node, the check of the job reports it
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert [finding.level for finding in _gpus_of_job(NodeFacts(), "auto", None)] == [OK]
+    assert [finding.level for finding in check_gpus_of_job(NodeFacts(), "auto", None)] == [OK]
 
 
 def test_the_route_to_the_first_node() -> None:

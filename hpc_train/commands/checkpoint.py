@@ -30,7 +30,7 @@ from hpc_train.checkpoint.listing import (
 from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint
 from hpc_train.checkpoint.store import CheckpointStore, Kept, best_step
 from hpc_train.collector import without_collector
-from hpc_train.commands.checkpoints import ACTIONS
+from hpc_train.commands import COMMANDS
 from hpc_train.config.evaluation import LOWEST_LOSS, BestMetric, best_metric
 from hpc_train.config.run_path import default_root
 from hpc_train.layout.layout import Layout
@@ -66,8 +66,8 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     if getattr(options, "submit", False):
         return _submit(arguments, options)
-    functions = (_list, _verify, _export, _promote, _import)  # in the order of ACTIONS
-    return dict(zip(ACTIONS, functions, strict=True))[options.action](options)
+    functions = {"list": _list, "verify": _verify, "export": _export, "promote": _promote, "import": _import}
+    return functions[options.action](options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="|".join(ACTIONS))
+    actions = parser.add_subparsers(dest="action", required=True, metavar="|".join(COMMANDS["checkpoint"].actions))
     listed = actions.add_parser("list", help="list steps, ages, sizes and layouts; check file names and sizes")
     verified = actions.add_parser("verify", help="check every byte against its checksum; exit with 1 on damage")
     exported = actions.add_parser("export", help="export the model in Hugging Face's format or as one .pt file")
@@ -103,7 +103,17 @@ def _parser() -> argparse.ArgumentParser:
     exported.add_argument(
         "--weights", metavar="HOOK", help="export the weights that this hook keeps, such as ema, instead of the model's"
     )
-    _add_promotion(promoted)
+    promoted.add_argument(
+        "--checkpoint",
+        default=NEWEST,
+        metavar="newest|best|STEP",
+        help="best has the best checkpoint.keep_best, or val_loss without it (default: %(default)s)",
+    )
+    promoted.add_argument("--to", choices=REGISTRIES, default=REGISTRIES[0], help="the registry (default: %(default)s)")
+    promoted.add_argument("--name", help="the name of the model (default: that of the run)")
+    promoted.add_argument(
+        "--as", dest="aliases", action="append", default=[], metavar="ALIAS", help="set an alias, e.g. production"
+    )
     imported.add_argument(
         "source",
         metavar="DIR|REFERENCE",
@@ -124,37 +134,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_promotion(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--checkpoint",
-        default=NEWEST,
-        metavar="newest|best|STEP",
-        help="best has the best checkpoint.keep_best, or val_loss without it (default: %(default)s)",
-    )
-    parser.add_argument("--to", choices=REGISTRIES, default=REGISTRIES[0], help="the registry (default: %(default)s)")
-    parser.add_argument("--name", help="the name of the model (default: that of the run)")
-    parser.add_argument(
-        "--as", dest="aliases", action="append", default=[], metavar="ALIAS", help="set an alias, e.g. production"
-    )
-
-
 def _submit(arguments: list[str], options: argparse.Namespace) -> int:
     """Submits the same command without ``--submit`` as a job and follows its output to the end."""
     from hpc_train.config.compose import compose, typed
     from hpc_train.launch.command_job import follow, submit, without_submission
 
-    trust_owner = getattr(options, "trust_owner", False)
-    run = None
     if options.action == "import":
         _check_source(options)
+        config = typed(compose([]))
+        folder = _root()
     else:
-        run = find_run(options.run, _root(), f"checkpoint {options.action}", trust_owner)
-        open_run(run, "checkpoint verify --submit", trust_owner)
-    config = load(run) if run is not None and run.config.exists() else typed(compose([]))
-    folder = _root() if run is None else output_directory(run.path) / "logs"
-    return follow(
-        submit(["checkpoint", *without_submission(arguments)], config, folder / "slurm", shlex.split(options.sbatch))
-    )
+        run = find_run(options.run, _root(), f"checkpoint {options.action}", options.trust_owner)
+        open_run(run, "checkpoint verify --submit", options.trust_owner)
+        config = load(run) if run.config.exists() else typed(compose([]))
+        folder = output_directory(run.path) / "logs"
+    words = ["checkpoint", *without_submission(arguments)]
+    return follow(submit(words, config, folder / "slurm", shlex.split(options.sbatch)))
 
 
 def _root() -> Path:
@@ -162,20 +157,19 @@ def _root() -> Path:
 
 
 def _list(options: argparse.Namespace) -> int:
-    run = find_run(options.run, _root(), f"checkpoint {options.action}")
-    found = list_checkpoints(run) + list_set_aside(run)
-    _show(found, "sizes", options.json, _ranking_metric(run))
+    run = find_run(options.run, _root(), "checkpoint list")
+    _show(list_checkpoints(run) + list_set_aside(run), "sizes", options.json, _ranking_metric(run))
     return Exit.DONE
 
 
 def _verify(options: argparse.Namespace) -> int:
-    run = find_run(options.run, _root(), f"checkpoint {options.action}")
+    run = find_run(options.run, _root(), "checkpoint verify")
     verified: list[Listed] = []
     for _ in range(TRIES):
         listed = list_checkpoints(run)
         if options.step is not None:
-            wanted = choose(run, options.step)
-            listed = [item for item in listed if item.checkpoint == wanted]
+            chosen = choose(run, options.step)
+            listed = [item for item in listed if item.checkpoint == chosen]
         verified = _verified(run, listed)
         if verified or not listed:  # otherwise the run has replaced all of them meanwhile
             break
@@ -185,36 +179,37 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _verified(run: RunDirectory, listed: list[Listed]) -> list[Listed]:
     """Returns the state of those checkpoints that the run has not removed meanwhile, after a check of every byte."""
-    store, verified = CheckpointStore(run.checkpoints), []
+    store = CheckpointStore(run.checkpoints)
+    verified = []
     total = sum(item.manifest.size for item in listed if item.manifest is not None)
     with _bar("verifying", total) as advance:
         for item in listed:
-            found = inspect_present(store, item.checkpoint, full=True, on_bytes=advance)
-            if found is None:
+            checked = inspect_present(store, item.checkpoint, full=True, on_bytes=advance)
+            if checked is None:
                 step = item.checkpoint.step
                 print(f"the run has removed its checkpoint of step {step} meanwhile", file=sys.stderr)
             else:
-                verified.append(_with_metadata(found))
+                verified.append(_with_metadata(checked))
     return verified
 
 
-def _with_metadata(found: Listed) -> Listed:
-    """Returns ``found`` with the problem of its metadata, which a run would refuse, e.g. because it names code."""
-    if found.problem is not None or found.manifest is None:
-        return found
+def _with_metadata(item: Listed) -> Listed:
+    """Returns ``item`` with the problem of its metadata, which a run would refuse, e.g. because it names code."""
+    if item.problem is not None or item.manifest is None:
+        return item
     from hpc_train.checkpoint.reader import read_metadata  # imports torch
 
-    folder = found.checkpoint.path
+    folder = item.checkpoint.path
     try:
-        content = read_file(folder / METADATA, folder, found.manifest.files[METADATA].size)
-        read_metadata(content, found.manifest)
+        content = read_file(folder / METADATA, folder, item.manifest.files[METADATA].size)
+        read_metadata(content, item.manifest)
     except (BadCheckpoint, DamagedFile, OSError) as error:
-        return replace(found, problem=str(error))
-    return found
+        return replace(item, problem=str(error))
+    return item
 
 
 def _export(options: argparse.Namespace) -> int:
-    run = find_run(options.run, _root(), f"checkpoint {options.action}", options.trust_owner)
+    run = find_run(options.run, _root(), "checkpoint export", options.trust_owner)
     refuse_existing(options.to, "--to")
     step = options.step
     if options.checkpoint not in (None, NEWEST):
@@ -223,7 +218,9 @@ def _export(options: argparse.Namespace) -> int:
     with without_collector():  # it takes a sixth of the import of torch
         from hpc_train.checkpoint.transfer import export
 
-    format = options.format or ("pt" if options.to.suffix in (".pt", ".pth") else None)
+    format = options.format
+    if format is None and options.to.suffix in (".pt", ".pth"):
+        format = "pt"
     result = export(run, step, options.to, format, options.dtype, _bar, options.weights)
     hint = f"transformers.AutoModelForCausalLM.from_pretrained({str(options.to)!r})"
     if (options.to / "adapter_config.json").exists():
@@ -235,14 +232,14 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _ranking_metric(run: RunDirectory) -> BestMetric:
-    kept = run.plain_config().get("checkpoint", {})
-    return best_metric(kept.get("keep_best"), kept.get("best_mode", "auto")) or LOWEST_LOSS
+    settings = run.plain_config().get("checkpoint", {})
+    return best_metric(settings.get("keep_best"), settings.get("best_mode", "auto")) or LOWEST_LOSS
 
 
 def _promote(options: argparse.Namespace) -> int:
     from hpc_train.report.promotion import promote
 
-    run = find_run(options.run, _root(), f"checkpoint {options.action}", options.trust_owner)
+    run = find_run(options.run, _root(), "checkpoint promote", options.trust_owner)
     config = load(run)
     name = options.name or Identity.of(config, run).name.replace("/", "-")
     metric = _ranking_metric(run)
@@ -266,19 +263,6 @@ def _import(options: argparse.Namespace) -> int:
         about = f"step {result['step']} of {result['lineage']['run']} is in {result['path']}"
         print(json.dumps(result) if options.json else f"{about}; train from it with run.name={options.to} run.fork=NEW")
         return Exit.DONE
-    return _import_files(options)
-
-
-def _check_source(options: argparse.Namespace) -> None:
-    """Raises UserError if files to be imported belong to a user whom the caller does not trust."""
-    from hpc_train.report.promotion import is_reference
-
-    source = Path(options.source)
-    if not is_reference(options.source):
-        check_owner(files_below(source), source, options.trust_owner)
-
-
-def _import_files(options: argparse.Namespace) -> int:
     _check_source(options)
     with without_collector():
         from hpc_train.checkpoint.transfer import import_hf
@@ -290,6 +274,15 @@ def _import_files(options: argparse.Namespace) -> int:
     print(f"imported {result['parameters']:,} parameters into {result['path']}; to train from them:")
     print(f"  python -m hpc_train run.name={options.to} run.fork=NEW …")
     return Exit.DONE
+
+
+def _check_source(options: argparse.Namespace) -> None:
+    """Raises UserError if files to be imported belong to a user whom the caller does not trust."""
+    from hpc_train.report.promotion import is_reference
+
+    source = Path(options.source)
+    if not is_reference(options.source):
+        check_owner(files_below(source), source, options.trust_owner)
 
 
 @contextmanager
@@ -312,61 +305,77 @@ class _ProgressLines:
         self._what = what
         self._total = total
         self._done = 0
-        self._tenths = 0
+        self._tenths = 0  # printed
 
     def __call__(self, count: int) -> None:
         self._done += count
         tenths = 10 * self._done // max(1, self._total)
         if tenths > self._tenths:
             self._tenths = tenths
-            print(
-                f"{self._what}: {format_bytes(self._done)} of {format_bytes(self._total)}", file=sys.stderr, flush=True
-            )
+            text = f"{self._what}: {format_bytes(self._done)} of {format_bytes(self._total)}"
+            print(text, file=sys.stderr, flush=True)
 
 
-def _show(found: list[Listed], compared: str, as_json: bool, metric: BestMetric) -> None:
+def _show(listed: list[Listed], compared: str, as_json: bool, metric: BestMetric) -> None:
     if as_json:
-        print(json.dumps([_as_json(item, compared) for item in found]))
-    elif found:
-        wide(Terminal()).print(_table(found, compared, metric), highlight=False)
+        print(json.dumps([_as_json(item, compared) for item in listed]))
+    elif listed:
+        wide(Terminal()).print(_table(listed, compared, metric), highlight=False)
     else:
         print("the run has no checkpoint yet")
 
 
 def _as_json(item: Listed, compared: str) -> dict[str, Any]:
-    manifest = item.manifest
-    return {
+    row: dict[str, Any] = {
         "step": item.checkpoint.step,
         "path": str(item.checkpoint.path),
-        "time": None if manifest is None else manifest.time,
-        "bytes": None if manifest is None else manifest.size,
-        "layout": None if manifest is None else dict(manifest.layout),
-        "metrics": {} if manifest is None else dict(manifest.metrics),
+        "time": None,
+        "bytes": None,
+        "layout": None,
+        "metrics": {},
         "compared": compared,
         "problem": item.problem,
         "foreign": list(item.foreign),
     }
+    manifest = item.manifest
+    if manifest is not None:
+        row |= {"time": manifest.time, "bytes": manifest.size, "layout": dict(manifest.layout)}
+        row["metrics"] = dict(manifest.metrics)
+    return row
 
 
-def _table(found: list[Listed], compared: str, metric: BestMetric) -> Table:
+def _table(listed: list[Listed], compared: str, metric: BestMetric) -> Table:
     """Returns the table; it has a column for ``metric`` if a checkpoint was evaluated, with the best one marked."""
-    results = [item.manifest.metrics.get(metric.name) if item.manifest else None for item in found]
-    known = any(value is not None for value in results)
-    best = best_step([Kept(item.checkpoint.step, item.manifest.metrics) for item in found if item.manifest], metric)
-    numbers = ("step", "age", "size", *([metric.name] if known else []))
+    intact = [Kept(item.checkpoint.step, item.manifest.metrics) for item in listed if item.manifest]
+    best = best_step(intact, metric)
+    numbers = ["step", "age", "size"]
+    is_evaluated = any(checkpoint.metrics.get(metric.name) is not None for checkpoint in intact)
+    if is_evaluated:
+        numbers.append(metric.name)
     rows = []
-    for item, value in zip(found, results, strict=True):
+    for item in listed:
+        age = ""
+        size = ""
+        layout = ""
+        result = ""
+        value = None
         manifest = item.manifest
-        mark = " (best)" if item.checkpoint.step == best and len(found) > 1 else ""
-        result = [] if not known else ["" if value is None else f"{value:.4f}{mark}"]
-        state = f"intact ({compared} checked)" if item.problem is None else item.problem
-        state += f"; files that do not belong to it: {', '.join(item.foreign)}" if item.foreign else ""
-        if manifest is None:
-            rows.append((str(item.checkpoint.step), "", "", *result, "", state))
-        else:
+        if manifest is not None:
             age = format_duration(time.time() - manifest.time)
-            size, layout = format_bytes(manifest.size), _layout(dict(manifest.layout))
-            rows.append((str(item.checkpoint.step), age, size, *result, layout, state))
+            size = format_bytes(manifest.size)
+            layout = _layout(dict(manifest.layout))
+            value = manifest.metrics.get(metric.name)
+        if value is not None:
+            result = f"{value:.4f}"
+            if item.checkpoint.step == best and len(listed) > 1:
+                result += " (best)"
+        state = item.problem or f"intact ({compared} checked)"
+        if item.foreign:
+            state += f"; files that do not belong to it: {', '.join(item.foreign)}"
+        row = [str(item.checkpoint.step), age, size]
+        if is_evaluated:
+            row.append(result)
+        rows.append((*row, layout, state))
     return text_table((*numbers, "layout", "state"), rows, numbers, ["state"])
 
 
