@@ -10,11 +10,9 @@ import pytest
 
 from hpc_train.cli import run
 from hpc_train.commands import COMMANDS
-from hpc_train.commands.bench import BENCHMARKS
-from hpc_train.commands.checkpoints import ACTIONS
 from hpc_train.version import __version__
 
-SUBCOMMANDS = {"checkpoint": ACTIONS, "bench": tuple(BENCHMARKS)}
+SUBCOMMANDS = {name: COMMANDS[name].actions for name in ("checkpoint", "bench")}
 WITHOUT_JSON = ("train", "agent")  # `status RUN --json` gives the result of a training
 
 

@@ -181,7 +181,7 @@ def test_each_command_that_takes_a_run_is_in_the_table() -> None:
     named = {name.partition(" ")[0] for name in ACCESS}
     assert named <= COMMANDS.keys()
     assert COMMANDS.keys() - named == {"script", "plan", "prepare", "doctor", "bench", "help"}  # they open no run
-    assert {name.split()[1] for name in ACCESS if name.startswith("checkpoint ")} == set(checkpoints.ACTIONS)
+    assert {name.split()[1] for name in ACCESS if name.startswith("checkpoint ")} == set(COMMANDS["checkpoint"].actions)
 
 
 OPTIONS = {
