@@ -89,8 +89,7 @@ class Runs:
                 view = View("unreadable", {}, message=unreadable(item.run, error).what)
             if view.exit is not None:
                 self._ended[_key(item)] = view
-            path = item.run.path
-            rows.append(Row(item, f"{path.parent.name}/{path.name}" if path.name.isdigit() else path.name, view))
+            rows.append(Row(item, item.run.title, view))
         return rows
 
     def _list(self) -> list[RunHandle]:

@@ -63,6 +63,13 @@ class RunDirectory:
     path: Path
 
     @property
+    def title(self) -> str:
+        """The name of the run, ``SWEEP/NUMBER`` for one of a sweep."""
+        if self.path.name.isdigit():
+            return f"{self.path.parent.name}/{self.path.name}"
+        return self.path.name
+
+    @property
     def config(self) -> Path:
         return self.path / "config.yaml"
 

@@ -58,7 +58,9 @@ def _value_in(config: dict[str, Any], key: str) -> Any:
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
-    return value.get("name", value.get("kind")) if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return value.get("name", value.get("kind"))
+    return value
 
 
 def varied(settings: Sequence[Settings]) -> list[str]:
@@ -159,4 +161,6 @@ def evaluated_parts(runs: Iterable[RunDirectory]) -> list[str]:
     """Returns one line, ``evaluated 320 of 1,248 samples``, if runs evaluated only a part of their validation set."""
     results = (run.record().get("result") or {} for run in runs)
     parts = dict.fromkeys(str(result["evaluated"]) for result in results if result.get("evaluated"))
-    return [f"evaluated {'; or '.join(parts)}"] if parts else []
+    if not parts:
+        return []
+    return [f"evaluated {'; or '.join(parts)}"]

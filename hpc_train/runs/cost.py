@@ -49,12 +49,16 @@ class Prices:
     @property
     def gpu_hour(self) -> float | None:
         """Returns the price of a GPU-hour: of a rented GPU, or else of a purchased one; None if both are unknown."""
-        return self.own_gpu_hour if self.per_gpu_hour is None else self.per_gpu_hour
+        if self.per_gpu_hour is not None:
+            return self.per_gpu_hour
+        return self.own_gpu_hour
 
     @property
     def own_gpu_hour(self) -> float | None:
         """Returns the price of an hour in which a purchased GPU computes."""
-        return None if self.purchase is None else self._per_year(self.purchase) / (HOURS_PER_YEAR * self.use)
+        if self.purchase is None:
+            return None
+        return self._per_year(self.purchase) / (HOURS_PER_YEAR * self.use)
 
     @property
     def spot_gpu_hour(self) -> float | None:
@@ -113,7 +117,9 @@ class Prices:
             for how, price in prices.items()
             if price is not None and math.isfinite(price)
         ]
-        lines = [f"row 1 costs {'; '.join(sums)}"] if len(sums) > 1 else []
+        lines = []
+        if len(sums) > 1:
+            lines.append(f"row 1 costs {'; '.join(sums)}")
         use = self.break_even_use
         if use is not None and use > 1:
             lines.append("renting is cheaper than buying, even if the GPUs compute all the time")

@@ -139,7 +139,7 @@ def diagnose(
     if statuses is None:
         statuses = statuses_of([found], SlurmStatuses())
     status = statuses.get(found.job_id or "")
-    view = found.view({} if status is None else {found.job_id or "": status})
+    view = found.view(statuses)
     events = found.run.read_events()
     cause = find_cause(events)
     if cause is not None and cause.rank is not None and cause.node is not None:
@@ -165,7 +165,7 @@ def diagnose(
         done=tuple(event for event in events if event.kind.level >= Level.REACTION)[-LAST_STEPS:],
         excluded_nodes=tuple(excluded_nodes(found.run, hours)),
         advice=tuple(_advice(view, cause, facts, found)),
-        ledger=spent or read_ledger(found.run, None if view.exit is not None else time.time()).total,
+        ledger=spent or read_ledger(found.run, time.time() if view.exit is None else None).total,
         ended_early=ended_early(found.run),
     )
 
@@ -195,8 +195,11 @@ def sweep_failures(found: Sequence[RunHandle], views: Sequence[View]) -> list[Sw
             continue
         kind, message, place, text = _why_ended(item.run, view)
         key = kind, re.sub(r"\d+", "0", message)
-        advice = advice_for(Failure(kind), text) if kind in list(Failure) else ""
-        group = groups.get(key, SweepFailure(kind, message, place, advice, ()))
+        group = groups.get(key)
+        if group is None:
+            group = SweepFailure(kind, message, place, "", ())
+            if kind in list(Failure):
+                group = replace(group, advice=advice_for(Failure(kind), text))
         groups[key] = replace(group, runs=(*group.runs, index))
     return sorted(groups.values(), key=lambda group: -len(group.runs))
 
@@ -208,7 +211,8 @@ def _why_ended(run: RunDirectory, view: View) -> tuple[str, str, str, str]:
     cause = None if view.exit == Exit.STOPPED else find_cause(run.read_events())
     if cause is None:
         lines = view.message.strip().splitlines()
-        return view.state, lines[-1] if lines else "", "", view.message  # the end of a traceback
+        last = next(reversed(lines), "")  # the end of a traceback
+        return view.state, last, "", view.message
     first = next(iter(cause.message.strip().splitlines()), "")
     # the line of the traceback also names the exception: KeyError: 'x'
     lines = cause.traceback.strip().splitlines()
@@ -241,7 +245,7 @@ def find_cause(events: Sequence[Event]) -> FailureCause | None:
     stacks = next((event.stacks for event in of_hang if event.stacks), None)
     return FailureCause(
         kind=_kind(first),
-        message=first.message if "message" in first else first.reason,
+        message=first.message or first.reason,
         attempt=newest,
         time=first.time,
         rank=first.rank,
@@ -279,8 +283,10 @@ def _checkpoint(
     if saved:
         begins.append(last.time)
     furthest = max((line.step for line in metrics), default=0)
-    lost_s = max(0.0, cause.time - max(begins)) if begins else None
-    return replace(checkpoint, lost_steps=max(0, furthest - (last.step or 0)), lost_s=lost_s)
+    checkpoint = replace(checkpoint, lost_steps=max(0, furthest - (last.step or 0)))
+    if not begins:
+        return checkpoint
+    return replace(checkpoint, lost_s=max(0.0, cause.time - max(begins)))
 
 
 def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, item: RunHandle) -> list[str]:

@@ -70,7 +70,9 @@ class JobStatus:
     @property
     def words(self) -> str:
         """One phrase for users: "pending (Priority), starts about 01-31 12:00"."""
-        text = "held" if self.is_held else self.state.lower() or "waiting"
+        text = self.state.lower() or "waiting"
+        if self.is_held:
+            text = "held"
         if self.part:
             text = f"{self.part}, {text}"
         if not self.is_pending:
@@ -257,7 +259,9 @@ def _view_of(run: RunDirectory, first_attempt: int, status: JobStatus | None, ou
 def view_at_end(run: RunDirectory, code: int) -> View:
     """Returns the view of a run whose agent, in this process, has ended with ``code``."""
     view = view_of(run, 0, None, Path(os.devnull))
-    return replace(view, state=STATES[Exit.REFUSED] if code == Exit.REFUSED else view.state, exit=code)
+    if code == Exit.REFUSED:
+        view = replace(view, state=STATES[Exit.REFUSED])
+    return replace(view, exit=code)
 
 
 def outcome(run: RunDirectory, view: View) -> str:
@@ -276,9 +280,9 @@ def final_code(code: int, run: RunDirectory) -> int:
     75 says that the same command continues from a checkpoint. Without one it is 1, or a script that repeats the command
     as long as it returns 75 would never end. A command of the user's own (``run.command``) saves where only it knows.
     """
-    if code != Exit.STOPPED or any(run.checkpoints.glob("step-*")):
+    if code != Exit.STOPPED or any(run.checkpoints.glob("step-*")) or run.record().get("own_code") == "command":
         return code
-    return code if run.record().get("own_code") == "command" else Exit.FAILED
+    return Exit.FAILED
 
 
 def last_saved(run: RunDirectory) -> int:
@@ -313,9 +317,13 @@ def _between_starts(ended: str, status: JobStatus | None) -> str:
     """Returns the state of a job that may be started again without the user."""
     if status is None:
         return ended
-    if status.is_pending:  # also after a requeue that the agents did not ask for
-        return f"{ended}, {status.words}" if ended == "requeued" else status.words
-    return TO_BE_REQUEUED if ended == "requeued" and status.is_running else ended
+    if status.is_pending and ended != "requeued":  # after a requeue that the agents did not ask for
+        return status.words
+    if status.is_pending:
+        return f"{ended}, {status.words}"
+    if status.is_running and ended == "requeued":
+        return TO_BE_REQUEUED
+    return ended
 
 
 @dataclass(frozen=True)

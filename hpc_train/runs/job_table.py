@@ -101,7 +101,9 @@ def cells(job: TableRow, view: View) -> tuple[str, ...]:
     metrics = view.metrics
     step = loss = left = ""
     if metrics.get("step") is not None:
-        step = f"{metrics['step']}/{view.steps}" if view.steps else f"{metrics['step']}"
+        step = str(metrics["step"])
+        if view.steps:
+            step += f"/{view.steps}"
     if "loss" in metrics:
         loss = NOT_FINITE if metrics["loss"] is None else f"{metrics['loss']:.4f}"
     seconds = time_left(view)
@@ -271,6 +273,6 @@ def short_path(path: Path) -> str:
 
 def common_directory(paths: Sequence[Path]) -> str:
     """Returns the one of ``paths``, or the directory that contains all of them, for a command line."""
-    path = paths[0] if len(paths) == 1 else Path(os.path.commonpath(paths))
-    shown = os.path.relpath(path)
-    return shlex.quote(str(path) if shown.startswith("..") else shown)
+    path = os.path.commonpath(paths)
+    relative = os.path.relpath(path)
+    return shlex.quote(path if relative.startswith("..") else relative)

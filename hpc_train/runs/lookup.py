@@ -58,8 +58,7 @@ class RunHandle:
 
     @property
     def pid(self) -> int | None:
-        pid = self.submission.get("pid")
-        return pid if type(pid) is int and pid > 0 else None
+        return self.submission.get("pid")
 
     @cached_property
     def config(self) -> Config:
@@ -99,7 +98,9 @@ class RunHandle:
         return is_alive(self.submission)
 
     def view(self, statuses: dict[str, JobStatus]) -> View:
-        status = statuses.get(self.job_id or "") or (PRESENT if self.lives_here() else None)
+        status = statuses.get(self.job_id or "")
+        if status is None and self.lives_here():
+            status = PRESENT
         if status is None and not self.submission:
             return View("not submitted", {})
         output = Path(self.submission.get("output") or os.devnull)

@@ -61,9 +61,7 @@ def page_of_run(found: RunHandle, statuses: dict[str, JobStatus] | None = None) 
         settings(facts),
         reproduce(facts),
     ]
-    path = found.run.path
-    title = f"{path.parent.name}/{path.name}" if path.name.isdigit() else path.name
-    return _page(f"Run {title}", path, sections, found)
+    return _page(f"Run {found.run.title}", found.run.path, sections, found)
 
 
 def page_of_sweep(found: Sequence[RunHandle], views: Sequence[View] | None = None) -> str:
@@ -113,16 +111,19 @@ def write_page(target: str, out: Path | None = None, machine: Machine | None = N
         machine: that on which the runs were, to record how far off its prediction was.
     """
     found = find_runs(target, "report")
-    folder = found[0].run.path if len(found) == 1 else found[0].run.path.parent
+    folder = found[0].run.path
+    if len(found) > 1:
+        folder = folder.parent
     if machine is not None and not is_own(folder):
         raise UserError(
             f"--machine records a comparison in {folder}, which belongs to another user",
             where="--machine",
             fix="leave --machine out",
         )
-    for item in found if machine is not None else ():
-        if (comparison := compare(item.run, machine)) is not None:
-            remember(item.config, comparison)
+    if machine is not None:
+        for item in found:
+            if (comparison := compare(item.run, machine)) is not None:
+                remember(item.config, comparison)
     page = page_of_run(found[0]) if len(found) == 1 else page_of_sweep(found)
     path = out or output_directory(folder) / PAGE
     write_text(path, page)

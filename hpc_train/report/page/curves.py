@@ -147,10 +147,11 @@ def _formula(facts: RunFacts) -> Html | None:
     rate = median(rates)
     filled = f"MFU = {short(flops)} FLOP x {short(rate)}/s / {short(peak)} FLOP/s = {flops * rate / peak:.1%}"
     world = facts.shown[-1].world_size
+    peak_of = f"peak of {world} GPUs, FLOP/s" if world else "peak, FLOP/s"
     numbers = (
         ("FLOP per sample", short(flops)),
         ("samples/s (median)", short(rate)),
-        (f"peak of {world} GPUs, FLOP/s" if world else "peak, FLOP/s", short(peak)),
+        (peak_of, short(peak)),
         ("source of the peak", terms.get("peak_source")),
     )
     formula = terms.get("formula", "MFU = FLOP per sample x samples/s / peak")
@@ -188,5 +189,5 @@ def waits(facts: RunFacts) -> Html:
         block("paragraph", words),
         line_chart(title, words, series, "step", from_zero=True, percent=True),
         table("Shares of the time", ("waiting for", "median", "highest"), rows, numbers=2),
-        block("bullets", advice) if advice else None,
+        block("bullets", list(advice)),
     )

@@ -70,8 +70,7 @@ def commands(lines: Sequence[str], label: str) -> Html:
     Args:
         label: what the block is for, unlike the labels of all other blocks of the page.
     """
-    shown = [line.replace("   ", "   # ", 1) if "   " in line else line for line in lines]
-    return block("preformatted", "\n".join(shown), label)
+    return block("preformatted", "\n".join(line.replace("   ", "   # ", 1) for line in lines), label)
 
 
 def table(
@@ -87,8 +86,8 @@ def table(
 
 
 def section(title: str, *content: object) -> Html:
-    """Returns a section of the page with its heading."""
-    return block("section", _name(title), title, *content)
+    """Returns a section of the page with its heading; ``content`` that is empty or None is left out."""
+    return block("section", _name(title), title, *filter(None, content))
 
 
 def picture(title: str, description: str, width: float, height: float, *shapes: Html) -> Html:
@@ -137,7 +136,10 @@ class Scale:
     log: bool = False
 
     def at(self, value: float) -> float:
-        low, high, value = (math.log10(x) if self.log else x for x in (self.low, self.high, value))
+        low = self.low
+        high = self.high
+        if self.log:
+            low, high, value = map(math.log10, (low, high, value))
         share = (value - low) / (high - low) if high > low else 0.5
         return self.start + min(1.0, max(0.0, share)) * (self.end - self.start)
 
@@ -163,9 +165,9 @@ class Scale:
 def short(value: float) -> str:
     """Returns a number with at most four digits: 0.25, 1,500, 12k, 3.4M."""
     size = abs(value)
-    for limit, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
+    for size_of_unit, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= max(1e4, size_of_unit):
+            return f"{value / size_of_unit:.4g}{unit}"
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
 
 
@@ -220,7 +222,7 @@ def _vertical(values: Sequence[float], from_zero: bool, height: float) -> Scale:
     high = max(values)
     scale = Scale(low, high, height - BOTTOM, TOP)
     if from_zero:
-        return replace(scale, low=0.0, high=1.08 * high if high > 0 else 1.0)
+        return replace(scale, low=0.0, high=max(0.0, 1.08 * high) or 1.0)
     if low > 0 and high / low >= LOG_FROM:
         return replace(scale, low=low / 1.1, high=high * 1.1, log=True)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0

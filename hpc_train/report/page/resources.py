@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,19 @@ from hpc_train.report.page.markup import Html, block, color_key, joined, picture
 from hpc_train.run.ledger import Account
 from hpc_train.telemetry.pipeline_step import BACKWARD, FORWARD, NAMES, WEIGHT, Chunk, Rows, rows_of, stage_times
 from hpc_train.units import counted, format_bytes, format_duration, format_hours, milliseconds
+
+
+def held(account: Account) -> list[tuple[str, str]]:
+    """Returns the time and the devices that jobs have held, with their names."""
+    rows = []
+    if account.held_s:
+        rows.append(("time held", format_duration(account.held_s)))
+    if account.gpu_s:
+        rows.append(("GPU-hours", format_hours(account.gpu_hours)))
+    if account.rank_s:
+        rows.append(("rank-hours, no GPU", format_hours(account.rank_s / 3600)))
+    return rows
+
 
 LEFT, WIDTH = 92.0, 640.0  # of pictures with bars: where the bars begin, and the width of all
 Area = tuple[float, float, str, str]  # of a bar: position, width, color and description
@@ -92,7 +106,7 @@ def _account_areas(account: Account, longest: float) -> list[Area]:
     at = LEFT
     for field_name, (part, color) in ACCOUNTS.items():
         seconds = getattr(account, field_name)
-        width = seconds / longest * (WIDTH - LEFT) if longest else 0.0
+        width = seconds / (longest or math.inf) * (WIDTH - LEFT)
         if seconds >= LEAST_S and width >= 0.2:
             areas.append((at, width, color, f"{part}: {format_duration(seconds)}"))
         at += width
@@ -149,8 +163,9 @@ def memory(facts: RunFacts) -> Html:
 
 def _device_memory(facts: RunFacts, ranks: Iterable[Mapping[str, Any]]) -> int | None:
     """Returns the memory of a device; None on the CPU, whose memory all processes share, and for older runs."""
-    on_gpu = any(event.gpus for event in facts.of_event("started"))
-    return max((rank.get("device") or 0 for rank in ranks), default=0) or None if on_gpu else None
+    if not any(event.gpus for event in facts.of_event("started")):
+        return None
+    return max((rank.get("device") or 0 for rank in ranks), default=0) or None
 
 
 def _memory_words(facts: RunFacts, rank: Mapping[str, Any], number: int) -> str:
@@ -200,17 +215,19 @@ def nodes(facts: RunFacts) -> Html:
     levels = Counter(mark.level for mark in marks.values())
     words = f"{counted(len(marks), 'node', 'nodes')}; none was slow and none failed."
     if levels["good"] < len(marks):
-        problems = [f"{levels['bad']} had failures"] if levels["bad"] else []
+        problems = []
+        if levels["bad"]:
+            problems.append(f"{levels['bad']} had failures")
         if levels["warn"]:
-            problems.append(f"{levels['warn']} {'was' if levels['warn'] == 1 else 'were'} slow")
+            problems.append(f"{counted(levels['warn'], 'was', 'were')} slow")
         words = f"{counted(len(marks), 'node', 'nodes')}, of which {' and '.join(problems)}."
     order = sorted(
         marks, key=lambda name: (LEVELS.index(marks[name].level), min(marks[name].ranks, default=1 << 30), name)
     )
     cells = block("nodes", [_node_cell(name, marks[name]) for name in order[:MOST_NODES]])
     rest = len(order) - MOST_NODES
-    more = block("paragraph", f"{rest} more nodes had no problem.") if rest > 0 else None
-    return section(title, block("paragraph", words), cells, more)
+    more = f"{rest} more nodes had no problem." if rest > 0 else ""
+    return section(title, block("paragraph", words), cells, block("paragraph", more))
 
 
 def _node_marks(facts: RunFacts) -> dict[str, NodeMark]:
@@ -235,7 +252,8 @@ def _node_marks(facts: RunFacts) -> dict[str, NodeMark]:
         if event.rank is not None:
             words = f"rank {event.rank} {words}"
         mark = marks[event.node]
-        (mark.failed if event.kind.node_failed else mark.slow)[words] += 1
+        counter = mark.failed if event.kind.node_failed else mark.slow
+        counter[words] += 1
     return marks
 
 
@@ -248,8 +266,8 @@ def _node_cell(name: str, mark: NodeMark) -> tuple[str, str, str, list[str]]:
         which = f"rank {ranks[0]}"
     else:
         which = f"ranks {ranks[0]} to {ranks[-1]}"
-    problems = [what + (f", {count} times" if count > 1 else "") for what, count in (mark.failed + mark.slow).items()]
-    return name, mark.level, which, problems or ["ok"]
+    problems = [f"{what}, {count} times" for what, count in (mark.failed + mark.slow).items()]
+    return name, mark.level, which, [problem.removesuffix(", 1 times") for problem in problems] or ["ok"]
 
 
 CHUNK_COLORS = {FORWARD: "c0", BACKWARD: "c2", WEIGHT: "c3", "": "wait"}
@@ -278,7 +296,7 @@ def pipeline(facts: RunFacts) -> Html | None:
     kinds = dict.fromkeys(chunk.kind for chunks in measured.values() for chunk in chunks)
     key = color_key([(NAMES[kind], CHUNK_COLORS[kind]) for kind in (*kinds, "")])
     longest = max(total, best)
-    unit = (WIDTH - LEFT) / longest if longest else 0.0
+    unit = (WIDTH - LEFT) / (longest or math.inf)
     return section(
         title,
         block("paragraph", words),
@@ -330,7 +348,7 @@ def _inputs(
     stage = chunk.stage
     number = counts[chunk.kind, stage]
     if chunk.kind == FORWARD:
-        needed = [(FORWARD, stage - 1, number)] if stage else []
+        needed = [(FORWARD, stage - 1, number)][: min(stage, 1)]  # stage 0 needs none
     elif chunk.kind == BACKWARD and stage < last:
         needed = [(FORWARD, stage, number), (BACKWARD, stage + 1, number)]
     elif chunk.kind == BACKWARD:

@@ -19,6 +19,7 @@ from hpc_train.report.page.markup import (
     short,
     table,
 )
+from hpc_train.report.page.resources import held
 from hpc_train.report.page.settings import training_again
 from hpc_train.report.page.verdict import clock
 from hpc_train.run.exits import Exit
@@ -28,7 +29,7 @@ from hpc_train.runs.diagnosis import SweepFailure, find_cause, shown
 from hpc_train.runs.job_status import View
 from hpc_train.runs.job_table import common_directory, is_unfinished, retry_lines, rows_of
 from hpc_train.runs.lookup import RunHandle
-from hpc_train.units import counted, format_duration, format_hours
+from hpc_train.units import counted
 
 ROWS = 1000  # of the table
 LINES = 300  # of the picture
@@ -76,7 +77,7 @@ def sweep_verdict(sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Html:
         name = f"{run.path.name} ({sweep.compared.words(run)})".removesuffix(" ()")
         value = sweep.compared.values(views)[best]
         words = block("paragraph", f"The best by {metric.name}, the {how}: run {name} with {value:.4f}.")
-    box = block("todo", "What to do", commands(todo, "commands that help")) if todo else None
+    box = block("todo", "What to do", commands(todo, "commands that help"))
     return section("Verdict", block("paragraph", head, f"verdict {level}"), _cost(sweep), words, box)
 
 
@@ -99,8 +100,7 @@ def sweep_failed(sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Html | 
     blocks: list[Html] = []
     for number, failure in enumerate(failures, 1):
         blocks.append(block("heading", f"{failure.kind} in {counted(len(failure.runs), 'run', 'runs')}"))
-        if failure.message:
-            blocks.append(block("preformatted", failure.message, f"message of cause {number}"))
+        blocks.append(block("preformatted", failure.message, f"message of cause {number}"))
         names = []
         for index in failure.runs[:NAMED]:  # what tells it apart, and where and when it failed
             run = sweep.handles[index].run
@@ -124,14 +124,7 @@ def _cost(sweep: SweepFacts) -> Html:
     for item, view in zip(sweep.handles, sweep.views, strict=True):
         now = None if view.exit is not None else time.time()
         spent += ledger(item.run.read_events(), (), (), now, read_frozen(item.run)).total
-    return block(
-        "facts",
-        (
-            ("time held", format_duration(spent.held_s) if spent.held_s else None),
-            ("GPU-hours", format_hours(spent.gpu_hours) if spent.gpu_s else None),
-            ("rank-hours, no GPU", format_hours(spent.rank_s / 3600) if spent.rank_s else None),
-        ),
-    )
+    return block("facts", held(spent))
 
 
 def reproduce_one(sweep: SweepFacts) -> Html:
@@ -208,8 +201,9 @@ class _Axis:
         return cls(name, x, None, {word: low - index * step for index, word in enumerate(words)})
 
     def at(self, value: str) -> tuple[float, float]:
-        up = self.places[value] if self.scale is None else self.scale.at(float(value))
-        return self.x, up
+        if self.scale is None:
+            return self.x, self.places[value]
+        return self.x, self.scale.at(float(value))
 
     def drawn(self) -> Html:
         parts = [block("line", f"M{self.x:.1f} {TOP:g}V{HEIGHT - BOTTOM:g}", "text", 1.2)]

@@ -10,6 +10,7 @@ from typing import Any
 from hpc_train.report.page.curves import evaluated
 from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.markup import Html, block, commands, joined, paragraphs, section, table
+from hpc_train.report.page.resources import held
 from hpc_train.run.events import Event, Level
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.rows import Line
@@ -18,7 +19,7 @@ from hpc_train.runs.diagnosis import TAIL_LINES, Diagnosis, shown
 from hpc_train.runs.job_status import TO_BE_REQUEUED
 from hpc_train.telemetry.progress import final_result, spent_line
 from hpc_train.telemetry.tracebacks import STACK, own_frames
-from hpc_train.units import counted, format_bytes, format_duration, format_hours
+from hpc_train.units import counted, format_bytes, format_duration
 
 TODO = "what to do"  # the title of the section with the advice
 
@@ -32,7 +33,9 @@ def headline(found: Diagnosis) -> str:
         return f"{head}; ended early by a hook: {found.ended_early}"
     if found.message and found.exit_code is None:
         return f"{head}; {found.message}"
-    return f"{head}; nothing failed" if found.cause is None else f"{head}; it recovered from the failure below"
+    if found.cause is None:
+        return f"{head}; nothing failed"
+    return f"{head}; it recovered from the failure below"
 
 
 def ended_badly(found: Diagnosis) -> bool:
@@ -109,7 +112,9 @@ def _slurm(found: Diagnosis) -> list[str]:
 
 def _checkpoint(found: Diagnosis) -> list[str]:
     newest = found.checkpoint
-    lines = [f"step {newest.step}: {shown(Path(newest.path))}" if newest.path else "none"]
+    lines = ["none"]
+    if newest.path:
+        lines = [f"step {newest.step}: {shown(Path(newest.path))}"]
     if found.cause is not None and (newest.lost_s is not None or newest.lost_steps):
         lost = counted(newest.lost_steps, "logged step", "logged steps")
         if newest.lost_s is not None:
@@ -150,18 +155,20 @@ def verdict(facts: RunFacts) -> Html:
     found = facts.diagnosis
     level = "bad"
     if found.exit_code is None:
-        level = "warn" if found.waiting is not None or found.cause is not None else ""
+        level = ""
+        if found.waiting is not None or found.cause is not None:
+            level = "warn"
     elif found.exit_code == Exit.DONE:
         level = "good"
     elif found.exit_code == Exit.STOPPED:
         level = "warn"
-    advice: Html | None = None
+    advice = Html("")
     blocks = []
     for title, lines in sections(found):
         if title == TODO and lines:
             typed = [line for line in lines if line.startswith("python -m hpc_train")]
             words = paragraphs(line for line in lines if line not in typed)
-            advice = joined([words, commands(typed, "commands that help") if typed else None])
+            advice = joined([words, commands(typed, "commands that help")])
         elif len(lines) > 1 and "failure" in title:
             traceback = block("preformatted", "\n".join(lines[1:]), "traceback")
             blocks.append(joined([block("heading", title.capitalize()), block("paragraph", lines[0]), traceback]))
@@ -172,7 +179,7 @@ def verdict(facts: RunFacts) -> Html:
         "Verdict",
         block("paragraph", headline(found), f"verdict {level}"),
         _figures(facts),
-        block("todo", TODO.capitalize(), advice) if advice is not None else None,
+        block("todo", TODO.capitalize(), advice),
         *blocks,
     )
 
@@ -204,10 +211,8 @@ def _figures(facts: RunFacts) -> Html:
             ("validation loss", _short(validation)),
             *((f"validation {name}", _short(points[-1][1])) for name, points in evaluated(facts)),
             ("useful time (goodput)", f"{spent.useful_share:.0%}" if spent.held_s else None),
-            ("time held", format_duration(spent.held_s) if spent.held_s else None),
-            ("GPU-hours", format_hours(spent.gpu_hours) if spent.gpu_s else None),
+            *held(spent),
             ("cost", Prices.of(facts.config.get("cluster", {}).get("price")).bill(spent.gpu_hours)),
-            ("rank-hours, no GPU", format_hours(spent.rank_s / 3600) if spent.rank_s else None),
             ("started", began),
             ("ended", ended),
             ("attempts", len(facts.attempts) or None),
@@ -253,6 +258,6 @@ def decisions(facts: RunFacts) -> Html:
     columns = ("time", "attempt", "event", "where", "step", "details")
     return section(
         title,
-        block("paragraph", " ".join(words)) if words else None,
+        block("paragraph", " ".join(words)),
         table("Events, the oldest first", columns, rows),
     )
