@@ -1,4 +1,4 @@
-"""Parses the command line before Hydra does, and lists the jobs of a sweep.
+"""Parses the command line before Hydra does, lists the jobs of a sweep, and finds all wrong overrides.
 
 ``strategy`` is not in the Defaults List, so Hydra requires ``+strategy=dp``; with an experiment that chooses a strategy
 it requires ``strategy=dp``. This module accepts both.
@@ -16,22 +16,21 @@ import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config.command_line import CommandLine
+from hpc_train.config.command_line import CommandLine, is_choice
 from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, initialized
 from hpc_train.config.hydra_settings import (
     check_callbacks,
     has_glob,
-    is_multirun,
     is_search,
     refuse_without_effect,
     swept_params,
     with_listed_globs,
     with_params,
 )
-from hpc_train.config.jobs import is_choice
 from hpc_train.config.own_files import check_files, refuse_unreadable_files, with_file
 from hpc_train.config.secrets import refuse_secret_arguments
 from hpc_train.config.translate import translate
@@ -69,18 +68,29 @@ def with_right_plus(arguments: Sequence[str]) -> list[str]:
     arguments = [_with_quoted_list(argument) for argument in arguments if argument != WITH_STRATEGY]
     line = CommandLine.parse(arguments)
     refuse_unreadable_files(line)
-    options = _without(arguments, line.overrides)
+    options = list(arguments)
+    for override in reversed(line.overrides):
+        # removes the last one, because an equal text before it is the value of an option
+        del options[len(options) - 1 - options[::-1].index(override)]
     line = replace(line, overrides=tuple(EXPERIMENT.sub("experiment=", text, count=1) for text in line.overrides))
     line = _without_globs(line)
     chosen = _chosen(line)
-    schema = [WITH_STRATEGY] if chosen.overrides_strategy else []
-    multirun = line.multirun or chosen.multirun
-    if multirun:
+    if chosen.overrides_strategy:
+        options.insert(0, WITH_STRATEGY)
+    if line.multirun or chosen.multirun:
         line = _without_globs(replace(line, overrides=tuple(with_params(line.overrides, chosen.params))))
-        options += ["--multirun"] if line.runs and not line.multirun else []
-    _refuse_sweeps(line.overrides)
+        if line.runs and not line.multirun:
+            options.append("--multirun")
+    for parsed in OverridesParser.create().parse_overrides(list(line.overrides)):
+        key = parsed.key_or_group
+        if key in ONE_VALUE and parsed.is_sweep_override():
+            raise UserError(
+                f"{parsed.input_line} lists several values, but all jobs of a sweep share one value of this key",
+                where=key,
+                fix=f"{key}=VALUE; in a sweep run.name names the parent directory of the jobs",
+            )
     plus = "" if chosen.strategy else "+"
-    return [*(STRATEGY.sub(f"{plus}strategy=", text, count=1) for text in line.overrides), *schema, *options]
+    return [*(STRATEGY.sub(f"{plus}strategy=", text, count=1) for text in line.overrides), *options]
 
 
 def _without_globs(line: CommandLine) -> CommandLine:
@@ -91,18 +101,10 @@ def _without_globs(line: CommandLine) -> CommandLine:
 
 
 def _with_quoted_list(argument: str) -> str:
-    found = SLURM_LISTS.fullmatch(argument)
-    if found is None or not re.search(r"[,\[]", found[2]) or SWEPT_BY_NAME.match(found[2]):
+    match = SLURM_LISTS.fullmatch(argument)
+    if match is None or not re.search(r"[,\[]", match[2]) or SWEPT_BY_NAME.match(match[2]):
         return argument
-    return f"{found[1]}'{found[2]}'"
-
-
-def _without(arguments: Sequence[str], taken: Sequence[str]) -> list[str]:
-    left = list(arguments)
-    for argument in reversed(taken):
-        # removes the last one, because an equal text before it is the value of an option
-        del left[len(left) - 1 - left[::-1].index(argument)]
-    return left
+    return f"{match[1]}'{match[2]}'"
 
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:
@@ -128,16 +130,16 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
 
 def first_values(overrides: Sequence[str]) -> list[str]:
     """Returns the overrides of one possible job of a search: the first value of each sweep or interval."""
-    return [_first_value(override) for override in OverridesParser.create().parse_overrides(list(overrides))]
-
-
-def _first_value(override: Override) -> str:
-    value = override.value()
-    if isinstance(value, IntervalSweep):
-        return f"{override.get_key_element()}={value.start}"
-    if override.is_sweep_override():
-        return f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
-    return str(override.input_line)
+    texts = []
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        value = override.value()
+        if isinstance(value, IntervalSweep):
+            texts.append(f"{override.get_key_element()}={value.start}")
+        elif override.is_sweep_override():
+            texts.append(f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}")
+        else:
+            texts.append(str(override.input_line))
+    return texts
 
 
 def refuse_search(line: CommandLine, what: str) -> None:
@@ -151,16 +153,6 @@ def wants_dry_run(overrides: Sequence[str]) -> bool:
     """Returns whether the last override of ``launch.dry_run`` is true."""
     values = [override.split("=", 1)[1] for override in overrides if override.lstrip("+").startswith("launch.dry_run=")]
     return bool(values) and values[-1].lower() in ("true", "1", "yes", "on")
-
-
-def _refuse_sweeps(overrides: Sequence[str]) -> None:
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        if override.key_or_group in ONE_VALUE and override.is_sweep_override():
-            raise UserError(
-                f"{override.input_line} lists several values, but all jobs of a sweep share one value of this key",
-                where=override.key_or_group,
-                fix=f"{override.key_or_group}=VALUE; in a sweep run.name names the parent directory of the jobs",
-            )
 
 
 @dataclass(frozen=True)
@@ -191,23 +183,23 @@ def _chosen(line: CommandLine) -> _Chosen:
     parsed = OverridesParser.create().parse_overrides(list(line.overrides))
     experiments = [override for override in parsed if override.key_or_group == "experiment"]
     has_strategy = _names_strategy(line.overrides)
-    own = line.directories or line.config_name != PRIMARY
-    if not own and not (experiments and has_strategy) and not any(map(_is_of_hydra, parsed)):
+    has_files = line.directories or line.config_name != PRIMARY
+    if not has_files and not (experiments and has_strategy) and not any(map(_is_of_hydra, parsed)):
         return _Chosen()
     listed = [str(override.input_line) for override in experiments]
     others = [str(override.input_line) for override in parsed if _is_fixed_choice(override)]
     with line.initialized():
-        found = {_choice(line, experiment, others) for experiment in expand(listed)}
+        choices = {_choice(line, experiment, others) for experiment in expand(listed)}
     # if no override chooses a strategy, it does not matter which experiments do
-    if not has_strategy and not any(_names_strategy(choice.params) for choice in found):
-        found = {choice if choice.overrides_strategy else replace(choice, strategy=False) for choice in found}
-    if len(found) > 1:
+    if not has_strategy and not any(_names_strategy(choice.params) for choice in choices):
+        choices = {replace(choice, strategy=choice.strategy and choice.overrides_strategy) for choice in choices}
+    if len(choices) > 1:
         raise UserError(
             "the experiments of this sweep differ in how they choose a strategy, or in Hydra's sweeper or mode",
             where="experiment, strategy",
             fix="one sweep for each kind of experiment; or let all of them choose a strategy with `- /strategy: NAME`",
         )
-    return found.pop()
+    return choices.pop()
 
 
 def _is_of_hydra(override: Override) -> bool:
@@ -227,34 +219,31 @@ def _choice(line: CommandLine, experiment: Sequence[str], others: Sequence[str])
     Raises:
         UserError: a setting of Hydra has no effect.
     """
+    overrides_strategy = False
     try:
-        found = _with_hydra(line, [*others, *experiment])
+        node = _with_hydra(line, [*others, *experiment])
     except (HydraException, OmegaConfBaseException) as error:
-        if OVERRIDES_STRATEGY.search(str(error)):
-            found = _with_hydra(line, [WITH_STRATEGY, *others, *experiment])
-            return replace(_decided(found), strategy=True, overrides_strategy=True)
+        overrides_strategy = OVERRIDES_STRATEGY.search(str(error)) is not None
         try:
-            found = _with_hydra(line, experiment)
+            node = _with_hydra(line, [WITH_STRATEGY, *others, *experiment] if overrides_strategy else experiment)
         except (HydraException, OmegaConfBaseException):
-            if _names_strategy(line.overrides):
+            if overrides_strategy or _names_strategy(line.overrides):
                 raise
             return _Chosen()  # the composition of the job reports what is wrong, and the file
-    return _decided(found)
+    settings = node.hydra
+    refuse_without_effect(settings)
+    check_callbacks(settings)
+    return _Chosen(
+        strategy=overrides_strategy or OmegaConf.select(settings, "runtime.choices.strategy") is not None,
+        overrides_strategy=overrides_strategy,
+        multirun=settings.mode == RunMode.MULTIRUN,
+        params=tuple(swept_params(settings)),
+        searches=is_search(settings),
+    )
 
 
 def _names_strategy(overrides: Sequence[str]) -> bool:
     return any(STRATEGY.match(override) for override in overrides)
-
-
-def _decided(found: DictConfig) -> _Chosen:
-    refuse_without_effect(found.hydra)
-    check_callbacks(found.hydra)
-    return _Chosen(
-        strategy=OmegaConf.select(found, "hydra.runtime.choices.strategy") is not None,
-        multirun=is_multirun(found.hydra),
-        params=tuple(swept_params(found.hydra)),
-        searches=is_search(found.hydra),
-    )
 
 
 def _with_hydra(line: CommandLine, overrides: Sequence[str]) -> DictConfig:
@@ -267,8 +256,10 @@ def override_value(value: Any) -> str:
     Raises:
         UserError: the value is of another type.
     """
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
@@ -298,10 +289,12 @@ def own_files_checked(line: CommandLine) -> Iterator[None]:
         yield
     except Exception as error:
         mistake = translate(error)
-        if mistake is not None and isinstance(error, HydraException | OmegaConfBaseException):
+        if mistake is None:
+            raise
+        if isinstance(error, HydraException | OmegaConfBaseException):
             mistake = all_mistakes(line, mistake)
-        located = None if mistake is None else with_file(mistake, line)
-        if located is None or located is error:
+        located = with_file(mistake, line)
+        if located is error:
             raise
         raise located from error
 
@@ -309,7 +302,9 @@ def own_files_checked(line: CommandLine) -> Iterator[None]:
 def all_mistakes(line: CommandLine, first: UserError) -> UserError:
     """Returns ``first``, or all mistakes in the overrides of ``line`` if there are several.
 
-    A sweep is checked value by value. The keys of a group are not checked if the choice of its file is wrong.
+    Hydra raises an error for the first one. The overrides are therefore applied one after the other, those that choose
+    files first, and each that fails is left out of the compositions that follow. A sweep is checked value by value. The
+    keys of a group are not checked if the choice of its file is wrong.
 
     Args:
         first: the mistake that Hydra has reported.
@@ -320,37 +315,31 @@ def all_mistakes(line: CommandLine, first: UserError) -> UserError:
         return first
     if len(parsed) > MOST:
         return first
-    with line.composer() as compose:
-        found = _mistakes(sorted(parsed, key=_order), compose)
-    if len(found) == 1 and found[0].what == first.what:
-        return found[0]
-    return UserErrors(found) if len(found) > 1 else first
-
-
-def _mistakes(overrides: Sequence[Override], compose: Callable[[Sequence[str]], object]) -> list[UserError]:
+    # experiments, which contain choices, before other choices, then values
+    parsed.sort(key=lambda override: (override.key_or_group != "experiment", not is_choice(override)))
     accepted: list[str] = []
-    found: dict[str, UserError] = {}
+    mistakes: dict[str, UserError] = {}
     unknown: list[str] = []  # groups without a valid choice
-    for override in overrides:
-        key = override.key_or_group
-        if key.startswith(tuple(f"{group}." for group in unknown)):
-            continue
-        values = expand([str(override.input_line)])
-        mistakes = [mistake for value in values if (mistake := _mistake([*accepted, *value], compose)) is not None]
-        for mistake in mistakes:
-            found.setdefault(f"{mistake.where}: {mistake.what}", _of_all(mistake, override, values))
-        if not mistakes:
-            accepted += values[0]
-        elif is_choice(override):
-            unknown.append(key)
-    return list(found.values())
-
-
-def _of_all(mistake: UserError, override: Override, values: Sequence[Sequence[str]]) -> UserError:
-    """Returns ``mistake`` with all values of a sweep in its fix, if that adds the key with one of them."""
-    if len(values) > 1 and mistake.fix in [f"+{value}" for each in values for value in each]:
-        return UserError(mistake.what, where=mistake.where, fix=f"+{override.input_line}")
-    return mistake
+    with line.composer() as compose:
+        for override in parsed:
+            key = override.key_or_group
+            if key.startswith(tuple(f"{group}." for group in unknown)):
+                continue
+            values = expand([str(override.input_line)])
+            wrong = [mistake for value in values if (mistake := _mistake([*accepted, *value], compose)) is not None]
+            for mistake in wrong:
+                # a fix that adds the key with one value of a sweep adds it with all of them
+                if len(values) > 1 and [mistake.fix.removeprefix("+")] in values and mistake.fix.startswith("+"):
+                    mistake = UserError(mistake.what, where=mistake.where, fix=f"+{override.input_line}")  # noqa: PLW2901
+                mistakes.setdefault(f"{mistake.where}: {mistake.what}", mistake)
+            if not wrong:
+                accepted += values[0]
+            elif is_choice(override):
+                unknown.append(key)
+    if len(mistakes) > 1:
+        return UserErrors(mistakes.values())
+    only = next(iter(mistakes.values()), first)
+    return only if only.what == first.what else first
 
 
 def _mistake(overrides: list[str], compose: Callable[[Sequence[str]], object]) -> UserError | None:
@@ -359,10 +348,3 @@ def _mistake(overrides: list[str], compose: Callable[[Sequence[str]], object]) -
     except (HydraException, OmegaConfBaseException, UserError) as error:
         return translate(error)
     return None
-
-
-def _order(override: Override) -> int:
-    """Returns the place of an override: experiments, which contain choices, before other choices, then values."""
-    if override.key_or_group == "experiment":
-        return 0
-    return 1 if is_choice(override) else 2

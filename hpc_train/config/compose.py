@@ -28,7 +28,7 @@ from hpc_train.config.extensions import (
     SAMPLE_KEYS,
     SOURCES,
     TOKENS,
-    is_extension,
+    is_import_path,
     load_family,
     load_source,
     location,
@@ -147,32 +147,27 @@ def typed(node: DictConfig) -> Config:
 
 
 def converted(node: DictConfig) -> Config:
-    """Converts a config that ``typed`` has accepted before, such as a frozen one."""
-    node = completed(node)
-    check_kinds(node)
+    """Converts a config that ``typed`` has accepted before, such as a frozen one.
+
+    Each group is converted by itself, since the jobs of a sweep share most groups, which are converted once.
+    """
+    # what conf/ does not list: keys of a user's description, sources of a mixture, and sizes of the data
+    node = _with_vocabulary(_with_sources(_with_extension_schemas(node)))
+    _check_kinds(node)
     _check_missing(node)
     try:
-        config = to_config(plain(node))
+        values = plain(node)
+        kinds = values["model"]["kind"], values["data"]["kind"]
+        schema = _schema(*kinds)
+        if set(values) != set(schema):
+            OmegaConf.merge(schema, escaped(values))  # raises the error for the unknown group
+        config = Config(**{name: deepcopy(_group(name, *kinds, pickle.dumps(value))) for name, value in values.items()})
     except OmegaConfBaseException as error:
         raise translate(error) or error from error
+    config.metrics = _targets("metrics", config.metrics)
+    config.hooks = _targets("hooks", config.hooks)
     config = absolute(config)
     refuse_other_encodings(config)
-    return config
-
-
-def completed(node: DictConfig) -> DictConfig:
-    """Adds what ``conf/`` does not list: keys of a user's description, sources of a mixture, and sizes of the data."""
-    return _with_vocabulary(_with_sources(_with_extension_schemas(node)))
-
-
-def to_config(values: dict[str, Any]) -> Config:
-    """Converts resolved values, each group by itself. Jobs of a sweep share most groups, which are converted once."""
-    schema = _schema(values["model"]["kind"], values["data"]["kind"])
-    if set(values) != set(schema):
-        OmegaConf.merge(schema, escaped(values))  # raises the error for the unknown group
-    kinds = values["model"]["kind"], values["data"]["kind"]
-    config = Config(**{name: deepcopy(_group(name, *kinds, pickle.dumps(value))) for name, value in values.items()})
-    config.metrics, config.hooks = _targets("metrics", config.metrics), _targets("hooks", config.hooks)
     return config
 
 
@@ -181,7 +176,7 @@ def _targets(group: str, named: dict[str, Any]) -> dict[str, Any]:
 
     Configs of earlier versions name classes of ``hpc_train.metrics`` and ``hpc_train.hooks``.
     """
-    found = {}
+    targets = {}
     for name, value in named.items():
         where = f"{group}.{name}"
         if not str(name).isidentifier():
@@ -196,27 +191,16 @@ def _targets(group: str, named: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value.get("args", {}), dict):
             raise UserError(f"{where}.args is not a table", where=where, fix=f"+{where}.args.NAME=VALUE")
         target = re.sub(rf"^hpc_train\.{group}\.", f"hpc_train.train.{group}.", value["_target_"])
-        found[str(name)] = TargetConfig(**{**value, "_target_": target})
-    return found
+        targets[str(name)] = TargetConfig(**{**value, "_target_": target})
+    return targets
 
 
 @lru_cache(maxsize=256)
 def _group(name: str, model: str, data: str, values: bytes) -> Any:
-    found = OmegaConf.to_object(group_schema(name, model, data, pickle.loads(values)))
-    assert isinstance(found, dict)
-    return found[name]
-
-
-def group_schema(name: str, model: str, data: str, values: Any) -> DictConfig:
-    """Returns the schema of one group below its name, so that errors contain the whole key, with resolved values.
-
-    Args:
-        model, data: the kinds of the model and the data.
-    """
-    schema = OmegaConf.create({name: _schema(model, data)[name]})
-    merged = OmegaConf.merge(schema, {name: escaped(values)})
-    assert isinstance(merged, DictConfig)
-    return merged
+    """Returns the pickled ``values`` of one group as its dataclass; ``model`` and ``data`` are the kinds."""
+    schema = OmegaConf.create({name: _schema(model, data)[name]})  # below its name, so that errors contain the full key
+    group: Any = OmegaConf.to_object(OmegaConf.merge(schema, {name: escaped(pickle.loads(values))}))
+    return group[name]
 
 
 @cache
@@ -256,7 +240,9 @@ def escaped(value: Any) -> Any:
         return {key: escaped(item) for key, item in value.items()}
     if isinstance(value, list | ListConfig):
         return [escaped(item) for item in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return value
 
 
 MODELS = {TOKENS: "model=gpt_tiny", IMAGES: "model=vit_tiny"}  # examples for messages
@@ -265,11 +251,21 @@ DATA = {TOKENS: "data=text", IMAGES: "data=cifar100"}
 
 def _with_extension_schemas(node: DictConfig) -> DictConfig:
     """Adds the keys and defaults of descriptions from a user's package, which no file of ``conf/`` lists."""
-    for group, load in (("model", load_family), ("data", load_source)):
-        kind = _kind(node, group, tuple(FAMILIES if group == "model" else SOURCES))
-        if not is_extension(kind):
+    for group, load, kinds in (("model", load_family, FAMILIES), ("data", load_source, SOURCES)):
+        kind = OmegaConf.select(node, f"{group}.kind") if OmegaConf.is_dict(node.get(group)) else None
+        if kind is None:
+            names = " | ".join(kinds)
+            raise UserError(
+                f"{group} is not the name of a file in conf/{group}, or that file sets no kind",
+                where=group,
+                fix=f"{group}=NAME of a file in conf/{group} that sets kind: {names} | package.module:NAME",
+            )
+        if kind in kinds:
             continue
-        schema = OmegaConf.create({group: load(kind).schema})
+        if not is_import_path(str(kind)):
+            fix = nearest(kind, [*kinds])
+            raise UserError(f"{group}.kind is {kind!r}, which is unknown", where=f"{group}.kind", fix=fix)
+        schema = OmegaConf.create({group: load(str(kind)).schema})
         try:
             merged = OmegaConf.select(OmegaConf.merge(schema, {group: node[group]}), group)
         except OmegaConfBaseException as error:
@@ -300,10 +296,11 @@ def _with_sources(node: DictConfig) -> DictConfig:
         str(name): _source(f"data.sources.{name}", source) for name, source in (values.get("sources") or {}).items()
     }
     for key, common in COMMON_SIZES.items():
-        known = [source[key] for source in values["sources"].values() if isinstance(source.get(key), int)]
+        sizes = [source[key] for source in values["sources"].values() if isinstance(source.get(key), int)]
         if values.get(key) is None:
             values.pop(key, None)  # a model that refers to a size that no source has is then refused by name
-            values |= {key: common(known)} if known else {}
+            if sizes:
+                values[key] = common(sizes)
     node = node.copy()
     OmegaConf.set_struct(node, False)
     node.data = OmegaConf.create(values)
@@ -317,34 +314,40 @@ COMMON_SIZES: dict[str, Callable[[list[int]], int]] = {
 
 def _source(key: str, values: Any) -> dict[str, Any]:
     kind = values.get("kind") if isinstance(values, dict) else None
-    if kind not in SOURCES and not is_extension(str(kind)):
+    if kind not in SOURCES and not is_import_path(str(kind)):
         fix = f"+data@{key}=SOURCE; {nearest(kind, [*SOURCES])}"
         raise UserError(f"{key}.kind is {kind!r}, which is unknown", where=key, fix=fix)
     try:
         return plain(OmegaConf.merge(OmegaConf.structured(load_source(str(kind)).schema), values), resolve=False)
     except OmegaConfBaseException as error:
         mistake = translate(error)
-        raise (error if mistake is None else UserError(mistake.what, where=key, fix=mistake.fix)) from error
+        if mistake is None:
+            raise
+        raise UserError(mistake.what, where=key, fix=mistake.fix) from error
 
 
-def check_kinds(node: DictConfig) -> None:
+def _check_kinds(node: DictConfig) -> None:
     """Checks that the model can learn from the data, before interpolations such as ``${data.vocab_size}`` are resolved.
 
     Raises:
         UserError: the samples are of another kind, or a size of the model refers to a missing key of the data.
     """
-    model, data = str(node.model.kind), str(node.data.kind)
+    model = str(node.model.kind)
+    data = str(node.data.kind)
     source = load_source(data)
-    gives, takes = source.sample_kind(node.data), load_family(model).learns_from
+    gives = source.sample_kind(node.data)
+    takes = load_family(model).learns_from
     if gives is not None and takes is not None and gives != takes:
-        other = f"data.task={takes}" if data == "synthetic" else DATA.get(takes, f"data that provides {takes}")
+        other = DATA.get(takes, f"data that provides {takes}")
+        if data == "synthetic":
+            other = f"data.task={takes}"
         raise UserError(
             f"the model {model} requires {takes} as samples, but data={data} provides {gives}",
             where="model, data",
             fix=f"{other}, or {MODELS.get(gives, f'a model that accepts {gives}')}",
         )
-    known = {each.name for each in fields(source.schema)}
-    missing = [name for name in SAMPLE_KEYS.get(gives or "", ()) if name not in known]
+    names = {field.name for field in fields(source.schema)}
+    missing = [name for name in SAMPLE_KEYS.get(gives or "", ()) if name not in names]
     if missing:
         raise UserError(
             f"the data source {data} provides {gives}, but its schema {source.schema.__name__} has no key "
@@ -352,32 +355,14 @@ def check_kinds(node: DictConfig) -> None:
             where=location(data),
             fix=f"add {', '.join(missing)} to the schema",
         )
-    _check_taken_sizes(node, data)
-
-
-def _check_taken_sizes(node: DictConfig, data: str) -> None:
-    known = set(node.data.keys())  # including keys without a value
     for key, value in leaves(OmegaConf.to_container(node.model, resolve=False)):
-        taken = re.fullmatch(r"\$\{data\.(\w+)\}", value) if isinstance(value, str) else None
-        if taken and taken[1] not in known:
+        reference = re.fullmatch(r"\$\{data\.(\w+)\}", value)
+        if reference and reference[1] not in node.data.keys():  # noqa: SIM118 - a missing value is not `in` the node
             raise UserError(
-                f"model.{key} refers to data.{taken[1]}, but the data source {data} has no such key",
+                f"model.{key} refers to data.{reference[1]}, but the data source {data} has no such key",
                 where=f"model.{key}",
                 fix=f"model.{key}=VALUE",
             )
-
-
-def _kind(node: DictConfig, group: str, known: tuple[str, ...]) -> str:
-    kind = OmegaConf.select(node, f"{group}.kind") if OmegaConf.is_dict(node.get(group)) else None
-    if kind is None:
-        raise UserError(
-            f"{group} is not the name of a file in conf/{group}, or that file sets no kind",
-            where=group,
-            fix=f"{group}=NAME of a file in conf/{group} that sets kind: {' | '.join(known)} | package.module:NAME",
-        )
-    if kind not in known and not is_extension(str(kind)):
-        raise UserError(f"{group}.kind is {kind!r}, which is unknown", where=f"{group}.kind", fix=nearest(kind, known))
-    return str(kind)
 
 
 def config_directory() -> Path:
@@ -394,14 +379,14 @@ def packaged(name: str) -> Mapping[str, Any]:
     return MappingProxyType(yaml.safe_load(text))
 
 
-def config_groups(own: Iterable[Path] = ()) -> dict[str, list[str]]:
+def config_groups(directories: Iterable[Path] = ()) -> dict[str, list[str]]:
     """Returns the names of the options of each config group, such as ``cluster/fabric``.
 
     Args:
-        own: directories of the user with further groups and options.
+        directories: those of the user with further groups and options.
     """
     groups: dict[str, set[str]] = {}
-    for directory in (config_directory(), *own):
+    for directory in (config_directory(), *directories):
         for path in directory.glob("*/**/*.yaml"):
             group = path.parent.relative_to(directory).as_posix()
             if not any(part.startswith(".") for part in path.relative_to(directory).parts):

@@ -10,8 +10,7 @@ import ast
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.machinery import ModuleSpec
@@ -219,12 +218,7 @@ class DataSource:
         return self.gives(config) if callable(self.gives) else self.gives
 
 
-Description = TypeVar("Description", ModelFamily, DataSource)
-
-
-def is_extension(kind: str) -> bool:
-    """Returns whether ``kind`` names a description in a user's package."""
-    return ":" in kind
+Row = TypeVar("Row")
 
 
 def family_of(model: Any) -> ModelFamily:
@@ -244,18 +238,17 @@ def source_of(data: Any) -> DataSource:
 @cache
 def load_family(kind: str) -> ModelFamily:
     """The family that ``model.kind`` names: a built-in name or ``package.module:NAME``."""
-    family = _load(FAMILIES.get(kind, kind), ModelFamily, "model.kind")
-    if is_extension(kind):
+    family = load_row(FAMILIES.get(kind, kind), "model.kind", ModelFamily)
+    if is_import_path(kind):
         where = location(kind)
-        _check_schema(family.schema, ("kind", "n_layers"), where, "model")
+        _check_schema(family.schema, ("kind", "n_layers"), where, "ModelKeys")
         check_call(family.builder, f"{where}, builder", positional=1)
-        _check_functions({"parameters": family.parameters, "activations": family.activations}, where)
-        _check_functions({"flops_per_sample": family.flops_per_sample, "check": family.check}, where)
+        _check_functions(family, ("parameters", "activations", "flops_per_sample", "check"), where)
         if family.tensor_parallel is not None:
-            _check_schema(family.schema, family.tensor_parallel.divisible, where, "model")
+            _check_schema(family.schema, family.tensor_parallel.divisible, where, "ModelKeys")
             check_call(family.tensor_parallel.plan, f"{where}, tensor_parallel.plan", positional=1)
         if family.context_heads is not None:
-            _check_schema(family.schema, family.context_heads, where, "model")
+            _check_schema(family.schema, family.context_heads, where, "ModelKeys")
         if (family.parameters is None) != (family.activations is None):
             raise UserError(
                 "the memory estimate needs both parameters and activations, and one of them is None",
@@ -268,56 +261,39 @@ def load_family(kind: str) -> ModelFamily:
 @cache
 def load_source(kind: str) -> DataSource:
     """The source that ``data.kind`` names: a built-in name or ``package.module:NAME``."""
-    source = _load(SOURCES.get(kind, kind), DataSource, "data.kind")
-    if is_extension(kind):
+    source = load_row(SOURCES.get(kind, kind), "data.kind", DataSource)
+    if is_import_path(kind):
         where = location(kind)
-        needed = SAMPLE_KEYS.get(source.gives, ()) if isinstance(source.gives, str) else ()
-        _check_schema(source.schema, ("kind", *needed), where, "data")
-        _check_functions({"check_inputs": source.check_inputs}, where)
+        sizes = SAMPLE_KEYS.get(source.gives, ()) if isinstance(source.gives, str) else ()
+        _check_schema(source.schema, ("kind", *sizes), where, "DataKeys")
+        _check_functions(source, ("check_inputs",), where)
         check_call(source.builder, f"{where}, builder", positional=3)
     return source
 
 
-def _load(path: str, expected: type[Description], key: str) -> Description:
-    found = import_without_torch(path, key)
-    if not isinstance(found, expected):
-        raise UserError(
-            f"{path} is a {type(found).__name__}, not a {expected.__name__}",
-            where=location(path),
-            fix=f"{path.partition(':')[2]} = {expected.__name__}(...) from hpc_train.config.extensions",
-        )
-    missing = [each.name for each in fields(found) if getattr(found, each.name) is _MISSING]
+def _check_schema(schema: Any, keys: tuple[str, ...], where: str, base: str) -> None:
+    names = getattr(schema, "__dataclass_fields__", ())
+    missing = ", ".join(key for key in keys if key not in names)
     if missing:
-        raise UserError(
-            f"{path} does not state {', '.join(missing)}",
-            where=location(path),
-            fix=f"{expected.__name__}({', '.join(f'{name}=...' for name in missing)}); see {expected.__name__} in "
-            "hpc_train/config/extensions.py",
-        )
-    return found
+        what = f"the schema {getattr(schema, '__name__', schema)} has no key {missing}"
+        fix = f"a dataclass derived from hpc_train.config.schema.{base} with {missing}"
+        raise UserError(what, where=where, fix=fix)
 
 
-def _check_schema(schema: Any, needed: tuple[str, ...], where: str, group: str) -> None:
-    names = set(getattr(schema, "__dataclass_fields__", ()))
-    missing = [name for name in needed if name not in names]
-    if missing:
-        base = "ModelKeys" if group == "model" else "DataKeys"
-        raise UserError(
-            f"the schema {getattr(schema, '__name__', schema)} has no key {', '.join(missing)}",
-            where=where,
-            fix=f"a dataclass derived from hpc_train.config.schema.{base} with {', '.join(missing)}",
-        )
-
-
-def _check_functions(facts: Mapping[str, Any], where: str) -> None:
-    for name, value in facts.items():
+def _check_functions(description: ModelFamily | DataSource, names: tuple[str, ...], where: str) -> None:
+    for name in names:
+        value = getattr(description, name)
         if value is not None and not callable(value):
-            raise UserError(
-                f"{name} is {value!r}, which cannot be called", where=where, fix=f"{name}= a function, or None"
-            )
+            what = f"{name} is {value!r}, which cannot be called"
+            raise UserError(what, where=where, fix=f"{name}= a function, or None")
 
 
-_FORBIDDEN = "torch"
+IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def is_import_path(name: str) -> bool:
+    """Returns whether ``name`` is ``module:attribute`` in a user's package, not a built-in name."""
+    return ":" in name
 
 
 def location(path: str) -> str:
@@ -326,14 +302,19 @@ def location(path: str) -> str:
     return spec.origin if spec is not None and spec.origin else path
 
 
-def import_without_torch(path: str, key: str) -> Any:
-    """Returns the object at ``module:attribute``.
+def load_row(path: str, key: str, kind: type[Row]) -> Row:
+    """Returns the description at ``module:attribute`` without importing torch.
+
+    The package's ``__init__.py`` may import torch, so only the named file is executed. Files with torch code, such as
+    builders, are parsed and not executed.
 
     Args:
-        key: the config key that names it, for messages.
+        key: the config key that holds ``path``.
+        kind: the class of the description.
 
     Raises:
-        UserError: the file or the attribute does not exist, or the file cannot be executed or imports torch.
+        UserError: the file or the attribute does not exist, the file cannot be executed or imports torch, or a fact is
+            missing, unknown or contradictory.
     """
     name, separator, attribute = path.partition(":")
     spec = module_spec(name) if separator and attribute else None
@@ -345,103 +326,74 @@ def import_without_torch(path: str, key: str) -> Any:
         )
     module = sys.modules.get(name) or _execute(spec, path)
     if not hasattr(module, attribute):
+        what = f"{spec.origin} defines no {attribute}"
+        raise UserError(what, where=key, fix=f"{key}={name}:NAME, where NAME is defined there")
+    row = getattr(module, attribute)
+    if not isinstance(row, kind):
         raise UserError(
-            f"{spec.origin} defines no {attribute}", where=key, fix=f"{key}={name}:NAME, where NAME is defined there"
+            f"{path} is of type {type(row).__name__}, but must be a {kind.__name__}",
+            where=location(path),
+            fix=f"{attribute} = {kind.__name__}(...) from {kind.__module__}",
         )
-    return getattr(module, attribute)
+    missing = [field.name for field in fields(row) if getattr(row, field.name) is _MISSING]
+    if missing:
+        facts = ", ".join(f"{name}=..." for name in missing)
+        raise UserError(
+            f"{path} does not state {', '.join(missing)}",
+            where=location(path),
+            fix=f"{kind.__name__}({facts}); see {kind.__name__} in hpc_train/config/extensions.py",
+        )
+    return row
 
 
 def _execute(spec: ModuleSpec, path: str) -> ModuleType:
-    """Executes one file as a module. Its parent packages are executed only if the file imports them."""
+    """Executes one file as a module. Its parent packages are executed only if the file imports them.
+
+    Raises:
+        UserError: it cannot be executed, or imports torch.
+    """
     assert spec.loader is not None
+    file = str(spec.origin)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their annotations in sys.modules
+    blocks = "torch" not in sys.modules
+    if blocks:
+        sys.modules["torch"] = None  # type: ignore[assignment] - makes imports of torch fail
     try:
-        if _imports_torch(spec):
-            raise _TorchImported(_FORBIDDEN)
-        with _without_torch():
-            spec.loader.exec_module(module)
+        if file.endswith(".py"):  # also in a process that has torch
+            for statement in ast.parse(Path(file).read_text(encoding="utf-8")).body:
+                if any(name.partition(".")[0] == "torch" for name in _imported_modules(statement)):
+                    raise ModuleNotFoundError(name="torch")
+        spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[spec.name]
-        raise _explained(error, path, str(spec.origin)) from error
+        raise _explained(error, path, file) from error
+    finally:
+        if blocks:
+            del sys.modules["torch"]
     return module
+
+
+def _imported_modules(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, ast.Import):
+        return [alias.name for alias in statement.names]
+    if isinstance(statement, ast.ImportFrom) and statement.level == 0:
+        return [statement.module or ""]
+    return []
 
 
 def _explained(error: Exception, path: str, file: str) -> UserError:
     """Returns the message for an error that the execution of ``file`` raised."""
     if isinstance(error, UserError):
         return error
-    if isinstance(error, _TorchImported):
+    if isinstance(error, ImportError) and error.name == "torch":
         fix = "move the torch code to another file and name it as module:attribute; submission cannot import torch"
         return UserError(f"{path} imports torch", where=file, fix=fix)
-    missing = re.findall(r"'(\w+)'", str(error)) if isinstance(error, TypeError) and "missing" in str(error) else []
-    if missing:
-        fix = ", ".join(f"{name}=..." for name in missing)
-        return UserError(f"{path} does not state {', '.join(missing)}", where=file, fix=f"add {fix}")
+    if isinstance(error, TypeError) and "missing" in str(error):
+        missing = re.findall(r"'(\w+)'", str(error))
+        if missing:
+            fix = ", ".join(f"{name}=..." for name in missing)
+            return UserError(f"{path} does not state {', '.join(missing)}", where=file, fix=f"add {fix}")
     if isinstance(error, ValueError):  # contradictory facts
         return UserError(f"{path}: {error}", where=file, fix="correct the values in this file")
     return UserError(f"{path} cannot be loaded: {type(error).__name__}: {error}", where=file, fix="correct the file")
-
-
-def _imports_torch(spec: ModuleSpec) -> bool:
-    """Returns whether the file itself imports torch at its top level, also in a process that already has torch."""
-    if not spec.origin or not spec.origin.endswith(".py"):
-        return False
-    body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
-    names = [alias.name for each in body if isinstance(each, ast.Import) for alias in each.names]
-    names += [each.module or "" for each in body if isinstance(each, ast.ImportFrom) and each.level == 0]
-    return any(name.partition(".")[0] == _FORBIDDEN for name in names)
-
-
-class _TorchImported(ImportError):
-    """Signals that a description imports torch."""
-
-
-class _Refusing:
-    """A finder that raises an error for torch."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name.partition(".")[0] == _FORBIDDEN:
-            raise _TorchImported(name)
-
-
-@contextmanager
-def _without_torch() -> Iterator[None]:
-    """Makes imports of torch fail inside the block, unless this process has imported torch before."""
-    if _FORBIDDEN in sys.modules:
-        yield
-        return
-    finder = _Refusing()
-    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)  # type: ignore[arg-type]
-
-
-IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-
-
-def is_import_path(name: str) -> bool:
-    """Returns whether ``name`` is the import path of a row, ``module:attribute``, not the name of a built-in row."""
-    return ":" in name
-
-
-def load_row(path: str, key: str, kind: type) -> Any:
-    """Returns the row that ``path`` names.
-
-    Args:
-        key: the config key that holds ``path``.
-        kind: the class of the row.
-
-    Raises:
-        UserError: the file or row does not exist, or a fact of the row is missing, unknown or contradictory.
-    """
-    row = import_without_torch(path, key)
-    if isinstance(row, kind):
-        return row
-    raise UserError(
-        f"{path} is of type {type(row).__name__}, but must be a {kind.__name__}",
-        where=location(path),
-        fix=f"{path.partition(':')[2]} = {kind.__name__}(...) from hpc_train.layout.techniques",
-    )

@@ -15,7 +15,6 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from hpc_train.config.compose import LAUNCHER, SWEEPER
@@ -54,13 +53,16 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str, str]] = {
 def refuse_without_effect(settings: DictConfig) -> None:
     """Raises UserError for a value of the composed ``hydra`` node that would have no effect."""
     raw = OmegaConf.to_container(settings, resolve=False)
-    for key, (unset, reason, fix) in WITHOUT_EFFECT.items():
+    for key, (unset, reason, replacement) in WITHOUT_EFFECT.items():
         value: Any = raw
         for name in key.split("."):
             value = value[name]
         if value not in unset:
-            what = f"hydra.{key} has no effect: {reason}"
-            raise UserError(what, where=f"hydra.{key}", fix=_as_name(value) if key.endswith(".dir") else fix)
+            fix = replacement
+            if key.endswith(".dir"):  # the overrides for a directory that has no interpolation
+                path = Path("DIR/NAME" if "${" in value else value)
+                fix = f"run.root={path.parent} run.name={path.name}"
+            raise UserError(f"hydra.{key} has no effect: {reason}", where=f"hydra.{key}", fix=fix)
     if settings.launcher._target_ == LAUNCHER:
         for name in settings.launcher:
             if name != "_target_":
@@ -77,16 +79,6 @@ def check_callbacks(settings: DictConfig) -> None:
             check_call(target, f"hydra.callbacks.{name}._target_", complete=False)
 
 
-def _as_name(directory: str) -> str:
-    """Returns the overrides of ``run.root`` and ``run.name`` for a directory that has no interpolation."""
-    path = Path("DIR/NAME" if "${" in directory else directory)
-    return f"run.root={path.parent} run.name={path.name}"
-
-
-def is_multirun(settings: DictConfig) -> bool:
-    return bool(settings.mode == RunMode.MULTIRUN)
-
-
 def is_search(settings: DictConfig) -> bool:
     """Returns whether the sweeper chooses values by the results of earlier jobs, as Optuna's does."""
     return settings.sweeper._target_ not in (SWEEPER, BASIC_SWEEPER)
@@ -94,14 +86,16 @@ def is_search(settings: DictConfig) -> bool:
 
 def swept_params(settings: DictConfig) -> list[str]:
     """Returns ``hydra.sweeper.params`` as overrides; those of a sweeper that searches are left to it."""
-    params = None if is_search(settings) else settings.sweeper.get("params")
-    return [f"{key}={value}" for key, value in (params or {}).items()]
+    params = settings.sweeper.get("params")
+    if is_search(settings) or params is None:
+        return []
+    return [f"{key}={value}" for key, value in params.items()]
 
 
 def with_params(overrides: Sequence[str], params: Sequence[str]) -> list[str]:
     """Returns ``overrides`` after those of ``params`` whose keys they do not set."""
-    given = {override.key_or_group for override in _parsed(overrides)}
-    return [*(text for text in params if _parsed([text])[0].key_or_group not in given), *overrides]
+    keys = {override.key_or_group for override in _parsed(overrides)}
+    return [*(text for text in params if _parsed([text])[0].key_or_group not in keys), *overrides]
 
 
 def with_listed_globs(overrides: Sequence[str], directories: Sequence[Path]) -> list[str]:
@@ -113,31 +107,28 @@ def with_listed_globs(overrides: Sequence[str], directories: Sequence[Path]) -> 
     Raises:
         UserError: a pattern matches nothing.
     """
-    return [
-        _listed(override, directories) if _is_glob(override) else str(override.input_line)
-        for override in _parsed(overrides)
-    ]
-
-
-def has_glob(overrides: Sequence[str]) -> bool:
-    return any(_is_glob(override) for override in _parsed(overrides))
-
-
-def _is_glob(override: Override) -> bool:
-    return isinstance(override.value(), Glob)
-
-
-def _listed(override: Override, directories: Sequence[Path]) -> str:
     path = GlobalHydra.instance().config_loader().get_search_path()
     for directory in directories:
         path.append("hpc_train", f"file://{directory.absolute()}")
-    group = override.key_or_group
-    options = ConfigLoaderImpl(path).get_group_options(group, results_filter=ObjectType.CONFIG)
-    found = override.value().filter(options)  # type: ignore[union-attr]
-    if not found:
-        what = f"{override.input_line} matches no file of conf/{group}"
-        raise UserError(what, where=group, fix=nearest("", options) if options else f"{group} is not a config group")
-    return f"{override.get_key_element()}={','.join(found)}"
+    texts = []
+    for override in _parsed(overrides):
+        pattern = override.value()
+        if not isinstance(pattern, Glob):
+            texts.append(str(override.input_line))
+            continue
+        group = override.key_or_group
+        options = ConfigLoaderImpl(path).get_group_options(group, results_filter=ObjectType.CONFIG)
+        names = pattern.filter(options)
+        if not names:
+            what = f"{override.input_line} matches no file of conf/{group}"
+            fix = nearest("", options) if options else f"{group} is not a config group"
+            raise UserError(what, where=group, fix=fix)
+        texts.append(f"{override.get_key_element()}={','.join(names)}")
+    return texts
+
+
+def has_glob(overrides: Sequence[str]) -> bool:
+    return any(isinstance(override.value(), Glob) for override in _parsed(overrides))
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:

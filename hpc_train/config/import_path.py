@@ -1,4 +1,8 @@
-"""Imports a class or function of the user by its dotted path. Only workers do this."""
+"""Checks classes and functions of the user in their source files, without importing anything; workers import them.
+
+The login node may have no torch, and an import may be slow or have side effects. What the file does not show is
+accepted: names that it takes from other modules, attributes of classes, decorated functions, inherited constructors.
+"""
 
 from __future__ import annotations
 
@@ -54,18 +58,21 @@ class Definition:
 
     def declaration(self, added: Sequence[str]) -> str:
         """Returns the first line of the function or constructor with the parameters ``added`` before its own."""
-        known = self.parameters
-        own = () if known is None else (*known.positional, *known.keyword_only)
-        kept = ["..."] if own or (known is not None and (known.more_positional or known.more_keywords)) else []
+        names = list(added)
+        parameters = self.parameters
+        if parameters is not None and parameters != NO_PARAMETERS:
+            names.append("...")
         if isinstance(self.statement, ast.FunctionDef):
-            return f"def {self.statement.name}({', '.join([*added, *kept])}): ..."
-        return f"def __init__({', '.join(['self', *added, *kept])}): ..."
+            return f"def {self.statement.name}({', '.join(names)}): ..."
+        return f"def __init__({', '.join(['self', *names])}): ..."
 
     @property
     def methods(self) -> set[str] | None:
         """Returns the names that a class binds; None if it is not a class, or inherits or may get others."""
-        found = self.statement
-        if not isinstance(found, ast.ClassDef) or found.bases or found.keywords or found.decorator_list:
+        statement = self.statement
+        if not isinstance(statement, ast.ClassDef):
+            return None
+        if statement.bases or statement.keywords or statement.decorator_list:
             return None
         return self.names | {"__class__"}
 
@@ -80,11 +87,12 @@ class Definition:
         """Returns the full names of the classes of other files from which a class derives, or the class of the same
         file that a function returns by its annotation; None if the file does not show it.
         """
-        found = self.statement
-        if isinstance(found, ast.FunctionDef) and not found.decorator_list and isinstance(found.returns, ast.Name):
-            assert self.tree is not None
-            found = _statement(self.tree, found.returns.id)
-        return _bases(self.tree, found) if self.tree is not None and isinstance(found, ast.ClassDef) else None
+        node = self.statement
+        if self.tree is None:
+            return None
+        if isinstance(node, ast.FunctionDef) and not node.decorator_list and isinstance(node.returns, ast.Name):
+            node = _statement(self.tree, node.returns.id)
+        return _bases(self.tree, node.bases) if isinstance(node, ast.ClassDef) else None
 
 
 @dataclass(frozen=True)
@@ -104,22 +112,25 @@ class Parameters:
     more_keywords: bool
 
     @classmethod
-    def of(cls, found: ast.arguments, bound: int) -> Parameters:
-        places = [each.arg for each in (*found.posonlyargs, *found.args)]
-        required = places[: len(places) - len(found.defaults)][bound:]
-        pairs = zip(found.kwonlyargs, found.kw_defaults, strict=True)
-        required += [each.arg for each, default in pairs if default is None]
+    def of(cls, arguments: ast.arguments, bound: int) -> Parameters:
+        places = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+        required = places[: len(places) - len(arguments.defaults)][bound:]
+        pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        required += [argument.arg for argument, default in pairs if default is None]
         return cls(
             tuple(places[bound:]),
-            tuple(each.arg for each in found.kwonlyargs),
+            tuple(argument.arg for argument in arguments.kwonlyargs),
             frozenset(required),
-            found.vararg is not None,
-            found.kwarg is not None,
+            arguments.vararg is not None,
+            arguments.kwarg is not None,
         )
 
     def names_after(self, positional: int) -> list[str]:
         """Returns the names that may be given as keywords after ``positional`` arguments."""
         return [*self.positional[positional:], *self.keyword_only]
+
+
+NO_PARAMETERS = Parameters((), (), frozenset(), more_positional=False, more_keywords=False)
 
 
 def find_definition(path: str, where: str, follow: int = 8) -> Definition:
@@ -133,49 +144,46 @@ def find_definition(path: str, where: str, follow: int = 8) -> Definition:
         UserError: there is no such module, or its file does not define the name.
     """
     parts = re.split("[.:]", path)
-    named = path.partition(":")[0].count(".") + 1 if ":" in path else 0  # parts of the module, if the path tells
-    cuts = [named] if named else range(len(parts) - 1, 0, -1)
+    cuts = range(len(parts) - 1, 0, -1)
+    if ":" in path:  # which ends the module
+        cuts = range(path.partition(":")[0].count(".") + 1, 0, -1)[:1]
     cut = next((cut for cut in cuts if module_spec(".".join(parts[:cut]))), None)
     if cut is None and parts[0] == "torch" and module_spec("torch") is None:
         return Definition(path)  # workers have torch
     if cut is None:
-        raise not_imported(path, f"there is no module {'.'.join(parts[: named or -1]) or path}", where)
-    spec = module_spec(".".join(parts[:cut]))
+        raise not_imported(path, f"there is no module {'.'.join(parts[: cuts.start]) or path}", where)
+    module = ".".join(parts[:cut])
+    name = parts[cut]
+    spec = module_spec(module)
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return Definition(path)
-    tree = _parsed(spec.origin, path, where)
-    found = _statement(tree, parts[cut])
-    if found is None and not _may_define(tree, parts[cut]):
-        raise not_imported(path, f"{spec.origin} defines no {parts[cut]}", where)
-    if found is None or len(parts) > cut + 1:
+    file = spec.origin
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        place = f"{file}:{line}" if line else file
+        what = f"{path!r} cannot be imported: {place}: {getattr(error, 'msg', error)}"
+        raise UserError(what, where=f"{where}, {place}", fix=f"correct {place}") from error
+    statement = _statement(tree, name)
+    if statement is None and not _may_define(tree, name):
+        raise not_imported(path, f"{file} defines no {name}", where)
+    if statement is None or len(parts) > cut + 1:
         return Definition(path)
-    if isinstance(found, ast.ImportFrom):
-        return _imported_from(found, path, ".".join(parts[:cut]), spec.origin, parts[cut], follow)
-    return Definition(path, f"{spec.origin}:{found.lineno}", found, tree)
-
-
-def _imported_from(found: ast.ImportFrom, path: str, module: str, file: str, name: str, follow: int) -> Definition:
-    """Returns the definition of a name that ``module`` imports from another one, such as a package from its modules."""
-    source = next((each.name for each in found.names if (each.asname or each.name) == name), None)
-    package = module if Path(file).name == "__init__.py" else module.rpartition(".")[0]
-    above = package.split(".")[: len(package.split(".")) - found.level + 1] if found.level else []
-    origin = ".".join([*above, *filter(None, [found.module])])
+    if not isinstance(statement, ast.ImportFrom):
+        return Definition(path, f"{file}:{statement.lineno}", statement, tree)
+    # the name is imported from another module, as by a package from its modules
+    source = next((alias.name for alias in statement.names if (alias.asname or alias.name) == name), None)
+    origin = statement.module or ""
+    if statement.level:
+        package = parts[:cut] if Path(file).name == "__init__.py" else parts[: cut - 1]
+        origin = ".".join([*package[: len(package) - statement.level + 1], *filter(None, [origin])])
     if source is None or not follow:
         return Definition(path)
     try:
         return replace(find_definition(f"{origin}:{source}", "", follow - 1), path=path)
     except UserError:  # only an import can tell
         return Definition(path)
-
-
-def _parsed(file: str, path: str, where: str) -> ast.Module:
-    try:
-        return ast.parse(Path(file).read_bytes())
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        place = f"{file}:{line}" if line else file
-        what = f"{path!r} cannot be imported: {place}: {getattr(error, 'msg', error)}"
-        raise UserError(what, where=f"{where}, {place}", fix=f"correct {place}") from error
 
 
 def check_imports(path: str, where: str) -> None:
@@ -188,27 +196,25 @@ def check_imports(path: str, where: str) -> None:
         UserError: a package is missing.
     """
     try:
-        found = find_definition(path, where)
+        definition = find_definition(path, where)
     except UserError:  # check_call reports it
         return
-    if found.tree is None or "site-packages" in found.place or _changes_search(found):
+    if definition.tree is None or "site-packages" in definition.place:
         return
-    for statement in found.tree.body:
+    file = Path(definition.place.rpartition(":")[0])
+    packages = [folder / "__init__.py" for folder in file.parents if (folder / "__init__.py").is_file()]
+    if any(_SEARCH.search(source.read_bytes()) for source in (file, *packages)):
+        return
+    for statement in definition.tree.body:
         for package in dict.fromkeys(full.partition(".")[0] for full in _imported(statement).values()):
             if module_spec(package) is None:
-                place = f"{found.place.rpartition(':')[0]}:{statement.lineno}"
+                place = f"{file}:{statement.lineno}"
                 what = f"{place} imports {package}, which is not installed here"
                 raise UserError(what, where=where, fix=how_to_install(package))
 
 
+# what may add to sys.path or to Python's finders
 _SEARCH = re.compile(rb"\bsys\.(path|path_hooks|meta_path)\b|\bfrom sys import\b|\baddsitedir\b")
-
-
-def _changes_search(found: Definition) -> bool:
-    """Returns whether the file, or a package that contains it, may add to ``sys.path`` or to Python's finders."""
-    file = Path(found.place.rpartition(":")[0])
-    packages = [folder / "__init__.py" for folder in file.parents if (folder / "__init__.py").is_file()]
-    return any(_SEARCH.search(each.read_bytes()) for each in (file, *packages))
 
 
 def how_to_install(package: str, extra: str | None = None) -> str:
@@ -224,8 +230,11 @@ def how_to_install(package: str, extra: str | None = None) -> str:
 def not_imported(path: str, reason: object, where: str) -> UserError:
     """Returns the error for an import path that cannot be imported."""
     detail = f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else str(reason)
-    package = re.split("[.:]", reason.name or "" if isinstance(reason, ModuleNotFoundError) else path)[0]
-    fix = how_to_install(package) if package in _EXTRAS and module_spec(package) is None else IMPORTABLE
+    module = reason.name or "" if isinstance(reason, ModuleNotFoundError) else path
+    package = re.split("[.:]", module)[0]
+    fix = IMPORTABLE
+    if package in _EXTRAS and module_spec(package) is None:
+        fix = how_to_install(package)
     return UserError(f"{path!r} cannot be imported: {detail}", where=where, fix=fix)
 
 
@@ -253,38 +262,39 @@ def check_call(
     Raises:
         UserError: ``path`` does not exist, or a parameter is missing or unknown.
     """
-    found = find_definition(path, where)
-    parameters = found.parameters
+    definition = find_definition(path, where)
+    parameters = definition.parameters
     if parameters is None:
-        return found
-    called = ", ".join([*["one argument"] * positional, *given, *arguments])
-    too_few = len(parameters.positional) < positional and not parameters.more_positional
-    names = parameters.names_after(positional)
-    missing = sorted({*names} & parameters.required - {*given, *arguments, *optional}) if complete else []
-    if too_few:
+        return definition
+    place = f"{where}, {definition.place}"
+    if len(parameters.positional) < positional and not parameters.more_positional:
+        plural = "s" * (positional != 1)
         raise UserError(
-            f"{path} does not take {positional} positional argument{'s' * (positional != 1)}",
-            where=f"{where}, {found.place}",
-            fix=f"declare {positional} parameter{'s' * (positional != 1)}, and defaults for all others",
+            f"{path} does not take {positional} positional argument{plural}",
+            where=place,
+            fix=f"declare {positional} parameter{plural}, and defaults for all others",
         )
+    names = parameters.names_after(positional)
     if not parameters.more_keywords:
         refuse_unknown(path, arguments, names, arguments_key)
-    undeclared = [] if parameters.more_keywords else [name for name in given if name not in names]
-    if undeclared:
-        what = f"{path} has no parameter {', '.join(undeclared)}"
-        parameter = "the parameter" if len(undeclared) == 1 else "the parameters"
-        fix = f"declare {parameter} {', '.join(undeclared)}: {found.declaration(undeclared)}"
-        if "site-packages" in found.place:
+        undeclared = [name for name in given if name not in names]
+        if undeclared:
             added = ", ".join(undeclared)
-            fix = f"set {where} to a function of yours that calls it: def make({added}, **values): ..."
-        raise UserError(what, where=f"{where}, {found.place}", fix=fix)
-    if missing:
-        fix = " ".join(f"+{arguments_key}.{name}=VALUE" for name in missing) if arguments_key else "defaults for them"
-        what = (
-            f"{path} requires {', '.join(missing)}, but is called {f'with {called}' if called else 'without arguments'}"
-        )
-        raise UserError(what, where=f"{where}, {found.place}", fix=fix)
-    return found
+            plural = "s" * (len(undeclared) > 1)
+            fix = f"declare the parameter{plural} {added}: {definition.declaration(undeclared)}"
+            if "site-packages" in definition.place:
+                fix = f"set {where} to a function of yours that calls it: def make({added}, **values): ..."
+            raise UserError(f"{path} has no parameter {added}", where=place, fix=fix)
+    missing = sorted({*names} & parameters.required - {*given, *arguments, *optional})
+    if complete and missing:
+        called = ", ".join([*["one argument"] * positional, *given, *arguments])
+        how = f"with {called}" if called else "without arguments"
+        fix = "defaults for them"
+        if arguments_key:
+            fix = " ".join(f"+{arguments_key}.{name}=VALUE" for name in missing)
+        what = f"{path} requires {', '.join(missing)}, but is called {how}"
+        raise UserError(what, where=place, fix=fix)
+    return definition
 
 
 def refuse_unknown(path: str, arguments: Collection[str], names: Sequence[str], where: str) -> None:
@@ -309,16 +319,15 @@ def method_parameters(path: str, method: str) -> list[str]:
         tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):  # reported when the workers import it
         return []
-    names = [name]
-    for each in names:
-        found = _statement(tree, each)
-        if not isinstance(found, ast.ClassDef):
+    classes = [name]
+    for class_name in classes:
+        statement = _statement(tree, class_name)
+        if not isinstance(statement, ast.ClassDef):
             continue
-        for inner in found.body:
+        for inner in statement.body:
             if isinstance(inner, ast.FunctionDef) and inner.name == method:
-                parameters = Parameters.of(inner.args, bound=0)
-                return parameters.names_after(0)
-        names += [base.id for base in found.bases if isinstance(base, ast.Name) and base.id not in names]
+                return Parameters.of(inner.args, bound=0).names_after(0)
+        classes += [base.id for base in statement.bases if isinstance(base, ast.Name) and base.id not in classes]
     return []
 
 
@@ -329,13 +338,13 @@ def module_spec(name: str) -> ModuleSpec | None:
     search: Sequence[str] | None = None
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
-        own = ".".join(parts[:depth])
+        head = ".".join(parts[:depth])
         try:
             try:
-                spec = importlib.util.find_spec(own) if depth == 1 else PathFinder.find_spec(own, search)
+                spec = importlib.util.find_spec(head) if depth == 1 else PathFinder.find_spec(head, search)
             except KeyError:  # a namespace package in one that is not imported
                 importlib.import_module(".".join(parts[: depth - 1]))
-                spec = PathFinder.find_spec(own, search)
+                spec = PathFinder.find_spec(head, search)
         except (ImportError, ValueError):
             return None
         if spec is None or (depth < len(parts) and spec.submodule_search_locations is None):
@@ -355,59 +364,60 @@ def _statement(tree: ast.Module, name: str) -> ast.stmt | None:
 WITHOUT_INIT = ("torch.utils.data.Dataset", "torch.utils.data.IterableDataset", "typing.Generic", "abc.ABC")
 
 
-def _constructor(tree: ast.Module, found: ast.ClassDef) -> Parameters | None:
+def _constructor(tree: ast.Module, statement: ast.ClassDef) -> Parameters | None:
     """Returns the parameters of the constructor of a class, which a class of the same file may define; None if the file
     does not show it. A class without any takes none.
     """
-    if found.decorator_list or found.keywords:
+    if statement.decorator_list or statement.keywords:
         return None
-    for inner in found.body:
+    for inner in statement.body:
         if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
             return Parameters.of(inner.args, bound=1)
         names = {getattr(node, "name", getattr(node, "id", None)) for node in ast.walk(inner)}
         if names & {"__init__", "__new__"}:
             return None
-    plain = [_unsubscripted(base) for base in found.bases]
-    inherited = [_statement(tree, base.id) for base in plain if isinstance(base, ast.Name)]
-    own = [each for each in inherited if isinstance(each, ast.ClassDef) and each is not found]
-    if own:
-        return _constructor(tree, own[0]) if len(found.bases) == 1 else None
-    bases = _bases(tree, ast.ClassDef("", plain, [], [], []))
-    if bases is None or not bases.issubset(WITHOUT_INIT):
-        return None
-    return Parameters((), (), frozenset(), more_positional=False, more_keywords=False)
+    # Dataset[int] derives from Dataset
+    bases = [base.value if isinstance(base, ast.Subscript) else base for base in statement.bases]
+    inherited = [_statement(tree, base.id) for base in bases if isinstance(base, ast.Name)]
+    local = [base for base in inherited if isinstance(base, ast.ClassDef) and base is not statement]
+    if local:
+        return _constructor(tree, local[0]) if len(bases) == 1 else None
+    names = _bases(tree, bases)
+    return NO_PARAMETERS if names is not None and names.issubset(WITHOUT_INIT) else None
 
 
-def _unsubscripted(base: ast.expr) -> ast.expr:
-    """Returns ``Dataset`` for ``Dataset[int]``."""
-    return base.value if isinstance(base, ast.Subscript) else base
-
-
-def _bases(tree: ast.Module, found: ast.ClassDef) -> set[str] | None:
+def _bases(tree: ast.Module, bases: Sequence[ast.expr]) -> set[str] | None:
+    """Returns the full names of the classes of other files among ``bases`` and the bases of those of this file; None
+    if the file does not show one.
+    """
     imported = {name: full for statement in tree.body for name, full in _imported(statement).items()}
-    bases: set[str] = set()
-    classes = [found]
-    for each in classes:
-        for base in each.bases:
-            name, _, attributes = ast.unparse(base).partition(".")
-            own = _statement(tree, name)
-            if name in imported:
-                bases.add(".".join(filter(None, [imported[name], attributes])))
-            elif isinstance(own, ast.ClassDef) and not attributes:
-                classes += [own] if own not in classes else []
-            else:
-                return None
-    return bases
+    names: set[str] = set()
+    pending = list(bases)
+    classes: list[ast.ClassDef] = []
+    for base in pending:
+        name, _, attributes = ast.unparse(base).partition(".")
+        statement = _statement(tree, name)
+        if name in imported:
+            names.add(".".join(filter(None, [imported[name], attributes])))
+        elif isinstance(statement, ast.ClassDef) and not attributes:
+            if statement not in classes:
+                classes.append(statement)
+                pending += statement.bases
+        else:
+            return None
+    return names
 
 
 def _imported(statement: ast.stmt) -> dict[str, str]:
     """Returns the full names of what an import statement binds; nothing for relative imports."""
     if isinstance(statement, ast.ImportFrom) and not statement.level:
-        return {each.asname or each.name: f"{statement.module}.{each.name}" for each in statement.names}
+        return {alias.asname or alias.name: f"{statement.module}.{alias.name}" for alias in statement.names}
+    names = {}
     if isinstance(statement, ast.Import):
-        pairs = ((each.asname or each.name.partition(".")[0], each) for each in statement.names)
-        return {name: each.name if each.asname else name for name, each in pairs}
-    return {}
+        for alias in statement.names:
+            package = alias.name.partition(".")[0]  # which `import a.b` binds
+            names[alias.asname or package] = alias.name if alias.asname else package
+    return names
 
 
 def _bound(statement: ast.stmt) -> set[str]:
@@ -421,12 +431,12 @@ def _bound(statement: ast.stmt) -> set[str]:
 def _may_define(tree: ast.Module, name: str) -> bool:
     """Returns whether a block such as ``try`` or ``if`` defines ``name``, or the module computes its attributes."""
     nested = [node for node in tree.body if isinstance(node, ast.If | ast.Try | ast.With)]
-    inner = [each for node in nested for each in ast.walk(node) if isinstance(each, ast.stmt)]
-    return any(name in _bound(each) for each in inner) or _statement(tree, "__getattr__") is not None
+    inner = (part for node in nested for part in ast.walk(node) if isinstance(part, ast.stmt))
+    return any(name in _bound(part) for part in inner) or _statement(tree, "__getattr__") is not None
 
 
 def locate(path: str, where: str) -> Callable[..., Any]:
-    """Imports the class or function ``package.module.Name`` or ``package.module:Name``.
+    """Imports the class or function ``package.module.Name`` or ``package.module:Name``. Only workers do this.
 
     The path may end in an attribute of a class (``package.Class.create``).
 
@@ -440,7 +450,7 @@ def locate(path: str, where: str) -> Callable[..., Any]:
     for cut in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:cut])
         try:
-            found: Any = importlib.import_module(module_name)
+            target: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is not None and (module_name + ".").startswith(error.name + "."):
                 continue  # a shorter path may be the module, and the rest a class and its attribute
@@ -448,10 +458,11 @@ def locate(path: str, where: str) -> Callable[..., Any]:
         except Exception as error:
             raise not_imported(path, error, where) from error
         for name in parts[cut:]:
-            if not hasattr(found, name):
+            if not hasattr(target, name):
                 raise not_imported(path, f"{module_name} has no {'.'.join(parts[cut:])}", where)
-            found = getattr(found, name)
-        if callable(found):
-            return found
-        raise not_imported(path, f"it is a {type(found).__name__}, which cannot be called", where)
+            target = getattr(target, name)
+        if callable(target):
+            function: Callable[..., Any] = target
+            return function
+        raise not_imported(path, f"it is a {type(target).__name__}, which cannot be called", where)
     raise not_imported(path, f"there is no module {'.'.join(parts[:-1]) or path}", where)

@@ -15,9 +15,8 @@ from typing import Any, get_origin, get_type_hints
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from hpc_train.config.command_line import CommandLine
+from hpc_train.config.command_line import CommandLine, parsed_override
 from hpc_train.config.compose import config_directory
-from hpc_train.config.jobs import parsed_override
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import MISSING
 from hpc_train.config.translate import KINDS_OF_NODES, instead_of, instead_of_key, relative
@@ -36,32 +35,33 @@ def refuse_unreadable_files(line: CommandLine) -> None:
         UserError: a file is not UTF-8 or not a table, its ``defaults`` are not a list or contain the file itself, or it
             has settings of Hydra's launcher.
     """
-    for group, path in _chosen(line).items():
-        if not path.is_relative_to(config_directory()):
-            _refuse_unreadable(path, relative(path))
-            if group == "experiment" and not PACKAGE.search(path.read_text(encoding="utf-8")):
-                what = f"{relative(path)} is an experiment, and its keys would be below experiment"
-                raise UserError(what, where=relative(path), fix="start the file with `# @package _global_`")
-    _check_hydra(_chosen(line), line)
-
-
-def _refuse_unreadable(path: Path, name: str) -> None:
-    try:
-        root = read_yaml(path)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not UTF-8 ({error.reason})", where=name, fix="save the file as UTF-8") from error
-    except yaml.reader.ReaderError as error:
-        what = f"{name} has a character that YAML does not allow (#x{error.character:04x})"
-        raise UserError(what, where=name, fix="remove the character") from error
-    defaults = _find(root, "defaults")
-    if root is not None and not isinstance(root, yaml.MappingNode):
-        raise UserError(f"{name} must be NAME: VALUE pairs", where=name, fix="one line NAME: VALUE for each key")
-    if defaults is not None and not isinstance(defaults, yaml.SequenceNode):
-        where = f"{name}:{defaults.start_mark.line + 1}"
-        raise UserError("defaults must be a list", where=where, fix="defaults: [NAME, _self_]")
-    if defaults is not None and path.stem in [each.value for each in defaults.value]:
-        where = f"{name}:{defaults.start_mark.line + 1}"
-        raise UserError(f"the defaults of {name} contain the file itself", where=where, fix="name another file there")
+    chosen = _chosen(line)
+    for group, path in chosen.items():
+        if path.is_relative_to(config_directory()):
+            continue
+        name = relative(path)
+        try:
+            root = read_yaml(path)
+        except UnicodeDecodeError as error:
+            fix = "save the file as UTF-8"
+            raise UserError(f"{name} is not UTF-8 ({error.reason})", where=name, fix=fix) from error
+        except yaml.reader.ReaderError as error:
+            what = f"{name} has a character that YAML does not allow (#x{error.character:04x})"
+            raise UserError(what, where=name, fix="remove the character") from error
+        defaults = _find(root, "defaults")
+        if root is not None and not isinstance(root, yaml.MappingNode):
+            raise UserError(f"{name} must be NAME: VALUE pairs", where=name, fix="one line NAME: VALUE for each key")
+        if defaults is not None:
+            where = f"{name}:{defaults.start_mark.line + 1}"
+            if not isinstance(defaults, yaml.SequenceNode):
+                raise UserError("defaults must be a list", where=where, fix="defaults: [NAME, _self_]")
+            if path.stem in [node.value for node in defaults.value]:
+                what = f"the defaults of {name} contain the file itself"
+                raise UserError(what, where=where, fix="name another file there")
+        if group == "experiment" and not PACKAGE.search(path.read_text(encoding="utf-8")):
+            what = f"{name} is an experiment, and its keys would be below experiment"
+            raise UserError(what, where=name, fix="start the file with `# @package _global_`")
+    _check_hydra(chosen, line)
 
 
 def check_files(line: CommandLine) -> None:
@@ -79,15 +79,18 @@ def check_files(line: CommandLine) -> None:
 def with_file(mistake: UserError, line: CommandLine) -> UserError:
     """Returns ``mistake`` with the chosen files that set its keys, if there are any."""
     if isinstance(mistake, UserErrors):
-        return UserErrors((with_file(each, line) for each in mistake.found), mistake.head)
+        return UserErrors((with_file(single, line) for single in mistake.found), mistake.head)
     chosen = _chosen(line)
     fix = mistake.fix
     places = []
-    for named in mistake.where.split(", "):
-        key = named.partition("=")[0]
+    for place in mistake.where.split(", "):
+        key = place.partition("=")[0]
         position = _position(key, chosen, line)
-        places.append(named if position is None else f"{named} in {position}")
-        if position is not None and key.partition(".")[2] in GROUPS:
+        if position is None:
+            places.append(place)
+            continue
+        places.append(f"{place} in {position}")
+        if key.partition(".")[2] in GROUPS:
             fix = "start the file with `# @package _global_` and put the keys of each group below its name, as in "
             fix += "conf/cluster/roihu.yaml"
     where = ", ".join(places)
@@ -117,12 +120,15 @@ def _chosen(line: CommandLine) -> dict[str, Path]:
 
 def chosen_by(overrides: Sequence[str], directories: Sequence[Path]) -> dict[str, Path]:
     """Returns the files in ``directories`` that overrides such as ``cluster=here`` choose, by group."""
-    found = {}
+    chosen = {}
     for override in map(parsed_override, overrides):
-        group, value = override.key_or_group, override.value()
-        if isinstance(value, str) and "." not in group and (path := find_file(group, value, directories)) is not None:
-            found[group] = path
-    return found
+        group = override.key_or_group
+        name = override.value()
+        if isinstance(name, str) and "." not in group:
+            path = find_file(group, name, directories)
+            if path is not None:
+                chosen[group] = path
+    return chosen
 
 
 def find_file(group: str, name: str, directories: Sequence[Path]) -> Path | None:
@@ -149,12 +155,13 @@ def _check(group: str, path: Path) -> None:
     in_groups = GLOBAL.search(path.read_text(encoding="utf-8")) is not None
     for key, kind in _tables_and_lists(Config if in_groups else GROUPS.get(group)):
         node = _find(root, key)
-        if node is not None and not isinstance(node, kind) and not _is_null_or_interpolation(node):
-            raise UserError(
-                f"{key} must be {KINDS_OF_NODES[kind][0]}",
-                where=f"{relative(path)}:{node.start_mark.line + 1}",
-                fix=KINDS_OF_NODES[kind][1],
-            )
+        if node is None or isinstance(node, kind):
+            continue
+        if isinstance(node, yaml.ScalarNode) and (node.tag.endswith(":null") or "${" in node.value):
+            continue
+        must, fix = KINDS_OF_NODES[kind]
+        where = f"{relative(path)}:{node.start_mark.line + 1}"
+        raise UserError(f"{key} must be {must}", where=where, fix=fix)
 
 
 def _check_missing(chosen: Mapping[str, Path], line: CommandLine) -> None:
@@ -162,8 +169,8 @@ def _check_missing(chosen: Mapping[str, Path], line: CommandLine) -> None:
     values = [(path, key, node) for group, path in chosen.items() for key, node in _full_leaves(group, path)]
     present = {key for _, key, node in values if node.value != MISSING}
     for path, key, node in values:
-        own = not path.is_relative_to(config_directory())
-        if own and node.value == MISSING and key not in present and not _is_overridden(key, line):
+        is_packaged = path.is_relative_to(config_directory())
+        if node.value == MISSING and key not in present and not is_packaged and not _is_overridden(key, line):
             where = f"{key} in {relative(path)}:{node.start_mark.line + 1}"
             raise UserError(f"{key} has no value", where=where, fix=f"{key}=VALUE on the command line, or in that file")
 
@@ -174,14 +181,9 @@ def _check_hydra(chosen: Mapping[str, Path], line: CommandLine) -> None:
     The main config chooses these groups too, and its choice takes precedence over that of a file which it includes.
     """
     for group, path in chosen.items():
-        entries = _find(read_yaml(path), "defaults")
-        pairs = [
-            pair
-            for entry in getattr(entries, "value", ())
-            if isinstance(entry, yaml.MappingNode)
-            for pair in entry.value
-        ]
-        for name, value in pairs:
+        entries = getattr(_find(read_yaml(path), "defaults"), "value", ())
+        tables = [entry for entry in entries if isinstance(entry, yaml.MappingNode)]
+        for name, value in (pair for table in tables for pair in table.value):
             of_hydra = HYDRA_GROUP.fullmatch(name.value)
             if of_hydra is not None and value.value != "hpc_train":
                 choice = f"{of_hydra[1]}={value.value}"
@@ -221,13 +223,10 @@ def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def _find(node: Any, key: str) -> Any:
     """Returns the node of the value of ``key`` (dotted); None if it is not set."""
     for name in key.split("."):
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        node = next((value for known, value in pairs if known.value == name), None)
+        if not isinstance(node, yaml.MappingNode):
+            return None
+        node = next((value for key_node, value in node.value if key_node.value == name), None)
     return node
-
-
-def _is_null_or_interpolation(node: Any) -> bool:
-    return isinstance(node, yaml.ScalarNode) and (node.tag.endswith(":null") or "${" in node.value)
 
 
 def _tables_and_lists(schema: Any) -> Iterator[tuple[str, type]]:
@@ -239,4 +238,4 @@ def _tables_and_lists(schema: Any) -> Iterator[tuple[str, type]]:
         if get_origin(kind) in kinds:
             yield name, kinds[get_origin(kind)]
         elif is_dataclass(kind):
-            yield from ((f"{name}.{key}", each) for key, each in _tables_and_lists(kind))
+            yield from ((f"{name}.{key}", node) for key, node in _tables_and_lists(kind))

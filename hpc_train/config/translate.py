@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from hpc_train.config.removed import removed_value, replacement_of
@@ -49,45 +49,45 @@ def translate(error: BaseException) -> UserError | None:
 
 def _of_hydra(text: str) -> UserError:
     where = "the command line or conf/"
-    if found := re.match(r"Multiple values for (\S+)\. To override a value use 'override (\S+): (\S+)'", text):
-        what = f"{found[1]} is chosen twice: the config already chooses a file of this group"
-        group, name = found[2], found[3]
+    if match := re.match(r"Multiple values for (\S+)\. To override a value use 'override (\S+): (\S+)'", text):
+        what = f"{match[1]} is chosen twice: the config already chooses a file of this group"
+        group, name = match[2], match[3]
         fix = f"{group}={name} without +; in the defaults of a file: override {group}: {name}"
         return UserError(what, where=where, fix=fix)
-    if found := re.match(r"Could not override '(\S+)'\. No match in the defaults list.*\s.*use (\+\S+)", text):
-        return UserError(f"{found[1]} has no choice that could be overridden", where=found[1], fix=found[2])
-    if found := re.match(r"Ambiguous value for argument '(.*)'", text):
-        key, _, values = found[1].partition("=")
+    if match := re.match(r"Could not override '(\S+)'\. No match in the defaults list.*\s.*use (\+\S+)", text):
+        return UserError(f"{match[1]} has no choice that could be overridden", where=match[1], fix=match[2])
+    if match := re.match(r"Ambiguous value for argument '(.*)'", text):
+        key, _, values = match[1].partition("=")
         fix = f"add -m for a sweep, or give one value; a list is {key}=[{values}]"
-        return UserError(f"{found[1]} lists several values", where=key, fix=fix)
-    if found := re.search(r"Either remove \+ prefix: '(.*)'", text):
-        key = found[1].partition("=")[0]
-        return UserError(f"+{key} adds a key that exists already", where=key, fix=f"{found[1]} without +")
-    if found := re.match(r"Could not delete from config\. (?:The value of )?'(.*?)' (is|does not exist)", text):
-        return _of_deletion(found[1], exists=found[2] == "is")
+        return UserError(f"{match[1]} lists several values", where=key, fix=fix)
+    if match := re.search(r"Either remove \+ prefix: '(.*)'", text):
+        key = match[1].partition("=")[0]
+        return UserError(f"+{key} adds a key that exists already", where=key, fix=f"{match[1]} without +")
+    if match := re.match(r"Could not delete from config\. (?:The value of )?'(.*?)' (is|does not exist)", text):
+        return _of_deletion(match[1], exists=match[2] == "is")
     return _of_defaults(text) or UserError(text, where=where, fix="python -m hpc_train --help lists groups and keys")
 
 
 def _of_defaults(text: str) -> UserError | None:
     """Returns the error of a Defaults List, or of the class that a setting of Hydra names; None for others."""
-    if found := re.match(r"Could not override '(\S+)@(\S+)'\.\s+Did you mean .*\s.*use \+\S+=(\S+)", text):
-        group, package, name = found.groups()
+    if match := re.match(r"Could not override '(\S+)@(\S+)'\.\s+Did you mean .*\s.*use \+\S+=(\S+)", text):
+        group, package, name = match.groups()
         adds = package.startswith(("eval_sets.", "data.sources."))
         fix = f"{'+' if adds else ''}{group}{f'@{package}' if adds else ''}={name}"
         what = f"{group}@{package} has no choice that could be overridden"
         return UserError(what, where=f"{group}@{package}", fix=fix)
-    if found := re.match(r"In '?(.+?)'?: Override '(\S+) : (.+)' is defined before '(.+)'", text):
-        file, group, name, later = found.groups()
+    if match := re.match(r"In '?(.+?)'?: Override '(\S+) : (.+)' is defined before '(.+)'", text):
+        file, group, name, later = match.groups()
         what = f"the Defaults List of {file} has `override {group}: {name}` before `{later}`"
         return UserError(what, where=f"{file}.yaml", fix="move the lines with override to the end of the list")
-    if found := re.match(r"In '(.+)': Could not (?:load|find) '(.+)'\.", text):
+    if match := re.match(r"In '(.+)': Could not (?:load|find) '(.+)'\.", text):
         fix = "a file of that directory, or -cd DIR instead of -cp DIR, which adds the directory to conf/"
         return UserError(
-            f"{found[1]}.yaml includes {found[2]}, which does not exist", where=f"{found[1]}.yaml", fix=fix
+            f"{match[1]}.yaml includes {match[2]}, which does not exist", where=f"{match[1]}.yaml", fix=fix
         )
-    if found := re.match(r"Error (?:locating|loading) '?(?:target )?'?([\w.]+)'.*full_key: (\S+)", text, re.DOTALL):
-        fix = f"{found[2]}._target_=package.module.Name of a class that can be imported here"
-        return UserError(f"{found[1]} cannot be imported", where=found[2], fix=fix)
+    if match := re.match(r"Error (?:locating|loading) '?(?:target )?'?([\w.]+)'.*full_key: (\S+)", text, re.DOTALL):
+        fix = f"{match[2]}._target_=package.module.Name of a class that can be imported here"
+        return UserError(f"{match[1]} cannot be imported", where=match[2], fix=fix)
     return None
 
 
@@ -117,8 +117,10 @@ def _of_override(error: OverrideParseException) -> UserError:
         return UserError(f"{override} is not an override: it has no =", where=override, fix=f"KEY=VALUE; {fix}")
     if key in ("run.name", "run.fork"):
         return invalid_name(value, key)
-    if (open_ := _unclosed(value)) is not None:
-        fix = f"close the {open_}, or put a value with special characters in quotes: '{key}=\"...\"'"
+    # the first kind of bracket that the value opens more often than it closes
+    bracket = next((pair[0] for pair in ("[]", "{}", "()") if value.count(pair[0]) > value.count(pair[1])), None)
+    if bracket is not None:
+        fix = f"close the {bracket}, or put a value with special characters in quotes: '{key}=\"...\"'"
     elif value.startswith("="):
         fix = f"{key}={value.lstrip('= ')}, with one equals sign"
     elif re.fullmatch(r"\([^()]*\)", value.strip()):
@@ -129,11 +131,6 @@ def _of_override(error: OverrideParseException) -> UserError:
         quoted = value.replace('"', r"\"")
         fix = f"put a value with special characters in quotes: '{key}=\"{quoted}\"'"
     return UserError(f"Hydra cannot parse the override {override}", where=override, fix=fix)
-
-
-def _unclosed(value: str) -> str | None:
-    """Returns the first kind of bracket that ``value`` opens more often than it closes."""
-    return next((pair[0] for pair in ("[]", "{}", "()") if value.count(pair[0]) > value.count(pair[1])), None)
 
 
 def _of_python(error: BaseException) -> UserError | None:
@@ -163,14 +160,17 @@ def _of_system(error: OSError) -> UserError | None:
         return UserError("a file would be larger than the limit of this shell", where="ulimit -f", fix=fix)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = "free some space, or set another run.root or TMPDIR; python -m hpc_train doctor shows which disk is full"
-        where = "run.root or TMPDIR" + ("" if error.filename else ", or the file of a redirected output")
+        where = "run.root or TMPDIR"
+        if not error.filename:
+            where += ", or the file of a redirected output"
         return UserError(f"the disk or quota is full ({error.strerror})", where=where, fix=fix)
     return None
 
 
 def _of_yaml(error: yaml.MarkedYAMLError) -> UserError:
-    scanned = error.context_mark if (error.context or "").startswith("while scanning") else None
-    mark = scanned or error.problem_mark  # what was begun there has no end, or else the place of the problem
+    mark = error.problem_mark
+    if error.context_mark is not None and (error.context or "").startswith("while scanning"):
+        mark = error.context_mark  # what was begun there has no end
     assert mark is not None
     where = relative(Path(mark.name))
     problem = (error.problem or "invalid YAML").replace("could not find expected", "expected")
@@ -207,41 +207,40 @@ def _of_omegaconf(error: OmegaConfBaseException, text: str) -> UserError:
     first = (error.msg or str(error)).strip().splitlines()[0]
     if (mistake := _of_value(key, first)) is not None:
         return mistake
-    shows = f"python -m hpc_train --cfg job{f' --package {group}' if group else ''} shows the current values"
-    return UserError(first, where=key or "the config", fix=shows)
+    package = f" --package {group}" if group else ""
+    fix = f"python -m hpc_train --cfg job{package} shows the current values"
+    return UserError(first, where=key or "the config", fix=fix)
 
 
 def _of_value(key: str, first: str) -> UserError | None:
     """Returns the error of a value of the wrong kind, or of a resolver; None for others."""
     wrong = re.match(r"Value '(.*)' (?:of type '.*' could not be converted to|is not a valid) (\w+)", first)
-    if wrong and (removed := removed_value(key, wrong[1])) is not None:
-        return removed
-    if wrong and wrong[2] in _KINDS:
-        value = wrong[1].removesuffix(".0") if re.fullmatch(r"-?\d+\.0", wrong[1]) else "VALUE"  # 1e3 is a float
-        return UserError(f"{key} is {wrong[1]!r}, but must be {_KINDS[wrong[2]]}", where=key, fix=f"{key}={value}")
+    if wrong:
+        given, kind = wrong.groups()
+        removed = removed_value(key, given)
+        if removed is not None:
+            return removed
+        if kind in _KINDS:
+            is_whole = re.fullmatch(r"-?\d+\.0", given)  # 1e3 is a float
+            value = given.removesuffix(".0") if is_whole else "VALUE"
+            return UserError(f"{key} is {given!r}, but must be {_KINDS[kind]}", where=key, fix=f"{key}={value}")
     if "is not Optional" in first:
         return UserError(f"{key} is null, but must have a value", where=key, fix=f"{key}=VALUE, or remove the override")
-    if re.search(r"Cannot merge DictConfig with ListConfig|is not a ListConfig|Cannot assign \w+ to Dict", first):
-        return _of_node(key, yaml.SequenceNode if "is not a ListConfig" in first else yaml.MappingNode)
-    return _of_resolver(key, first)
-
-
-def _of_resolver(key: str, text: str) -> UserError | None:
-    """Returns the error of a resolver of OmegaConf or Hydra; None for others."""
-    if unset := re.search(r"Environment variable '(\w+)' not found", text):
+    if "is not a ListConfig" in first:
+        must, in_file = KINDS_OF_NODES[yaml.SequenceNode]
+        fix = f"'{key}=[\"TEXT\"]', or in a file {in_file}"
+        return UserError(f"{key or 'a key'} must be {must}", where=key or "the config", fix=fix)
+    if re.search(r"Cannot merge DictConfig with ListConfig|Cannot assign \w+ to Dict", first):
+        must, in_file = KINDS_OF_NODES[yaml.MappingNode]
+        fix = f"+{key or 'KEY'}.NAME=VALUE, or in a file {in_file}"
+        return UserError(f"{key or 'a key'} must be {must}", where=key or "the config", fix=fix)
+    if unset := re.search(r"Environment variable '(\w+)' not found", first):
         fix = f"export {unset[1]}=VALUE, or ${{oc.env:{unset[1]},DEFAULT}}"
         return UserError(f"{key} refers to the environment variable {unset[1]}, which is not set", where=key, fix=fix)
-    if "HydraConfig was not set" in text:
+    if "HydraConfig was not set" in first:
         what = f"{key} refers to ${{hydra:...}}, which is known only while Hydra runs the command"
         return UserError(what, where=key, fix="the value itself, or ${KEY} of another key of the config")
     return None
-
-
-def _of_node(key: str, kind: type) -> UserError:
-    written = f"+{key or 'KEY'}.NAME=VALUE" if kind is yaml.MappingNode else f"'{key}=[\"TEXT\"]'"
-    must, in_file = KINDS_OF_NODES[kind]
-    fix = f"{written}, or in a file {in_file}"
-    return UserError(f"{key or 'a key'} must be {must}", where=key or "the config", fix=fix)
 
 
 def _fix_of_unknown(error: OmegaConfBaseException, key: str, text: str) -> str:
@@ -254,22 +253,22 @@ def _fix_of_unknown(error: OmegaConfBaseException, key: str, text: str) -> str:
         return added[1].strip().rstrip("'") if added else f"+{key}=VALUE"
     if instead := instead_of_key(key):
         return instead
-    names = _names_beside(error)
+    parent = error.parent_node
+    names = [str(name) for name in parent] if isinstance(parent, DictConfig) else []
+    if is_dataclass(error.object_type):
+        names = [field.name for field in fields(error.object_type)]
     if group in ("metrics", "hooks") and "args" in names:
         return f"+{key.removesuffix(f'.{error.key}')}.args.{error.key}=VALUE, or without + if the file sets it"
-    if not names and isinstance(error.parent_node, DictConfig):  # a table of any keys, or ~data on the command line
-        unset = group in ("model", "data") and "." not in rest
-        return f"{group}=NAME, which chooses a file" if unset else f"put + before the override: +{key}"
-    of_class = "args" in names and OmegaConf.is_config(node := error.parent_node) and node.get("_target_") is not None
-    own = f"; an argument of your own class is +{group}.args.{error.key}=VALUE" if of_class else ""
-    return nearest(error.key, names) + own if names else ""
-
-
-def _names_beside(error: OmegaConfBaseException) -> list[str]:
-    """Returns the keys of the node in which the key of ``error`` does not exist."""
-    if is_dataclass(error.object_type):
-        return [field.name for field in fields(error.object_type)]
-    return [str(name) for name in error.parent_node] if isinstance(error.parent_node, DictConfig) else []
+    if not names:
+        if not isinstance(parent, DictConfig):
+            return ""
+        if group in ("model", "data") and "." not in rest:  # ~data on the command line
+            return f"{group}=NAME, which chooses a file"
+        return f"put + before the override: +{key}"  # in a table of any keys
+    fix = nearest(error.key, names)
+    if "args" in names and isinstance(parent, DictConfig) and parent.get("_target_") is not None:
+        fix += f"; an argument of your own class is +{group}.args.{error.key}=VALUE"
+    return fix
 
 
 _KINDS = {"Float": "a number", "Integer": "an integer", "bool": "true or false", "String": "text"}
@@ -281,8 +280,9 @@ def _unknown_option(error: MissingConfigException) -> UserError:
     if instead := instead_of(group, option):
         return UserError(f"{group}={option} is not installed", where=group, fix=instead)
     fix = nearest(option, list(error.options or ()))
-    own = f"; a file of your own, DIR/{name}.yaml, needs -cd DIR" if group else ""
-    return UserError(f"{name} does not exist", where=group or "the defaults", fix=fix + own)
+    if group:
+        fix += f"; a file of your own, DIR/{name}.yaml, needs -cd DIR"
+    return UserError(f"{name} does not exist", where=group or "the defaults", fix=fix)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -330,8 +330,9 @@ def instead_of(group: str, option: str) -> str | None:
     """Returns what replaces a launcher that is not installed, or how to install a sweeper; None for unknown names."""
     if group == "hydra/launcher":
         return REPLACED.get(option)
-    package = SWEEPERS.get(option) if group == "hydra/sweeper" else None
-    return package and f"pip install {package}; its trials then run through the launcher of hpc_train"
+    if group == "hydra/sweeper" and option in SWEEPERS:
+        return f"pip install {SWEEPERS[option]}; its trials then run through the launcher of hpc_train"
+    return None
 
 
 def instead_of_key(key: str) -> str | None:
@@ -341,5 +342,6 @@ def instead_of_key(key: str) -> str | None:
         return f"+cluster.env.{name}=VALUE"
     if group != "hydra.launcher":
         return None
-    known = SUBMITIT_KEYS.get(name)
-    return f"{known}=VALUE" if known else "remove it; the groups cluster and launch configure the jobs"
+    if name in SUBMITIT_KEYS:
+        return f"{SUBMITIT_KEYS[name]}=VALUE"
+    return "remove it; the groups cluster and launch configure the jobs"

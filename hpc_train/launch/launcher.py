@@ -22,11 +22,10 @@ from rich.markup import escape
 from rich.progress import track
 from rich.status import Status
 
-from hpc_train.config.command_line import CommandLine
-from hpc_train.config.compose import SWEEPER
+from hpc_train.config.command_line import CommandLine, JobComposer
+from hpc_train.config.compose import SWEEPER, typed
 from hpc_train.config.evaluation import best_metric
 from hpc_train.config.hydra_settings import is_search
-from hpc_train.config.jobs import JobComposer, JobConfigs
 from hpc_train.config.run_path import job_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import HIDDEN, file_mode, refuse_secrets
@@ -190,7 +189,7 @@ def prepare_all(
     Raises:
         UserError: jobs are wrong; the message names them, with their overrides.
     """
-    jobs, config_of = [], JobConfigs(compose)
+    jobs: list[Job] = []
     refused: list[RefusedJob] = []
     uncomposed: list[Exception] = []
     listed = list(enumerate(job_overrides, start=first))
@@ -198,7 +197,7 @@ def prepare_all(
         own = filter_overrides(list(overrides))
         run = RunDirectory(job_directory(sweep, number, count))
         try:
-            job = check_job(config_of(overrides), run, number=number, overrides=own, trust_owner=trust_owner)
+            job = check_job(typed(compose(overrides)), run, number=number, overrides=own, trust_owner=trust_owner)
             jobs.append(with_memory_note(job))
         except Exception as error:
             mistake = translate(error)

@@ -13,7 +13,7 @@ from functools import partial
 from math import ceil
 
 from hpc_train.config.evaluation import check_evaluation, sequence_lengths
-from hpc_train.config.extensions import family_of, is_extension, source_of
+from hpc_train.config.extensions import family_of, is_import_path, source_of
 from hpc_train.config.import_path import check_call
 from hpc_train.config.schema import Config, FabricConfig, StreamDataConfig, SyntheticDataConfig
 from hpc_train.config.schema.key import check_keys
@@ -70,7 +70,7 @@ def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: fl
         check_own_layout(config, layout)
         return replace(layout, notes=(*layout.notes, *own_code_notes(config)))
     layout = _check_parts(config, nodes, workers_per_node, device_bytes)
-    if is_extension(config.model.kind):
+    if is_import_path(config.model.kind):
         check_built_model(config)
     if own_code(config.optim) or config.optim.groups:
         check_tried_optimizer(config)

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from hpc_train.config.extensions import is_extension
+from hpc_train.config.extensions import is_import_path
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import is_secret_file
 from hpc_train.config.values import command_words
@@ -338,7 +338,7 @@ def _user_targets(configs: Sequence[Config]) -> set[str]:
         targets.update(own_code(config.optim))
         targets.update(item._target_ for item in (*config.metrics.values(), *config.hooks.values()))
         for group in (config.model, config.data):
-            if is_extension(group.kind):
+            if is_import_path(group.kind):
                 targets.add(group.kind.partition(":")[0])
             targets.update(getattr(group, name, None) for name in ("_target_", "collate"))
             targets.update(source.get("_target_") for source in getattr(group, "sources", {}).values())

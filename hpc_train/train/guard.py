@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpc_train.config.evaluation import MAIN
-from hpc_train.config.extensions import is_extension
+from hpc_train.config.extensions import is_import_path
 from hpc_train.config.schema import Config, CustomModelConfig, StreamDataConfig
 from hpc_train.data.dataset import IGNORED, Dataset, Ragged, StepBatch, leaves
 from hpc_train.data.feed import EvalFeed, example_micro_batch
@@ -120,7 +120,7 @@ _BUFFERS = {
 
 def is_user_code(config: Config, engine: Engine) -> bool:
     """Returns whether the model or its loss is not hpc_train's."""
-    if isinstance(config.model, CustomModelConfig) or is_extension(config.model.kind) or engine.check_loss:
+    if isinstance(config.model, CustomModelConfig) or is_import_path(config.model.kind) or engine.check_loss:
         return True
     return any(isinstance(part, WrappedModel) for part in engine.parts)
 

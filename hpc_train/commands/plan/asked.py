@@ -12,9 +12,8 @@ from typing import Any
 from hydra.core.global_hydra import GlobalHydra
 
 from hpc_train.config.arguments import STRATEGY, with_right_plus
-from hpc_train.config.command_line import CommandLine
+from hpc_train.config.command_line import CommandLine, JobComposer
 from hpc_train.config.compose import packaged, typed
-from hpc_train.config.jobs import JobComposer
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
