@@ -18,8 +18,7 @@ from hpc_train.report.monitoring.exporter import monitored
 from hpc_train.report.monitoring.metrics import METRICS
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.file_writer import FileWriter
-from tests.report.monitored import eventful
-from tests.report.scraping import DEPLOY, NEEDED, queries, scraping, until
+from tests.report.monitored import DEPLOY, NEEDED, eventful, queries, scraping, until
 
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 LINE = re.compile(r"\^\(\?P?<time>.*\$(?=['\"`])")  # the expression of the shippers for a line of a log

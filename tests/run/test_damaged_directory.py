@@ -1,8 +1,4 @@
-"""Seeded damage of every small file of a run directory: it is the right run, or one clear message and exit code 2.
-
-Each case flips a bit of one file, truncates it, empties it, fills it with zeros or removes it, and then calls the
-commands that read the directory and what an agent does before it trains.
-"""
+"""Damaged, hand-edited and foreign files of a run: it is the right run, or one message."""
 
 from __future__ import annotations
 
@@ -12,13 +8,18 @@ import random
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
 from hpc_train import cli
+from hpc_train.checkpoint.listing import list_checkpoints
+from hpc_train.checkpoint.manifest import FORMAT, METADATA, FileEntry, Manifest, decode
 from hpc_train.checkpoint.store import furthest_saved
-from hpc_train.commands import agent
+from hpc_train.commands import agent, status
 from hpc_train.config.schema import Config
 from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.errors import UserError
@@ -26,8 +27,12 @@ from hpc_train.preflight.bandwidth import read_fabric
 from hpc_train.run import freeze as freezing
 from hpc_train.run.code import frozen_code
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.freeze import load
+from hpc_train.run.files import write_json
+from hpc_train.run.freeze import freeze, load
+from hpc_train.runs.lookup import find_runs
+from tests.config.composing import config_of
 from tests.doors.recorded import recorded_run
+from tests.launch.jobs import make_job
 
 CASES = 1 if "HPC_TRAIN_LONG" not in os.environ else 400  # per file
 COMMANDS = (["status"], ["why"], ["checkpoint", "list", "--json"], ["agent"])
@@ -97,7 +102,6 @@ class Truth:
 def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RunDirectory]]:
     """The runs for which an agent was started."""
     started: list[RunDirectory] = []
-    monkeypatch.setattr(freezing, "SETTLE_S", 0.0)
     monkeypatch.setattr(agent, "reexec_from_snapshot", lambda run: None)
     monkeypatch.setattr(agent, "run_agent", lambda run, begun: started.append(run) or 0)
     yield started
@@ -185,3 +189,197 @@ def read_record_of(path: Path) -> dict[str, object]:
     """Returns what stays the same during a start of the workers."""
     record: dict[str, object] = json.loads(path.read_bytes())
     return {key: record[key] for key in ("run_id", "created", "code", "snapshot", "versions", "config_hash")}
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(freezing, "SETTLE_S", 0.0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "outputs" / "run")
+    frozen(run, "train.steps=7")
+    return run
+
+
+def frozen(run: RunDirectory, *arguments: str) -> None:
+    freeze(config_of(f"run.root={run.path.parent}", "run.name=run", *arguments), run)
+
+
+def test_a_changed_config_is_refused_by_all_that_read_it(run: RunDirectory) -> None:
+    text = run.config.read_text()
+    run.config.write_text(text.replace("lr: 0.003", "lr: 0.9"))
+    assert run.config.read_text() != text
+    for action in (lambda: load(run), lambda: frozen(run, "train.steps=9")):
+        with pytest.raises(UserError, match=r"config\.yaml was changed after the run was frozen") as error:
+            action()
+        assert "restore the file" in error.value.fix and "run.name" in error.value.fix
+    run.config.write_text(text)
+    assert load(run).optim.lr == 0.003
+
+
+def test_every_single_bit_of_the_config_counts(run: RunDirectory) -> None:
+    data, right = run.config.read_bytes(), load(run)
+    for position in range(0, 8 * len(data), 997):
+        flipped = bytearray(data)
+        flipped[position // 8] ^= 1 << position % 8
+        run.config.write_bytes(flipped)
+        with pytest.raises(UserError, match="was changed after"):
+            load(run)
+    run.config.write_bytes(data)
+    assert load(run) == right
+
+
+@pytest.mark.parametrize("stops_at", [1, 2, 3])
+def test_a_freeze_that_was_interrupted_leaves_a_config_that_loads(
+    run: RunDirectory, stops_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException): ...
+
+    writes = []
+
+    write = freezing.write_text
+
+    def counted(path: Path, content: str, mode: int) -> None:
+        writes.append(path)
+        if len(writes) == stops_at:
+            raise Killed
+        write(path, content, mode)
+
+    record = RunDirectory.update_record
+
+    def update(self: RunDirectory, **fields: object) -> dict[str, object]:
+        writes.append(self.path)
+        if len(writes) == stops_at:
+            raise Killed
+        return record(self, **fields)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(freezing, "write_text", counted)
+        patched.setattr(RunDirectory, "update_record", update)
+        with pytest.raises(Killed):
+            frozen(run, "train.steps=9")
+    assert load(run).train.steps == (9 if stops_at == 3 else 7)
+    frozen(run, "train.steps=9")
+    assert load(run).train.steps == 9
+    assert run.record()["next_config_hash"] is None
+
+
+def test_a_missing_config_is_only_replaced_by_the_same(run: RunDirectory) -> None:
+    run.metrics_file(0).write_text('{"step": 1}\n')
+    text = run.config.read_text()
+    run.config.unlink()
+    with pytest.raises(UserError, match=r"config\.yaml is missing"):
+        frozen(run, "model.dim=64")
+    frozen(run, "train.steps=7")
+    assert run.config.read_text() == text
+
+
+RECORD_DAMAGES = {
+    "missing": lambda data: None,
+    "empty": lambda data: b"",
+    "truncated": lambda data: data[: len(data) // 2],
+    "zeros": lambda data: bytes(len(data)),
+    "not JSON": lambda data: b"\xff" + data,
+    "another list": lambda data: b"[1]",
+    "deep": lambda data: b"[" * 100_000,
+    "changed": lambda data: data.replace(b'"run_id": "', b'"run_id": "0'),
+}
+
+
+@pytest.mark.parametrize("damage", RECORD_DAMAGES)
+def test_a_damaged_record_is_restored_from_its_copy(
+    run: RunDirectory, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, before = run.path / "run.json", run.record()
+    data = path.read_bytes()
+    damaged = RECORD_DAMAGES[damage](data)
+    assert damaged != data
+    path.unlink()
+    if damaged is not None:
+        path.write_bytes(damaged)
+    assert run.record() == before
+    assert load(run).run.name == "run"
+    run.update_record(total_steps=5)
+    assert json.loads(path.read_bytes())["total_steps"] == 5
+    assert run.record() == before | {"total_steps": 5}
+    said = capsys.readouterr().err
+    assert said.count("note: ") == 1 and f"{run.path}: run.json is" in said
+
+
+def test_a_record_without_an_intact_copy_is_refused(run: RunDirectory) -> None:
+    (run.path / "run.json").write_bytes(b"{")
+    (run.path / "run.copy.json").write_bytes(b"")
+    with pytest.raises(UserError, match=r"damaged \(not JSON\), and its copy run\.copy\.json is empty") as error:
+        load(run)
+    assert "backup" in error.value.fix
+    (run.path / "run.json").unlink()
+    (run.path / "run.copy.json").unlink()
+    with pytest.raises(UserError, match=r"has a config\.yaml but no run\.json"):
+        load(run)
+
+
+MANIFEST = Manifest(step=3, files={METADATA: FileEntry(1, "0")})
+
+
+def test_a_run_directory_records_its_format(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.update_record(run_id="a")
+    assert json.loads((tmp_path / "run.json").read_text()) == {"format": 1, "run_id": "a", "digest": ANY}
+
+
+def test_a_run_directory_without_a_number_is_read(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"run_id": "a"}')
+    assert RunDirectory(tmp_path).record() == {"run_id": "a"}
+
+
+@pytest.mark.parametrize(("version", "age"), [(2, "a newer hpc_train"), (0, "an older hpc_train")])
+def test_a_run_directory_of_another_format_is_refused(version: int, age: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"format": version}))
+    with pytest.raises(UserError, match=f"has format {version}, but hpc_train .* reads format 1") as error:
+        RunDirectory(tmp_path).update_record(steps=3)
+    assert error.value.fix.startswith(age) and error.value.where == str(tmp_path / "run.json")
+
+
+def test_a_listing_has_one_line_for_a_directory_of_another_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, version in enumerate((1, 2)):
+        job = make_job(tmp_path, number=number)
+        freeze(job.config, job.run)
+        write_json(job.run.path / "run.json", {"format": version})
+    assert status.main([str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert "not submitted" in shown.out and "has format 2" in shown.err
+    with pytest.raises(UserError, match="has format 2"):
+        find_runs(str(tmp_path), "status")
+
+
+def test_a_config_with_a_key_of_another_version_names_its_file(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    freeze(job.config, job.run)
+    text = job.run.config.read_text().replace("\ntrain:\n", "\ntrain:\n  later: true\n")
+    job.run.config.write_text(text)
+    job.run.update_record(config_hash=sha256(text.encode()).hexdigest())
+    with pytest.raises(UserError, match="was frozen by another version") as error:
+        load(job.run)
+    assert str(job.run.config) in error.value.what and error.value.what.endswith("train.later is not a config key")
+
+
+def test_a_list_of_checkpoints_has_one_line_for_another_format(tmp_path: Path) -> None:
+    for step, version in ((1, FORMAT), (2, FORMAT + 1)):
+        folder = tmp_path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_bytes(replace(MANIFEST, step=step, format=version).encode())
+        (folder / METADATA).write_bytes(b"0")
+    problems = [found.problem for found in list_checkpoints(RunDirectory(tmp_path))]
+    assert problems[0] is None and f"has format {FORMAT + 1}" in str(problems[1])
+
+
+@pytest.mark.parametrize(("version", "age"), [(FORMAT + 1, "a newer hpc_train"), (FORMAT - 1, "an older hpc_train")])
+def test_a_manifest_of_another_format_is_refused(version: int, age: str) -> None:
+    assert decode(MANIFEST.encode()) == MANIFEST
+    with pytest.raises(UserError, match=f"has format {version}") as error:
+        decode(replace(MANIFEST, format=version).encode(), "step-00000003/manifest.json")
+    assert error.value.fix.startswith(age) and error.value.where == "step-00000003/manifest.json"

@@ -37,8 +37,7 @@ from hpc_train.runs import job_status
 from hpc_train.runs.lookup import run_directories
 from hpc_train.telemetry.terminal import Terminal
 from tests.other_user import OTHER, as_other, common, needs_root
-from tests.run.readers import READERS, UserError
-from tests.run.recorded_run import record_run
+from tests.run.recorded_run import READERS, UserError, record_run
 
 __all__ = ["common"]
 ESC = "\x1b[31m"

@@ -11,7 +11,7 @@ import pytest
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.progress import IN_LONG_FORM
 from tests.faults.on_slurm import worker
-from tests.report.scraping import NEEDED, scraping
+from tests.report.monitored import NEEDED, scraping
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import SLOW, events, job_id, steps, wait_for_step
 

@@ -1,4 +1,4 @@
-"""``status`` without an argument: the runs below the run root, on machines with and without Slurm."""
+"""Runs are found by name, by ``status`` below the run root, with and without Slurm, and by commands for one run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,31 @@ from unittest import mock
 import pytest
 
 from hpc_train.cli import run
+from hpc_train.errors import UserError
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
-from hpc_train.run.freeze import freeze
+from hpc_train.run.freeze import freeze, text_of
 from hpc_train.runs import lookup
+from hpc_train.runs.lookup import find_runs
+from tests.config.composing import config_of
 from tests.launch.jobs import make_job
+
+
+@pytest.mark.parametrize(("variable", "below"), [("HPC_TRAIN_ROOT", ""), ("SCRATCH", "hpc_train")])
+def test_a_name_is_looked_up_where_runs_lie(
+    variable: str, below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path / below / "sweep", 3)
+    job.run.config.write_text(text_of(job.config))
+    monkeypatch.delenv("HPC_TRAIN_ROOT", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    (found,) = find_runs("sweep/3", "status")
+    assert (found.run, found.number) == (job.run, 3)
+    assert [item.run for item in find_runs("sweep", "status")] == [job.run]
+    with pytest.raises(UserError, match="no run or sweep"):
+        find_runs("sweep/4", "status")
+
 
 GONE = 2**22 + 1  # no process has this id: it is above the kernel's limit
 
@@ -97,3 +116,35 @@ def test_the_state_of_a_job_is_that_of_slurm(
     assert ("Slurm does not respond" in notes) is (state == "starting")
     asked = (root.parent / "asked").read_text().splitlines()
     assert len(asked) == (1 if state == "starting" else 2)
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Two runs that have ended after 8 of 8 steps."""
+    for number in range(2):
+        directory = RunDirectory(tmp_path / "sw" / str(number))
+        freeze(config_of("train.steps=8", f"run.root={tmp_path}", "run.name=sw"), directory)
+        directory.update_record(total_steps=8, result={"steps": 8})
+    return tmp_path / "sw"
+
+
+@pytest.mark.parametrize("command", ["logs", "resume", "stacks", "checkpoint list"])
+def test_a_sweep_is_refused_with_the_command_for_one_run(
+    sweep: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*command.split(), str(sweep)]) == 2
+    assert f"name one run: python -m hpc_train {command} {sweep}/0" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_not_resumed(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (sweep / "0" / "checkpoints" / "step-00000008").mkdir(parents=True)
+    assert run(["resume", str(sweep / "0")]) == 0
+    assert "already done: 8 of 8 steps" in capsys.readouterr().out
+    assert run(["resume", str(sweep / "0"), "--json"]) == 0
+    ended = {"run": str(sweep / "0"), "state": "done", "exit_code": 0}
+    assert ended.items() <= json.loads(capsys.readouterr().out).items()
+
+
+def test_cancelling_counts_in_words(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["cancel", str(sweep / "0")]) == 0
+    assert "cancelling 0 of 1 job; 1 is not waiting or running" in capsys.readouterr().out
