@@ -44,12 +44,9 @@ from hpc_train.errors import UserError
 def build_dataset(config: DataConfig, split: str, seed: int, precision: str = "fp32") -> Dataset:
     """Builds the ``train`` or ``validation`` split that ``config`` describes.
 
-    Args:
-        seed: the seed of augmentations and synthetic samples; the order of the samples comes from the sampler.
-        precision: that of the model, ``precision.name``.
-
-    Raises:
-        UserError: the input is missing, empty or damaged, or it does not match the config.
+    ``seed`` is the seed of augmentations and synthetic samples; the order of the samples comes from the sampler.
+    ``precision`` is that of the model, ``precision.name``. Raises UserError if the input is missing, empty or damaged,
+    or it does not match the config.
     """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, not one of {SPLITS}")
@@ -111,11 +108,9 @@ _CLASSES, _TRAIN, _VALIDATION = 0, 1, 2  # numbers of independent random streams
 class SyntheticDataset(Dataset):
     """Computes learnable samples from their index, for tests, benchmarks and first steps without data files.
 
-    A sample of tokens counts upward modulo the vocabulary, with a random start and a random step of 1 to 8. An image
-    is the fixed pattern of its class plus noise; its class is the index modulo the number of classes.
-
-    Raises:
-        UserError: a size is not positive, or the task is unknown.
+    A sample of tokens counts upward modulo the vocabulary, with a random start and a random step of 1 to 8. An image is
+    the fixed pattern of its class plus noise; its class is the index modulo the number of classes. Raises UserError if
+    a size is not positive, or the task is unknown.
     """
 
     loads_cheaply = True
@@ -193,10 +188,8 @@ def shared_file(dataset: Dataset, before: frozenset[OpenFile]) -> str:
     """Returns the path of a file that loader processes of ``dataset`` would share; an empty string if there is none.
 
     If the constructor has left files open, some items are read in another process, as loader processes do, to see
-    whether they change the positions in these files.
-
-    Args:
-        before: the open files before the construction of the dataset.
+    whether they change the positions in these files. ``before`` are the open files before the construction of the
+    dataset.
     """
     opened = sorted(open_files() - before)
     unsafe = next((file.path for file in opened if os.pread(file.descriptor, 16, 0).startswith(_NOT_FORKED)), "")

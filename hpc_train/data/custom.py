@@ -39,10 +39,8 @@ def build_custom(config: CustomDataConfig, split: str, seed: int) -> Dataset:
 
     A ``Dataset`` is used unchanged. Any other object needs ``__len__`` and ``__getitem__``. Its items are arrays or
     tensors in one of these forms: (inputs, targets), (inputs, targets, context), a dict with ``data.inputs`` and
-    ``data.targets``, or a ``Sample``.
-
-    Raises:
-        UserError: the target cannot be imported or called, or its result has no random access.
+    ``data.targets``, or a ``Sample``. Raises UserError if the target cannot be imported or called, or its result has no
+    random access.
     """
     built = call_target(config, split=split)
     if isinstance(built, Dataset):
@@ -51,12 +49,8 @@ def build_custom(config: CustomDataConfig, split: str, seed: int) -> Dataset:
 
 
 def call_target(config: OwnConfig, **given: Any) -> Any:
-    """Returns ``_target_(**args, **given)``.
-
-    Raises:
-        UserError: the target cannot be imported, or does not take these arguments.
-        UserCodeError: the target raised an exception.
-    """
+    """Returns ``_target_(**args, **given)``. Raises UserError if the target cannot be imported, or does not take these
+    arguments. Raises UserCodeError if the target raised an exception."""
     from hydra.utils import instantiate
 
     arguments = {**config.args, **given}
@@ -159,11 +153,7 @@ class CustomDataset(Dataset):
 
 
 class ItemReader:
-    """Converts the items of a user's class to samples.
-
-    Args:
-        name: the class, for messages.
-    """
+    """Converts the items of a user's class to samples. ``name`` is the class, for messages."""
 
     def __init__(self, config: OwnKeys, name: str) -> None:
         self._inputs = config.inputs
@@ -171,14 +161,8 @@ class ItemReader:
         self._name = name
 
     def sample(self, item: Any, which: str) -> Sample:
-        """Returns ``item`` as a sample.
-
-        Args:
-            which: the name of the item, for messages.
-
-        Raises:
-            UserError: the item has none of the known forms, or a value is not numbers.
-        """
+        """Returns ``item`` as a sample. ``which`` is the name of the item, for messages. Raises UserError if the item
+        has none of the known forms, or a value is not numbers."""
         if isinstance(item, Sample):
             return item
         inputs, targets, context = parts_of(item, self._inputs, self._targets, which)
@@ -277,13 +261,8 @@ def load_collate(config: DataConfig, seed: int) -> Collate:
 
 
 class Collate:
-    """Builds micro-batches with ``function``.
-
-    Args:
-        name: the import path of the function, for messages.
-        names: the keys of inputs and targets in a batch that is a dict.
-        seed: the seed of the random numbers.
-    """
+    """Builds micro-batches with ``function``. ``name`` is the import path of the function, for messages. ``names`` are
+    the keys of inputs and targets in a batch that is a dict. ``seed`` is the seed of the random numbers."""
 
     def __init__(self, function: Callable[..., Any], name: str, names: tuple[str, str], seed: int) -> None:
         self._function = function
@@ -296,14 +275,10 @@ class Collate:
     def __call__(self, dataset: Dataset, items: Sequence[Any], indices: Sequence[int], epoch: int, size: int) -> Batch:
         """Returns the micro-batch of ``items``, with padding up to ``size`` samples.
 
-        Args:
-            indices: the indices of the items.
-            size: the number of samples of the micro-batch; with no ``indices`` all of them are padding, for which the
-                only item is the template.
-
-        Raises:
-            UserError: the function does not return a batch of these items, or returns another one each time.
-            UserCodeError: the function raised an exception.
+        ``indices`` are the indices of the items. ``size`` is the number of samples of the micro-batch; with no
+        ``indices`` all of them are padding, for which the only item is the template. Raises UserError if the function
+        does not return a batch of these items, or returns another one each time. Raises UserCodeError if the function
+        raised an exception.
         """
         described_indices = indices or [0]
         which = f"{self._name}, called with {len(items)} items ({_listed(dataset, described_indices)}),"

@@ -21,11 +21,8 @@ from hpc_train.data.dataset import IGNORED, Array, Batch, Indices, PixelScale, R
 
 @dataclass(frozen=True)
 class SentBatches:
-    """Holds micro-batches whose copy may still run.
-
-    Attributes:
-        copied: marks the end of the copy in its stream; None if nothing is to be waited for.
-    """
+    """Holds micro-batches whose copy may still run. ``copied`` marks the end of the copy in its stream; None if nothing
+    is to be waited for."""
 
     micro_batches: tuple[Batch, ...]
     device: torch.device
@@ -50,12 +47,8 @@ class SentBatches:
 
 
 class DeviceCopy:
-    """Copies micro-batches to ``device``.
-
-    Args:
-        scale: normalizes the inputs after the copy; None leaves them unchanged.
-        floats: the dtype that floating-point values get after the copy.
-    """
+    """Copies micro-batches to ``device``. ``scale`` normalizes the inputs after the copy; None leaves them unchanged.
+    ``floats`` is the dtype that floating-point values get after the copy."""
 
     def __init__(self, device: torch.device, scale: PixelScale | None, floats: str = "float32") -> None:
         self._device = device
@@ -102,11 +95,8 @@ def with_document_ends(batch: Batch, pin: bool) -> Batch:
     """Adds ``DOCUMENT_ENDS`` to the context if it has ``document_ids`` ``[micro, seq]``.
 
     The number of documents depends on this micro-batch alone, since it can change the last bits of gradients. There are
-    no ends if a document is in several pieces, because tokens of one piece attend to those of another.
-
-    Args:
-        batch: a micro-batch on the host.
-        pin: whether to use page-locked memory, from which copies do not block.
+    no ends if a document is in several pieces, because tokens of one piece attend to those of another. ``batch`` is a
+    micro-batch on the host. ``pin`` says whether to use page-locked memory, from which copies do not block.
     """
     ids = batch.context.get("document_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape != getattr(batch.targets, "shape", None):

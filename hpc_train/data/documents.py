@@ -211,9 +211,8 @@ class ByteEncoder(Encoder):
 class FileEncoder(Encoder):
     """Encodes with a tokenizer file; the separator is ``eos`` or the first known token of ``SEPARATORS``.
 
-    Attributes:
-        template_start: the tokens that the template of the tokenizer puts before a text, which are ``start`` with
-            ``bos``.
+    ``template_start`` are the tokens that the template of the tokenizer puts before a text, which are ``start`` with
+    ``bos``.
     """
 
     def __init__(self, path: str, eos: str | None, bos: bool) -> None:
@@ -264,11 +263,8 @@ def start_of(tokenizer: Any) -> tuple[int, ...]:
 def open_encoder(tokenizer: str, eos: str | None, bos: bool = True) -> Encoder:
     """Opens the encoder for ``bytes`` or for the path of a ``tokenizer.json``.
 
-    Args:
-        bos: whether documents begin with the start tokens of the tokenizer.
-
-    Raises:
-        UserError: the file is missing or not a tokenizer, or the library is not installed.
+    ``bos`` says whether documents begin with the start tokens of the tokenizer. Raises UserError if the file is missing
+    or not a tokenizer, or the library is not installed.
     """
     if tokenizer != BYTES:
         return FileEncoder(tokenizer, eos, bos)

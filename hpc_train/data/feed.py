@@ -50,10 +50,8 @@ def loader_workers(batch: BatchConfig, dataset: Dataset, local_ranks: int) -> in
     """Returns the number of loader processes of this rank, of ``local_ranks`` that share this process's cores.
 
     ``auto`` uses none for a dataset that loads cheaply or that has opened a file which they would share, else this
-    rank's share of its cores, at most ``MOST_LOADER_WORKERS``.
-
-    Raises:
-        UserError: a number of loader processes is invalid, or they would share an open file.
+    rank's share of its cores, at most ``MOST_LOADER_WORKERS``. Raises UserError if a number of loader processes is
+    invalid, or they would share an open file.
     """
     chosen = batch.loader_workers
     if chosen == "auto":
@@ -204,10 +202,8 @@ class EvalFeed:
     """Iterates over the validation data of one data-parallel rank, in the order of the dataset.
 
     The ranks together read each sample once. Every rank gets the same number of equally shaped batches, with padding
-    where samples are missing.
-
-    Attributes:
-        samples: the number of samples that it reads; all of the dataset unless ``limited``.
+    where samples are missing. ``samples`` is the number of samples that it reads; all of the dataset unless
+    ``limited``.
     """
 
     def __init__(

@@ -39,14 +39,8 @@ def class_names(directory: Path) -> list[str]:
 
 
 def check_classes(root: Path, split: str, classes: list[str], n_classes: int) -> None:
-    """Checks the classes of a split.
-
-    Args:
-        classes: those of train/.
-
-    Raises:
-        UserError: there are not ``n_classes`` classes, or the split has a class that train/ lacks.
-    """
+    """Checks the classes of a split. ``classes`` are those of train/. Raises UserError if there are not ``n_classes``
+    classes, or the split has a class that train/ lacks."""
     if len(classes) != n_classes:
         raise UserError(
             f"{root / 'train'} has {len(classes)} class directories, but data.n_classes is {n_classes}",
@@ -71,10 +65,7 @@ def image_names(directory: Path) -> list[str]:
     """Returns the names of the images in ``directory`` and its subdirectories, relative to it and sorted.
 
     Links to files are followed, those to directories are not. A directory that does not exist, such as that of a class
-    without validation images, has none.
-
-    Raises:
-        UserError: a directory cannot be read.
+    without validation images, has none. Raises UserError if a directory cannot be read.
     """
     if directory.is_dir():
         return sorted(_images_below(str(directory), ""))

@@ -48,10 +48,8 @@ class ShardsDataset(DecodedImages):
     """Reads the images of tar shards, with the augmentations of ``ImagesDataset``.
 
     It holds paths and the memory-mapped index. A shard is opened when a process first reads from it. Each read passes
-    its own offset, so forked processes that share an open file do not interfere.
-
-    Raises:
-        UserError: Pillow is missing, files are missing or damaged, or the classes do not match the config.
+    its own offset, so forked processes that share an open file do not interfere. Raises UserError if Pillow is missing,
+    files are missing or damaged, or the classes do not match the config.
     """
 
     def __init__(self, config: ShardsDataConfig, split: str, seed: int) -> None:
@@ -126,13 +124,9 @@ def make_shards(
 ) -> dict[str, Any]:
     """Writes the shards of ``source`` (``train/CLASS/*`` and ``validation/CLASS/*``) to ``out``; returns the metadata.
 
-    Args:
-        shard_bytes: the bytes of images in a shard; the last image may exceed them.
-        workers: the number of processes.
-        on_progress: called about once per second and at the end with the images that are done, and all.
-
-    Raises:
-        UserError: there are no images, ``out`` contains shards of other images, or another process writes there.
+    ``shard_bytes`` are the bytes of images in a shard; the last image may exceed them. ``workers`` is the number of
+    processes. ``on_progress`` is called about once per second and at the end with the images that are done, and all.
+    Raises UserError if there are no images, ``out`` contains shards of other images, or another process writes there.
     """
     classes = class_names(source / "train")
     check_classes(source, "validation", classes, len(classes))

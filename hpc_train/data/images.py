@@ -29,17 +29,10 @@ _MODES = {1: "L", 3: "RGB"}
 class DecodedImages(Dataset):
     """Decodes and augments images; subclasses define where their files are.
 
-    Inputs are ``[channels, image_size, image_size]`` uint8, which ``scale`` normalizes per channel. A training
-    image is a random crop that is mirrored with probability 1/2; a validation image is the square in the middle.
-
-    Args:
-        labels: the label of each image, int64.
-
-    Attributes:
-        classes: the names of the classes, by label; subclasses set them first.
-
-    Raises:
-        UserError: Pillow is missing, or the size or number of channels is invalid.
+    Inputs are ``[channels, image_size, image_size]`` uint8, which ``scale`` normalizes per channel. A training image is
+    a random crop that is mirrored with probability 1/2; a validation image is the square in the middle. ``labels``
+    holds the label of each image, int64. ``classes`` are the names of the classes, by label; subclasses set them first.
+    Raises UserError if Pillow is missing, or the size or number of channels is invalid.
     """
 
     classes: list[str]
@@ -122,10 +115,7 @@ class ImagesDataset(DecodedImages):
 
 class NameList:
     """Holds names in one piece of memory without Python objects, so that forked loader processes share its pages.
-
-    Attributes:
-        counts: the number of names of each group.
-    """
+    ``counts`` holds the number of names of each group."""
 
     def __init__(self, groups: Iterable[list[str]]) -> None:
         texts = []
@@ -169,9 +159,8 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 def generator(seed: int, epoch: int, index: int, *purpose: int) -> np.random.Generator:
     """Returns the random generator of one sample in one epoch, which is the same in every process.
 
-    Args:
-        purpose: a positive number other than those of other purposes, whose numbers are independent; none for the
-            augmentation of images.
+    ``purpose`` is a positive number other than those of other purposes, whose numbers are independent; none for the
+    augmentation of images.
     """
     return np.random.default_rng((seed & 0xFFFFFFFFFFFFFFFF, epoch, index, *purpose))
 

@@ -263,11 +263,7 @@ def stacked(samples: list[Sample], padding: Sample, size: int) -> Stacked:
 
 
 def check_shapes(indices: list[int], samples: list[Sample], describe: Callable[[int], str]) -> None:
-    """Raises UserError if the samples cannot be stacked.
-
-    Args:
-        describe: returns the name of a sample for the message.
-    """
+    """Raises UserError if the samples cannot be stacked. ``describe`` returns the name of a sample for the message."""
     for index, sample in zip(indices, samples, strict=True):
         if _shapes(sample) != _shapes(samples[0]):
             shape_text = describe_shapes(_shapes(sample))

@@ -88,13 +88,9 @@ def prepare(
     """Writes ``train.bin``, ``validation.bin`` and ``meta.json`` to ``out``.
 
     A document belongs to validation if the hash of its name (file and number) is below the share. If that leaves a
-    split empty, the last tokens become the validation split.
-
-    Args:
-        on_progress: called about once per second and at the end.
-
-    Raises:
-        UserError: an input or the tokenizer is invalid, ``out`` contains other tokens, or another process writes there.
+    split empty, the last tokens become the validation split. ``on_progress`` is called about once per second and at the
+    end. Raises UserError if an input or the tokenizer is invalid, ``out`` contains other tokens, or another process
+    writes there.
     """
     if not 0 < settings.validation_share < 1:
         raise UserError(

@@ -241,9 +241,8 @@ class StreamRequest:
 class StreamOrder:
     """Divides the positions of a stream among the readers of all ranks.
 
-    Attributes:
-        processes: the readers of a rank, whose number divides that of its micro-batches. Micro-batch m is read by
-            reader m modulo ``processes``, which is how a ``DataLoader`` distributes requests.
+    ``processes`` are the readers of a rank, whose number divides that of its micro-batches. Micro-batch m is read by
+    reader m modulo ``processes``, which is how a ``DataLoader`` distributes requests.
     """
 
     global_size: int
@@ -295,11 +294,8 @@ class BatchRow:
 
 @dataclass(frozen=True)
 class TokenBalance:
-    """Distributes samples of different lengths over the ranks.
-
-    Attributes:
-        lengths: the number of tokens of each sample of the dataset.
-    """
+    """Distributes samples of different lengths over the ranks. ``lengths`` holds the number of tokens of each sample of
+    the dataset."""
 
     lengths: Indices
     layout: Layout
@@ -352,10 +348,8 @@ class TokenBalance:
 def pad_or_truncate(sample: Sample, width: int) -> Sample:
     """Returns ``sample`` with ``width`` tokens: padded with ``IGNORED`` targets, or truncated where no target counts.
 
-    Context with one entry per token is padded with zeros; other context does not change.
-
-    Raises:
-        ValueError: the truncation would remove a target that counts.
+    Context with one entry per token is padded with zeros; other context does not change. Raises ValueError if the
+    truncation would remove a target that counts.
     """
     tokens = len(sample.inputs)
     if sample.targets.shape[:1] == (tokens,):

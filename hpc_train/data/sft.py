@@ -68,12 +68,8 @@ _COLUMNS = "data.path"
 
 
 class Encoder:
-    """Encodes records with the tokenizer of a directory or of a ``tokenizer.json``.
-
-    Args:
-        tokenizer: the directory or file.
-        template: the file of a chat template; None uses that of the tokenizer.
-    """
+    """Encodes records with the tokenizer of a directory or of a ``tokenizer.json``. ``tokenizer`` is the directory or
+    file. ``template`` is the file of a chat template; None uses that of the tokenizer."""
 
     def __init__(self, tokenizer: str, template: str | None) -> None:
         self._path = tokenizer
@@ -282,11 +278,8 @@ def tokenized(
 ) -> list[Stored]:
     """Returns the tokens of ``parts`` in ``directory``; writes those that are missing, together with other processes.
 
-    Args:
-        settings: identifies the tokenizer and the chat template.
-
-    Raises:
-        UserError: a record is invalid, or the directory cannot be written.
+    ``settings`` identifies the tokenizer and the chat template. Raises UserError if a record is invalid, or the
+    directory cannot be written.
     """
     stored = [Stored(part, directory / _key(part, settings)) for part in parts]
     if all(part.exists for part in stored):

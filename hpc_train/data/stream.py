@@ -143,12 +143,8 @@ class ShardReader:
                 pass
 
     def next(self) -> Any:
-        """Returns the next item; None after the end, or at an item that is itself None.
-
-        Raises:
-            UserError: the shard has no items, or an item is None.
-            SampleError: the user's code raised an exception.
-        """
+        """Returns the next item; None after the end, or at an item that is itself None. Raises UserError if the shard
+        has no items, or an item is None. Raises SampleError if the user's code raised an exception."""
         self.taken += 1
         if self._ended:
             return None
@@ -286,11 +282,7 @@ class StreamDataset(Dataset):
 
 class StreamReader:
     """Reads the micro-batches of a stream, in a loader process or in this one. It has state: the shards' iterators.
-
-    Args:
-        states: where the shards continue.
-        lanes: the number of readers of all ranks.
-    """
+    ``states`` is where the shards continue. ``lanes`` is the number of readers of all ranks."""
 
     def __init__(self, dataset: StreamDataset, states: States, lanes: int) -> None:
         self._dataset = dataset

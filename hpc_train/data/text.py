@@ -40,14 +40,10 @@ class TextFile:
 def find_files(path: str | None, pattern: str) -> list[TextFile]:
     """Returns the text files that ``path`` names, ordered by name, without empty files.
 
-    The search skips directories named ``site-packages``, ``dist-packages`` and ``__pycache__``.
-
-    Args:
-        path: a file, a directory (searched for ``pattern``) or a glob; None reads the source of the standard library.
-        pattern: a glob relative to the directory.
-
-    Raises:
-        UserError: no file with text was found, or a file cannot be read or is known not to be text.
+    The search skips directories named ``site-packages``, ``dist-packages`` and ``__pycache__``. ``path`` is a file, a
+    directory (searched for ``pattern``) or a glob; None reads the source of the standard library. ``pattern`` is a glob
+    relative to the directory. Raises UserError if no file with text was found, or a file cannot be read or is known not
+    to be text.
     """
     root, paths = _search(path, pattern)
     where = "data.path, data.pattern"
@@ -163,10 +159,8 @@ class TextDataset(Dataset):
     """Reads windows of ``sequence_length`` bytes; token ids are byte values.
 
     The inputs of sample i are the bytes [i * S, i * S + S) of the concatenated files; the target of each is the next
-    byte. A last window without a next byte is dropped.
-
-    Raises:
-        UserError: no files were found, a split is shorter than one sequence, or the vocabulary is smaller than 256.
+    byte. A last window without a next byte is dropped. Raises UserError if no files were found, a split is shorter than
+    one sequence, or the vocabulary is smaller than 256.
     """
 
     loads_cheaply = True

@@ -87,10 +87,8 @@ def read_meta(directory: Path) -> TokensMeta:
 class TokensDataset(Dataset):
     """Reads windows of ``sequence_length`` tokens of ``train.bin`` or ``validation.bin``.
 
-    The inputs of sample i are the tokens [i * S, i * S + S); the target of each is the next token.
-
-    Raises:
-        UserError: files are missing, damaged or too short, or contain token ids outside the vocabulary.
+    The inputs of sample i are the tokens [i * S, i * S + S); the target of each is the next token. Raises UserError if
+    files are missing, damaged or too short, or contain token ids outside the vocabulary.
     """
 
     loads_cheaply = True

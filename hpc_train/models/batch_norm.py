@@ -25,10 +25,7 @@ from hpc_train.layout.layout import Layout
 
 class SyncBatchNorm(_BatchNorm):
     """Normalizes ``[micro, channels, ...]`` by the mean and variance over the micro-batches of all ranks of ``group``.
-
-    Attributes:
-        group: the data-parallel ranks; ``join`` sets it. None: only this rank.
-    """
+    ``group`` are the data-parallel ranks; ``join`` sets it. None: only this rank."""
 
     group: dist.ProcessGroup | None = None
 

@@ -62,15 +62,15 @@ def count(config: Config) -> Counts:
     """Returns the counts of the model of ``config`` for one sample.
 
     A module of the user whose operations depend on values is run with values instead, which takes time and memory.
-
-    Raises:
-        UserError: the model or its data cannot be built, or the operations of a ``Model`` depend on values.
+    Raises UserError if the model or its data cannot be built, or the operations of a ``Model`` depend on values.
     """
     batch = _batch(config)
     try:
         return _without_values(config, batch)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        model = build_model(config.model, config.train.seed) if config.model.kind == "custom" else None
+        model = None
+        if config.model.kind == "custom":
+            model = build_model(config.model, config.train.seed)
         if not isinstance(model, WrappedModel):
             raise UserError(
                 f"its operations depend on values of tensors ({error.func}), and it is counted without values",

@@ -37,9 +37,7 @@ def linear_layers(model: nn.Module, plain: Sequence[type] = (nn.Linear,)) -> Ite
     """Yields the linear layers of ``model`` (whole or a stage): name, module, and why it cannot take part.
 
     Plain ones take part that train and are inside the layers or blocks of the model, or anywhere if it has neither.
-
-    Args:
-        plain: the classes that multiply and do nothing else.
+    ``plain`` are the classes that multiply and do nothing else.
     """
     layers = layers_of(model)
     inside = {inner for layer in layers for inner in layer.modules()}
@@ -71,11 +69,8 @@ class Call:
 
 @contextmanager
 def calls_of(model: nn.Module, address: Callable[[Tensor], int]) -> Iterator[list[Call]]:
-    """Gives a list that gets the calls of the linear layers of ``model`` that can take part, in order.
-
-    Args:
-        address: identifies the memory of a tensor.
-    """
+    """Gives a list that gets the calls of the linear layers of ``model`` that can take part, in order. ``address``
+    identifies the memory of a tensor."""
     calls: list[Call] = []
 
     def follow(name: str, module: nn.Linear) -> Callable[[], None]:

@@ -38,11 +38,8 @@ Observe = Callable[[Any, Tensor], None]  # (outputs, targets)
 
 
 class Head(nn.Module):
-    """Implements the last part of a model, which computes the loss from hidden states.
-
-    Attributes:
-        observe: called with the outputs and targets of each micro-batch in an evaluation with metrics.
-    """
+    """Implements the last part of a model, which computes the loss from hidden states. ``observe`` is called with the
+    outputs and targets of each micro-batch in an evaluation with metrics."""
 
     observe: Observe | None = None
 
@@ -206,10 +203,7 @@ class Model(nn.Module):
     def attention_backends(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> dict[int | None, str]:
         """Returns window (None without one) -> which implementation computes the attention of ``batch``, for the log.
 
-        Modules of the class ``Attention`` are not included.
-
-        Args:
-            dtype: the dtype of queries, keys and values.
+        Modules of the class ``Attention`` are not included. ``dtype`` is the dtype of queries, keys and values.
         """
         return {}
 
@@ -248,11 +242,8 @@ def aliases(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def named_parameters(parts: Iterable[nn.Module], tied: Mapping[str, str]) -> dict[str, nn.Parameter]:
-    """Returns canonical name -> parameter of ``parts``, without those that ``Model.saves_frozen`` excludes.
-
-    Args:
-        tied: the alias of a tied copy -> its canonical name.
-    """
+    """Returns canonical name -> parameter of ``parts``, without those that ``Model.saves_frozen`` excludes. ``tied``
+    are the alias of a tied copy -> its canonical name."""
     parameters: dict[str, nn.Parameter] = {}
     for part in parts:
         for raw, parameter in part.named_parameters():
@@ -325,14 +316,9 @@ def _problems_of_parts(model: Model) -> Iterator[str]:
 def check_hidden_shape(model: Model, inputs: Tensor, context: Mapping[str, Tensor]) -> None:
     """Runs the stem and the layers on ``meta``, which computes only shapes, and compares each with ``hidden_shape``.
 
-    A model that cannot run on ``meta`` is not checked.
-
-    Args:
-        model: the whole model on ``meta``.
-        inputs, context: those of a micro-batch, on any device.
-
-    Raises:
-        UserError: a shape differs from ``hidden_shape``, which is that of the messages between pipeline stages.
+    A model that cannot run on ``meta`` is not checked. ``model`` is the whole model on ``meta``. ``inputs`` and
+    ``context`` are those of a micro-batch, on any device. Raises UserError if a shape differs from ``hidden_shape``,
+    which is that of the messages between pipeline stages.
     """
     inputs = inputs.to("meta", torch.float32) if inputs.is_floating_point() else inputs.to("meta")
     stated = _stated_shape(model, inputs)

@@ -48,14 +48,8 @@ def _function(loss: Loss) -> Callable[..., Any]:
 
 
 def call_loss(loss: Loss, mixes: bool, outputs: Any, targets: Tensor, gather: Gather) -> tuple[Tensor, Tensor]:
-    """Returns the sum and the count of ``loss`` as scalar tensors; a plain number becomes an fp64 tensor.
-
-    Args:
-        mixes: the result of ``mixes_samples``.
-
-    Raises:
-        UserError: the results are not a sum and a count.
-    """
+    """Returns the sum and the count of ``loss`` as scalar tensors; a plain number becomes an fp64 tensor. ``mixes`` is
+    the result of ``mixes_samples``. Raises UserError if the results are not a sum and a count."""
     result = loss(outputs, targets, gather=gather) if mixes else loss(outputs, targets)
     total, count = _checked(result, loss)
     has_gradient = any(isinstance(output, Tensor) and output.requires_grad for output in tree_leaves(outputs))

@@ -226,10 +226,7 @@ def find_blocks(module: nn.Module, wrap: Sequence[str] | None) -> tuple[str, ...
     in models of transformers, if they are repeated; else the elements of the ModuleList with the most parameters whose
     elements have one class. Containers, which are not called, are replaced by the modules in them: a list of lists
     ``[attention, feed_forward]`` gives two blocks per element. A block that shares a parameter with the rest of the
-    module is left out, since both need it at the same time.
-
-    Raises:
-        UserError: no module has a class of ``wrap``.
+    module is left out, since both need it at the same time. Raises UserError if no module has a class of ``wrap``.
     """
     if wrap is not None:
         names = _of_classes(module, wrap, least=1)

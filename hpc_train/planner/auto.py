@@ -68,8 +68,8 @@ class Choice:
         """Returns the choice in one line, and a line for each other number of nodes."""
         content = self.content
         others = [
-            f"on {counted(int(count), 'node', 'nodes')}: {found['chosen']}"
-            for count, found in content["other_nodes"].items()
+            f"on {counted(int(count), 'node', 'nodes')}: {other['chosen']}"
+            for count, other in content["other_nodes"].items()
         ]
         return [f"strategy=auto: {content['chosen']}", *others]
 
@@ -78,8 +78,8 @@ class Choice:
         content = self.content
         main = content["settings"]
         others: dict[str, Any] = dict.fromkeys(map(str, range(content["fewest_nodes"], content["nodes"])))
-        for count, found in content["other_nodes"].items():
-            settings = found["settings"]
+        for count, other in content["other_nodes"].items():
+            settings = other["settings"]
             if settings is not None:
                 settings = nested({name: value for name, value in settings.items() if main[name] != value})
             others[count] = settings
@@ -93,7 +93,7 @@ def question(config: Config, shape: JobShape, machine: str) -> str:
     It leaves out the numbers of the machine file, so that a resumed run keeps its layout after a new calibration.
     """
     groups = {name: asdict(getattr(config, name)) for name in ("model", "data", "batch", "strategy", "precision")}
-    asked = {
+    facts = {
         **groups,
         "optim": {name: getattr(config.optim, name) for name in _OPTIMIZER},
         "train": {name: getattr(config.train, name) for name in _TRAINING},
@@ -102,16 +102,18 @@ def question(config: Config, shape: JobShape, machine: str) -> str:
         "devices": {"nodes": shape.nodes, "fewest": shape.fewest_nodes, "per_node": shape.workers},
         "machine": machine,
     }
-    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def earlier_choice(text: str, asked: str) -> Choice | None:
-    """Returns the choice in the text of ``plan.json``; None unless it answers the question ``asked``."""
+def earlier_choice(text: str, question_hash: str) -> Choice | None:
+    """Returns the choice in the text of ``plan.json``; None unless it answers the question ``question_hash``."""
     try:
         content = json.loads(text)
     except ValueError:
         return None
-    return Choice(content) if isinstance(content, dict) and content.get("asked") == asked else None
+    if isinstance(content, dict) and content.get("asked") == question_hash:
+        return Choice(content)
+    return None
 
 
 def choice_of_job(config: Config, run: RunDirectory, shape: JobShape) -> Choice:
@@ -165,7 +167,7 @@ def _shared(which: _Question) -> Choice:
     shape, machine, names = which.shape, which.machine, open_keys(which.config)
     main = _chosen(which, shape.nodes)
     others = {str(count): _or_none(which, count) for count in _other_counts(shape)}
-    kept = {name: value for name, value, _ in keys(which.config) if name in (*SIMPLEST, "batch.micro_size")}
+    fixed = {name: value for name, value, _ in keys(which.config) if name in (*SIMPLEST, "batch.micro_size")}
     content = {
         **main,
         "asked": which.asked,
@@ -173,7 +175,7 @@ def _shared(which: _Question) -> Choice:
         "fewest_nodes": shape.fewest_nodes,
         "workers_per_node": shape.workers,
         "error": ERROR,
-        "kept": {name: value for name, value in kept.items() if name not in names},
+        "kept": {name: value for name, value in fixed.items() if name not in names},
         "other_nodes": others,
         "machine": asdict(machine),
         "calibration": which.learned.as_json(),
@@ -200,14 +202,14 @@ def _chosen(which: _Question, nodes: int) -> dict[str, Any]:
     possible or fits."""
     config, names = which.config, open_keys(which.config)
     machine = which.machine.with_devices(which.shape.workers)
-    kept = {name for name, _, _ in keys(config)} - {*names}
-    found = [
-        replace(each, prediction=which.learned.corrected(each.prediction))
-        for each in candidates(config, machine, nodes * which.shape.workers, kept)
+    fixed = {name for name, _, _ in keys(config)} - {*names}
+    predicted = [
+        replace(candidate, prediction=which.learned.corrected(candidate.prediction))
+        for candidate in candidates(config, machine, nodes * which.shape.workers, fixed)
     ]
-    close, others = close_and_others(found, ERROR)
+    close, others = close_and_others(predicted, ERROR)
     if not close:
-        raise _no_layout(config, nodes, which.shape.workers, found, machine)
+        raise _no_layout(config, nodes, which.shape.workers, predicted, machine)
     best = close[0]
     settings = {name: best.values[name] for name in names}
     if "strategy.schedule" in names:
@@ -220,21 +222,21 @@ def _chosen(which: _Question, nodes: int) -> dict[str, Any]:
     return {
         "chosen": f"{best.layout}{recomputes}; predicted {best.prediction.step_s:.3g} s per step on {machine.name}",
         "settings": settings,
-        "rows": [each.to_json() | {"why": _why(each, best)} for each in shown],
+        "rows": [candidate.to_json() | {"why": _why(candidate, best)} for candidate in shown],
     }
 
 
 _RECOMPUTED = "train.activation_checkpointing"
 
 
-def _seconds(each: Candidate) -> float:
-    return each.prediction.step_s
+def _seconds(candidate: Candidate) -> float:
+    return candidate.prediction.step_s
 
 
-def _no_layout(config: Config, nodes: int, per_node: int, found: list[Candidate], machine: Machine) -> UserError:
+def _no_layout(config: Config, nodes: int, per_node: int, predicted: list[Candidate], machine: Machine) -> UserError:
     """Returns why no layout is possible or fits."""
-    if found:
-        nearest = min(found, key=lambda each: each.prediction.needed_bytes)
+    if predicted:
+        nearest = min(predicted, key=lambda candidate: candidate.prediction.needed_bytes)
         return UserError(
             f"strategy=auto found no layout that fits on {nodes} x {per_node} devices: {nearest.layout} needs the "
             f"least memory, {format_bytes(nearest.prediction.needed_bytes)} of the "
@@ -253,12 +255,12 @@ def _no_layout(config: Config, nodes: int, per_node: int, found: list[Candidate]
     )
 
 
-def _why(each: Candidate, best: Candidate) -> str:
-    """Returns why ``best`` is preferred to ``each``."""
-    if each is best:
+def _why(candidate: Candidate, best: Candidate) -> str:
+    """Returns why ``best`` is preferred to ``candidate``."""
+    if candidate is best:
         return "chosen"
-    slower = each.prediction.step_s / best.prediction.step_s - 1
-    if abs(slower) <= ERROR and each.complexity > best.complexity:
+    slower = candidate.prediction.step_s / best.prediction.step_s - 1
+    if abs(slower) <= ERROR and candidate.complexity > best.complexity:
         return f"{abs(slower):.0%} {'slower' if slower >= 0 else 'faster'}, within the error, and more techniques"
-    part, longer = each.prediction.longest_beside(best.prediction)
+    part, longer = candidate.prediction.longest_beside(best.prediction)
     return f"{slower:.0%} slower: {part} +{longer:.2g} s"

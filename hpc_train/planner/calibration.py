@@ -75,19 +75,16 @@ def measured_values(lines: Sequence[Mapping[str, Any]], tp: int, on_gpu: bool) -
     """Returns the medians over lines of metrics of one attempt; None if there are fewer than three.
 
     The first line is left out, since its steps compile and allocate. Time spent waiting for data is left out too, since
-    no prediction covers it.
-
-    Args:
-        tp: the ranks that communicate inside layers: cp x tp.
-        on_gpu: whether the memory is that of a GPU. On a CPU it includes the interpreter and is left out.
+    no prediction covers it. ``tp`` is cp x tp, the number of ranks that communicate inside layers. ``on_gpu`` says whether the
+    memory is that of a GPU. On a CPU it includes the interpreter and is left out.
     """
     usable = [line for line in lines[1:] if _number(line.get("step_s"))]
     if len(usable) < 2:
         return None
     rows = [_measured(line, tp, on_gpu) for line in usable]
-    found = {name: [getattr(row, name) for row in rows] for name in (*PARTS, "memory_bytes")}
-    whole = {name: median(values) if None not in values else None for name, values in found.items()}
-    return Values(median(row.step_s for row in rows), **whole)
+    measured = {name: [getattr(row, name) for row in rows] for name in (*PARTS, "memory_bytes")}
+    medians = {name: median(values) if None not in values else None for name, values in measured.items()}
+    return Values(median(row.step_s for row in rows), **medians)
 
 
 def _measured(line: Mapping[str, Any], tp: int, on_gpu: bool) -> Values:
@@ -96,13 +93,14 @@ def _measured(line: Mapping[str, Any], tp: int, on_gpu: bool) -> Values:
         step * line[key] if _number(line.get(key)) else None
         for key in ("data_wait_share", "comm_share", "bubble_share")
     )
-    own = step - (waited or 0.0)
+    computing = step - (waited or 0.0)
     # one rank has no collectives, and one stage no bubble; compiled layers hide those of tensor parallelism
-    communicated = 0.0 if communicated is None and line.get("world_size") == 1 else communicated
+    if communicated is None and line.get("world_size") == 1:
+        communicated = 0.0
     apart = tp == 1 and communicated is not None
     return Values(
-        step_s=own,
-        compute_s=own - (communicated or 0.0) - (idle or 0.0) if apart else None,
+        step_s=computing,
+        compute_s=computing - (communicated or 0.0) - (idle or 0.0) if apart else None,
         communication_s=communicated if apart else None,
         bubble_s=idle or 0.0,
         memory_bytes=line.get("peak_memory_bytes") if on_gpu else None,
@@ -177,8 +175,10 @@ class Calibration:
     @cached_property
     def parts(self) -> dict[str, Deviation]:
         """The deviations of the parts that enough runs have measured."""
-        found = {name: _deviation(self.pairs, name) for name in PARTS}
-        return {name: each for name, each in found.items() if each is not None and each.is_known}
+        deviations = {name: _deviation(self.pairs, name) for name in PARTS}
+        return {
+            name: deviation for name, deviation in deviations.items() if deviation is not None and deviation.is_known
+        }
 
     @cached_property
     def factors(self) -> dict[str, float]:
@@ -187,9 +187,9 @@ class Calibration:
         """
         if self.step is None or not self.step.is_known:
             return dict.fromkeys(PARTS, 1.0)
-        own = {name: self.parts[name].factor if name in self.parts else self.step.factor for name in PARTS}
-        rest = Deviation.of([true.step_s / _scaled(said, own, self.step.factor) for said, true in self.pairs])
-        return {name: factor * rest.factor for name, factor in own.items()}
+        factors = {name: self.parts[name].factor if name in self.parts else self.step.factor for name in PARTS}
+        rest = Deviation.of([true.step_s / _scaled(said, factors, self.step.factor) for said, true in self.pairs])
+        return {name: factor * rest.factor for name, factor in factors.items()}
 
     def corrected(self, prediction: Prediction) -> Prediction:
         """Returns ``prediction`` with its times and its memory multiplied by the factors."""
@@ -198,7 +198,9 @@ class Calibration:
         communication = prediction.communication_s * by["communication_s"]
         bubble = prediction.bubble_s * by["bubble_s"]
         faster = prediction.step_s / (busy + update + communication + bubble)
-        by_memory = self.memory.factor if self.memory is not None and self.memory.is_known else 1.0
+        by_memory = 1.0
+        if self.memory is not None and self.memory.is_known:
+            by_memory = self.memory.factor
         return replace(
             prediction,
             compute_s=busy,
@@ -213,11 +215,14 @@ class Calibration:
 
     def as_json(self) -> dict[str, Any]:
         of_parts = {"step": self.step, **self.parts, "memory": self.memory}
-        found = {name.removesuffix("_s"): each for name, each in of_parts.items() if each is not None}
+        named = {name.removesuffix("_s"): each for name, each in of_parts.items() if each is not None}
         return {
             "runs": len(self.pairs),
             "corrected": self.step is not None and self.step.is_known,
-            **{name: {"factor": each.factor, "spread": each.spread, "runs": each.runs} for name, each in found.items()},
+            **{
+                name: {"factor": deviation.factor, "spread": deviation.spread, "runs": deviation.runs}
+                for name, deviation in named.items()
+            },
         }
 
     def __str__(self) -> str:
@@ -242,11 +247,11 @@ def _deviation(pairs: Iterable[tuple[Values, Values]], name: str) -> Deviation |
     return Deviation.of(ratios) if ratios else None
 
 
-def _scaled(said: Values, by: Mapping[str, float], whole: float) -> float:
+def _scaled(said: Values, by: Mapping[str, float], of_step: float) -> float:
     """Returns the step with scaled parts; with the scaled whole where its parts are unknown."""
     parts = {name: getattr(said, name) for name in PARTS}
     if None in parts.values():
-        return said.step_s * whole
+        return said.step_s * of_step
     return math.fsum(value * by[name] for name, value in parts.items())
 
 
@@ -256,14 +261,14 @@ def read_calibration(root: Path, config: Config, machine: Machine) -> Calibratio
     Lines that cannot be read are skipped, and a file that cannot be read tells nothing.
     """
     key = key_of(config, machine)
-    found: dict[str, tuple[Values, Values]] = {}
+    pairs: dict[str, tuple[Values, Values]] = {}
     for line in _lines(root / FILE):
         if all(line.get(name) == value for name, value in key.items()):
             with suppress(KeyError, TypeError, ValueError):
                 pair = (_values(line["predicted"]), _values(line["measured"]))
-                found.pop(str(line["run"]), None)
-                found[str(line["run"])] = pair
-    return Calibration(machine.name, key["family"], key["precision"], [*found.values()][-NEWEST:])
+                pairs.pop(str(line["run"]), None)
+                pairs[str(line["run"])] = pair
+    return Calibration(machine.name, key["family"], key["precision"], [*pairs.values()][-NEWEST:])
 
 
 def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -281,8 +286,8 @@ def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
 
 def _values(content: Mapping[str, Any]) -> Values:
     """Returns the values of a line; raises TypeError or ValueError if they are not those of a run."""
-    found = Values(**content)
-    numbers = [value for value in vars(found).values() if value is not None]
-    if not all(map(_number, numbers)) or found.step_s <= 0 or min(numbers) < 0:
+    values = Values(**content)
+    numbers = [value for value in vars(values).values() if value is not None]
+    if not all(map(_number, numbers)) or values.step_s <= 0 or min(numbers) < 0:
         raise ValueError(f"{content} are not values of a run")
-    return found
+    return values

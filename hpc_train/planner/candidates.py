@@ -39,11 +39,7 @@ ON_CPUS: Values = {"cluster.gpus_per_node": 0}  # GPUs are found on the nodes; t
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its prediction.
-
-    Attributes:
-        values: the config keys that choose it.
-    """
+    """A layout with its prediction. ``values`` are the config keys that choose it."""
 
     nodes: int
     values: Values
@@ -82,12 +78,12 @@ class Candidate:
 
 
 def candidates(
-    config: Config, machine: Machine, devices: int, kept: Collection[str], also: Collection[str] = ()
+    config: Config, machine: Machine, devices: int, fixed: Collection[str], also: Collection[str] = ()
 ) -> list[Candidate]:
     """Returns the candidates on ``devices`` devices, also those that do not fit.
 
     Args:
-        kept: the config keys whose values stay those of ``config``.
+        fixed: the config keys whose values stay those of ``config``.
         also: keys of ``FURTHER`` whose values are compared, too.
 
     Raises:
@@ -103,59 +99,59 @@ def candidates(
             fix=f"a multiple of {per_node}, or a number below it",
         )
     nodes, workers = max(1, devices // per_node), min(devices, per_node)
-    found: dict[tuple[Any, ...], Candidate] = {}
-    for values in _choices(config, machine, devices, kept, also):
+    by_key: dict[tuple[Any, ...], Candidate] = {}
+    for values in _choices(config, machine, devices, fixed, also):
         chosen = with_values(config, values)
         try:
             layout = checked_layout(chosen, nodes, workers)
         except UserError:
             continue
-        if layout.world_size == devices and _key(values, layout) not in found:
+        if layout.world_size == devices and _key(values, layout) not in by_key:
             prediction = predict_step(chosen, layout, machine, False, work)
-            found[_key(values, layout)] = Candidate(nodes, values, prediction)
-    for each in [*islice(fastest(found.values()), SIMULATED)]:
-        demand = each.prediction.demand
-        prediction = replace(predict_step(demand.config, each.layout, machine, True, work), demand=demand)
-        found[_key(each.values, each.layout)] = replace(each, prediction=prediction)
-    return [*found.values()]
+            by_key[_key(values, layout)] = Candidate(nodes, values, prediction)
+    for candidate in [*islice(fastest(by_key.values()), SIMULATED)]:
+        demand = candidate.prediction.demand
+        prediction = replace(predict_step(demand.config, candidate.layout, machine, True, work), demand=demand)
+        by_key[_key(candidate.values, candidate.layout)] = replace(candidate, prediction=prediction)
+    return [*by_key.values()]
 
 
-def fastest(found: Iterable[Candidate], tolerance: float = 0.0) -> Iterator[Candidate]:
+def fastest(predicted: Iterable[Candidate], tolerance: float = 0.0) -> Iterator[Candidate]:
     """Yields the candidates that fit, the fastest first; among those within ``tolerance`` the simplest is first.
 
     The memory of a candidate is computed when its turn comes, so that of those that nobody asks for is not.
     """
-    close, others = close_and_others(found, tolerance)
+    close, others = close_and_others(predicted, tolerance)
     yield from close
     yield from others
 
 
-def close_and_others(found: Iterable[Candidate], tolerance: float) -> tuple[list[Candidate], Iterator[Candidate]]:
+def close_and_others(predicted: Iterable[Candidate], tolerance: float) -> tuple[list[Candidate], Iterator[Candidate]]:
     """Returns the candidates that fit and are within ``tolerance`` of the fastest, the simplest first, and all others
     that fit, the fastest first.
     """
-    ordered = sorted(found, key=lambda each: -each.prediction.samples_per_s)
-    first = next((number for number, each in enumerate(ordered) if each.prediction.fits), None)
+    ordered = sorted(predicted, key=lambda candidate: -candidate.prediction.samples_per_s)
+    first = next((number for number, candidate in enumerate(ordered) if candidate.prediction.fits), None)
     if first is None:
         return [], iter(())
     least = ordered[first].prediction.samples_per_s * (1 - tolerance)
     slower = next(
-        (number for number, each in enumerate(ordered) if each.prediction.samples_per_s < least), len(ordered)
+        (number for number, candidate in enumerate(ordered) if candidate.prediction.samples_per_s < least), len(ordered)
     )
-    close = [each for each in ordered[first:slower] if each.prediction.fits]
-    others = (each for each in ordered[slower:] if each.prediction.fits)
-    return sorted(close, key=lambda each: each.complexity), others
+    close = [candidate for candidate in ordered[first:slower] if candidate.prediction.fits]
+    others = (candidate for candidate in ordered[slower:] if candidate.prediction.fits)
+    return sorted(close, key=lambda candidate: candidate.complexity), others
 
 
 def distinct(ranked: Iterable[Candidate]) -> Iterator[Candidate]:
     """Yields the first candidate of each split, data-parallel kind, schedule, and value of ``FURTHER``."""
     seen = set[tuple[object, ...]]()
-    for each in ranked:
-        layout, further = each.layout, tuple(each.values.get(name) for name in FURTHER)
+    for candidate in ranked:
+        layout, further = candidate.layout, tuple(candidate.values.get(name) for name in FURTHER)
         split = (layout.dp, layout.pp, layout.tp, layout.shard, layout.data_parallel, layout.schedule, further)
         if split not in seen:
             seen.add(split)
-            yield each
+            yield candidate
 
 
 def with_values(config: Config, values: Values) -> Config:
@@ -173,7 +169,7 @@ def nested(values: Values) -> dict[str, dict[str, Any]]:
 
 
 def _choices(
-    config: Config, machine: Machine, devices: int, kept: Collection[str], also: Collection[str]
+    config: Config, machine: Machine, devices: int, fixed: Collection[str], also: Collection[str]
 ) -> Iterator[Values]:
     model: Any = counted(config).model
     why_not = family_of(model).why_not_stages
@@ -181,7 +177,7 @@ def _choices(
     if why_not is not None and why_not(model):
         most_stages = 1
     per_node = min(devices, machine.devices_per_node)
-    kind_is_open = "strategy.data_parallel" not in kept
+    kind_is_open = "strategy.data_parallel" not in fixed
     splits = family_of(config.model).tensor_parallel is not None
     sizes = [size for size in MICRO_SIZES if size <= config.batch.global_size]
     open_values: dict[str, Iterable[Any]] = {
@@ -195,18 +191,18 @@ def _choices(
         **{name: values for name, values in FURTHER.items() if name in also},
     }
     for name in [*open_values]:
-        if name in kept:
+        if name in fixed:
             group, key = name.split(".")
             open_values[name] = [getattr(getattr(config, group), key)]
     for values in product(*open_values.values()):
         chosen = dict(zip(open_values, values, strict=True))
-        if not _is_sensible(chosen, devices, per_node, kept):
+        if not _is_sensible(chosen, devices, per_node, fixed):
             continue
         if chosen["strategy.tp"] > 1 and chosen["strategy.data_parallel"] == "ddp" and kind_is_open:
             chosen["strategy.data_parallel"] = "allreduce"
         derived = {name: value for name, value in DERIVED.items() if name not in open_values}
         chosen |= {**derived, **({**ON_CPUS, "cluster.cpu_workers": per_node} if machine.rates.cores else {})}
-        yield {name: value for name, value in chosen.items() if name in open_values or name not in kept}
+        yield {name: value for name, value in chosen.items() if name in open_values or name not in fixed}
 
 
 def _splits_batch(config: Config) -> bool:
@@ -216,7 +212,7 @@ def _splits_batch(config: Config) -> bool:
     return config.batch.micro_batches == "auto" and not is_determined
 
 
-def _is_sensible(chosen: Values, devices: int, per_node: int, kept: Collection[str]) -> bool:
+def _is_sensible(chosen: Values, devices: int, per_node: int, fixed: Collection[str]) -> bool:
     """Returns whether the open keys of a choice make a difference that simpler candidates do not have."""
     tp, pp, kind = chosen["strategy.tp"], chosen["strategy.pp"], chosen["strategy.data_parallel"]
     if not isinstance(pp, int) or tp * pp > devices:
@@ -229,14 +225,14 @@ def _is_sensible(chosen: Values, devices: int, per_node: int, kept: Collection[s
         "strategy.data_parallel": kind == "ddp" or dp > 1,
         "strategy.shard": chosen["strategy.shard"] != "node" or (kind.startswith("zero") and dp * tp > per_node > tp),
     }
-    return all(differs[name] for name in differs if name not in kept)
+    return all(differs[name] for name in differs if name not in fixed)
 
 
-def refusal(config: Config, nodes: int, per_node: int, kept: Collection[str]) -> UserError | None:
-    """Returns why the simplest layout with the values of the ``kept`` keys is refused; None if it is not."""
+def refusal(config: Config, nodes: int, per_node: int, fixed: Collection[str]) -> UserError | None:
+    """Returns why the simplest layout with the values of the ``fixed`` keys is refused; None if it is not."""
     simplest = {**SIMPLEST, "strategy.dp": "fill", **({"batch.micro_size": 1} if _splits_batch(config) else {})}
     try:
-        checked_layout(with_values(config, {k: v for k, v in simplest.items() if k not in kept}), nodes, per_node)
+        checked_layout(with_values(config, {k: v for k, v in simplest.items() if k not in fixed}), nodes, per_node)
     except UserError as error:
         return error
     return None

@@ -79,4 +79,6 @@ def _bandwidth(group: Group, rates: Rates) -> float:
         return rates.node_bytes_per_s
     # the ranks of a node send through as many network ports, but not faster than within the node
     bandwidth = group.per_node * rates.fabric_bytes_per_s
-    return bandwidth if group.per_node == 1 else min(bandwidth, rates.node_bytes_per_s)
+    if group.per_node == 1:
+        return bandwidth
+    return min(bandwidth, rates.node_bytes_per_s)

@@ -130,14 +130,14 @@ class Machine:
     def peak(self, precision: str) -> float:
         """Returns the peak FLOP/s of a device for a precision of the config; raises UserError if the device has no
         units for the precision."""
-        found = float(getattr(self.rates, f"{precision}_flops"))
-        if not found:
+        flops = float(getattr(self.rates, f"{precision}_flops"))
+        if not flops:
             raise UserError(
                 f"the devices of {self.name} ({self.device}) do not compute in {precision}",
                 where="precision",
                 fix="precision=fp16 or fp32",
             )
-        return found
+        return flops
 
     @property
     def devices_per_node(self) -> int:
@@ -180,27 +180,21 @@ def shipped() -> tuple[str, ...]:
 
 
 def read_machine(name: str) -> Machine:
-    """Returns the machine of a shipped file, or of a user's file.
-
-    Args:
-        name: the name of a shipped file, or a path that ends in ``.json``.
-
-    Raises:
-        UserError: there is no such file, or a number is missing or wrong.
-    """
-    own = name.endswith(".json")
-    if not own and name not in shipped():
+    """Returns the machine of a shipped file, or of a user's file. ``name`` is the name of a shipped file, or a path
+    that ends in ``.json``. Raises UserError if there is no such file, or a number is missing or wrong."""
+    is_path = name.endswith(".json")
+    if not is_path and name not in shipped():
         raise UserError(
             f"no machine is called {name!r}",
             where=_WHERE,
             fix=f"{nearest(name, shipped())}, or the path of a machine file, which ends in .json",
         )
-    path = Path(name) if own else SHIPPED / f"{name}.json"
+    path = Path(name) if is_path else SHIPPED / f"{name}.json"
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"the machine file {path} cannot be read: {error}", where=_WHERE, fix="a JSON file") from error
-    return parse_machine(found, str(path))
+    return parse_machine(content, str(path))
 
 
 def parse_machine(content: Any, where: str) -> Machine:
@@ -215,7 +209,10 @@ def parse_machine(content: Any, where: str) -> Machine:
     )
     if missing or unknown:
         what = f"it lacks {', '.join(missing)}" if missing else f"{unknown[0]} is unknown"
-        fix = nearest(unknown[0], NAMES) if unknown else f"add {missing[0]}; see Rates in hpc_train/planner/machine.py"
+        if unknown:
+            fix = nearest(unknown[0], NAMES)
+        else:
+            fix = f"add {missing[0]}; see Rates in hpc_train/planner/machine.py"
         raise UserError(f"the machine file is not complete: {what}", where=where, fix=fix)
     parsed = {name: _figure(figures[name], name, where) for name in NAMES}
     return Machine(str(content.get("name", where)), str(content.get("device", "unknown")), parsed)
@@ -258,7 +255,7 @@ OTHER_CARDS = ("pcie", "nvl")  # have other links and lower rates than the cards
 _SAME = re.compile(r"NVIDIA|AMD|INSTINCT|TESLA|SXM\d?|HBM\d\w?|OAM|VF")
 
 
-def machine_of_job(asked: str, gpus: int, types: Collection[str]) -> Machine:
+def machine_of_job(setting: str, gpus: int, types: Collection[str]) -> Machine:
     """Returns the machine file that ``cluster.machine`` names; for ``auto`` that of the GPUs, or of CPUs without GPUs.
 
     Args:
@@ -268,14 +265,14 @@ def machine_of_job(asked: str, gpus: int, types: Collection[str]) -> Machine:
     Raises:
         UserError: no file, or more than one, describes them.
     """
-    name = asked if asked != "auto" else _found(gpus, types)
+    name = setting if setting != "auto" else _machine_of_types(gpus, types)
     try:
         return read_machine(name)
     except UserError as error:
         raise UserError(error.what, where=KEY, fix=error.fix) from error
 
 
-def _found(gpus: int, types: Collection[str]) -> str:
+def _machine_of_types(gpus: int, types: Collection[str]) -> str:
     if not gpus:
         return OF_CPUS
     if not types:
@@ -284,7 +281,7 @@ def _found(gpus: int, types: Collection[str]) -> str:
             where=f"{KEY}, cluster.gpu_type",
             fix=f"{KEY}=NAME with {_listed(_of_gpus())}, or the path of your machine file",
         )
-    files = sorted({name for each in types for name in files_of(each)})
+    files = sorted({name for gpu_type in types for name in files_of(gpu_type)})
     if len(files) == 1 and all(map(files_of, types)):
         return files[0]
     seen = _listed(sorted(types))
@@ -306,7 +303,7 @@ def files_of(gpu_type: str) -> list[str]:
     words = set(re.split(r"[^a-z0-9]+", gpu_type.lower()))
     if words & {*OTHER_CARDS}:
         return []
-    sizes = {found[1] for word in words if (found := re.fullmatch(r"(\d+)(?:gb?)?", word))}
+    sizes = {match[1] for word in words if (match := re.fullmatch(r"(\d+)(?:gb?)?", word))}
     files = []
     for name in _of_gpus():
         model, _, size = name.partition("-")
@@ -329,9 +326,9 @@ def recognized(gpu: str) -> Machine | None:
 
     Variants of a chip have other rates and are other devices: ``NVIDIA H100 PCIe`` is not ``NVIDIA H100 80GB HBM3``.
     """
-    wanted = _words(gpu)
+    words = _words(gpu)
     machines = (read_machine(name) for name in shipped())
-    return next((machine for machine in machines if _words(machine.device) == wanted), None)
+    return next((machine for machine in machines if _words(machine.device) == words), None)
 
 
 def _words(name: str) -> list[str]:

@@ -57,7 +57,12 @@ class Passes:
         check_float8_rate(config, machine)
         self.layout, self.work = layout, work
         self.rates: Rates = machine.rates
-        self.narrow = 2 if config.precision.name in ("bf16", "fp16") else 8 if config.precision.name == "fp64" else 4
+        if config.precision.name in ("bf16", "fp16"):
+            self.narrow = 2
+        elif config.precision.name == "fp64":
+            self.narrow = 8
+        else:
+            self.narrow = 4
         self.width = 8 if config.precision.name == "fp64" else 4
         self.weight = self.narrow if config.precision.weights == "bf16" else self.width
         self.gradient = self.width if layout.shards_state else self.weight  # FSDP sums gradients in fp32
@@ -68,8 +73,10 @@ class Passes:
         self.split = layout.cp * layout.tp  # the ranks that share the work of a block
         self.key_share = _key_share(config, layout)
         self.mode = compiler_mode(config)
-        known = family_of(config.model).linear_layers if self.mode == CompilerMode.ASYNC_TP else None
-        self.linear_layers = None if known is None else known(config.model)  # if they cover their traffic
+        tells = None
+        if self.mode == CompilerMode.ASYNC_TP:
+            tells = family_of(config.model).linear_layers
+        self.linear_layers = None if tells is None else tells(config.model)  # if they cover their traffic
         self.float8 = IN_BF16 if self.rates.cores else float8_of(config, layout, work.tokens)
         self.float8_per_s = self.rates.fp8_flops * self.rates.matmul_share * self.rates.fp8_share
         self.layers = {id(layer) for layer in work.blocks[1:-1]}
@@ -78,28 +85,28 @@ class Passes:
 
     def forward(self, block: Block) -> float:
         """Returns the seconds of the forward of ``block``."""
-        found = self._known.get((id(block), None))
-        if found is None:
+        seconds = self._known.get((id(block), None))
+        if seconds is None:
             products, float8 = self._products(block), self._float8(block)
             device = products + self._attention(block) + self._moved(block) + self._cast(float8.forward)
             started = self._started(block, block.kernels + float8.kernels[0])
-            found = pass_seconds(device, started, self.rates) + self._traffic(block, "forward", products)
-        return found
+            seconds = pass_seconds(device, started, self.rates) + self._traffic(block, "forward", products)
+        return seconds
 
     def backward(self, block: Block, recomputed: LayerMode) -> float:
         """Returns the seconds of the backward of ``block``, with the recomputation of all or only cheap operations."""
-        found = self._known.get((id(block), recomputed))
-        if found is None:
-            found = self._known[id(block), recomputed] = self._backward(block, recomputed)
-        return found
+        seconds = self._known.get((id(block), recomputed))
+        if seconds is None:
+            seconds = self._known[id(block), recomputed] = self._backward(block, recomputed)
+        return seconds
 
     def _backward(self, block: Block, recomputed: LayerMode) -> float:
         products, float8 = self._products(block), self._float8(block)
         device = 2 * products + ATTENTION_BACKWARD * self._attention(block) + 2 * self._moved(block)
         device += self._cast(float8.backward) + self.accumulated(block)
         started = self._started(block, 2 * block.kernels + float8.kernels[1])
-        own = pass_seconds(device, started, self.rates) + self._traffic(block, "backward", products)
-        return own + (0.0 if recomputed == "none" else self._again(block, recomputed))
+        seconds = pass_seconds(device, started, self.rates) + self._traffic(block, "backward", products)
+        return seconds + (0.0 if recomputed == "none" else self._again(block, recomputed))
 
     def _again(self, block: Block, recomputed: LayerMode) -> float:
         """Returns the seconds of computing the forward of ``block`` again.
@@ -129,9 +136,9 @@ class Passes:
 
     def _at_full_rate(self, block: Block, operations: float) -> float:
         """Returns the seconds of ``operations`` of a sample in matrix products, part of them in fp8."""
-        own, share = operations * self.layout.micro_size / self.split, self._float8(block).share
-        in_fp8 = share * own / self.float8_per_s if share else 0.0
-        return (1 - share) * own / self.flops_per_s + in_fp8
+        of_rank, share = operations * self.layout.micro_size / self.split, self._float8(block).share
+        in_fp8 = share * of_rank / self.float8_per_s if share else 0.0
+        return (1 - share) * of_rank / self.flops_per_s + in_fp8
 
     def _float8(self, block: Block) -> Float8:
         return self.float8 if id(block) in self.in_float8 else IN_BF16
@@ -165,8 +172,8 @@ class Passes:
         size = self.work.hidden * self.layout.micro_size * self.narrow / self.layout.cp
         gather_s, scatter_s = gather(size, self.tensor_ranks, rates), scatter(size, self.tensor_ranks, rates)
         if self.linear_layers is not None and id(block) in self.layers:
-            found = Traffic(gather_s, scatter_s, size / rates.memory_bytes_per_s, self.layout.tp)
-            return exchanged + traffic_left(self.linear_layers, products, of, found)
+            traffic = Traffic(gather_s, scatter_s, size / rates.memory_bytes_per_s, self.layout.tp)
+            return exchanged + traffic_left(self.linear_layers, products, of, traffic)
         return exchanged + (3 if of == "again" else 4) / 2 * (gather_s + scatter_s)
 
     def _exchange(self, block: Block) -> float:
@@ -249,14 +256,14 @@ def float8_of(config: Config, layout: Layout, tokens: int) -> Float8:
     if recipe is None:
         return IN_BF16
     model: Any = counted(config).model
-    known = products_of(model, tokens)
-    if known is None:
+    products = products_of(model, tokens)
+    if products is None:
         return IN_BF16
     layers = max(1, model.n_layers)
     casts = (COMPILED if config.train.compile else EAGER)[recipe]
     chosen = forward = backward = 0.0
     kernels = [0.0, 0.0]
-    for group in known:
+    for group in products:
         shares = [count / layers for count in group.chosen(config.precision)]
         rows = layout.micro_size * group.rows / layout.cp
         in_fp8 = sum(share * group.inputs * outputs for share, outputs in zip(shares, group.outputs, strict=True))
@@ -267,7 +274,7 @@ def float8_of(config: Config, layout: Layout, tokens: int) -> Float8:
         backward += (casts.backward * (inputs + in_fp8) + casts.gradient * results) / layout.tp
         kernels = [have + sum(shares) * more for have, more in zip(kernels, casts.kernels, strict=True)]
         chosen += 2 * group.rows * in_fp8
-    share = chosen * layers / (_operations(model, known) or 1.0)
+    share = chosen * layers / (_operations(model, products) or 1.0)
     return Float8(share, forward, backward, (round(kernels[0]), round(kernels[1])))
 
 
@@ -280,18 +287,18 @@ def products_of(model: Any, tokens: int) -> Sequence[Products] | None:
     if groups is None:
         return None
     numbers = range(model.n_layers)
-    found = list[Products]()
+    products = list[Products]()
     for group in groups:
         names = tuple(tuple(f"{group.layer.format(number)}.{name}" for number in numbers) for name in group.names)
-        found.append(Products(names, group.inputs, group.outputs, tokens))
-    return found
+        products.append(Products(names, group.inputs, group.outputs, tokens))
+    return products
 
 
-def _operations(model: Any, known: Sequence[Products]) -> float:
+def _operations(model: Any, products: Sequence[Products]) -> float:
     """Returns the operations of the forward of a sample in all products of the layers, with those that stay in bf16."""
     if isinstance(model, CountedModel):
         return sum(block.products for block in model.layers or model.counts.blocks[:1])
-    return sum(2 * group.rows * group.inputs * sum(group.outputs) * len(group.names[0]) for group in known)
+    return sum(2 * group.rows * group.inputs * sum(group.outputs) * len(group.names[0]) for group in products)
 
 
 def check_float8_rate(config: Config, machine: Machine) -> None:
@@ -339,16 +346,16 @@ class Traffic:
     moved_s: float
     ranks: int
 
-    def gathered(self, beside: float) -> float:
-        """Returns the seconds of a gather that ``beside`` seconds of products leave."""
-        return self._left(self.gather_s, beside) + 2 / self.ranks * self.moved_s
+    def gathered(self, products_s: float) -> float:
+        """Returns the seconds of a gather that ``products_s`` seconds of products leave."""
+        return self._left(self.gather_s, products_s) + 2 / self.ranks * self.moved_s
 
-    def scattered(self, beside: float) -> float:
+    def scattered(self, products_s: float) -> float:
         """Returns the same of a scatter."""
-        return self._left(self.scatter_s, beside) + (1 + 1 / self.ranks) * self.moved_s
+        return self._left(self.scatter_s, products_s) + (1 + 1 / self.ranks) * self.moved_s
 
-    def _left(self, seconds: float, beside: float) -> float:
-        return max(0.0, seconds - beside * (self.ranks - 1) / self.ranks)
+    def _left(self, seconds: float, products_s: float) -> float:
+        return max(0.0, seconds - products_s * (self.ranks - 1) / self.ranks)
 
 
 def traffic_left(layers: Sequence[LinearLayers], products_s: float, of: Pass, traffic: Traffic) -> float:
@@ -361,10 +368,12 @@ def traffic_left(layers: Sequence[LinearLayers], products_s: float, of: Pass, tr
         of: ``again`` is the forward that recomputation repeats, without the last scatter.
     """
     sizes = [group.inputs * sum(group.outputs) for group in layers]
-    beside = [products_s * size / sum(sizes) for size in sizes]
+    seconds = [products_s * size / sum(sizes) for size in sizes]
     if of == "backward":
-        return sum(_backward(layers, beside, traffic))
-    parts = [traffic.scattered(each) if place % 2 else traffic.gathered(each) for place, each in enumerate(beside)]
+        return sum(_backward(layers, seconds, traffic))
+    parts = [
+        traffic.scattered(group_s) if place % 2 else traffic.gathered(group_s) for place, group_s in enumerate(seconds)
+    ]
     return sum(parts[:-1] if of == "again" else parts)
 
 
@@ -385,13 +394,13 @@ def uncovered(traffic: float, window: float, blocks: int, rates: Rates, load: fl
     """Returns the part of ``traffic`` that ``window`` seconds of computation do not cover: at least that of a block.
 
     On GPUs the part that they cover slows them (``overlap_share``), the less the longer it waits for the network.
-
-    Args:
-        traffic: the seconds of the collectives of ``blocks`` blocks; on CPUs as one collective.
-        load: how busy the collectives keep a device, as a share of collectives within a node.
+    ``traffic`` are the seconds of the collectives of ``blocks`` blocks; on CPUs as one collective. ``load`` is how busy
+    the collectives keep a device, as a share of collectives within a node.
     """
     if rates.cores:
-        return traffic + (blocks - 1) * rates.node_latency_s if traffic else 0.0
+        if traffic:
+            return traffic + (blocks - 1) * rates.node_latency_s
+        return 0.0
     alone = traffic / blocks
     covered = min(traffic - alone, window)
     return traffic - covered + rates.overlap_share * load * covered
@@ -400,12 +409,9 @@ def uncovered(traffic: float, window: float, blocks: int, rates: Rates, load: fl
 def pipeline_seconds(simulated: float, busy: float, ranks: int, rates: Rates) -> float:
     """Returns the time of a pipeline's passes when its ``ranks`` ranks on a node share the cores.
 
-    With more ranks than cores, the ranks that compute take the cores of those that wait: a step takes as long as with
-    a core per rank, but no less than all cores need for the work of all ranks.
-
-    Args:
-        simulated: the seconds if each rank always has only its share of a core.
-        busy: the seconds in which the busiest rank then computes.
+    With more ranks than cores, the ranks that compute take the cores of those that wait: a step takes as long as with a
+    core per rank, but no less than all cores need for the work of all ranks. ``simulated`` are the seconds if each rank
+    always has only its share of a core. ``busy`` are the seconds in which the busiest rank then computes.
     """
     slices = ranks / rates.cores if rates.cores else 1.0
     return simulated if slices <= 1 else max(busy, simulated / slices)

@@ -135,13 +135,9 @@ def predict_step(
 ) -> Prediction:
     """Returns the prediction for ``layout``.
 
-    Args:
-        simulated: whether to simulate the order of the pipeline's schedule; otherwise its row states the bubble, which
-            assumes equal stages and messages that take no time.
-        work: that of the model, if it has been counted.
-
-    Raises:
-        UserError: the size of the model is unknown, or the devices do not compute in its precision.
+    ``simulated`` says whether to simulate the order of the pipeline's schedule; otherwise its row states the bubble,
+    which assumes equal stages and messages that take no time. ``work`` is that of the model, if it has been counted.
+    Raises UserError if the size of the model is unknown, or the devices do not compute in its precision.
     """
     return _Step(config, layout, machine, work or count_work(config)).predict(simulated)
 
@@ -223,13 +219,13 @@ class _Step:
         """Returns the seconds in which activations leave a stage in one pass; in the backward they come back."""
         if self.config.train.activation_offload == "none":
             return [0.0] * self.layout.stages
-        config, first, found = counted(self.config), 0, []
+        config, first, estimates = counted(self.config), 0, []
         for count in self._counts():
             numbers = range(first, first + count)
             moved = sum(moved_bytes(config, self.layout, number) for number in numbers)
-            found.append(moved / self.rates.host_bytes_per_s if moved else 0.0)
+            estimates.append(moved / self.rates.host_bytes_per_s if moved else 0.0)
             first += count
-        return found
+        return estimates
 
     def _counts(self) -> list[int]:
         """Returns the number of layers of each stage."""
@@ -251,26 +247,26 @@ class _Step:
         parameters, blocks = self._parameters(), max(1, len(self.work.blocks) // layout.pp)
         everyone = group_of(layout.dp_cp, layout.tp, self.machine.devices_per_node)
         # of the passes of one micro-batch, a third is the forward
-        one = busy / layout.micro_batches
+        micro_batch_s = busy / layout.micro_batches
         if not layout.shards_state:
             sent = parameters * self.passes.gradient * self._sent_share()
             collectives = 1 if self.rates.cores else blocks  # a bucket of 25 MB holds several small blocks
             return uncovered(
                 self._each(all_reduce, sent, everyone, blocks),
-                one * 2 / 3,
+                micro_batch_s * 2 / 3,
                 collectives,
                 self.rates,
                 load(everyone, self.rates),
             )
-        return self._sharded(parameters, blocks, one)
+        return self._sharded(parameters, blocks, micro_batch_s)
 
     def _sent_share(self) -> float:
         """Returns the share of the bytes of the gradients that compression leaves."""
         strategy = self.config.strategy
         return SENT_SHARE.get(strategy.compression, strategy.compression_share)
 
-    def _sharded(self, parameters: float, blocks: int, one: float) -> float:
-        """Returns the same for ZeRO, where ``one`` is the time of the passes of one micro-batch."""
+    def _sharded(self, parameters: float, blocks: int, micro_batch_s: float) -> float:
+        """Returns the same for ZeRO, where ``micro_batch_s`` is the time of the passes of one micro-batch."""
         layout, rates = self.layout, self.rates
         shards = group_of(layout.shard, layout.tp, self.machine.devices_per_node)
         gathered = self._each(gather, parameters * self.narrow, shards, blocks)
@@ -285,12 +281,12 @@ class _Step:
         gathers = batches if "parameters" in layout.kind.shards else 1
         scatters = batches if "gradients" in layout.kind.shards else 1
         again = gathered if "parameters" in layout.kind.shards else 0.0  # gathered a second time for the backward
-        exposed = gathers * uncovered(gathered, one / 3, blocks, rates, busy)
-        exposed += scatters * uncovered(scattered + again, one * 2 / 3, blocks, rates, busy)
+        exposed = gathers * uncovered(gathered, micro_batch_s / 3, blocks, rates, busy)
+        exposed += scatters * uncovered(scattered + again, micro_batch_s * 2 / 3, blocks, rates, busy)
         # the backward of the last micro-batch also covers the sum over the replicas, which takes other links
-        return exposed + uncovered(reduced, one * 2 / 3, blocks, rates, load(across, rates))
+        return exposed + uncovered(reduced, micro_batch_s * 2 / 3, blocks, rates, load(across, rates))
 
-    def _each(self, collective: Collective, size: float, group: Group, blocks: int) -> float:
+    def _of_blocks(self, collective: Collective, size: float, group: Group, blocks: int) -> float:
         """Returns the seconds of a collective of each block, of ``size`` bytes together; on CPUs as one collective."""
         count = 1 if self.rates.cores else blocks
         return count * collective(size / count, group, self.rates)
@@ -298,14 +294,14 @@ class _Step:
     def _optimizer(self) -> float:
         """Returns the time in which memory moves parameters, gradients and state, with the norm of the gradients."""
         layout, strategy = self.layout, self.config.strategy
-        own = self._parameters() / (layout.shard if layout.shards_state else 1)
-        moved = own * self.width * (2 + 2 + 2 * values_per_parameter(self.config.optim))
+        updated = self._parameters() / (layout.shard if layout.shards_state else 1)
+        moved = updated * self.width * (2 + 2 + 2 * values_per_parameter(self.config.optim))
         weight = self.passes.weight
         if weight < self.width:  # gradients are read and weights are written, beside masters and copies of gradients
-            moved += own * (2 * weight + self.width)
+            moved += updated * (2 * weight + self.width)
         if strategy.offload == "none":
             return moved / self.rates.memory_bytes_per_s
-        return own * 2 * weight / self.rates.host_bytes_per_s
+        return updated * 2 * weight / self.rates.host_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -338,11 +334,9 @@ def step_seconds(
 ) -> float:
     """Returns the seconds from the first forward to the last backward of a step.
 
-    Steps of many micro-batches repeat themselves, so their middle is extrapolated from two shorter steps.
-
-    Args:
-        forwards: the seconds of a forward of each stage for one micro-batch; ``backwards`` those of a backward.
-        messages: the seconds of a message from each stage to the next one.
+    Steps of many micro-batches repeat themselves, so their middle is extrapolated from two shorter steps. ``forwards``
+    are the seconds of a forward of each stage for one micro-batch; ``backwards`` those of a backward. ``messages`` are
+    the seconds of a message from each stage to the next one.
     """
     count, turn = layout.micro_batches, layout.pp
     short = count - max(0, count - 3 * layout.stages) // turn * turn
@@ -358,10 +352,8 @@ def simulate(
 ) -> Timeline:
     """Returns when each rank computes what in a step of ``micro_batches``.
 
-    An action begins when its rank has ended the action before it and its inputs have arrived.
-
-    Raises:
-        ValueError: the order of the schedule is unknown, or its ranks wait for each other.
+    An action begins when its rank has ended the action before it and its inputs have arrived. Raises ValueError if the
+    order of the schedule is unknown, or its ranks wait for each other.
     """
     order = layout.pipeline.order
     if order is None:
@@ -373,9 +365,9 @@ def simulate(
     left = sum(map(len, orders))
     while left:
         before = left
-        for own, actions in zip(events, orders, strict=True):
-            began, last = len(own), len(forwards) - 1
-            clock = own[-1].end if own else 0.0
+        for rank_events, actions in zip(events, orders, strict=True):
+            began, last = len(rank_events), len(forwards) - 1
+            clock = rank_events[-1].end if rank_events else 0.0
             for action in actions[began:]:
                 work, stage, batch = action
                 if work == FORWARD:
@@ -386,14 +378,14 @@ def simulate(
                     break
                 begin = max(ready, clock)
                 clock = begin + _duration(work, stage, forwards, backwards)
-                own.append(Event(action, begin, clock))
+                rank_events.append(Event(action, begin, clock))
                 if work == FORWARD and stage < last:
                     arrived[True, stage + 1, batch] = clock + messages[stage]
                 elif work == FORWARD:
                     arrived[False, stage, batch] = clock
                 elif work != BACKWARD_WEIGHT and stage:
                     arrived[False, stage - 1, batch] = clock + messages[stage - 1]
-            left -= len(own) - began
+            left -= len(rank_events) - began
         if left == before:
             raise ValueError(f"the ranks of the schedule {layout.schedule} wait for each other")
     return Timeline(tuple(map(tuple, events)))
@@ -403,4 +395,6 @@ def _duration(work: str, stage: int, forwards: Sequence[float], backwards: Seque
     """Returns the seconds of a pass; the gradients of inputs and those of weights are half of a backward each."""
     if work == FORWARD:
         return forwards[stage]
-    return backwards[stage] if work == FULL_BACKWARD else backwards[stage] / 2
+    if work == FULL_BACKWARD:
+        return backwards[stage]
+    return backwards[stage] / 2

@@ -97,31 +97,28 @@ def scale(
     config: Config,
     machine: Machine,
     counts: Iterable[int],
-    kept: Collection[str],
+    fixed: Collection[str],
     assumed: Assumed,
     also: Collection[str] = (),
 ) -> Iterator[Point]:
-    """Yields a point for each number of devices on which the training fits, with its fastest layout.
-
-    Args:
-        kept: the config keys whose values stay those of ``config``.
-
-    Raises:
-        UserError: the training fits on none of the numbers.
-    """
+    """Yields a point for each number of devices on which the training fits, with its fastest layout. ``fixed`` are the
+    config keys whose values stay those of ``config``. Raises UserError if the training fits on none of the numbers."""
     steps = config.train.steps if config.train.epochs is None else None
     samples = None if steps is None else steps * config.batch.global_size
     first: tuple[int, float] | None = None
     compared = list[int]()
     for count in counts:
         compared.append(count)
-        batch = config.batch.global_size * count // compared[0] if assumed.grows else config.batch.global_size
+        if assumed.grows:
+            batch = config.batch.global_size * count // compared[0]
+        else:
+            batch = config.batch.global_size
         values = {"batch.global_size": batch}
         synthetic = getattr(config.data, "samples", None)
         if isinstance(synthetic, int):
             values["data.samples"] = max(batch, synthetic)  # at least as many as a step takes
         scaled = with_values(config, values)
-        best = next(fastest(candidates(scaled, machine, count, kept, also), EQUAL), None)
+        best = next(fastest(candidates(scaled, machine, count, fixed, also), EQUAL), None)
         if best is None:
             continue
         predicted = best.prediction.step_s

@@ -94,47 +94,55 @@ def count_work(config: Config) -> Work:
         return Work(blocks, counts.hidden, counts.tokens, touches, sum(block.total for block in counts.blocks))
     layers = getattr(model, "n_layers", None)
     shape = _shape(config)
-    total = None if family.flops_per_sample is None else family.flops_per_sample(model, shape)
-    kept = None if family.activations is None else family.activations(model, config.data)
+    total = None
+    if family.flops_per_sample is not None:
+        total = family.flops_per_sample(model, shape)
+    activations = None
+    if family.activations is not None:
+        activations = family.activations(model, config.data)
     count = None if family.parameters is None else family.parameters(model)
-    if runs_own_code(config) or not isinstance(layers, int) or total is None or kept is None or count is None:
+    if runs_own_code(config) or not isinstance(layers, int) or total is None or activations is None or count is None:
         raise UserError(
             f"a model of the family {model.kind} does not tell its size and operations before it is built",
             where="model",
             fix="python -m hpc_train plan, which counts it; a built-in model of about the same size; or a ModelFamily "
             "with parameters, activations and flops_per_sample (docs/extend.md)",
         )
-    return _count(config, layers, total, kept, count)
+    return _count(config, layers, total, activations, count)
 
 
-def _count(config: Config, layers: int, total: float, kept: Activations, count: int) -> Work:
+def _count(config: Config, layers: int, total: float, activations: Activations, count: int) -> Work:
     fewer = _one_layer_fewer(config, layers, total, count)
     layer_flops, layer_parameters = total - fewer[0], count - fewer[1]
     ends = max(0.0, count - layers * layer_parameters)
     tied = getattr(config.model, "tied_embeddings", False)
     table = ends if tied else ends / 2
     compiled = config.train.compile
-    products = min(layer_flops, 6.0 * layer_parameters * kept.tokens) / 3
+    products = min(layer_flops, 6.0 * layer_parameters * activations.tokens) / 3
     width = getattr(config.model, "ffn_dim", None) or getattr(config.model, "mlp_dim", None)
     layer = Block(
         products=products,
         attention=layer_flops / 3 - products,
-        elements=kept.tokens * (kept.norm_inputs + kept.layer + kept.passing + kept.scores),
+        elements=activations.tokens
+        * (activations.norm_inputs + activations.layer + activations.passing + activations.scores),
         kernels=COMPILED_KERNELS if compiled else EAGER_KERNELS,
         parameters=layer_parameters,
-        last=2.0 * kept.tokens * int(width or 0) * int(getattr(config.model, "dim", 0)),  # 0 if the width is unknown
+        last=2.0
+        * activations.tokens
+        * int(width or 0)
+        * int(getattr(config.model, "dim", 0)),  # 0 if the width is unknown
     )
-    hidden = kept.tokens * kept.layer_input
+    hidden = activations.tokens * activations.layer_input
     stem = Block(0.0, 0.0, hidden, STEM_KERNELS, table)
     head = Block(
         products=max(0.0, total - layers * layer_flops) / 3,
         attention=0.0,
-        elements=kept.tokens * kept.logits,
+        elements=activations.tokens * activations.logits,
         kernels=HEAD_KERNELS,
         parameters=0.0 if tied else ends - table,
     )
     touches = FUSED_TOUCHES if compiled else TOUCHES
-    return Work((stem, *[layer] * layers, head), hidden, kept.tokens, touches, total)
+    return Work((stem, *[layer] * layers, head), hidden, activations.tokens, touches, total)
 
 
 def _one_layer_fewer(config: Config, layers: int, total: float, count: int) -> tuple[float, float]:
@@ -229,10 +237,10 @@ def _answer(config: Config, file: Path) -> dict[str, Any]:
     if not file.exists():
         lines = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()
         raise _refusal(lines[-1].strip() if lines else f"its process ended with exit code {done.returncode}")
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if "what" in found:
-        raise _refusal(found["what"], found.get("where") or "model", found.get("fix") or _FIX)
-    counts: dict[str, Any] = found["counts"]
+    answer = json.loads(file.read_text(encoding="utf-8"))
+    if "what" in answer:
+        raise _refusal(answer["what"], answer.get("where") or "model", answer.get("fix") or _FIX)
+    counts: dict[str, Any] = answer["counts"]
     return counts
 
 

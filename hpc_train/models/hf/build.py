@@ -36,12 +36,8 @@ def build(config: HFModelConfig) -> HFDecoder | HFWhole:
 
 
 class HFWhole(WrappedModel):
-    """Wraps a model on ``meta`` with the names of transformers.
-
-    Args:
-        module: the model on ``meta``.
-        values: the first values of its parameters.
-    """
+    """Wraps a model on ``meta`` with the names of transformers. ``module`` is the model on ``meta``. ``values`` are the
+    first values of its parameters."""
 
     def __init__(self, module: Any, values: FirstValues, config: HFModelConfig) -> None:
         super().__init__(module, "cross_entropy", config.wrap)

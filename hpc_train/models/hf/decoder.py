@@ -70,12 +70,8 @@ class _Layer(nn.Module):
 
 
 class HFDecoder(Model):
-    """Implements ``Model`` for a decoder of transformers.
-
-    Args:
-        module: the causal language model on ``meta``; its parts are taken, not copied.
-        values: the first values of its parameters.
-    """
+    """Implements ``Model`` for a decoder of transformers. ``module`` is the causal language model on ``meta``; its
+    parts are taken, not copied. ``values`` are the first values of its parameters."""
 
     stem: _Stem | None
     head: LinearHead | None
@@ -114,7 +110,10 @@ class HFDecoder(Model):
         given = context.get("positions", context.get("position_ids"))
         length = hidden.shape[1]
         dtype = self.hidden_dtype or next(p.dtype for p in self.parameters())
-        positions = torch.arange(length, device=hidden.device).unsqueeze(0) if given is None else given
+        if given is None:
+            positions = torch.arange(length, device=hidden.device).unsqueeze(0)
+        else:
+            positions = given
         example = torch.empty((len(hidden), length, 1), dtype=dtype, device=hidden.device)
         shared: dict[str, Any] = {kind: self._limits(kind, example, context, given) for kind in self._kinds}
         shared["position_ids"] = positions
@@ -237,10 +236,8 @@ def document_limits(
 ) -> dict[str, Any] | None:
     """Returns the arguments of layers whose attention takes boundaries; None if it needs a mask or no limit.
 
-    Args:
-        context: that of a batch.
-        inputs: the number of sequences, and of tokens in each.
-        window: the number of tokens to which a token attends, itself included; None is all.
+    ``context`` is that of a batch. ``inputs`` is the number of sequences, and of tokens in each. ``window`` is the
+    number of tokens to which a token attends, itself included; None is all.
     """
     if "attention_mask" in context or not packed.has_kernels(device):
         return None
@@ -255,10 +252,7 @@ def document_backend(
     config: Any, batch: Batch, dtype: torch.dtype, device: torch.device, head_dim: int, window: int | None
 ) -> str | None:
     """Returns which implementation limits the attention of layers with ``window``; None if nothing limits it.
-
-    Args:
-        config: that of a model for which ``use_kernels`` was called.
-    """
+    ``config`` is that of a model for which ``use_kernels`` was called."""
     context = batch.context
     length = batch.inputs.shape[1]
     scores = Scores(window=window if packed.is_narrow(Scores(window=window), length) else None)

@@ -54,12 +54,8 @@ def _is_adapter(name: str) -> bool:
 def adapt(module: Any, config: HFModelConfig, tied: Mapping[str, str]) -> None:
     """Adds the adapters of ``config.lora`` to ``module`` in place and freezes what does not train.
 
-    Args:
-        module: a model of transformers on ``meta``.
-        tied: the names of its tied parameters, alias -> name.
-
-    Raises:
-        UserError: a layer does not exist or cannot have an adapter, or the model has batch statistics.
+    ``module`` is a model of transformers on ``meta``. ``tied`` maps aliases of its tied parameters to names.
+    Raises UserError if a layer does not exist or cannot have an adapter, or the model has batch statistics.
     """
     from peft import inject_adapter_in_model
 
@@ -165,10 +161,8 @@ def exported_config(config: HFModelConfig) -> dict[str, Any]:
 def base_identity(model: Any) -> dict[str, Any] | None:
     """Returns what identifies the files from which the frozen weights of ``model`` are read; None without adapters.
 
-    These are the SHA-256 of config.json and the sizes in bytes of the weight files, which are not read.
-
-    Args:
-        model: the config of any model.
+    These are the SHA-256 of config.json and the sizes in bytes of the weight files, which are not read. ``model`` is
+    the config of any model.
     """
     if not isinstance(model, HFModelConfig) or model.lora.rank is None:
         return None
