@@ -58,18 +58,23 @@ def _eval_set(data: DataConfig, name: str, values: Any) -> DataConfig:
     schema = OmegaConf.create({"eval_sets": {name: OmegaConf.structured(load_source(kind).schema)}})
     try:
         merged = OmegaConf.merge(schema, {"eval_sets": {name: base}}, {"eval_sets": {name: values}})
-        found: Any = OmegaConf.to_object(merged)
+        typed: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise translate(error) or error from error
-    built: DataConfig = found["eval_sets"][name]
+    built: DataConfig = typed["eval_sets"][name]
     path = getattr(built, "path", None)
-    return built if path is None else replace(built, path=str(Path(path).expanduser().absolute()))  # type: ignore[call-arg]
+    if path is None:
+        return built
+    return replace(built, path=str(Path(path).expanduser().absolute()))  # type: ignore[call-arg]
 
 
 def metric_names(config: Config) -> list[str]:
     """Returns the keys that evaluations add to the metrics; a custom metric may add ``_KEY`` to its name."""
-    metrics = ("loss", *(() if _lacks_accuracy(config) else ("accuracy",)), *config.metrics)
-    return list(dict.fromkeys(metric_name(each, metric) for each in (MAIN, *config.eval_sets) for metric in metrics))
+    metrics = ["loss", "accuracy", *config.metrics]
+    if _lacks_accuracy(config):
+        metrics.remove("accuracy")
+    sets = (MAIN, *config.eval_sets)
+    return list(dict.fromkeys(metric_name(eval_set, metric) for eval_set in sets for metric in metrics))
 
 
 def _lacks_accuracy(config: Config) -> bool:
@@ -89,11 +94,11 @@ def _lacks_accuracy(config: Config) -> bool:
 
 def check_metric_name(name: str, config: Config, where: str) -> None:
     """Raises UserError if no evaluation has the metric ``name``."""
-    known = metric_names(config)
-    with_more = [f"{metric_name(each, own)}_" for each in (MAIN, *config.eval_sets) for own in config.metrics]
-    if name in known or name.startswith(tuple(with_more)):
-        return
-    raise UserError(f"{where} is {name}, which no evaluation computes", where=where, fix=nearest(name, known))
+    names = metric_names(config)
+    sets = (MAIN, *config.eval_sets)
+    heads = tuple(f"{metric_name(eval_set, metric)}_" for eval_set in sets for metric in config.metrics)
+    if name not in names and not name.startswith(heads):
+        raise UserError(f"{where} is {name}, which no evaluation computes", where=where, fix=nearest(name, names))
 
 
 def highest_is_best(name: str, mode: str, where: str) -> bool:
@@ -126,8 +131,11 @@ class BestMetric:
 
     def is_better(self, value: float, than: float | None) -> bool:
         """Returns whether ``value`` is finite and better than ``than``; None is worse than any value."""
-        better = than is None or (value > than if self.highest else value < than)
-        return math.isfinite(value) and better
+        if not math.isfinite(value):
+            return False
+        if than is None:
+            return True
+        return value > than if self.highest else value < than
 
 
 LOWEST_LOSS = BestMetric("val_loss", highest=False)  # ranks checkpoints without ``checkpoint.keep_best``
@@ -144,14 +152,16 @@ def check_evaluation(config: Config) -> None:
     Raises:
         UserError: a value is wrong. The message reports the first problem.
     """
-    keys = [metric_name(each, metric) for each in (MAIN, *config.eval_sets) for metric in ("loss", *config.metrics)]
+    sets = (MAIN, *config.eval_sets)
+    keys = [metric_name(eval_set, metric) for eval_set in sets for metric in ("loss", *config.metrics)]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
         fix = "rename the metric or the evaluation set; loss is the name of the loss"
         raise UserError(f"two metrics have the name {twice}", where="metrics, eval_sets", fix=fix)
     for name, data in eval_set_configs(config.data, config.eval_sets).items():
         source = load_source(data.kind)
-        gives, trained = source.sample_kind(data), load_source(config.data.kind).sample_kind(config.data)
+        gives = source.sample_kind(data)
+        trained = load_source(config.data.kind).sample_kind(config.data)
         if gives != trained:
             what = f"eval_sets.{name} gives {gives} as samples, but data gives {trained}"
             raise UserError(what, where=f"eval_sets.{name}", fix="use data of the same kind")

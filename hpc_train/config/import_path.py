@@ -382,8 +382,8 @@ def _constructor(tree: ast.Module, statement: ast.ClassDef) -> Parameters | None
     local = [base for base in inherited if isinstance(base, ast.ClassDef) and base is not statement]
     if local:
         return _constructor(tree, local[0]) if len(bases) == 1 else None
-    names = _bases(tree, bases)
-    return NO_PARAMETERS if names is not None and names.issubset(WITHOUT_INIT) else None
+    origins = _bases(tree, bases)
+    return NO_PARAMETERS if origins is not None and origins.issubset(WITHOUT_INIT) else None
 
 
 def _bases(tree: ast.Module, bases: Sequence[ast.expr]) -> set[str] | None:

@@ -7,7 +7,7 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -27,6 +27,7 @@ from hpc_train.errors import UserError, nearest
 from hpc_train.units import parse_bytes
 
 PREFLIGHT_ACTIONS = ("warn", "stop", "exclude")
+NUMBER_OR_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -91,25 +92,24 @@ def parse_profile(config: ProfileConfig) -> Profiled | None:
     """
     if config.steps is None:
         return None
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", config.steps.strip())
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = NUMBER_OR_RANGE.fullmatch(config.steps.strip())
+    first = last = 0
+    if match is not None:
+        first = int(match[1])
+        last = int(match[2] or first)
     if not 1 <= first <= last:
         raise UserError(
             f"telemetry.profile.steps is {config.steps!r}, which is neither a step nor a range of steps",
             where="telemetry.profile.steps",
             fix="one step such as 10, or a range such as 10-12",
         )
-    return Profiled(first, last, _ranks(config.ranks))
-
-
-def _ranks(given: Any) -> frozenset[int] | None:
-    if given == "all":
-        return None
-    ranks = list(given) if isinstance(given, list) else [given]
+    if config.ranks == "all":
+        return Profiled(first, last, None)
+    ranks = list(config.ranks) if isinstance(config.ranks, list) else [config.ranks]
     if ranks and all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks):
-        return frozenset(ranks)
+        return Profiled(first, last, frozenset(ranks))
     raise UserError(
-        f"telemetry.profile.ranks is {given!r}, which is neither a rank nor a list of ranks",
+        f"telemetry.profile.ranks is {config.ranks!r}, which is neither a rank nor a list of ranks",
         where="telemetry.profile.ranks",
         fix="a rank such as 0, a list such as [0,3], or all",
     )
@@ -130,10 +130,12 @@ def check_prometheus(config: PrometheusConfig) -> None:
 def check_profiled_steps(config: ProfileConfig, world_size: int) -> None:
     """Raises UserError if the profile cannot be parsed, or names a rank that does not exist."""
     profiled = parse_profile(config)
-    beyond = sorted(rank for rank in (profiled.ranks or ()) if rank >= world_size) if profiled is not None else []
-    if beyond:
+    if profiled is None or profiled.ranks is None:
+        return
+    beyond = min((rank for rank in profiled.ranks if rank >= world_size), default=None)
+    if beyond is not None:
         raise UserError(
-            f"telemetry.profile.ranks contains rank {beyond[0]}, but the world size is {world_size}",
+            f"telemetry.profile.ranks contains rank {beyond}, but the world size is {world_size}",
             where="telemetry.profile.ranks",
             fix=f"ranks 0 to {world_size - 1}, or all",
         )
@@ -191,18 +193,16 @@ def with_all_workers(config: Config, workers: int) -> Config:
     )
 
 
-NODES = re.compile(r"(\d+)(?:-(\d+))?")
-
-
 def node_range(cluster: ClusterConfig) -> tuple[int, int]:
     """Returns the fewest and the most nodes of ``cluster.nodes``: ``4`` or ``2-4``.
 
     Raises:
         UserError: the value is neither a number nor a range, or the range is empty.
     """
-    found = NODES.fullmatch(str(cluster.nodes))
-    if found is not None:
-        fewest, most = int(found[1]), int(found[2] or found[1])
+    match = NUMBER_OR_RANGE.fullmatch(str(cluster.nodes))
+    if match is not None:
+        fewest = int(match[1])
+        most = int(match[2] or fewest)
         if 1 <= fewest <= most:
             return fewest, most
     raise UserError(
@@ -311,16 +311,17 @@ def preflight_actions(cluster: ClusterConfig) -> dict[str, str]:
         UserError: ``cluster.preflight_action`` names an unknown class or action.
     """
     default: dict[str, str] = ClusterConfig().preflight_action
-    own, where = cluster.preflight_action, "cluster.preflight_action"
-    if isinstance(own, str):
-        return dict.fromkeys(default, own)
-    for name, action in own.items():
+    actions = cluster.preflight_action
+    where = "cluster.preflight_action"
+    if isinstance(actions, str):
+        return dict.fromkeys(default, actions)
+    for name, action in actions.items():
         if name not in default:
             raise UserError(f"{where}.{name} is unknown", where=where, fix=nearest(name, list(default)))
         if action not in PREFLIGHT_ACTIONS:
             fix = nearest(str(action), PREFLIGHT_ACTIONS)
             raise UserError(f"{where}.{name} is {action!r}", where=f"{where}.{name}", fix=fix)
-    return default | own
+    return default | actions
 
 
 def runs_own_code(config: Config) -> bool:
@@ -334,53 +335,51 @@ def command_words(config: Config) -> list[str]:
     Raises:
         UserError: it is neither a text nor a list of words.
     """
-    asked = config.run.command
-    if asked is None:
+    command = config.run.command
+    if command is None:
         return []
-    words = _split(asked) if isinstance(asked, str) else asked
+    words = command
+    fix = "run.command=[python,train.py,--lr,0.1], or 'run.command=\"...\"'"
+    if isinstance(command, str):
+        try:
+            words = shlex.split(command)
+        except ValueError as error:
+            what = f"run.command cannot be split into words: {error}"
+            raise UserError(what, where="run.command", fix=fix) from None
     if not isinstance(words, list) or not words or any(isinstance(word, list | dict) for word in words):
-        raise _bad_command(f"run.command is {asked!r}, not a program with its arguments")
+        what = f"run.command is {command!r}, not a program with its arguments"
+        raise UserError(what, where="run.command", fix=fix)
     return [str(word).lower() if isinstance(word, bool) or word is None else str(word) for word in words]
 
 
-def _split(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise _bad_command(f"run.command cannot be split into words: {error}") from None
-
-
-def _bad_command(what: str) -> UserError:
-    return UserError(what, where="run.command", fix="run.command=[python,train.py,--lr,0.1], or 'run.command=\"...\"'")
-
-
 _DATA_PATHS = ("path", "validation_path", "tokenizer", "chat_template", "cache")
+PROMETHEUS_PATHS = ("file", "token_file", "targets_dir")
 
 
 def absolute(config: Config) -> Config:
     """Makes relative paths absolute."""
-    for key in _DATA_PATHS:
-        path = getattr(config.data, key, None) if key == "path" or config.data.kind == "sft" else None
-        if path is not None:
-            setattr(config.data, key, str(Path(path).expanduser().absolute()))
-    for source in getattr(config.data, "sources", {}).values():
-        for key in _DATA_PATHS if source.get("kind") == "sft" else ("path",):
-            if source.get(key) is not None:
-                source[key] = str(Path(source[key]).expanduser().absolute())
+    sources = [vars(config.data), *getattr(config.data, "sources", {}).values()]
+    for source in sources:
+        _make_absolute(source, _DATA_PATHS if source.get("kind") == "sft" else ("path",))
     name = getattr(config.model, "name_or_path", None)
     if name is not None and Path(name).expanduser().is_dir():  # otherwise a name on the hub
-        config.model.name_or_path = str(Path(name).expanduser().absolute())
-    config.run.root = str(Path(config.run.root).expanduser().absolute())
+        _make_absolute(vars(config.model), ("name_or_path",))
+    _make_absolute(vars(config.run), ("root", "progress_dir"))
     if config.run.command is not None:
-        config.run.command = [_absolute_script(word) for word in command_words(config)]
-    if config.run.progress_dir is not None:
-        config.run.progress_dir = str(Path(config.run.progress_dir).expanduser().absolute())
+        words = []
+        for word in command_words(config):
+            is_script = word.endswith(".py") and Path(word).is_file()
+            words.append(str(Path(word).absolute()) if is_script else word)
+        config.run.command = words
     prometheus = config.telemetry.prometheus
-    for key in ("file", "token_file", "targets_dir"):
-        path = getattr(prometheus, key)
-        if path is not None and (key, path) != ("file", "auto"):
-            setattr(prometheus, key, str(Path(path).expanduser().absolute()))
+    _make_absolute(vars(prometheus), ("token_file", "targets_dir") if prometheus.file == "auto" else PROMETHEUS_PATHS)
     return config
+
+
+def _make_absolute(values: dict[str, Any], keys: Sequence[str]) -> None:
+    for key in keys:
+        if values.get(key) is not None:
+            values[key] = str(Path(values[key]).expanduser().absolute())
 
 
 def refuse_other_encodings(config: Config) -> None:
@@ -400,7 +399,14 @@ def refuse_other_encoding(key: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise _other_encoding(key, text) from None
+        encoding = sys.getfilesystemencoding()
+        shown = text.encode("utf-8", "backslashreplace").decode()
+        what = f"{key} is {shown} in the encoding {encoding} of this shell, which has no such character"
+        fix = "export LC_ALL=C.UTF-8, and unset PYTHONUTF8"
+        if encoding == "utf-8":
+            what = f"{key} is {shown}, which is not UTF-8"
+            fix = "rename the file or directory with UTF-8 characters, e.g. with convmv, or use another path"
+        raise UserError(what, where=key, fix=fix) from None
 
 
 def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -413,27 +419,6 @@ def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _texts(key, inner)
-
-
-def _other_encoding(key: str, text: str) -> UserError:
-    encoding = sys.getfilesystemencoding()
-    shown = text.encode("utf-8", "backslashreplace").decode()
-    if encoding == "utf-8":
-        return UserError(
-            f"{key} is {shown}, which is not UTF-8",
-            where=key,
-            fix="rename the file or directory with UTF-8 characters, e.g. with convmv, or use another path",
-        )
-    return UserError(
-        f"{key} is {shown} in the encoding {encoding} of this shell, which has no such character",
-        where=key,
-        fix="export LC_ALL=C.UTF-8, and unset PYTHONUTF8",
-    )
-
-
-def _absolute_script(word: str) -> str:
-    path = Path(word)
-    return str(path.absolute()) if word.endswith(".py") and not path.is_absolute() and path.is_file() else word
 
 
 def server_uri(settings: MlflowConfig) -> str:
@@ -452,11 +437,9 @@ def server_uri(settings: MlflowConfig) -> str:
     scheme = urlsplit(uri).scheme
     if scheme in ("http", "https") or uri.startswith("databricks"):
         return uri
-    why = "MLflow no longer writes to its file store"
-    if scheme not in ("", "file"):
-        why = (
-            "a database needs a server in front of it, since nodes cannot lock a file of SQLite on a shared file system"
-        )
+    why = "a database needs a server in front of it, since nodes cannot lock a file of SQLite on a shared file system"
+    if scheme in ("", "file"):
+        why = "MLflow no longer writes to its file store"
     raise UserError(
         f"the MLflow address {uri!r} is not that of a server: {why}",
         where="telemetry.mlflow.uri, MLFLOW_TRACKING_URI",

@@ -144,8 +144,8 @@ def _optimizer(name: str, built_in: bool) -> Condition:
     """Returns the condition that an optimizer updates whole parameters, maybe one of ``torch.optim``."""
 
     def value(config: Config, _: Layout) -> Any:
-        whole = (target for target in own_targets(config.optim) if not target.elementwise)
-        return next((target for target in whole if built_in or target.torch_name is None), None)
+        full = (target for target in own_targets(config.optim) if not target.elementwise)
+        return next((target for target in full if built_in or target.torch_name is None), None)
 
     return Condition(name, value, "{0.where}._target_")
 
@@ -228,7 +228,7 @@ PROFILED_SPLIT = Condition(
 )
 SCHEDULE = Condition("a pipeline schedule", lambda _, layout: layout.pp > 1 and layout.pipeline, "strategy.schedule")
 TWO_PART_BACKWARD = _schedule("a schedule that is not compiled", lambda row: not row.compiles)
-NO_KEPT_RESULTS = _schedule("a schedule that recomputes in two parts", lambda row: not row.ops_checkpointing)
+NO_STORED_RESULTS = _schedule("a schedule that recomputes in two parts", lambda row: not row.ops_checkpointing)
 REPRODUCIBLE = _key("train.reproducible")
 
 # Data parallelism
@@ -250,7 +250,7 @@ UNORDERED_KIND = Condition(
     ),
     "strategy.data_parallel",
 )
-OWN_KIND = Condition(
+CUSTOM_KIND = Condition(
     "a custom kind",
     lambda _, layout: is_import_path(layout.data_parallel) and layout.data_parallel,
     "strategy.data_parallel",
@@ -293,7 +293,7 @@ NOT_ADAMW = Condition(
     "any optimizer but `adamw`",
     lambda config, _: config.optim._target_ or (config.optim.name != "adamw" and config.optim.name),
 )
-WHOLE_UPDATES = _optimizer("an optimizer that updates whole parameters", built_in=True)
+FULL_UPDATES = _optimizer("an optimizer that updates whole parameters", built_in=True)
 UNKNOWN_UPDATES = _optimizer("a custom optimizer that updates whole parameters", built_in=False)
 
 # Memory
@@ -339,13 +339,13 @@ ASYNC_TP = _key(
     "strategy.async_tp", message="strategy.async_tp needs {reason}", fix="strategy.async_tp=false, or set what it needs"
 )
 CPUS = Condition("CPUs", lambda config, _: config.cluster.gpus_per_node == 0)
-OWN_GPU = Condition(
+ISOLATED_GPU = Condition(
     "`cluster.visible_gpus=own`",
     lambda config, _: config.cluster.gpus_per_node != 0 and config.cluster.visible_gpus == "own",
 )
 
 # Models, data and hooks
-WHOLE_MODEL = Condition("a model that cannot be cut", _why_not_stages, "model")
+UNCUT_MODEL = Condition("a model that cannot be cut", _why_not_stages, "model")
 NO_TENSOR_MODEL = Condition(
     "a model without a tensor-parallel plan",
     lambda config, _: family_of(config.model).tensor_parallel is None and config.model.kind,
@@ -356,7 +356,7 @@ NO_SEQUENCE_SHARDS = Condition(
 NO_CONTEXT_MODEL = Condition(
     "any model but a `gpt`", lambda config, _: family_of(config.model).context_heads is None and config.model.kind
 )
-ONE_LOSS = Condition(
+UNCHUNKED_LOSS = Condition(
     "a model that computes its loss in one piece",
     lambda config, _: not family_of(config.model).chunks_loss(config.model) and config.model.kind,
 )
@@ -394,7 +394,7 @@ EARLY_STOP = _hook("the hook `early_stopping`", EARLY_STOPPING)
 SAMPLE_TEXTS = _hook("the hook `samples`", SAMPLES, where="{}")
 NO_EVALUATIONS = Condition("`train.eval_every=0`", lambda config, _: config.train.eval_every == 0, "train.eval_every")
 
-_ONE_STAGE = "strategy=single, dp, zero1, zero2, zero3 or hsdp"
+_WITHOUT_STAGES = "strategy=single, dp, zero1, zero2, zero3 or hsdp"
 _REPLICAS = "strategy=single or dp"
 _ORDERED = "strategy=single or dp, or train.reproducible=null"
 _ELEMENTWISE = "{it.where}.elementwise=true if it computes each element alone"
@@ -425,7 +425,7 @@ OF_LAYOUT: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         OPS,
-        NO_KEPT_RESULTS,
+        NO_STORED_RESULTS,
         "train.activation_checkpointing=ops does not support the schedule {it.name}, because both parts of its "
         "backward would need the kept results",
         "train.activation_checkpointing=full or selective, or strategy.schedule="
@@ -493,7 +493,7 @@ OF_LAYOUT: tuple[Exclusion, ...] = (
 
 # What is checked before a submission
 OF_RUN: tuple[Exclusion, ...] = (
-    Exclusion(PIPELINE, WHOLE_MODEL, "{it}", _ONE_STAGE),
+    Exclusion(PIPELINE, UNCUT_MODEL, "{it}", _WITHOUT_STAGES),
     Exclusion(
         TENSOR,
         NO_TENSOR_MODEL,
@@ -509,13 +509,13 @@ OF_RUN: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         CONTEXT,
-        OWN_KIND,
+        CUSTOM_KIND,
         "strategy.data_parallel={it} is not known to sum gradients over context-parallel ranks",
         f"strategy.data_parallel={' or '.join(KINDS)}, or strategy.cp=1",
     ),
-    Exclusion(COMPARED_SAMPLES, PIPELINE, "a pipeline splits them into several", _ONE_STAGE),
-    Exclusion(COMPARED_SAMPLES, TENSOR, "it is not supported under tensor parallelism", _ONE_STAGE),
-    Exclusion(COMPARED_SAMPLES, CONTEXT, "context parallelism splits each of them", _ONE_STAGE),
+    Exclusion(COMPARED_SAMPLES, PIPELINE, "a pipeline splits them into several", _WITHOUT_STAGES),
+    Exclusion(COMPARED_SAMPLES, TENSOR, "it is not supported under tensor parallelism", _WITHOUT_STAGES),
+    Exclusion(COMPARED_SAMPLES, CONTEXT, "context parallelism splits each of them", _WITHOUT_STAGES),
     Exclusion(
         COMPARED_SAMPLES,
         REPRODUCIBLE,
@@ -539,7 +539,7 @@ OF_RUN: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         LOSS_CHUNKS,
-        ONE_LOSS,
+        UNCHUNKED_LOSS,
         "train.loss_chunks is {this}, but this model of kind {it} computes its loss in one piece",
         "train.loss_chunks=1, or a language model, such as model=gpt_tiny",
     ),
@@ -590,7 +590,7 @@ OF_RUN: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         ALL_OFFLOAD,
-        WHOLE_UPDATES,
+        FULL_UPDATES,
         "{it.path} updates whole parameters, which strategy.offload=all cannot gather: their shards are in host memory",
         f"strategy.offload=optimizer, or {_ELEMENTWISE}",
     ),
@@ -707,7 +707,7 @@ OF_RUN: tuple[Exclusion, ...] = (
         ", or no hook that averages weights",
     ),
     Exclusion(
-        WEIGHTS, WHOLE_UPDATES, "{it.where}._target_={it.path}: it updates whole parameters, not shards of masters"
+        WEIGHTS, FULL_UPDATES, "{it.where}._target_={it.path}: it updates whole parameters, not shards of masters"
     ),
     Exclusion(WEIGHTS, FROZEN_WEIGHTS, "model.lora: the frozen weights have no masters"),
     Exclusion(
@@ -737,7 +737,7 @@ OF_RUN: tuple[Exclusion, ...] = (
     Exclusion(ASYNC_TP, NO_TENSOR, "strategy.tp=2 or more"),
     Exclusion(ASYNC_TP, NO_SEQUENCE_SHARDS, "a model whose ranks hold shards of the sequence, such as a gpt"),
     Exclusion(ASYNC_TP, CPUS, "GPUs"),
-    Exclusion(ASYNC_TP, OWN_GPU, "cluster.visible_gpus=all, since ranks write to the memory of each other's GPUs"),
+    Exclusion(ASYNC_TP, ISOLATED_GPU, "cluster.visible_gpus=all, since ranks write to the memory of each other's GPUs"),
     Exclusion(
         EARLY_STOP,
         NO_EVALUATIONS,

@@ -59,10 +59,10 @@ def loss_form(config: Config, layout: Layout) -> LossForm:
     chunks = config.train.loss_chunks
     fuses = family.fuses_loss(config.model) and (layout.tp > 1 or layout.in_flight(layout.stages - 1) == 1)
     if chunks == "auto" and fuses and family.activations is not None:
-        kept = family.activations(config.model, config.data)
-        if kept.logits >= LARGE * kept.layer_input:
-            tokens = layout.micro_size * kept.tokens // layout.cp
-            chunks = max(1, ceil(tokens / max(LEAST_TOKENS, kept.layer_input)))
+        counts = family.activations(config.model, config.data)
+        if counts.logits >= LARGE * counts.layer_input:
+            tokens = layout.micro_size * counts.tokens // layout.cp
+            chunks = max(1, ceil(tokens / max(LEAST_TOKENS, counts.layer_input)))
             return LossForm(chunks, fused=True, z_loss=config.train.z_loss)
     number = chunks if isinstance(chunks, int) else 1
     return LossForm(number, fused=fuses and (number > 1 or layout.tp > 1), z_loss=config.train.z_loss)

@@ -82,31 +82,31 @@ def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
     """
     count = family_of(config.model).activations
     assert count is not None
-    kept = count(config.model, config.data)
+    counts = count(config.model, config.data)
     narrow = compute_width(config.precision)
     normed = residual_width(config.precision)
-    inputs = float(kept.layer_input * normed)
+    inputs = float(counts.layer_input * normed)
     # the inputs of norms are sums of the layer's input and the branches, of which compiled code keeps the results
-    branches = max(0, kept.norm_inputs - kept.layer_input) if config.train.compile else 0
-    norms = float((kept.norm_inputs - branches) * normed + branches * narrow)
-    results = kept.layer - kept.fused if config.train.compile else kept.layer
+    branches = max(0, counts.norm_inputs - counts.layer_input) if config.train.compile else 0
+    norms = float((counts.norm_inputs - branches) * normed + branches * narrow)
+    results = counts.layer - counts.fused if config.train.compile else counts.layer
     of_scores = 2 * max(4, narrow) + narrow * (narrow < 4)
     sizes: dict[LayerMode, float] = {
-        "none": norms + (results + _exchanged(config, layout, kept)) * narrow + kept.scores * of_scores,
-        "ops": inputs + (kept.products + kept.scores) * narrow,
+        "none": norms + (results + _exchanged(config, layout, counts)) * narrow + counts.scores * of_scores,
+        "ops": inputs + (counts.products + counts.scores) * narrow,
         "full": inputs,
     }
     if layout.tp > 1:
         split = family_of(config.model).tensor_parallel
-        gathered = 2.0 * kept.layer_input * narrow  # of attention and the feed-forward branch
+        gathered = 2.0 * counts.layer_input * narrow  # of attention and the feed-forward branch
         shared: dict[LayerMode, float] = {"none": gathered + norms, "ops": gathered + inputs, "full": inputs}
         if split is not None and split.shards_sequence:
             shared = {"none": gathered, "ops": gathered, "full": 0.0}
         sizes = {mode: shared[mode] + (size - shared[mode]) / layout.tp for mode, size in sizes.items()}
-    return {mode: layout.micro_size * kept.tokens / layout.cp * size for mode, size in sizes.items()}
+    return {mode: layout.micro_size * counts.tokens / layout.cp * size for mode, size in sizes.items()}
 
 
-def _exchanged(config: Config, layout: Layout, kept: Activations) -> float:
+def _exchanged(config: Config, layout: Layout, counts: Activations) -> float:
     """Returns the results per token that a layer keeps beside others since context-parallel ranks exchange heads.
 
     They are the result of attention once more and, where ranks share a head of keys and values, its copies. Attention
@@ -115,16 +115,17 @@ def _exchanged(config: Config, layout: Layout, kept: Activations) -> float:
     heads = family_of(config.model).context_heads
     if layout.cp == 1 or heads is None:
         return 0.0
-    if kept.scores:
-        return kept.mixed
+    if counts.scores:
+        return counts.mixed
     queries, keys = (getattr(config.model, name) for name in heads)
     copies = max(0, layout.cp // max(1, keys // layout.tp) - 1)
-    return kept.mixed * (1 + 2 * copies * keys / queries)
+    return counts.mixed * (1 + 2 * copies * keys / queries)
 
 
 def layers_of_rank(config: Config, layout: Layout, pp_rank: int) -> list[HeldLayer]:
     """Returns the layers of all stages of a rank."""
-    counts = layer_counts(config.model.n_layers, layout.stages, config.strategy.pp_split if layout.pp > 1 else "even")
+    split = config.strategy.pp_split if layout.pp > 1 else "even"
+    counts = layer_counts(config.model.n_layers, layout.stages, split)
     layers = []
     first = 0
     for stage, (count, rank) in enumerate(zip(counts, layout.placement, strict=True)):
@@ -139,17 +140,17 @@ def _greedy(
 ) -> list[LayerMode]:
     """Returns the mode of each layer, of which those that save most come first."""
     modes: list[LayerMode] = ["none"] * len(in_flight)
-    kept = sum(in_flight) * sizes["none"]
+    total = sum(in_flight) * sizes["none"]
     for mode in cheapest_first:
         for place, batches in enumerate(in_flight):
-            if kept <= budget:
+            if total <= budget:
                 break
-            kept += batches * (sizes[mode] - sizes[modes[place]])
+            total += batches * (sizes[mode] - sizes[modes[place]])
             modes[place] = mode
     for place in reversed(range(len(modes))):  # the last layer that became ``full`` may have left room
         more = in_flight[place] * (sizes["none"] - sizes["ops"])
-        if modes[place] == "ops" and kept + more <= budget:
-            kept += more
+        if modes[place] == "ops" and total + more <= budget:
+            total += more
             modes[place] = "none"
     return modes
 
@@ -217,8 +218,8 @@ def kept_if_less(config: Config, layout: Layout) -> float | None:
     least = parse_activation_offload(config.train.activation_offload)
     if least is None or family_of(config.model).activations is None:
         return None
-    kept = layer_bytes(config, layout)["none"]
-    return kept if kept < least else None
+    size = layer_bytes(config, layout)["none"]
+    return size if size < least else None
 
 
 def offloaded_bytes(config: Config, layout: Layout, pp_rank: int) -> float:

@@ -11,15 +11,14 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import Field, fields, is_dataclass
-from functools import partial
+from dataclasses import fields, is_dataclass
 from itertools import groupby
 from typing import Any
 
 from hpc_train.config.compose import config_directory
 from hpc_train.config.extensions import FAMILIES, SOURCES, load_family, load_source
 from hpc_train.config.schema import Config
-from hpc_train.config.schema.key import MISSING, KeyInfo, info
+from hpc_train.config.schema.key import MISSING, info
 from hpc_train.layout.compatibility import OF_LAYOUT, OF_RUN
 from hpc_train.layout.techniques import (
     AUTO,
@@ -51,17 +50,17 @@ def reference() -> str:
     parts = [INTRODUCTION]
     for group in fields(Config):
         parts.append(f"## {group.name}\n")
-        known = info(group)
+        facts = info(group)
         files = sorted(path.stem for path in (config_directory() / group.name).glob("*.yaml"))
         if files and files != ["default"]:
-            plus = "+" if known is not None else ""
+            plus = "+" * (facts is not None)
             parts.append(f"Files: {', '.join(f'`{plus}{group.name}={file}`' for file in files)}\n")
         if group.name == "model":
             parts += _of_kinds("model", {kind: load_family(kind).schema for kind in FAMILIES})
         elif group.name == "data":
             parts += _of_kinds("data", {kind: load_source(kind).schema for kind in SOURCES})
-        elif known is not None:
-            parts.append(f"{known.meaning}\n")
+        elif facts is not None:
+            parts.append(f"{facts.meaning}\n")
         else:
             assert callable(group.default_factory)
             parts.append(_table(type(group.default_factory()), group.name))
@@ -91,28 +90,29 @@ def _table(schema: type, path: str, written: Collection[str] = ()) -> str:
     rows = [row for row in _rows(schema, path) if row not in written]
     if written:
         rows = [row for row in rows if not row.startswith(f"| `{path}.kind`")]
-    head = ["| key | type | default | values | meaning |", "|---|---|---|---|---|"] if rows else []
-    return f"{(schema.__doc__ or '').strip()}\n\n" + "\n".join([*head, *rows]) + "\n"
+    if rows:
+        rows = ["| key | type | default | values | meaning |", "|---|---|---|---|---|", *rows]
+    return f"{(schema.__doc__ or '').strip()}\n\n" + "\n".join(rows) + "\n"
 
 
 def _rows(schema: type, path: str) -> Iterator[str]:
-    for each in fields(schema):
-        name, default = f"{path}.{each.name}", _default(each)
+    for field in fields(schema):
+        name = f"{path}.{field.name}"
+        default = field.default
+        if field.default_factory is not NO_DEFAULT:
+            default = field.default_factory()
         if is_dataclass(default):
             yield from _rows(type(default), name)
-        elif (known := info(each)) is not None:
-            cells = (
-                f"`{name}`",
-                f"`{each.type}`",
-                _text(default),
-                _values(name, known),
-                f"{known.meaning} {known.condition}".strip(),
-            )
+            continue
+        facts = info(field)
+        if facts is not None:
+            values = [f"`{word}`" for word in ROWS.get(name, facts.choices)]
+            numbers = " ".join(filter(None, [facts.range, facts.unit]))
+            if numbers:
+                values.append(numbers)
+            meaning = f"{facts.meaning} {facts.condition}".strip()
+            cells = (f"`{name}`", f"`{field.type}`", _text(default), ", ".join(values), meaning)
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _default(each: Field[Any]) -> Any:
-    return each.default if each.default_factory is NO_DEFAULT else each.default_factory()
 
 
 def _text(default: Any) -> str:
@@ -123,11 +123,6 @@ def _text(default: Any) -> str:
     if isinstance(default, bool) or default is None:
         return f"`{json.dumps(default)}`"
     return f"`{default}`"
-
-
-def _values(name: str, known: KeyInfo) -> str:
-    numbers = f"{known.range} {known.unit}".strip() if known.range else known.unit
-    return ", ".join([*(f"`{word}`" for word in ROWS.get(name, known.choices)), *([numbers] if numbers else [])])
 
 
 COMBINATIONS = """# What works with what
@@ -175,32 +170,29 @@ def _kinds() -> str:
 
 def _schedules() -> str:
     columns: dict[str, Callable[[PipelineSchedule], object]] = {
-        **{f"`{kind}`": partial(_supports, kind) for kind in KINDS},
-        "`train.compile`": lambda row: row.compiles,
-        "`train.activation_checkpointing=ops`": lambda row: row.ops_checkpointing,
+        f"`{kind}`": lambda row, kind=kind: supports(row.name, kind)  # type: ignore[misc]
+        for kind in KINDS
     }
+    columns["`train.compile`"] = lambda row: row.compiles
+    columns["`train.activation_checkpointing=ops`"] = lambda row: row.ops_checkpointing
     return _matrix("strategy.schedule", SCHEDULES, columns)
-
-
-def _supports(kind: str, row: PipelineSchedule) -> bool:
-    return supports(row.name, kind)
 
 
 def _matrix(key: str, rows: Mapping[str, Row], columns: Mapping[str, Callable[[Row], object]]) -> str:
     """Returns a table of what each built-in row supports; a kind in a cell is used instead."""
     lines = [f"| `{key}` | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for row in rows.values():
-        cells = [_support(row.name, value(row)) for value in columns.values()]
+        cells = []
+        for column in columns.values():
+            value = column(row)
+            if value in (True, row.name):
+                cells.append("yes")
+            elif value in KINDS:
+                cells.append(f"as `{value}`")
+            else:
+                cells.append(str(value or "no"))
         lines.append(f"| `{row.name}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _support(name: str, value: object) -> str:
-    if value in (True, name):
-        return "yes"
-    if value in KINDS:
-        return f"as `{value}`"
-    return str(value or "no")
 
 
 if __name__ == "__main__":

@@ -116,12 +116,12 @@ class Sizes:
 
 def sizes_of(config: Config, layout: Layout) -> Sizes:
     """Returns the sizes of a rank of ``layout``; the family of the model, or its counts, must tell them."""
-    kept_of = family_of(config.model).activations
-    assert kept_of is not None
+    count = family_of(config.model).activations
+    assert count is not None
     return Sizes(
         parameters_of(config, layout.tp),
         per_parameter(config, layout),
-        per_micro_batch(config, layout, kept_of(config.model, config.data)),
+        per_micro_batch(config, layout, count(config.model, config.data)),
     )
 
 
@@ -177,48 +177,48 @@ def per_parameter(config: Config, layout: Layout) -> PerParameter:
     )
 
 
-def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMicroBatch:
+def per_micro_batch(config: Config, layout: Layout, counts: Activations) -> PerMicroBatch:
     """Returns the bytes of the activations of a micro-batch of ``layout``."""
     narrow = compute_width(config.precision)
-    tokens = layout.micro_size * kept.tokens / layout.cp
+    tokens = layout.micro_size * counts.tokens / layout.cp
     tp = layout.tp
     split = family_of(config.model).tensor_parallel
-    hidden = float(kept.layer_input * residual_width(config.precision))
+    hidden = float(counts.layer_input * residual_width(config.precision))
     if split is not None and split.shards_sequence:
         hidden /= tp
     form = loss_form(config, layout)
-    head, forward, backward = (_fused_head_bytes if form.fused else _head_bytes)(config, layout, kept, hidden)
-    gradients = kept.layer // 4 if kept.backward is None else kept.backward
+    head, forward, backward = (_fused_head_bytes if form.fused else _head_bytes)(config, layout, counts, hidden)
+    gradients = counts.layer // 4 if counts.backward is None else counts.backward
     of_layer = gradients * narrow / tp + hidden
     if tp > 1:
-        of_layer += kept.layer_input * narrow  # a gathered gradient
+        of_layer += counts.layer_input * narrow  # a gathered gradient
     matrix = 0.0
     if form.fused and trained_share(config.model) == 1:  # beside adapters it is frozen
-        matrix = kept.logits * kept.layer_input / tp * max(4, narrow)
+        matrix = counts.logits * counts.layer_input / tp * max(4, narrow)
     return PerMicroBatch(
         kept=layer_bytes(config, layout),
         moved=moved_by_mode(config, layout),
-        gradients=tokens * of_layer + _float8_bytes(config, tp, tokens, kept),
-        products=tokens * (kept.products * narrow / tp + 2 * hidden),
+        gradients=tokens * of_layer + _float8_bytes(config, tp, tokens, counts),
+        products=tokens * (counts.products * narrow / tp + 2 * hidden),
         hidden=tokens * hidden,
-        tables=4 * kept.tables * kept.tokens / layout.cp,
+        tables=4 * counts.tables * counts.tokens / layout.cp,
         head=tokens * head,
         forward=tokens * forward,
         backward=tokens * backward,
-        logits=tokens * kept.logits / form.chunks * narrow * (not form.fused),
+        logits=tokens * counts.logits / form.chunks * narrow * (not form.fused),
         matrix=matrix,
     )
 
 
-def _float8_bytes(config: Config, tp: int, tokens: float, kept: Activations) -> float:
+def _float8_bytes(config: Config, tp: int, tokens: float, counts: Activations) -> float:
     """Returns what the casts of the largest product to fp8 hold for a moment: both operands, one of them transposed,
     too. Without the compiler torchao scales and bounds an operand in fp32 before it is cast. Tensor-parallel ranks
     share the matrix and its results, but gather the inputs.
     """
-    if config.precision.fp8 is None or not kept.layer_input:
+    if config.precision.fp8 is None or not counts.layer_input:
         return 0.0
     matrix = parameters_of(config, tp).matrix
-    products = [(matrix, tokens * max(matrix / kept.layer_input, kept.layer_input))]
+    products = [(matrix, tokens * max(matrix / counts.layer_input, counts.layer_input))]
     if isinstance(config.model, CountedModel):
         products = [*_counted_products(config.model, config.precision, tokens)]
     eager = 0 if config.train.compile else 8
@@ -233,7 +233,7 @@ def _counted_products(model: CountedModel, precision: PrecisionConfig, samples: 
                 yield group.inputs * outputs, samples * group.rows * max(group.inputs, outputs)
 
 
-def _fused_head_bytes(config: Config, layout: Layout, kept: Activations, hidden: float) -> tuple[float, float, float]:
+def _fused_head_bytes(config: Config, layout: Layout, counts: Activations, hidden: float) -> tuple[float, float, float]:
     """Returns what ``_head_bytes`` does for a loss that computes its gradients in the forward.
 
     It keeps the input of the norm and the gradient of the norm's result. Its forward holds the logits of a chunk, in
@@ -241,26 +241,26 @@ def _fused_head_bytes(config: Config, layout: Layout, kept: Activations, hidden:
     """
     narrow = compute_width(config.precision)
     wide = max(4, narrow)
-    gradient = kept.layer_input * narrow
-    logits = kept.logits / loss_form(config, layout).chunks / layout.tp
+    gradient = counts.layer_input * narrow
+    logits = counts.logits / loss_form(config, layout).chunks / layout.tp
     return hidden + gradient, logits * (wide + narrow * (narrow < wide)) + gradient, hidden
 
 
-def _head_bytes(config: Config, layout: Layout, kept: Activations, hidden: float) -> tuple[float, float, float]:
+def _head_bytes(config: Config, layout: Layout, counts: Activations, hidden: float) -> tuple[float, float, float]:
     """Returns the bytes per token that the head keeps, and what its forward and backward hold beside for a moment.
 
     The result of the softmax is kept, and its backward makes two gradients of its size, all in at least fp32; with a
     z-loss one. A loss in chunks keeps only the hidden states, and computes the rest again for each chunk.
     """
-    if not kept.logits:
+    if not counts.logits:
         return 0.0, 0.0, 0.0
     narrow = compute_width(config.precision)
     wide = max(4, narrow)
     chunks = loss_form(config, layout).chunks
-    logits = kept.logits / chunks
+    logits = counts.logits / chunks
     gradients = logits * wide * (1 if config.train.z_loss else 2)
     widened = logits * (wide + narrow * (narrow < wide))  # before the softmax
-    results = hidden + kept.layer_input * narrow + logits * wide  # of the norm, the product and the softmax
+    results = hidden + counts.layer_input * narrow + logits * wide  # of the norm, the product and the softmax
     if chunks == 1:
         return results, widened, gradients
     return hidden, results + widened, results + gradients

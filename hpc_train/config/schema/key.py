@@ -84,8 +84,8 @@ class When:
         Args:
             value_of: returns the value of a key or a fact.
         """
-        found = value_of(self.subject)
-        return any(type(found) is type(value) and found == value for value in self.values) is not self.negated
+        current = value_of(self.subject)
+        return any(type(current) is type(value) and current == value for value in self.values) is not self.negated
 
     def __str__(self) -> str:
         """Returns the condition, which continues "Read if"."""
@@ -99,17 +99,21 @@ class When:
         """Returns why a key has no effect, which continues "has no effect"."""
         if self.subject in FACTS:
             return FACTS[self.subject].fails
-        found = value_of(self.subject)
-        return f"with this {self._key}" if isinstance(found, dict | list) else f"with {self._key}={_text(found)}"
+        current = value_of(self.subject)
+        if isinstance(current, dict | list):
+            return f"with this {self._key}"
+        return f"with {self._key}={_text(current)}"
 
     @property
     def fix(self) -> str:
         """Returns what makes the condition hold."""
         if self.subject in FACTS:
             return FACTS[self.subject].fix
-        if not self.negated:
-            return f"set {self._key}{'=' if len(self.values) == 1 else ' to '}{_listed(self.values)}"
-        return f"set {self._key}" + ("" if self.values == (None,) else " to another value")
+        if self.negated:
+            return f"set {self._key}" + " to another value" * (self.values != (None,))
+        if len(self.values) == 1:
+            return f"set {self._key}={_listed(self.values)}"
+        return f"set {self._key} to {_listed(self.values)}"
 
     @property
     def _key(self) -> str:
@@ -165,7 +169,9 @@ def _listed(values: tuple[Any, ...]) -> str:
 
 
 def _text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 _METADATA = "hpc_train"
@@ -237,25 +243,26 @@ def group(schema: type) -> Any:
     return field(default_factory=schema)
 
 
-def info(each: Field[Any]) -> KeyInfo | None:
+def info(field: Field[Any]) -> KeyInfo | None:
     """The facts about a field; None where it was not made by ``key``."""
-    found: KeyInfo | None = each.metadata.get(_METADATA)
-    return found
+    facts: KeyInfo | None = field.metadata.get(_METADATA)
+    return facts
 
 
 def keys(node: Any, path: str = "") -> Iterator[tuple[str, Any, KeyInfo]]:
     """Every key below the dataclass instance ``node`` that has metadata: its dotted name, its value and its facts."""
-    for own, known in _fields(node.__class__):
-        value, name = getattr(node, own), f"{path}.{own}" if path else own
+    for name, facts in _fields(node.__class__):
+        value = getattr(node, name)
+        full_name = f"{path}.{name}".lstrip(".")
         if is_dataclass(value):
-            yield from keys(value, name)
-        elif known is not None:
-            yield name, value, known
+            yield from keys(value, full_name)
+        elif facts is not None:
+            yield full_name, value, facts
 
 
 @cache
 def _fields(schema: type) -> list[tuple[str, KeyInfo | None]]:
-    return [(each.name, info(each)) for each in fields(schema)]
+    return [(field.name, info(field)) for field in fields(schema)]
 
 
 def check_keys(node: Any, path: str = "") -> None:
@@ -285,8 +292,10 @@ def _not_accepted(name: str, value: Any, info: KeyInfo) -> UserError:
         removed = removed_value(name, value)
         if removed is not None:
             return removed
-        numbers = f"a number {info.range}, or " if info.range else ""
-        return UserError(f"{name} is {value!r}", where=name, fix=f"{numbers}{nearest(value, info.choices)}")
+        fix = nearest(value, info.choices)
+        if info.range:
+            fix = f"a number {info.range}, or {fix}"
+        return UserError(f"{name} is {value!r}", where=name, fix=fix)
     if not info.holds(value):
         return UserError(f"{name} is {value}, but must be {info.range}", where=name, fix=f"{name}=N, {info.range}")
     return UserError(f"{name} is {value}, which is too large or no number", where=name, fix=f"{name}=N, finite")
