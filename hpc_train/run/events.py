@@ -358,6 +358,7 @@ class Event(dict[str, Any]):
     schedule = Field("schedule", "")
     micro_batches = Field("micro_batches", 0)
     ranks = Field[Any]("ranks", ())
+    record = Field[dict[str, Any] | None]("record", None)
     partners = Field[Sequence[str]]("partners", ())
     final = Field("final", False)
     rolled_back = Field("rolled_back", False)

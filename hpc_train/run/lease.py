@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import UserError
@@ -24,12 +23,13 @@ from hpc_train.run.requests import stop_was_requested
 from hpc_train.schedulers.slurm.client import job_state
 
 _POLL_S = 5.0
+_FIX = "wait until it ends, stop it, or set another run.name"
 
 
 def is_live(run: RunDirectory) -> bool:
     """Returns whether an agent is, or may be, working on this run, as far as this machine can know."""
-    found = newest_lock(lease_folder(run.path))
-    return found is not None and found.is_held(LockOwner.of_this_process())
+    lock = newest_lock(lease_folder(run.path))
+    return lock is not None and lock.is_held(LockOwner.of_this_process())
 
 
 @contextmanager
@@ -72,27 +72,17 @@ def _acquire_lease(run: RunDirectory, owner: LockOwner, give_up: Callable[[], bo
             return acquire(lease_folder(run.path), owner)
         except LockHeld as error:
             silent = error.lock.silent_s()
-            if not 3 * BEAT_S < silent < STALE_S or give_up() or _is_on_this_machine(error.lock, owner):
-                raise _is_live_error(run.path, str(error.lock.owner() or "a process")) from None
+            other = error.lock.owner()
+            same_machine = other is not None and other.machine == owner.machine
+            if not 3 * BEAT_S < silent < STALE_S or give_up() or same_machine:
+                what = f"the run in {run.path} is live: {other or 'a process'} is working on it"
+                raise UserError(what, where="run.name", fix=_FIX) from None
             if not printed:
-                left = STALE_S - silent
-                text = f"no heartbeat of {error.lock.owner()} for {silent:.0f} s; waiting at most {left:.0f} s"
-                print(text, flush=True)
+                print(
+                    f"no heartbeat of {other} for {silent:.0f} s; waiting at most {STALE_S - silent:.0f} s", flush=True
+                )
             printed = True
         time.sleep(_POLL_S)
-
-
-def _is_on_this_machine(lock: Lock, owner: LockOwner) -> bool:
-    other = lock.owner()
-    return other is not None and other.machine == owner.machine
-
-
-def _is_live_error(path: Path, who: str) -> UserError:
-    return UserError(
-        f"the run in {path} is live: {who} is working on it",
-        where="run.name",
-        fix="wait until it ends, stop it, or set another run.name",
-    )
 
 
 def add_submission(
@@ -114,16 +104,12 @@ ENDING_JOB_WAIT_S = 30.0
 POLL_LIVE_S = 3.0
 
 
-def _print_waiting(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def refuse_live(
     run: RunDirectory,
     *,
     is_ending: Callable[[RunDirectory], bool] = stop_was_requested,
     until: float | None = None,
-    tell: Callable[[str], None] = _print_waiting,
+    tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
 ) -> None:
     """Raises UserError if another process or job is working on ``run`` or is queued for it.
 
@@ -134,24 +120,19 @@ def refuse_live(
         until: of ``time.monotonic()``, until when to wait; ``ENDING_JOB_WAIT_S`` from now by default.
         tell: gets a line before a wait.
     """
-    until = time.monotonic() + ENDING_JOB_WAIT_S if until is None else until
-    told = False
+    if until is None:
+        until = time.monotonic() + ENDING_JOB_WAIT_S
+    waits = False
     while (live := find_live(run)) is not None:
-        ends = is_ending(run)
-        if not ends or time.monotonic() >= until:
-            raise _still_live(run, live, ends)
-        if not told:
+        if not is_ending(run):
+            raise UserError(f"the run in {run.path} is live: {live}", where="run.name", fix=_FIX)
+        if time.monotonic() >= until:
+            fix = f"python -m hpc_train wait {run.path}   waits until it has ended; then repeat this command"
+            raise UserError(f"the run in {run.path} is stopping: {live}", where="run.name", fix=fix)
+        if not waits:
             tell(f"waiting until the stopped job has ended: {live}")
-        told = True
+        waits = True
         time.sleep(POLL_LIVE_S)
-
-
-def _still_live(run: RunDirectory, live: str, ends: bool) -> UserError:
-    if ends:
-        fix = f"python -m hpc_train wait {run.path}   waits until it has ended; then repeat this command"
-        return UserError(f"the run in {run.path} is stopping: {live}", where="run.name", fix=fix)
-    fix = "wait until it ends, stop it, or set another run.name"
-    return UserError(f"the run in {run.path} is live: {live}", where="run.name", fix=fix)
 
 
 def find_live(run: RunDirectory) -> str | None:
@@ -161,21 +142,17 @@ def find_live(run: RunDirectory) -> str | None:
     for claim in claims:
         if is_alive(claim) and claim["pid"] != os.getpid():
             return f"process {claim['pid']} on {claim['host']}"
+    this_job = {os.environ.get("SLURM_JOB_ID", "")}
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        this_job.add(f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}")
     for job_id, clusters in {job_id: claim.get("clusters") for claim in claims for job_id in job_ids(claim)}.items():
-        state = None if job_id in _own_jobs() else job_state(job_id, clusters)
-        if state is not None and state.is_alive:
-            return f"Slurm job {job_id} is {state.name}"
+        if job_id not in this_job:
+            state = job_state(job_id, clusters)
+            if state is not None and state.is_alive:
+                return f"Slurm job {job_id} is {state.name}"
     return "its agent is working on it" if is_live(run) else None
 
 
 def job_ids(claim: dict[str, Any]) -> list[str]:
     """Returns the Slurm job ids of a submission: one, or those of a chain."""
     return claim.get("chain") or [job_id for job_id in [claim.get("job_id")] if job_id]
-
-
-def _own_jobs() -> set[str]:
-    environment = os.environ
-    own = {environment.get("SLURM_JOB_ID", "")}
-    if "SLURM_ARRAY_JOB_ID" in environment:
-        own.add(f"{environment['SLURM_ARRAY_JOB_ID']}_{environment.get('SLURM_ARRAY_TASK_ID', '')}")
-    return own

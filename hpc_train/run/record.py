@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import UserError
 from hpc_train.opening import DamagedFile, read_file, tell_once
-from hpc_train.run.files import is_present, patiently, read_lines, write_text
+from hpc_train.run.events import event_row
+from hpc_train.run.files import NewLines, is_present, patiently, write_text
 from hpc_train.run.rows import record_of_run
 from hpc_train.version import __version__
 
@@ -46,9 +48,9 @@ def read_record(folder: Path) -> dict[str, Any]:
     except _Unusable as error:
         problem = f"{RECORD} is {error}"
     try:
-        found = _read(folder / COPY)
+        record = _read(folder / COPY)
         tell_once(f"note: {folder}: {problem}; its copy {COPY} is used; the next start restores it")
-        return found
+        return record
     except _Unusable as error:
         problem += f", and its copy {COPY} is {error}"
     if (started := _from_events(folder)) is not None:
@@ -56,7 +58,12 @@ def read_record(folder: Path) -> dict[str, Any]:
         tell_once(f"note: {folder}: {problem}; {used}")
         return started
     if is_present(folder / RECORD) or is_present(folder / COPY):
-        raise _no_record(folder, problem)
+        raise UserError(
+            f"the record of the run in {folder} cannot be used: {problem}",
+            where=str(folder / RECORD),
+            fix=f"restore {RECORD} or {COPY} from a backup, or start a new run with another run.name (run.fork=NEW "
+            "continues from the newest checkpoint of this one)",
+        )
     return {}
 
 
@@ -68,10 +75,14 @@ def with_digest(record: dict[str, Any]) -> dict[str, Any]:
 
 def _from_events(folder: Path) -> dict[str, Any] | None:
     """Returns the record of the newest start of the workers whose checksum matches; None if there is none."""
-    lines = (line for path in (folder / "events").glob("agent-*.jsonl") for line in read_lines(path, folder))
-    starts = [line for line in lines if line.get("event") == "started" and isinstance(line.get("record"), dict)]
-    known = [(line["time"], dict(line["record"])) for line in starts if isinstance(line.get("time"), int | float)]
-    for _, record in sorted(known, key=lambda item: item[0], reverse=True):
+    events = (
+        event
+        for path in (folder / "events").glob("agent-*.jsonl")
+        for event in NewLines(path, folder, event_row).read()
+        if event.name == "started" and event.record is not None
+    )
+    for event in sorted(events, key=attrgetter("time"), reverse=True):
+        record = dict(event.record)
         if record.pop(_DIGEST, None) == _digest(record):
             _check_format(record, folder)
             return record_of_run(record)
@@ -95,7 +106,12 @@ def write_record(folder: Path, content: dict[str, Any]) -> None:
 def _read(path: Path) -> dict[str, Any]:
     data = b""
     try:
-        data = _bytes(path)
+        try:
+            data = read_file(path, path.parent)
+        except (FileNotFoundError, PermissionError):
+            raise
+        except OSError:
+            data = patiently(lambda: read_file(path, path.parent))
         content = json.loads(data)
     except DamagedFile as error:
         raise _Unusable(error.what.removeprefix(f"{path} is ")) from None
@@ -109,8 +125,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise _Unusable("empty" if not data.strip() else "damaged (not JSON)") from None
     if not isinstance(content, dict):
         raise _Unusable("damaged (not a record)")
-    found = content.pop(_DIGEST, None)
-    if found is not None and found != _digest(content):
+    digest = content.pop(_DIGEST, None)
+    if digest is not None and digest != _digest(content):
         raise _Unusable("damaged (its checksum does not match)")
     _check_format(content, path)
     right = record_of_run(content)
@@ -119,32 +135,15 @@ def _read(path: Path) -> dict[str, Any]:
     return right
 
 
-def _bytes(path: Path) -> bytes:
-    try:
-        return read_file(path, path.parent)
-    except (FileNotFoundError, PermissionError):
-        raise
-    except OSError:
-        return patiently(lambda: read_file(path, path.parent))
-
-
 def _check_format(content: dict[str, Any], path: Path) -> None:
-    found = content.get("format", FORMAT)
-    if found != FORMAT:
-        newer = isinstance(found, int) and found > FORMAT
-        raise UserError(
-            f"the run directory has format {found}, but hpc_train {__version__} reads format {FORMAT}",
-            where=str(path),
-            fix=f"{'a newer' if newer else 'an older'} hpc_train, which reads format {found}, or a new run.name",
-        )
-
-
-def _no_record(folder: Path, what: str) -> UserError:
-    return UserError(
-        f"the record of the run in {folder} cannot be used: {what}",
-        where=str(folder / RECORD),
-        fix=f"restore {RECORD} or {COPY} from a backup, or start a new run with another run.name (run.fork=NEW "
-        "continues from the newest checkpoint of this one)",
+    number = content.get("format", FORMAT)
+    if number == FORMAT:
+        return
+    version = "a newer" if isinstance(number, int) and number > FORMAT else "an older"
+    raise UserError(
+        f"the run directory has format {number}, but hpc_train {__version__} reads format {FORMAT}",
+        where=str(path),
+        fix=f"{version} hpc_train, which reads format {number}, or a new run.name",
     )
 
 
