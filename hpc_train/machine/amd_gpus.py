@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -132,27 +132,26 @@ def read_gpus(nodes: Path = NODES) -> tuple[AmdGpu, ...]:
     gpus: list[AmdGpu] = []
     for folder in _numbered(nodes):
         values = _properties(folder / "properties")
-        if values.get("simd_count", 0) > 0 and values.get("vendor_id", 0) == int(VENDOR, 16):
-            gpus.append(_gpu(len(gpus), folder, values))
+        if not values.get("simd_count", 0) or values.get("vendor_id", 0) != int(VENDOR, 16):
+            continue
+        place = values.get("location_id", 0)  # bits of the PCI address
+        bus, device, function = place >> 8 & 0xFF, place >> 3 & 0x1F, place & 7
+        banks = [_properties(path) for path in folder.glob("mem_banks/*/properties")]
+        links = [_properties(path) for kind in ("io", "p2p") for path in folder.glob(f"{kind}_links/*/properties")]
+        peers = {link["node_to"] for link in links if link.get("type") == _XGMI and "node_to" in link}
+        gpu = AmdGpu(
+            index=len(gpus),
+            node=int(folder.name),
+            pci=f"{values.get('domain', 0):04x}:{bus:02x}:{device:02x}.{function}",
+            target=values.get("gfx_target_version", 0),
+            product=values.get("device_id", 0),
+            unique_id=values.get("unique_id", 0),
+            render=values.get("drm_render_minor", 0),
+            memory=sum(bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in _VRAM),
+            peers=tuple(sorted(peers)),
+        )
+        gpus.append(gpu)
     return tuple(gpus)
-
-
-def _gpu(index: int, folder: Path, values: Mapping[str, int]) -> AmdGpu:
-    place = values.get("location_id", 0)
-    bus, device, function = place >> 8 & 0xFF, place >> 3 & 0x1F, place & 7
-    banks = [_properties(path) for path in folder.glob("mem_banks/*/properties")]
-    links = [_properties(path) for kind in ("io_links", "p2p_links") for path in folder.glob(f"{kind}/*/properties")]
-    return AmdGpu(
-        index=index,
-        node=int(folder.name),
-        pci=f"{values.get('domain', 0):04x}:{bus:02x}:{device:02x}.{function}",
-        target=values.get("gfx_target_version", 0),
-        product=values.get("device_id", 0),
-        unique_id=values.get("unique_id", 0),
-        render=values.get("drm_render_minor", 0),
-        memory=sum(bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in _VRAM),
-        peers=tuple(sorted({link["node_to"] for link in links if link.get("type") == _XGMI and "node_to" in link})),
-    )
 
 
 def _numbered(nodes: Path) -> list[Path]:
@@ -168,49 +167,33 @@ def _properties(path: Path) -> dict[str, int]:
 
 
 def selected(gpus: tuple[AmdGpu, ...], environment: Mapping[str, str]) -> tuple[AmdGpu, ...]:
-    """Returns the devices that the variables leave visible, in HIP's order."""
-    names = environment.get("ROCR_VISIBLE_DEVICES")
-    seen = gpus if names is None else tuple(_by_runtime(gpus, names))
-    names = _for_hip(environment)
-    if not names:
-        return seen
-    return tuple(_by_hip(seen, names))
+    """Returns the devices that the variables leave visible, in HIP's order.
+
+    The ROCm runtime takes devices up to the first name that is unknown, ambiguous or a repetition. HIP takes them up to
+    the first invalid name; its numbers count within ROCR_VISIBLE_DEVICES, and repetitions count once.
+    """
+    visible = list(gpus)
+    if (names := environment.get("ROCR_VISIBLE_DEVICES")) is not None:
+        visible = []
+        for name in map(str.strip, names.upper().split(",")):
+            if name.isdigit():
+                matching = [gpu for gpu in gpus if gpu.index == int(name)]
+            else:  # may be the beginning of a UUID
+                matching = [
+                    gpu for gpu in gpus if len(name) > len("GPU-") and (gpu.uuid or "").upper().startswith(name)
+                ]
+            if len(matching) != 1 or matching[0] in visible:
+                break
+            visible += matching
+    if not (names := _for_hip(environment)):
+        return tuple(visible)
+    by_name = {str(number): gpu for number, gpu in enumerate(visible)} | {gpu.uuid: gpu for gpu in visible if gpu.uuid}
+    chosen = [by_name[name] for name in takewhile(by_name.__contains__, names.split(","))]
+    return tuple(dict.fromkeys(chosen))
 
 
 def _for_hip(environment: Mapping[str, str]) -> str:
     return environment.get("HIP_VISIBLE_DEVICES") or environment.get("CUDA_VISIBLE_DEVICES", "")
-
-
-def _by_runtime(gpus: tuple[AmdGpu, ...], names: str) -> Iterator[AmdGpu]:
-    """Yields devices up to the first name that is unknown, ambiguous or a repetition, as the ROCm runtime does."""
-    taken: set[int] = set()
-    for name in map(str.strip, names.split(",")):
-        matching = [gpu for gpu in gpus if _named(gpu, name)]
-        if len(matching) != 1 or matching[0].index in taken:
-            return
-        taken.add(matching[0].index)
-        yield matching[0]
-
-
-def _named(gpu: AmdGpu, name: str) -> bool:
-    if name.isdigit():
-        return gpu.index == int(name)
-    return len(name) > len("GPU-") and gpu.uuid is not None and gpu.uuid.upper().startswith(name.upper())
-
-
-def _by_hip(seen: tuple[AmdGpu, ...], names: str) -> Iterator[AmdGpu]:
-    """Yields devices up to the first invalid name. Numbers count within ROCR_VISIBLE_DEVICES; repetitions count
-    once.
-    """
-    taken: set[int] = set()
-    by_name = {str(number): gpu for number, gpu in enumerate(seen)} | {gpu.uuid: gpu for gpu in seen if gpu.uuid}
-    for name in names.split(","):
-        gpu = by_name.get(name)
-        if gpu is None:
-            return
-        if gpu.index not in taken:
-            taken.add(gpu.index)
-            yield gpu
 
 
 def restrict_to(names: Sequence[str], environment: MutableMapping[str, str] = os.environ) -> None:
@@ -262,16 +245,14 @@ class AmdNode:
 
     def named(self, environment: Mapping[str, str] = os.environ) -> int | None:
         """Returns to how many devices the user's variables limit the process; None without such variables."""
+        # HIP ignores an empty variable, by which users mean that no GPU is visible
+        empty = environment.get("HIP_VISIBLE_DEVICES", environment.get("CUDA_VISIBLE_DEVICES"))
         counts = []
-        for names in (environment.get("ROCR_VISIBLE_DEVICES"), self._hip_variable(environment)):
+        for names in (environment.get("ROCR_VISIBLE_DEVICES"), _for_hip(environment) or empty):
             if names is not None and NO_DEVICES not in names:
                 shown = list(takewhile(lambda name: name and not name.startswith("-"), names.split(",")))
                 counts.append(len(shown))
         return min(counts, default=None)
-
-    def _hip_variable(self, environment: Mapping[str, str]) -> str | None:
-        """Returns HIP's variable. HIP ignores an empty one, by which users mean that no GPU is visible."""
-        return _for_hip(environment) or environment.get("HIP_VISIBLE_DEVICES", environment.get("CUDA_VISIBLE_DEVICES"))
 
     def why_not_visible(self, environment: Mapping[str, str], staff: str | None) -> tuple[str, str]:
         """Returns the cause why too few devices are visible, and its fix.
@@ -300,17 +281,14 @@ class AmdNode:
         if closed := [gpu.render for gpu in seen if not self._usable(gpu)]:
             files = ", ".join(f"renderD{number}" for number in closed)
             return f"it may not open {files} in {self.devices}/dri", staff or "join the groups render and video"
-        return self._why_hidden(environment, len(seen), staff)
-
-    def _why_hidden(self, environment: Mapping[str, str], seen: int, staff: str | None) -> tuple[str, str]:
         listed = sum(gpu.compute for gpu in self.gpus)
         names = [name for name in VISIBLE if name in environment]
-        if listed == seen or not names:
+        if listed == len(seen) or not names:
             return f"the driver amdgpu lists {listed}", staff or f"set cluster.gpus_per_node={listed}"
         text = " and ".join(f"{name}={environment[name]!r}" for name in names)
         if names[0] == VISIBLE[0] and len(names) > 1:
-            others = " ".join(names[1:])
-            return f"{text} hide them: HIP counts within ROCR_VISIBLE_DEVICES", f"add 'unset {others}' to cluster.setup"
+            fix = f"add 'unset {' '.join(names[1:])}' to cluster.setup"
+            return f"{text} hide them: HIP counts within ROCR_VISIBLE_DEVICES", fix
         return f"{text} hide{'s' if len(names) == 1 else ''} them", f"unset {' '.join(names)}"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,45 +45,34 @@ def visible_devices(
     if not driver.is_dir() and (amd := AmdNode.read(kfd, pci, devices)) is not None:
         return tuple(str(gpu.index) for gpu in amd.visible(environment))
     present = _present(driver, devices)
-    if not present and not driver.is_dir() and (amd := AmdNode.read(kfd, pci, devices)) is not None:
-        return tuple(str(gpu.index) for gpu in amd.visible(environment))  # as in ROCR_VISIBLE_DEVICES
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is None or not present:
         return tuple(str(index) for index in range(present))
     parts = [part.strip() for part in chosen.split(",")]
-    by_uuid = parts[0].startswith(UUID_PREFIXES)
-    uuids = []
-    if by_uuid:
-        uuids = _uuids(driver, devices, any(part.startswith(MIG_PREFIX) for part in parts))
     names: dict[str, str] = {}  # by device
+    if not parts[0].startswith(UUID_PREFIXES):
+        for part in parts:
+            number = re.match(r"\d+", part)  # all that CUDA reads
+            if number is None or int(number[0]) >= present:
+                break
+            device = str(int(number[0]))
+            if device in names:
+                return ()
+            names[device] = device
+        return tuple(names)
+    uuids = _uuids(driver, devices, any(part.startswith(MIG_PREFIX) for part in parts))
     for part in parts:
-        device = _with_uuid(part, uuids) if by_uuid else _with_number(part, present)
-        if device is None:
+        if not part.startswith(UUID_PREFIXES):
             break
-        if device in names:
+        matches = [uuid for uuid in uuids if uuid.startswith(part)]  # it may be the beginning of a UUID
+        if not uuids:  # unknown: any is accepted
+            matches = [part]
+        if len(matches) != 1:
+            break
+        if matches[0] in names:
             return ()
-        names[device] = part if by_uuid else device
+        names[matches[0]] = part
     return tuple(names.values())
-
-
-def _with_number(name: str, present: int) -> str | None:
-    """Returns the number at the start of ``name``, which is all that CUDA reads; None if there is no such device."""
-    match = re.match(r"\d+", name)
-    if match and int(match[0]) < present:
-        return str(int(match[0]))
-    return None
-
-
-def _with_uuid(name: str, uuids: Sequence[str]) -> str | None:
-    """Returns the only UUID that begins with ``name``. None if there is none; any UUID is accepted if all are
-    unknown.
-    """
-    if not name.startswith(UUID_PREFIXES):
-        return None
-    matches = [uuid for uuid in uuids if uuid.startswith(name)] if uuids else [name]
-    if len(matches) == 1:
-        return matches[0]
-    return None
 
 
 def _uuids(driver: Path, devices: Path, with_slices: bool) -> list[str]:
@@ -101,19 +90,14 @@ def job_gpus(driver: Path = DRIVER, devices: Path = DEVICES) -> tuple[str, ...]:
 
     CUDA counts only these, while ``/proc`` and ``/sys`` also show those of other jobs on the node.
     """
-    if not driver.is_dir():
-        return ()
-    return tuple(path.name for path in sorted(driver.iterdir()) if _may_open(path, devices))
-
-
-def _may_open(gpu: Path, devices: Path) -> bool:
-    try:
-        match = re.search(r"^Device Minor:\s*(\d+)", (gpu / "information").read_text(), re.MULTILINE)
-    except OSError:
-        return True
-    device = devices / f"nvidia{match[1]}" if match else None
-    # access() respects the control group and does not wake the GPU
-    return device is None or not device.exists() or os.access(device, os.R_OK | os.W_OK)
+    addresses = []
+    for path in sorted(_entries(driver)):
+        minor = re.search(r"^Device Minor:\s*(\d+)", read_text(path / "information"), re.MULTILINE)
+        device = devices / f"nvidia{minor[1]}" if minor else None
+        # access() respects the control group and does not wake the GPU
+        if device is None or not device.exists() or os.access(device, os.R_OK | os.W_OK):
+            addresses.append(path.name)
+    return tuple(addresses)
 
 
 def _present(driver: Path, devices: Path) -> int:
@@ -173,10 +157,16 @@ class Machine:
 
     def nvidia_gpus(self) -> int:
         """Returns the number of NVIDIA GPUs that the driver lists, or that have device files; without a driver those
-        that the PCI bus shows.
+        that the PCI bus shows, but for those that drive a display by the kernel's own driver.
         """
         files = sum(re.fullmatch(r"nvidia\d+", file.name) is not None for file in _entries(self.devices))
-        return len(_entries(self.driver)) or files or sum(map(_is_idle_gpu, _entries(self.pci)))
+        if count := len(_entries(self.driver)) or files:
+            return count
+        for device in _entries(self.pci):
+            kind = read_text(device / "class")
+            is_display = kind.startswith(DISPLAY) and (device / "driver").resolve().name == "nouveau"
+            count += read_text(device / "vendor") == NVIDIA and kind.startswith(GPU_CLASSES) and not is_display
+        return count
 
     def amd(self) -> AmdNode | None:
         """Returns the machine's AMD GPUs; None if it has NVIDIA GPUs or no Instinct GPUs."""
@@ -229,21 +219,17 @@ def gpus_to_use(
     usable = 0 if build is not None else visible
     if usable >= needed:
         return needed
-    if build is not None:
-        cause, fix = _wrong_build(build, machine.amd() is not None)
+    if build is not None and machine.amd() is not None:
+        cause = f"torch {build} is built without ROCm, and the GPUs are AMD's"
+        fix = "install a build of torch with ROCm: https://pytorch.org/get-started"
+    elif build is not None:
+        cause = f"torch {build} is built without CUDA"
+        fix = "install a build of torch with CUDA"
     else:
         cause, fix = _why_not_visible(needed, allocated, visible, environment, machine)
-    sees = f"{'sees' if build is None else 'can use'} {f'only {usable}' if usable else 'none'}"
-    raise UnusableGpus(f"{claim}, and the process {sees}: {cause}", f"{fix}; {KEY}=0 trains on the CPU")
-
-
-def _wrong_build(build: str, amd: bool) -> tuple[str, str]:
-    if not amd:
-        return f"torch {build} is built without CUDA", "install a build of torch with CUDA"
-    return (
-        f"torch {build} is built without ROCm, and the GPUs are AMD's",
-        "install a build of torch with ROCm: https://pytorch.org/get-started",
-    )
+    verb = "sees" if build is None else "can use"
+    count = f"only {usable}" if usable else "none"
+    raise UnusableGpus(f"{claim}, and the process {verb} {count}: {cause}", f"{fix}; {KEY}=0 trains on the CPU")
 
 
 def allocated_gpus(environment: Mapping[str, str] = os.environ) -> int:
@@ -312,38 +298,25 @@ def _why_not_visible(
 
 def _fault_of_node(needed: int, on_slurm: bool, machine: Machine) -> tuple[str, str]:
     """Returns the cause and its fix if the driver or the device files are at fault."""
-    staff = AVOID
-    if not machine.driver.is_dir():
-        if not machine.nvidia_gpus():
-            return "the node has no NVIDIA GPU and no NVIDIA driver", "use nodes with NVIDIA GPUs"
-        return (
-            f"the NVIDIA driver is not loaded ({machine.driver} does not exist)",
-            staff if on_slurm else "load the driver",
-        )
     listed = len(_entries(machine.driver))
     openable = len(job_gpus(machine.driver, machine.devices))
-    if openable < min(listed, needed):
-        return (
-            f"it may open {openable} of the {listed} GPUs of the node",
-            staff if on_slurm else "get access to /dev/nvidia*",
-        )
-    workstation_fix = f"set {KEY}={listed}" if listed else "check nvidia-smi"
-    return f"the NVIDIA driver lists {listed}", staff if on_slurm else workstation_fix
+    if not machine.driver.is_dir() and not machine.nvidia_gpus():
+        return "the node has no NVIDIA GPU and no NVIDIA driver", "use nodes with NVIDIA GPUs"
+    if not machine.driver.is_dir():
+        cause = f"the NVIDIA driver is not loaded ({machine.driver} does not exist)"
+        fix = "load the driver"
+    elif openable < min(listed, needed):
+        cause = f"it may open {openable} of the {listed} GPUs of the node"
+        fix = "get access to /dev/nvidia*"
+    else:
+        cause = f"the NVIDIA driver lists {listed}"
+        fix = f"set {KEY}={listed}" if listed else "check nvidia-smi"
+    return cause, AVOID if on_slurm else fix
 
 
 def _count(names: str) -> int:
     """Counts the names in a list of devices; CUDA_VISIBLE_DEVICES may also state that there is none."""
-    return sum(
-        bool(name) and not name.startswith("-") and name != NO_DEVICES for name in map(str.strip, names.split(","))
-    )
-
-
-def _is_idle_gpu(device: Path) -> bool:
-    """Returns whether a PCI device is an NVIDIA GPU, but not one that drives a display by the kernel's own driver."""
-    kind = read_text(device / "class")
-    if read_text(device / "vendor") != NVIDIA or not kind.startswith(GPU_CLASSES):
-        return False
-    return not (kind.startswith(DISPLAY) and (device / "driver").resolve().name == "nouveau")
+    return sum(name not in ("", NO_DEVICES) and not name.startswith("-") for name in map(str.strip, names.split(",")))
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -375,28 +348,19 @@ _GRACE = ("gh200", "gb200", "gb300")  # their names give the memory of the CPU
 
 
 def gpu_memory(kind: str | None) -> float | None:
-    """Returns the bytes of a GPU of the GRES type ``kind``, or of the smallest GPU of this machine if
-    ``kind`` is None. Returns None if unknown.
+    """Returns the bytes of a GPU of the GRES type ``kind``, or of the smallest GPU of this machine if ``kind`` is None.
+
+    The type is a short name (``h100``), or NVML's name, which Slurm's AutoDetect=nvml gives to it:
+    ``nvidia_h100_80gb_hbm3``. Returns None if unknown.
     """
     if kind is not None:
-        return _of_kind(kind) or amd_memory(kind)
-    return _of_this_machine()
-
-
-def _of_kind(kind: str) -> float | None:
-    """Returns the bytes by a short name (``h100``), or by NVML's name, which Slurm's AutoDetect=nvml gives to the type:
-    ``nvidia_h100_80gb_hbm3``.
-    """
-    words = re.split(r"[\s_-]+", kind.lower())
-    sizes = [match[1] for word in words if (match := _SIZE.fullmatch(word))]
-    if sizes and not set(words) & set(_GRACE):
-        return float(sizes[0]) * 1e9
-    if {"h100", "nvl"} <= set(words):
-        return 94e9
-    return next((KINDS[word] for word in words if word in KINDS), None)
-
-
-def _of_this_machine() -> float | None:
+        words = re.split(r"[\s_-]+", kind.lower())
+        sizes = [match[1] for word in words if (match := _SIZE.fullmatch(word))]
+        if sizes and not set(words) & set(_GRACE):
+            return float(sizes[0]) * 1e9
+        if {"h100", "nvl"} <= set(words):
+            return 94e9
+        return next((KINDS[word] for word in words if word in KINDS), None) or amd_memory(kind)
     if not DRIVER.is_dir() and (amd := AmdNode.read(NODES, PCI, DEVICES)) is not None:
         return min((gpu.memory for gpu in amd.gpus if gpu.compute and gpu.memory), default=None)
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -404,7 +368,4 @@ def _of_this_machine() -> float | None:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    sizes = [int(line) for line in listed.stdout.split() if line.isdigit()]
-    if sizes:
-        return min(sizes) * 2.0**20
-    return None
+    return min((int(line) * 2.0**20 for line in listed.stdout.split() if line.isdigit()), default=None)

@@ -53,56 +53,45 @@ def amd_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
         return VendorHealth()
     on_bus = instinct_on_bus(paths.pci)
     usable = [gpu for gpu in amd_node.gpus if gpu.compute]
-    places: dict[str, list[AmdGpu]] = {}  # the partitions of a GPU have one address
-    for gpu in usable:
-        places.setdefault(_device(gpu, on_bus), []).append(gpu)
+    places: dict[str, list[AmdGpu]] = {}
+    for gpu in usable:  # the driver numbers the partitions of one GPU as functions of its device
+        place = gpu.pci if gpu.pci in on_bus else gpu.pci.partition(".")[0] + ".0"
+        places.setdefault(place, []).append(gpu)
     foreign = []
     if amd_node.managed > len(usable):
         foreign = [place for place in on_bus if place not in places]
-    texts, hangs = _read(places, paths.pci, node)
-    processes = {} if quick else read_processes(paths)
-    gpus = [
-        parse_gpu(
-            parts[0], place, texts[place], [process for part in parts for process in processes.get(part.node, ())]
-        )
-        for place, parts in places.items()
-        if place in texts
-    ]
-    lines = read_kernel_log(paths.kmsg)
-    findings = (
-        *_missing(len(on_bus), amd_node.managed, node),
-        *hangs,
-        *judge_amd([(gpu, texts[gpu.pci or ""]) for gpu in gpus], node),
-        *judge_amd_log(lines, node, foreign),
-    )
-    shared = 0 < len(on_bus) < amd_node.managed
-    return VendorHealth(amd_node.managed, shared, tuple(gpus), (), defects_in(lines or (), foreign), findings)
+    findings = []
+    if amd_node.managed < len(on_bus):
+        managed = amd_node.managed or "none"
+        text = f"the PCI bus shows {len(on_bus)} AMD Instinct GPUs, but the driver amdgpu manages {managed}"
+        action = "reboot the node; `dmesg` shows why amdgpu does not initialize them"
+        findings.append(Finding(SUBJECT, ERROR, text, out_of_service(node, action)))
 
-
-def _read(places: Iterable[str], pci: Path, node: str) -> tuple[dict[str, Texts], list[Finding]]:
-    """Reads the files of the GPUs at ``places``. A driver that does not respond is a finding."""
+    texts: dict[str, Texts] | None = {}
     try:
-        texts = read_in_child(lambda: {place: read_texts(pci / place) for place in places}, LIMIT_S)
+        texts = read_in_child(lambda: {place: read_texts(paths.pci / place) for place in places}, LIMIT_S)
     except NoResponse:
         text = f"{HANGS}: amdgpu did not respond within {LIMIT_S:g} s"
-        return {}, [Finding(SUBJECT, ERROR, text, out_of_service(node, "reboot the node"))]
+        findings.append(Finding(SUBJECT, ERROR, text, out_of_service(node, "reboot the node")))
     if texts is None:
-        return {}, [Finding(SUBJECT, OK, f"{UNCHECKED}the files of amdgpu in {pci} cannot be read")]
-    return texts, []
-
-
-def _device(gpu: AmdGpu, on_bus: Sequence[str]) -> str:
-    """Returns the PCI address of the GPU; the driver numbers the partitions of one GPU as functions of its device."""
-    if gpu.pci in on_bus:
-        return gpu.pci
-    return gpu.pci.partition(".")[0] + ".0"
-
-
-def _missing(plugged: int, managed: int, node: str) -> Iterator[Finding]:
-    if managed < plugged:
-        text = f"the PCI bus shows {plugged} AMD Instinct GPUs, but the driver amdgpu manages {managed or 'none'}"
-        action = "reboot the node; `dmesg` shows why amdgpu does not initialize them"
-        yield Finding(SUBJECT, ERROR, text, out_of_service(node, action))
+        findings.append(Finding(SUBJECT, OK, f"{UNCHECKED}the files of amdgpu in {paths.pci} cannot be read"))
+        texts = {}
+    processes = {} if quick else read_processes(paths)
+    gpus = []
+    for place, parts in places.items():
+        if place in texts:
+            of_gpu = [process for part in parts for process in processes.get(part.node, ())]
+            gpus.append(parse_gpu(parts[0], place, texts[place], of_gpu))
+    findings += judge_amd([(gpu, texts[gpu.pci or ""]) for gpu in gpus], node)
+    lines = read_kernel_log(paths.kmsg)
+    findings += judge_amd_log(lines, node, foreign)
+    return VendorHealth(
+        present=amd_node.managed,
+        shared=0 < len(on_bus) < amd_node.managed,
+        gpus=tuple(gpus),
+        defects=defects_in(lines or (), foreign),
+        findings=tuple(findings),
+    )
 
 
 def read_texts(device: Path) -> dict[str, str]:
@@ -141,11 +130,12 @@ def read_processes(paths: Paths) -> dict[int, tuple[GpuProcess, ...]]:
 def parse_gpu(gpu: AmdGpu, place: str, texts: Texts, processes: Sequence[GpuProcess] = ()) -> GpuState:
     """Returns the state of a GPU from its files. A GPU that has fallen off the bus has no values."""
     named = GpuState(gpu.index, place, gpu.model, gpu.uuid, processes=tuple(processes))
-    if _lost(texts):
+    if texts.get("current_link_width") == LOST:
         return named
     counts = uncorrected(texts)
     pages = bad_pages(texts)
     memory = texts.get("mem_info_vram_used", "")
+    width = _lanes(texts, "link/max_link_width")
     generation = _generation(texts, "link/max_link_speed")
     return replace(
         named,
@@ -154,16 +144,12 @@ def parse_gpu(gpu: AmdGpu, place: str, texts: Texts, processes: Sequence[GpuProc
         uncorrected=None if counts is None else sum(counts.values()),
         idle=texts.get("gpu_busy_percent", "0") == "0",
         pcie_width=_lanes(texts, "link/current_link_width"),
-        pcie_max_width=_least(_lanes(texts, "link/max_link_width"), _lanes(texts, "slot/max_link_width")),
+        pcie_max_width=width and min(width, _lanes(texts, "slot/max_link_width") or width),
         pcie_gen=_generation(texts, "link/current_link_speed"),
         pcie_max_gen=generation,
-        pcie_best_gen=_least(generation, _generation(texts, "slot/max_link_speed")),
+        pcie_best_gen=generation and min(generation, _generation(texts, "slot/max_link_speed") or generation),
         memory_used=int(memory) if memory.isdigit() else None,
     )
-
-
-def _lost(texts: Texts) -> bool:
-    return texts.get("current_link_width") == LOST
 
 
 def _lanes(texts: Texts, name: str) -> int | None:
@@ -178,12 +164,6 @@ def _generation(texts: Texts, name: str) -> int | None:
     return GENERATIONS.get(texts.get(name, "").partition(" ")[0])
 
 
-def _least(card: int | None, slot: int | None) -> int | None:
-    if card:
-        return min((value for value in (card, slot) if value is not None), default=None)
-    return None
-
-
 def uncorrected(texts: Texts) -> dict[str, int] | None:
     """Returns the uncorrectable errors since the driver was loaded by block, e.g. ``umc`` (memory) or ``gfx``.
 
@@ -191,10 +171,7 @@ def uncorrected(texts: Texts) -> dict[str, int] | None:
     """
     counts = {}
     for name, text in texts.items():
-        count = None
-        if name.endswith(COUNTS):
-            count = re.search(r"^ue: (\d+)$", text, re.MULTILINE)
-        if count is not None:
+        if name.endswith(COUNTS) and (count := re.search(r"^ue: (\d+)$", text, re.MULTILINE)):
             counts[name.removeprefix("ras/").removesuffix(COUNTS)] = int(count[1])
     return counts or None
 
@@ -208,7 +185,7 @@ def bad_pages(texts: Texts) -> dict[str, int]:
 def judge_amd(gpus: Sequence[tuple[GpuState, Texts]], node: str) -> Iterator[Finding]:
     """Reports what is wrong with GPUs according to their files, or that nothing is."""
     findings = [finding for gpu, texts in gpus for finding in (*_memory(gpu, texts, node), *judge_speed(gpu, node))]
-    unknown = [gpu.name for gpu, texts in gpus if gpu.uncorrected is None and not _lost(texts)]
+    unknown = [gpu.name for gpu, texts in gpus if gpu.uncorrected is None and texts.get("current_link_width") != LOST]
     if unknown:
         yield Finding(SUBJECT, OK, f"{UNCHECKED}amdgpu shows no error counts of {', '.join(unknown)}")
     yield from findings
@@ -220,7 +197,7 @@ def judge_amd(gpus: Sequence[tuple[GpuState, Texts]], node: str) -> Iterator[Fin
 
 
 def _memory(gpu: GpuState, texts: Texts, node: str) -> Iterator[Finding]:
-    if _lost(texts):
+    if texts.get("current_link_width") == LOST:
         text = f"{gpu.name}: it has fallen off the bus, its PCI registers cannot be read"
         yield Finding(SUBJECT, ERROR, text, out_of_service(node, Kind.REBOOT.action))
     blocks = {block: count for block, count in (uncorrected(texts) or {}).items() if count and gpu.uncorrected}
@@ -325,17 +302,14 @@ def find_events(lines: Iterable[Line]) -> tuple[AmdEvent, ...]:
             events = {
                 key: replace(event, reset=event.reset or event.pci in (pci, None)) for key, event in events.items()
             }
-        elif (event := _event(pci, text, line.age)) is not None:
-            before = events.get((pci, event.meaning))
-            events[pci, event.meaning] = replace(event, count=1 if before is None else before.count + 1)
+            continue
+        for pattern, words, kind, lasting in _EVENTS:
+            if error := pattern.search(text):
+                meaning = words.format(*error.groups())
+                count = events[pci, meaning].count if (pci, meaning) in events else 0
+                events[pci, meaning] = AmdEvent(pci, meaning, kind, lasting, count + 1, line.age)
+                break
     return tuple(events.values())
-
-
-def _event(pci: str | None, text: str, age: float | None) -> AmdEvent | None:
-    for pattern, meaning, kind, lasting in _EVENTS:
-        if match := pattern.search(text):
-            return AmdEvent(pci, meaning.format(*match.groups()), kind, lasting, age=age)
-    return None
 
 
 def judge_amd_log(lines: Sequence[Line] | None, node: str, foreign: Sequence[str] = ()) -> Iterator[Finding]:

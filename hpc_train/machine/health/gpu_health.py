@@ -19,7 +19,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from ctypes import byref
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +28,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from hpc_train.machine.health.finding import ERROR, OK, UNCHECKED, WARNING, Finding
+from hpc_train.machine.sysfs import read_text
 from hpc_train.units import format_bytes
 
 LIMIT_S = 10.0
@@ -144,41 +145,27 @@ def read_in_child(read: Callable[[], Any], limit_s: float = LIMIT_S) -> Any | No
     child = os.fork()
     if child == 0:
         with suppress(BaseException):
-            _close_all_but(target)  # a child that hangs must not hold the caller's connections open
+            # a child that hangs must not hold the caller's connections open
+            for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+                if descriptor > 2 and descriptor != target:
+                    with suppress(OSError):
+                        os.close(descriptor)
             with os.fdopen(target, "w") as file:
                 json.dump(read(), file)
         os._exit(0)
     os.close(target)
-    try:
-        text = _receive(source, time.monotonic() + limit_s)
-    finally:
-        os.close(source)
-    if text is None:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, os.WNOHANG)  # it may hang in the kernel; init inherits it
-        raise NoResponse(f"no response within {limit_s:g} s")
-    os.waitpid(child, 0)
-    if text:
-        return json.loads(text)
-    return None
-
-
-def _close_all_but(descriptor: int) -> None:
-    for other in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-        if other > 2 and other != descriptor:
-            with suppress(OSError):
-                os.close(other)
-
-
-def _receive(source: int, until: float) -> str | None:
-    """Returns what the child writes; None if it has not finished in time."""
-    parts: list[bytes] = []
-    while select.select([source], [], [], max(0.0, until - time.monotonic()))[0]:
-        part = os.read(source, 1 << 16)
-        if not part:
-            return b"".join(parts).decode()
-        parts.append(part)
-    return None
+    until = time.monotonic() + limit_s
+    text = b""
+    with os.fdopen(source, "rb", buffering=0) as pipe:
+        while select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+            part = pipe.read(1 << 16)
+            if not part:
+                os.waitpid(child, 0)
+                return json.loads(text) if text else None
+            text += part
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, os.WNOHANG)  # it may hang in the kernel; init inherits it
+    raise NoResponse(f"no response within {limit_s:g} s")
 
 
 def read_gpus(expected: bool, limit_s: float = LIMIT_S) -> GpuReading:
@@ -196,21 +183,18 @@ def read_gpus(expected: bool, limit_s: float = LIMIT_S) -> GpuReading:
         missing = Finding(SUBJECT, WARNING, f"{UNCHECKED}nvidia-smi is not installed here", "put nvidia-smi on PATH")
         return GpuReading(findings=(missing,) if expected else ())
     gpus = parse_query(output)
-    findings = (_failed(code, output),) if code and (expected or gpus) else ()
-    if len(gpus) < 2 and not (gpus and gpus[0].fabric):
-        return GpuReading(gpus, findings)
-    try:
-        return GpuReading(with_links(gpus, run_limited(LINKS, limit_s)[1]), findings)
-    except (NoResponse, OSError) as error:
-        hangs = Finding(SUBJECT, ERROR, f"the state of NVLink is not known: {error}", "reboot the node")
-        return GpuReading(gpus, (*findings, hangs))
-
-
-def _failed(code: int, output: str) -> Finding:
-    """Reports an ``nvidia-smi`` that failed, e.g. because a GPU has fallen off the bus."""
-    lines = [line.strip() for line in output.splitlines() if line.strip() and not line.lstrip().startswith("<")]
-    text = f"nvidia-smi failed with exit code {code}" + (f": {lines[0]}" if lines else "")
-    return Finding(SUBJECT, ERROR, text, "reboot the node; if it happens again, the GPU or the driver needs service")
+    findings = []
+    if code and (expected or gpus):  # e.g. because a GPU has fallen off the bus
+        lines = [line.strip() for line in output.splitlines() if line.strip() and not line.lstrip().startswith("<")]
+        text = ": ".join([f"nvidia-smi failed with exit code {code}", *lines[:1]])
+        fix = "reboot the node; if it happens again, the GPU or the driver needs service"
+        findings.append(Finding(SUBJECT, ERROR, text, fix))
+    if len(gpus) > 1 or (gpus and gpus[0].fabric):
+        try:
+            gpus = with_links(gpus, run_limited(LINKS, limit_s)[1])
+        except (NoResponse, OSError) as error:
+            findings.append(Finding(SUBJECT, ERROR, f"the state of NVLink is not known: {error}", "reboot the node"))
+    return GpuReading(gpus, tuple(findings))
 
 
 def parse_query(text: str) -> tuple[GpuState, ...]:
@@ -226,12 +210,28 @@ def parse_query(text: str) -> tuple[GpuState, ...]:
 
 
 def _gpu(index: int, gpu: ElementTree.Element) -> GpuState:
-    link = "pci/pci_gpu_link_info/pcie_gen"
-    generations = [_number(gpu, f"{link}/{name}") for name in ("max_device_link_gen", "max_host_link_gen")]
+    link = "pci/pci_gpu_link_info"
+    generations = [_number(gpu, f"{link}/pcie_gen/{name}") for name in ("max_device_link_gen", "max_host_link_gen")]
     known_generations = [generation for generation in generations if generation is not None]
+    domain, _, address = (gpu.get("id") or _text(gpu, "pci/pci_bus_id") or "").lower().partition(":")
+    pci = None
+    if address and re.fullmatch("[0-9a-f]+", domain):
+        pci = f"{int(domain, 16):04x}:{address}"  # as the kernel writes 00000000:01:00.0
+    recovery = _text(gpu, "gpu_recovery_action")
+    if recovery is None and _text(gpu, "gpu_reset_status/reset_required") == "Yes":
+        recovery = "Reset"
+    slowdowns = {reason: words for reason, words in SLOWDOWNS.items() if any(_active(gpu, reason))}
+    if len(slowdowns) > 1:
+        slowdowns.pop("hw_slowdown", None)  # it only summarizes the other reasons of the hardware
+    processes = []
+    for element in gpu.findall("processes/process_info"):
+        pid = _number(element, "pid")
+        if pid is not None and "C" in (_text(element, "type") or ""):
+            memory = _bytes(element, "used_memory") or 0
+            processes.append(GpuProcess(pid, _text(element, "process_name") or "?", memory))
     return GpuState(
         index=index,
-        pci=_address(gpu.get("id") or _text(gpu, "pci/pci_bus_id")),
+        pci=pci,
         model=_text(gpu, "product_name"),
         uuid=_text(gpu, "uuid"),
         mig=_text(gpu, "mig_mode/current_mig") == "Enabled",
@@ -240,28 +240,27 @@ def _gpu(index: int, gpu: ElementTree.Element) -> GpuState:
         pages_pending=_text(gpu, "retired_pages/pending_retirement") == "Yes",
         uncorrected=_uncorrected(gpu),
         sram_exceeded=_text(gpu, "ecc_errors/aggregate/sram_threshold_exceeded") == "Yes",
-        recovery=_recovery(gpu),
-        slowdowns=_slowdowns(gpu),
+        recovery=recovery,
+        slowdowns=tuple(slowdowns.values()),
         idle=any(_active(gpu, "gpu_idle")),
-        pcie_width=_number(gpu, "pci/pci_gpu_link_info/link_widths/current_link_width"),
-        pcie_max_width=_number(gpu, "pci/pci_gpu_link_info/link_widths/max_link_width"),
-        pcie_gen=_number(gpu, f"{link}/current_link_gen"),
-        pcie_max_gen=_number(gpu, f"{link}/max_link_gen"),
+        pcie_width=_number(gpu, f"{link}/link_widths/current_link_width"),
+        pcie_max_width=_number(gpu, f"{link}/link_widths/max_link_width"),
+        pcie_gen=_number(gpu, f"{link}/pcie_gen/current_link_gen"),
+        pcie_max_gen=_number(gpu, f"{link}/pcie_gen/max_link_gen"),
         pcie_best_gen=min(known_generations) if len(known_generations) == len(generations) else None,
         fabric=_text(gpu, "fabric/state"),
         fabric_fault=_fabric_fault(gpu),
         memory_used=_bytes(gpu, "fb_memory_usage/used"),
-        processes=tuple(_processes(gpu)),
+        processes=tuple(processes),
     )
 
 
 def _text(gpu: ElementTree.Element, path: str) -> str | None:
     """Returns the text at ``path``; None if it is missing, ``N/A``, not supported or deprecated."""
     text = (gpu.findtext(path) or "").strip()
-    unknown = not text or text.startswith(("N/A", "[N/A", "Not Supported", "Requested functionality", "Unknown", "ERR"))
-    if unknown:
+    if text.startswith(("N/A", "[N/A", "Not Supported", "Requested functionality", "Unknown", "ERR")):
         return None
-    return text
+    return text or None
 
 
 def _number(gpu: ElementTree.Element, path: str) -> int | None:
@@ -276,14 +275,6 @@ def _bytes(gpu: ElementTree.Element, path: str) -> int | None:
     return None if mebibytes is None else mebibytes << 20  # nvidia-smi prints MiB
 
 
-def _address(text: str | None) -> str | None:
-    """Returns ``0000:01:00.0`` for ``00000000:01:00.0``, as the kernel writes it."""
-    domain, _, rest = (text or "").lower().partition(":")
-    if rest and re.fullmatch("[0-9a-f]+", domain):
-        return f"{int(domain, 16):04x}:{rest}"
-    return None
-
-
 def _uncorrected(gpu: ElementTree.Element) -> int | None:
     """Sums the uncorrectable errors of all memories; old drivers call them double-bit errors."""
     volatile = gpu.find("ecc_errors/volatile")
@@ -296,26 +287,12 @@ def _uncorrected(gpu: ElementTree.Element) -> int | None:
     return None
 
 
-def _recovery(gpu: ElementTree.Element) -> str | None:
-    action = _text(gpu, "gpu_recovery_action")
-    if action is None and _text(gpu, "gpu_reset_status/reset_required") == "Yes":
-        return "Reset"
-    return action
-
-
 def _active(gpu: ElementTree.Element, reason: str) -> Iterator[bool]:
     """Yields whether ``reason`` reduces the clocks; older drivers call the section throttle reasons."""
     for name in ("event", "throttle"):
         text = _text(gpu, f"clocks_{name}_reasons/clocks_{name}_reason_{reason}")
         if text is not None:
             yield text == "Active"
-
-
-def _slowdowns(gpu: ElementTree.Element) -> tuple[str, ...]:
-    slowdowns = {reason: words for reason, words in SLOWDOWNS.items() if any(_active(gpu, reason))}
-    if len(slowdowns) > 1:
-        slowdowns.pop("hw_slowdown", None)  # it only summarizes the other reasons of the hardware
-    return tuple(slowdowns.values())
 
 
 def _fabric_fault(gpu: ElementTree.Element) -> str | None:
@@ -328,13 +305,6 @@ def _fabric_fault(gpu: ElementTree.Element) -> str | None:
         if _text(gpu, f"fabric/health/{name}") in ("True", "Yes"):
             return name.replace("_", " ")
     return None
-
-
-def _processes(gpu: ElementTree.Element) -> Iterator[GpuProcess]:
-    for element in gpu.findall("processes/process_info"):
-        pid = _number(element, "pid")
-        if pid is not None and "C" in (_text(element, "type") or ""):
-            yield GpuProcess(pid, _text(element, "process_name") or "?", _bytes(element, "used_memory") or 0)
 
 
 _HEADING = re.compile(r"^GPU (\d+): .*?(?:\(UUID: ([^)]+)\))?\s*$")
@@ -500,12 +470,34 @@ class Nvml:
             return None
 
     def state(self, index: int, device: Any) -> GpuState:
-        reasons = self.get("CurrentClocksThrottleReasons", device) or 0
-        held = {name for name, bit in BITS.items() if reasons & bit}
+        library = self.library
         pci = self.get("PciInfo", device)
         mig = self.get("MigMode", device)
         rows = self.get("RemappedRows", device)  # corrected and uncorrected ones, whether any is pending or has failed
-        slices = self._slices(device)
+        uncorrected = (library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, library.NVML_VOLATILE_ECC)
+        reasons = self.get("CurrentClocksThrottleReasons", device) or 0
+        slowed = {name for name, bit in BITS.items() if reasons & bit}
+        if len(slowed) > 1:
+            slowed.discard("hw_slowdown")  # it only summarizes the other reasons of the hardware
+
+        recovery = None
+        fields = self.get("FieldValues", device, [library.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+        if fields is not None and fields[0].nvmlReturn == library.NVML_SUCCESS:
+            recovery = RECOVERIES.get(fields[0].value.uiVal)
+
+        fabric = library.c_nvmlGpuFabricInfo_t()
+        has_fabric = self.get("GpuFabricInfo", device, byref(fabric)) is not None
+        link_states = [self.get("NvLinkState", device, link) for link in range(library.NVML_NVLINK_MAX_LINKS)]
+        links = [state == 1 for state in link_states if state is not None]
+
+        slices = {}  # UUID -> bytes in use
+        for number in range(self.get("MaxMigDeviceCount", device) or 0):
+            part = self.get("MigDeviceHandleByIndex", device, number)
+            uuid = None if part is None else self.get("UUID", part)
+            if uuid:  # a place may be empty
+                slices[uuid] = self._memory_used(part)
+
+        processes = self.get("ComputeRunningProcesses", device) or ()  # also those of other users
         return GpuState(
             index=index,
             pci=pci and f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0",
@@ -515,23 +507,22 @@ class Nvml:
             rows_pending=bool(rows) and rows[2] == 1,
             rows_failed=bool(rows) and rows[3] == 1,
             pages_pending=self.get("RetiredPagesPendingStatus", device) == 1,
-            uncorrected=self.get(
-                "TotalEccErrors",
-                device,
-                self.library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-                self.library.NVML_VOLATILE_ECC,
-            ),
-            recovery=self._recovery(device),
-            slowdowns=tuple(words for name, words in SLOWDOWNS.items() if name in held - _summary(held)),
+            uncorrected=self.get("TotalEccErrors", device, *uncorrected),
+            recovery=recovery,
+            slowdowns=tuple(words for name, words in SLOWDOWNS.items() if name in slowed),
             idle=bool(reasons & IDLE),
             pcie_width=self.get("CurrPcieLinkWidth", device),
             pcie_max_width=self.get("MaxPcieLinkWidth", device),
             pcie_gen=self.get("CurrPcieLinkGeneration", device),
             pcie_max_gen=self.get("MaxPcieLinkGeneration", device),
-            fabric=self._fabric(device),
-            links=self._links(device),
+            fabric=FABRIC_STATES.get(fabric.state) if has_fabric else None,
+            links=sum(links) if links else None,
             memory_used=self._memory_used(device),
-            processes=self._processes(device),
+            # the name is hidden outside of this container
+            processes=tuple(
+                GpuProcess(each.pid, read_text(Path(f"/proc/{each.pid}/comm")) or "?", each.usedGpuMemory or 0)
+                for each in processes
+            ),
             slices=tuple(slices),
             slices_used=tuple(slices.values()),
         )
@@ -546,49 +537,6 @@ class Nvml:
         """Returns the bytes in use, without those that the driver reserves."""
         memory = self.get("MemoryInfo", device, self.library.nvmlMemory_v2)
         return memory and int(memory.used)
-
-    def _processes(self, device: Any) -> tuple[GpuProcess, ...]:
-        """Returns the processes with a compute context, also those of other users."""
-        processes = self.get("ComputeRunningProcesses", device) or ()
-        return tuple(GpuProcess(each.pid, _name(each.pid), each.usedGpuMemory or 0) for each in processes)
-
-    def _slices(self, device: Any) -> dict[str, int | None]:
-        """Returns the UUID of each MIG slice and the bytes in use of it."""
-        used = {}
-        for number in range(self.get("MaxMigDeviceCount", device) or 0):
-            part = self.get("MigDeviceHandleByIndex", device, number)
-            uuid = None if part is None else self.get("UUID", part)
-            if uuid:  # a place may be empty
-                used[uuid] = self._memory_used(part)
-        return used
-
-    def _recovery(self, device: Any) -> str | None:
-        fields = self.get("FieldValues", device, [self.library.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
-        if fields is None or fields[0].nvmlReturn != self.library.NVML_SUCCESS:
-            return None
-        return RECOVERIES.get(fields[0].value.uiVal)
-
-    def _fabric(self, device: Any) -> str | None:
-        fabric = self.library.c_nvmlGpuFabricInfo_t()
-        done = self.get("GpuFabricInfo", device, byref(fabric))
-        return None if done is None else FABRIC_STATES.get(fabric.state)
-
-    def _links(self, device: Any) -> int | None:
-        states = [self.get("NvLinkState", device, link) for link in range(self.library.NVML_NVLINK_MAX_LINKS)]
-        known = [state for state in states if state is not None]
-        return sum(state == 1 for state in known) if known else None
-
-
-def _name(pid: int) -> str:
-    """Returns the command of a process; ``?`` if it is hidden, e.g. outside of this container."""
-    try:
-        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
-    except OSError:
-        return "?"
-
-
-def _summary(held: set[str]) -> set[str]:
-    return {"hw_slowdown"} if len(held) > 1 else set()
 
 
 def _read() -> dict[str, Any]:
@@ -613,24 +561,19 @@ def read_nvml(limit_s: float = LIMIT_S, read: Callable[[], dict[str, Any]] = _re
     A library that does not respond within ``limit_s`` seconds is a finding.
     """
     try:
-        found = read_in_child(read, limit_s)
+        reading = read_in_child(read, limit_s)
     except NoResponse:
         problem = f"{HANGS}: NVML did not respond within {limit_s:g} s"
         return GpuReading(findings=(Finding(SUBJECT, ERROR, problem, "reboot the node"),))
-    return None if found is None else _parse(found)
-
-
-def _parse(found: Mapping[str, Any]) -> GpuReading:
-    states = [_state(state) for state in found["states"]]
-    ordered = [replace(state, index=index) for index, state in enumerate(sorted(states, key=lambda one: one.pci or ""))]
+    if reading is None:
+        return None
+    gpus = []
+    for index, values in enumerate(sorted(reading["states"], key=lambda state: state["pci"] or "")):
+        tuples = {name: tuple(values[name]) for name in ("slowdowns", "slices", "slices_used")}
+        processes = tuple(GpuProcess(**process) for process in values["processes"])
+        gpus.append(GpuState(**values | tuples | {"processes": processes, "index": index}))
     lost = tuple(
         Finding(SUBJECT, ERROR, f"NVML's GPU {number} is lost", "reboot the node; check the PCIe link of the GPU")
-        for number in found["lost"]
+        for number in reading["lost"]
     )
-    return GpuReading(tuple(ordered), lost)
-
-
-def _state(values: Mapping[str, Any]) -> GpuState:
-    processes = tuple(GpuProcess(**process) for process in values["processes"])
-    tuples = {name: tuple(values[name]) for name in ("slowdowns", "slices", "slices_used")}
-    return GpuState(**{**values, **tuples, "processes": processes})
+    return GpuReading(tuple(gpus), lost)

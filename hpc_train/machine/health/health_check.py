@@ -12,13 +12,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_train.machine.gpus import job_gpus
 from hpc_train.machine.health.amd_health import amd_health
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding, worst
-from hpc_train.machine.health.gpu_health import HANGS, SUBJECT, GpuReading, GpuState, judge, read_gpus, read_nvml
+from hpc_train.machine.health.gpu_health import HANGS, SUBJECT, GpuState, judge, read_gpus, read_nvml
 from hpc_train.machine.health.kernel_log import Defect, GpuError, find_errors, judge_log, read_kernel_log
 from hpc_train.machine.health.vendor import Paths, VendorHealth
 from hpc_train.machine.sysfs import read_text
@@ -74,30 +74,31 @@ def check_node(node: str, quick: bool = True, gpus: int | None = None, paths: Pa
         gpus: the GPUs that the node should have; None asks Slurm for its configuration of the node.
     """
     paths = paths or Paths()
-    seen = [check(node, quick, paths) for check in VENDORS]
-    present = sum(vendor.present for vendor in seen)
-    ports = read_ports(paths.rdma)
-    findings = [finding for vendor in seen for finding in vendor.findings]
-    if not any(vendor.shared for vendor in seen):
+    vendors = [check(node, quick, paths) for check in VENDORS]
+    health = _combined(node, vendors)
+    findings = [*health.findings]
+    if not any(vendor.shared for vendor in vendors):
+        present = sum(vendor.present for vendor in vendors)
         findings += check_count(present, configured_gpus(node) if gpus is None else gpus, node)
+    ports = read_ports(paths.rdma)
     findings += judge_ports(ports, node, uptime(paths.proc))
-    states = tuple(state for vendor in seen for state in vendor.gpus)
-    errors = tuple(error for vendor in seen for error in vendor.errors)
-    return NodeHealth(node, tuple(findings), states, errors, ports, _defects(seen))
+    return replace(health, findings=tuple(findings), ports=ports)
 
 
 def check_gpus(node: str, paths: Paths | None = None) -> NodeHealth:
     """Checks the GPUs of this node with their processes, and the kernel log, e.g. after an error of a GPU."""
     # NVML knows the processes, while others read them in the full check only
-    seen = [check(node, check is nvidia_health, paths or Paths()) for check in VENDORS]
-    findings = tuple(finding for vendor in seen for finding in vendor.findings)
-    states = tuple(state for vendor in seen for state in vendor.gpus)
-    errors = tuple(error for vendor in seen for error in vendor.errors)
-    return NodeHealth(node, findings, states, errors, defects=_defects(seen))
+    return _combined(node, [check(node, check is nvidia_health, paths or Paths()) for check in VENDORS])
 
 
-def _defects(seen: Sequence[VendorHealth]) -> tuple[Defect, ...]:
-    return tuple(defect for vendor in seen for defect in vendor.defects)
+def _combined(node: str, vendors: Sequence[VendorHealth]) -> NodeHealth:
+    return NodeHealth(
+        node,
+        findings=tuple(finding for vendor in vendors for finding in vendor.findings),
+        gpus=tuple(state for vendor in vendors for state in vendor.gpus),
+        errors=tuple(error for vendor in vendors for error in vendor.errors),
+        defects=tuple(defect for vendor in vendors for defect in vendor.defects),
+    )
 
 
 def read_states() -> tuple[GpuState, ...]:
@@ -110,54 +111,41 @@ def read_states() -> tuple[GpuState, ...]:
 
 def nvidia_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
     """Checks the NVIDIA GPUs of this node and the kernel log."""
-    on_bus = _on_bus(paths.pci)
-    listed = set()
-    if paths.driver.is_dir():
-        listed = {path.name for path in paths.driver.iterdir()}
+    on_bus = sum(
+        read_text(device / "vendor") == NVIDIA and read_text(device / "class").startswith(ACCELERATOR)
+        for device in paths.pci.glob("*")
+    )
+    listed = {path.name for path in paths.driver.glob("*")}
     if not on_bus and not listed and not (paths.devices / "nvidiactl").exists():  # some containers hide the others
         return VendorHealth()
     reading = (read_nvml() if quick else None) or read_gpus(expected=True)
     openable = job_gpus(paths.driver, paths.devices)
+    findings = [*reading.findings]
+    fix = f"cluster.exclude={node}; for the staff: drain and reboot the node, check the GPU's slot and power"
+    if len(listed) < on_bus:
+        text = f"the PCI bus shows {on_bus} NVIDIA GPUs, but the driver manages {len(listed) or 'none'}"
+        findings.append(Finding(SUBJECT, ERROR, text, fix))
+    elif not reading.findings and len(reading.gpus) < len(openable):
+        findings.append(Finding(SUBJECT, ERROR, f"only {len(reading.gpus)} of {len(openable)} GPUs respond", fix))
+    findings += judge(reading.gpus, node, fabric_manager_runs(paths))
+
     lines = read_kernel_log(paths.kmsg)
     foreign = sorted(listed.difference(openable))  # of other jobs
     logged = find_errors(lines or ())
     errors = tuple(error for error in logged if not any(place.startswith(error.pci) for place in foreign))
-    defects = tuple(error.defect for error in errors if error.defect is not None)
     recovered = [gpu.pci for gpu in reading.gpus if gpu.pci and gpu.recovery == "None"]
-    findings = (
-        *reading.findings,
-        *_missing(on_bus, len(listed), len(openable), reading, node),
-        *judge(reading.gpus, node, fabric_manager_runs(paths)),
-        *judge_log(lines, node, recovered, foreign=foreign),
+    findings += judge_log(lines, node, recovered, foreign=foreign)
+    return VendorHealth(
+        present=max(len(listed), len(reading.gpus)),
+        shared=any(gpu.mig for gpu in reading.gpus),
+        gpus=reading.gpus,
+        errors=errors,
+        defects=tuple(error.defect for error in errors if error.defect is not None),
+        findings=tuple(findings),
     )
-    shared = any(gpu.mig for gpu in reading.gpus)
-    present = max(len(listed), len(reading.gpus))
-    return VendorHealth(present, shared, reading.gpus, errors, defects, findings)
 
 
 VENDORS: tuple[Callable[[str, bool, Paths], VendorHealth], ...] = (nvidia_health, amd_health)
-
-
-def _on_bus(pci: Path) -> int:
-    """Counts the GPUs without a display output, which are those of a data center."""
-    try:
-        devices = list(pci.iterdir())
-    except OSError:
-        return 0
-    return sum(
-        read_text(device / "vendor") == NVIDIA and read_text(device / "class").startswith(ACCELERATOR)
-        for device in devices
-    )
-
-
-def _missing(on_bus: int, managed: int, openable: int, reading: GpuReading, node: str) -> Iterator[Finding]:
-    """Reports GPUs that the bus shows and the driver does not manage, or that do not respond."""
-    fix = f"cluster.exclude={node}; for the staff: drain and reboot the node, check the GPU's slot and power"
-    if managed < on_bus:
-        text = f"the PCI bus shows {on_bus} NVIDIA GPUs, but the driver manages {managed or 'none'}"
-        yield Finding(SUBJECT, ERROR, text, fix)
-    elif not reading.findings and len(reading.gpus) < openable:
-        yield Finding(SUBJECT, ERROR, f"only {len(reading.gpus)} of {openable} GPUs respond", fix)
 
 
 def configured_gpus(node: str) -> int | None:
@@ -229,18 +217,15 @@ def metrics(health: NodeHealth, now: float | None = None) -> str:
         "port_symbol_errors": ("Symbol errors of the port.", [(labels, port.symbol_errors) for labels, port in ports]),
         "port_link_recoveries": ("Recoveries of the link.", [(labels, port.recoveries) for labels, port in ports]),
     }
-    lines = [line for name, (text, samples) in families.items() for line in _family(name, text, samples)]
+    lines = []
+    for name, (text, samples) in families.items():
+        known_samples = [(labels, value) for labels, value in samples if value is not None]
+        if known_samples:
+            lines += [f"# HELP hpc_train_{name} {text}", f"# TYPE hpc_train_{name} gauge"]
+        for labels, value in known_samples:
+            inner = ",".join(f'{key}="{label}"' for key, label in labels.items())
+            lines.append(f"hpc_train_{name}{'{' + inner + '}' if inner else ''} {value + 0:.15g}")
     return "\n".join([*lines, "# EOF"]) + "\n"
-
-
-def _family(name: str, text: str, samples: list[tuple[dict[str, str], float | None]]) -> Iterator[str]:
-    known_samples = [(labels, value) for labels, value in samples if value is not None]
-    if known_samples:
-        yield f"# HELP hpc_train_{name} {text}"
-        yield f"# TYPE hpc_train_{name} gauge"
-    for labels, value in known_samples:
-        inner = ",".join(f'{key}="{label}"' for key, label in labels.items())
-        yield f"hpc_train_{name}{'{' + inner + '}' if inner else ''} {value + 0:.15g}"
 
 
 PORTS = "port health"
@@ -281,6 +266,9 @@ def read_ports(rdma: Path = Path("/sys/class/infiniband")) -> tuple[PortState, .
 
 def _port(path: Path) -> PortState:
     layer = read_text(path / "link_layer")
+    keys = []
+    while layer != "Ethernet" and (text := read_text(path / f"pkeys/{len(keys)}")):
+        keys.append(int(text, 16))  # in the order of their index; 0 marks an empty entry
     mtus = [int(text) for text in map(read_text, path.parent.parent.glob("device/net/*/mtu")) if text.isdigit()]
     return PortState(
         device=path.parts[-3],
@@ -289,8 +277,8 @@ def _port(path: Path) -> PortState:
         symbol_errors=_count(path / "counters/symbol_error"),
         recoveries=_count(path / "counters/link_error_recovery"),
         receive_errors=_count(path / "counters/port_rcv_errors"),
-        keys=tuple(_keys(path / "pkeys")) if layer != "Ethernet" else (),
-        mtu=max(mtus) if mtus and layer == "Ethernet" else None,
+        keys=tuple(keys),
+        mtu=max(mtus, default=None) if layer == "Ethernet" else None,
     )
 
 
@@ -301,17 +289,9 @@ def _count(path: Path) -> int | None:
     return None
 
 
-def _keys(folder: Path) -> Iterator[int]:
-    """Yields the keys in the order of their index; the key 0 marks an empty entry."""
-    index = 0
-    while text := read_text(folder / str(index)):
-        yield int(text, 16)
-        index += 1
-
-
 def judge_ports(ports: Sequence[PortState], node: str, uptime_s: float) -> Iterator[Finding]:
     """Reports what is wrong with ``ports``, or that nothing is."""
-    findings = [finding for port in ports for finding in (*_errors(port, node, uptime_s), *_access(port))]
+    findings = [finding for port in ports for finding in _judge_port(port, node, uptime_s)]
     if ports and not findings:
         keys = sorted({f"{port.keys[0]:#06x}" for port in ports if port.keys})
         text = f"{len(ports)} active ports without errors" + (f", partition key {', '.join(keys)}" if keys else "")
@@ -319,10 +299,11 @@ def judge_ports(ports: Sequence[PortState], node: str, uptime_s: float) -> Itera
     yield from findings
 
 
-def _errors(port: PortState, node: str, uptime_s: float) -> Iterator[Finding]:
-    least = max(MIN_ERRORS, uptime_s / DAY_S)
+def _judge_port(port: PortState, node: str, uptime_s: float) -> Iterator[Finding]:
     counters = {"symbol errors": port.symbol_errors, "link recoveries": port.recoveries}
-    counters["received packets with errors"] = port.receive_errors if port.layer == "InfiniBand" else None
+    if port.layer == "InfiniBand":
+        counters["received packets with errors"] = port.receive_errors
+    least = max(MIN_ERRORS, uptime_s / DAY_S)
     bad = [f"{count} {name}" for name, count in counters.items() if count is not None and count >= least]
     if bad:
         fix = (
@@ -330,25 +311,14 @@ def _errors(port: PortState, node: str, uptime_s: float) -> Iterator[Finding]:
         )
         yield Finding(PORTS, WARNING, f"{port.name}: {', '.join(bad)} since its counters were reset", fix)
 
-
-def _access(port: PortState) -> Iterator[Finding]:
-    """Checks the partition key that NCCL uses and the MTU."""
+    member = next((index for index, key in enumerate(port.keys) if key & MEMBER), None)
     if port.keys and not port.keys[0]:
-        others = next((index for index, key in enumerate(port.keys) if key & MEMBER), None)
-        if others is None:
-            fix = "ask the site"
-        else:
-            fix = f"set NCCL_IB_PKEY={others}, or ask the site"
+        fix = "ask the site" if member is None else f"set NCCL_IB_PKEY={member}, or ask the site"
         yield Finding(PORTS, ERROR, f"{port.name}: it has no partition key at index 0, which NCCL uses", fix)
     elif port.keys and not port.keys[0] & MEMBER:
-        text = (
-            f"{port.name}: it is a limited member of its partition ({port.keys[0]:#06x}); two such nodes cannot connect"
-        )
-        full = next((index for index, key in enumerate(port.keys) if key & MEMBER), None)
-        if full is None:
-            fix = "ask the site for full membership"
-        else:
-            fix = f"set NCCL_IB_PKEY={full}"
+        key = f"{port.keys[0]:#06x}"
+        text = f"{port.name}: it is a limited member of its partition ({key}); two such nodes cannot connect"
+        fix = "ask the site for full membership" if member is None else f"set NCCL_IB_PKEY={member}"
         yield Finding(PORTS, ERROR, text, fix)
     if port.mtu is not None and port.mtu < BEST_ROCE_MTU:
         text = f"{port.name}: the MTU of its interface is {port.mtu}, so RoCE packets are smaller than 4096 bytes"

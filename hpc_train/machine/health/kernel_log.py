@@ -11,12 +11,13 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 from hpc_train.machine.health.finding import ERROR, OK, UNCHECKED, WARNING, Finding
-from hpc_train.machine.health.gpu_health import NoResponse, run_limited
+from hpc_train.machine.health.gpu_health import NoResponse, out_of_service, run_limited
 from hpc_train.units import format_duration
 
 SUBJECT = "kernel log"
@@ -147,12 +148,13 @@ class GpuError:
             if self.text.lower().startswith(("fatal", "always fatal")):
                 return Kind.SWITCH
             return Kind.LOOK_UP
-        if self.code == RECOVERY:
-            return _recovery(self.text)
-        kind = XIDS.get(self.code, ("", Kind.LOOK_UP))[1]
+        if self.code == RECOVERY:  # GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)
+            action = self.text.rpartition(" to ")[2].lower()
+            kinds = {"reboot": Kind.REBOOT, "reset": Kind.RESET, "drain": Kind.LINK}
+            return next((kind for word, kind in kinds.items() if word in action), Kind.PROGRAM)
         if self.code in NVLINK_5 and re.search(r"non-?fatal", self.text, re.IGNORECASE):
             return Kind.WATCH
-        return kind
+        return XIDS.get(self.code, ("", Kind.LOOK_UP))[1]
 
     @property
     def name(self) -> str:
@@ -167,29 +169,23 @@ class GpuError:
         return Defect(self.pci, f"{self.name} at {self.pci}: {self.meaning}", self.age)
 
 
-def _recovery(text: str) -> Kind:
-    """``GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)``."""
-    action = text.rpartition(" to ")[2].lower()
-    for word, kind in (("reboot", Kind.REBOOT), ("reset", Kind.RESET), ("drain", Kind.LINK)):
-        if word in action:
-            return kind
-    return Kind.PROGRAM
-
-
 def read_kernel_log(kmsg: Path = KMSG) -> tuple[Line, ...] | None:
     """Returns the lines since boot that the kernel or the journal still holds; None if this user may read neither."""
-    try:
+    with suppress(OSError):
         return tuple(_records(kmsg))
-    except OSError:
-        pass
     try:
         code, output = run_limited(JOURNAL, JOURNAL_S)
     except (OSError, NoResponse):
         return None
-    lines = [Line(line) for line in output.splitlines()]
-    if code == 0 and lines:
-        return tuple(replace(line, age=_age(line.text)) for line in lines)
-    return None
+    if code != 0 or not output.strip():
+        return None
+    now = time.monotonic()
+    lines = []
+    for line in output.splitlines():
+        since_boot = re.match(r"\s*\[\s*(\d+\.\d+)\]", line)  # [ 1234.567890] node kernel: …
+        age = None if since_boot is None else max(0.0, now - float(since_boot[1]))
+        lines.append(Line(line, age))
+    return tuple(lines)
 
 
 def _records(kmsg: Path) -> Iterator[Line]:
@@ -214,14 +210,6 @@ def _records(kmsg: Path) -> Iterator[Line]:
         os.close(descriptor)
 
 
-def _age(text: str) -> float | None:
-    """Returns the age of a line that begins with seconds since boot: ``[ 1234.567890] node kernel: …``."""
-    match = re.match(r"\s*\[\s*(\d+\.\d+)\]", text)
-    if match is None:
-        return None
-    return max(0.0, time.monotonic() - float(match[1]))
-
-
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F]+:[0-9a-fA-F]+:[0-9a-fA-F]+)[^)]*\): (\d+)(?:, )?(.*)")
 _SXID = re.compile(r"SXid \(PCI:([0-9a-fA-F]+:[0-9a-fA-F]+:[0-9a-fA-F.]+)\): (\d+), ((?:Always |Non-)?[Ff]atal\b.*)")
 _LOST = re.compile(
@@ -236,21 +224,17 @@ def find_errors(lines: Iterable[Line]) -> tuple[GpuError, ...]:
     for line in lines:
         if _LOADED in line.text:
             errors.clear()
-        elif (error := _error(line)) is not None:
-            key = (error.pci, error.code, error.switch)
-            before = errors[key].count if key in errors else 0
-            errors[key] = replace(error, count=before + 1)
+            continue
+        if match := _XID.search(line.text) or _SXID.search(line.text):
+            error = GpuError(match[1].lower(), int(match[2]), match[3].strip(), match.re is _SXID, age=line.age)
+        elif match := _LOST.search(line.text):
+            error = GpuError(match[1].lower(), LOST, "GPU has fallen off the bus", age=line.age)
+        else:
+            continue
+        key = (error.pci, error.code, error.switch)
+        before = errors[key].count if key in errors else 0
+        errors[key] = replace(error, count=before + 1)
     return tuple(errors.values())
-
-
-def _error(line: Line) -> GpuError | None:
-    if match := _XID.search(line.text):
-        return GpuError(match[1].lower(), int(match[2]), match[3].strip(), age=line.age)
-    if match := _SXID.search(line.text):
-        return GpuError(match[1].lower(), int(match[2]), match[3].strip(), switch=True, age=line.age)
-    if match := _LOST.search(line.text):
-        return GpuError(match[1].lower(), LOST, "GPU has fallen off the bus", age=line.age)
-    return None
 
 
 def judge_log(
@@ -264,13 +248,20 @@ def judge_log(
         foreign: PCI addresses of GPUs that belong to other jobs; their errors are left out.
     """
     if lines is None:
-        yield Finding(
-            SUBJECT, OK, f"{UNCHECKED}this user may read neither /dev/kmsg nor the journal, so Xid is unchecked"
-        )
+        text = f"{UNCHECKED}this user may read neither /dev/kmsg nor the journal, so Xid is unchecked"
+        yield Finding(SUBJECT, OK, text)
         return
     errors = [error for error in find_errors(lines) if not any(address.startswith(error.pci) for address in foreign)]
     for error in errors:
-        yield from _judge(error, node, any(address.startswith(error.pci) for address in recovered))
+        level = error.kind.level
+        text = f"{error.name} at {error.pci}: {error.meaning}{occurrences(error.count, error.age)}"
+        if level == OK:
+            yield Finding(SUBJECT, OK, text)
+            continue
+        if level == ERROR and any(address.startswith(error.pci) for address in recovered):
+            level = WARNING
+            text += "; the driver requires no action now"
+        yield Finding(SUBJECT, level, text, out_of_service(node, error.kind.action))
     if not errors:
         yield Finding(SUBJECT, OK, "no Xid or SXid error since the driver was loaded")
 
@@ -281,16 +272,3 @@ def occurrences(count: int, age: float | None) -> str:
     if age is None:
         return times
     return f"{times}, {'last ' if count > 1 else ''}{format_duration(age)} ago"
-
-
-def _judge(error: GpuError, node: str, recovered: bool) -> Iterator[Finding]:
-    kind = error.kind
-    text = f"{error.name} at {error.pci}: {error.meaning}{occurrences(error.count, error.age)}"
-    if kind.level == OK:
-        yield Finding(SUBJECT, OK, text)
-        return
-    fix = f"cluster.exclude={node}; for the staff: {kind.action}"
-    if recovered and kind.level == ERROR:
-        yield Finding(SUBJECT, WARNING, f"{text}; the driver requires no action now", fix)
-        return
-    yield Finding(SUBJECT, kind.level, text, fix)
