@@ -93,23 +93,20 @@ def _fabric(nodes: Sequence[NodeFacts], job: FabricJob) -> str:
         return "cpu"
     if job.nodes == 1:
         return "one_node"
-    return _between_nodes(nodes)
-
-
-def _between_nodes(nodes: Sequence[NodeFacts]) -> str:
     kinds = {nic.kind for facts in nodes for nic in facts.nics}
     interfaces = {interface.name for facts in nodes for interface in facts.interfaces}
-    layers = {verdict.port.link_layer for facts in nodes for verdict in judge_ports(facts) if verdict.usable}
+    verdicts = [verdict for facts in nodes for verdict in judge_ports(facts)]
+    layers = {verdict.port.link_layer for verdict in verdicts if verdict.usable}
+    without_ports = any(not nic.ports for facts in nodes for nic in facts.nics)
     detected = {
         "efa": "efa" in kinds,
         "slingshot": "slingshot" in kinds or any(name.startswith("hsn") for name in interfaces),
         "infiniband": "InfiniBand" in layers,
         "roce": "Ethernet" in layers,
-        "unknown": any(verdict.usable is None for facts in nodes for verdict in judge_ports(facts))
-        or any(not nic.ports for facts in nodes for nic in facts.nics),  # NICs without any port information
+        "unknown": without_ports or any(verdict.usable is None for verdict in verdicts),
         "ethernet": bool(interfaces),
     }
-    return next((name for name, detected_kind in detected.items() if detected_kind), "unknown")
+    return next((name for name, is_detected in detected.items() if is_detected), "unknown")
 
 
 def _general(nodes: Sequence[NodeFacts], job: FabricJob, settings: Mapping[str, Setting]) -> Iterator[Variable]:
@@ -130,15 +127,15 @@ def _general(nodes: Sequence[NodeFacts], job: FabricJob, settings: Mapping[str, 
 def _interfaces(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:
     """Sets an interface only if the automatic choice is wrong on some node and one name is right on all nodes."""
     if job.nodes == 1:
-        yield Variable(
-            "GLOO_SOCKET_IFNAME",
-            "lo",
-            "the job has a single node, and the hostname may resolve to an interface that is down",
-        )
+        reason = "the job has a single node, and the hostname may resolve to an interface that is down"
+        yield Variable("GLOO_SOCKET_IFNAME", "lo", reason)
         return
-    route = _route(nodes)
+    routes = _routes(nodes)
+    if len(routes) != 1:
+        return
+    (route,) = routes
     wrong = [f"{facts.automatic or 'none'} on {facts.node}" for facts in nodes if facts.automatic != route]
-    if route is None or not wrong:
+    if not wrong:
         return
     reason = f"it leads to the rendezvous node, but the hostname resolves to {', '.join(wrong[:4])}"
     yield Variable("GLOO_SOCKET_IFNAME", route, reason)
@@ -147,32 +144,42 @@ def _interfaces(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable
         yield Variable("NCCL_SOCKET_IFNAME", f"={route}", reason)
 
 
-def _route(nodes: Sequence[NodeFacts]) -> str | None:
-    """Returns the interface that leads to the other nodes, if it has the same name on all of them. The rendezvous node
-    may reach itself over loopback.
-    """
-    routes = _routes(nodes)
-    if len(routes) == 1:
-        return routes.pop()
-    return None
-
-
 def _routes(nodes: Sequence[NodeFacts]) -> set[str]:
+    """Returns the interfaces that lead to the other nodes. The rendezvous node may reach itself over loopback."""
     return {facts.route for facts in nodes if facts.route not in (None, "lo")}
 
 
 def _of_fabric(
     fabric: str, nodes: Sequence[NodeFacts], job: FabricJob, settings: Mapping[str, Setting]
 ) -> Iterator[Variable]:
+    used = [(facts, verdict) for facts in nodes for verdict in judge_ports(facts) if verdict.usable]
     if fabric in ("infiniband", "roce"):
-        yield from _nic_filter(nodes)
-        yield from _retry_settings(nodes, job)
-    if fabric == "roce":
-        yield from _gid_index(nodes, job)
+        out = port_filter(nodes)
+        if out.excluded:  # only if an active port must be
+            yield Variable("NCCL_IB_HCA", out.value, f"excludes active ports that do not serve training: {out.reason}")
+        flapping = sorted(
+            f"{facts.node + ' ' if facts.node else ''}{verdict.nic} went down {verdict.port.link_downed} times"
+            for facts, verdict in used
+            if (verdict.port.link_downed or 0) >= FLAPS
+        )
+        gpus = job.nodes * job.gpus_per_node
+        if gpus >= LARGE_JOB_GPUS:
+            flapping = [f"{gpus} GPUs, so some link always flaps"]
+        if flapping:
+            reason = f"{'; '.join(flapping[:4])}; NCCL then waits 4 us x 2^22 = 17 s for a lost packet"
+            yield Variable("NCCL_IB_TIMEOUT", "22", reason)
+    if fabric == "roce" and job.nccl is not None and job.nccl < GID_CHOSEN_BY_NCCL:
+        indices = {verdict.port.roce_v2_gid for _, verdict in used}
+        if len(indices) == 1 and (index := indices.pop()) is not None:
+            nccl = ".".join(map(str, job.nccl))
+            reason = f"selects the RoCE v2 address, which NCCL {nccl} does not find itself"
+            yield Variable("NCCL_IB_GID_INDEX", str(index), reason)
     if fabric in libfabric.FABRICS and not libfabric.on_amd(nodes):
         yield from libfabric.variables(fabric, nodes, settings)
-    if fabric == "ethernet" and not _has_cloud_sockets(nodes):
-        yield from _sockets(nodes)
+    if fabric == "ethernet" and not _has_cloud_sockets(nodes) and 25 <= (speed := _ethernet_gbps(nodes)) <= 100:
+        reason = f"one TCP stream does not saturate {speed:g} Gb/s Ethernet; 4 x 4 of at most 64 streams are used"
+        yield Variable("NCCL_SOCKET_NTHREADS", "4", reason)
+        yield Variable("NCCL_NSOCKS_PERTHREAD", "4", reason)
     files = {facts.topology_file for facts in nodes}
     if job.nodes > 1 and len(files) == 1 and (file := files.pop()) is not None:
         yield Variable("NCCL_TOPO_FILE", file, "describes the PCI tree, which this virtual machine hides")
@@ -181,48 +188,6 @@ def _of_fabric(
 def _has_cloud_sockets(nodes: Sequence[NodeFacts]) -> bool:
     """Returns whether NCCL has its own number of sockets and threads for the NICs of this cloud."""
     return any(facts.site in ("aws", "gcp") for facts in nodes)
-
-
-def _nic_filter(nodes: Sequence[NodeFacts]) -> Iterator[Variable]:
-    """Filters NICs only if an active port must be excluded."""
-    out = port_filter(nodes)
-    if out.excluded:
-        yield Variable("NCCL_IB_HCA", out.value, f"excludes active ports that do not serve training: {out.reason}")
-
-
-def _retry_settings(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:
-    flapping = sorted(
-        f"{facts.node + ' ' if facts.node else ''}{verdict.nic} went down {verdict.port.link_downed} times"
-        for facts in nodes
-        for verdict in judge_ports(facts)
-        if verdict.usable and (verdict.port.link_downed or 0) >= FLAPS
-    )
-    large = job.nodes * job.gpus_per_node >= LARGE_JOB_GPUS
-    if large or flapping:
-        if large:
-            why = f"{job.nodes * job.gpus_per_node} GPUs, so some link always flaps"
-        else:
-            why = "; ".join(flapping[:4])
-        yield Variable("NCCL_IB_TIMEOUT", "22", f"{why}; NCCL then waits 4 us x 2^22 = 17 s for a lost packet")
-
-
-def _gid_index(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:
-    if job.nccl is None or job.nccl >= GID_CHOSEN_BY_NCCL:
-        return
-    indices = {verdict.port.roce_v2_gid for facts in nodes for verdict in judge_ports(facts) if verdict.usable}
-    if len(indices) == 1 and (index := indices.pop()) is not None:
-        yield Variable(
-            "NCCL_IB_GID_INDEX",
-            str(index),
-            f"selects the RoCE v2 address, which NCCL {_version_text(job.nccl)} does not find itself",
-        )
-
-
-def _sockets(nodes: Sequence[NodeFacts]) -> Iterator[Variable]:
-    if 25 <= (speed := _ethernet_gbps(nodes)) <= 100:
-        reason = f"one TCP stream does not saturate {speed:g} Gb/s Ethernet; 4 x 4 of at most 64 streams are used"
-        yield Variable("NCCL_SOCKET_NTHREADS", "4", reason)
-        yield Variable("NCCL_NSOCKS_PERTHREAD", "4", reason)
 
 
 def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[UnsetVariable]:
@@ -243,29 +208,25 @@ def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterato
     if fabric == "one_node":
         yield UnsetVariable("NCCL_SOCKET_IFNAME", "the job has a single node, so no traffic crosses a network")
         return
+
     yield UnsetVariable("NCCL_IB_DISABLE", _why_no_ib_disable(fabric, nodes))
     yield UnsetVariable("NCCL_NET_GDR_LEVEL", f"{debugging}; {_gpu_direct(nodes)}")
     if fabric in ("infiniband", "roce"):
-        yield UnsetVariable("NCCL_IB_HCA", "; ".join(port_filter(nodes).disputed) or "no active port must be excluded")
-        yield UnsetVariable(
-            "NCCL_IB_TIMEOUT",
-            f"the job has fewer than {LARGE_JOB_GPUS} GPUs and no flapping link, so NCCL's default is sufficient",
-        )
-        yield UnsetVariable("NCCL_IB_RETRY_CNT", "NCCL's default of 7 is the maximum of the standard")
-        yield UnsetVariable(
-            "NCCL_IB_QPS_PER_CONNECTION", f"{debugging}; a site with adaptive routing may set it in a profile"
-        )
-        yield UnsetVariable(
-            "NCCL_IB_PCI_RELAXED_ORDERING", "NCCL decides it; for virtual machines set it in a site profile"
-        )
-        yield UnsetVariable(
-            "NCCL_CROSS_NIC", "NCCL decides it; if rails are separate networks, set 0 in a site profile"
-        )
-        if _has_dual_ports(nodes):
-            reason = (
-                "NCCL merges the ports of a NIC into one device; if they are separate networks, set 0 in a site profile"
-            )
-            yield UnsetVariable("NCCL_IB_MERGE_NICS", reason)
+        unprofiled = {
+            "NCCL_IB_HCA": "; ".join(port_filter(nodes).disputed) or "no active port must be excluded",
+            "NCCL_IB_TIMEOUT": (
+                f"the job has fewer than {LARGE_JOB_GPUS} GPUs and no flapping link, so NCCL's default is sufficient"
+            ),
+            "NCCL_IB_RETRY_CNT": "NCCL's default of 7 is the maximum of the standard",
+            "NCCL_IB_QPS_PER_CONNECTION": f"{debugging}; a site with adaptive routing may set it in a profile",
+            "NCCL_IB_PCI_RELAXED_ORDERING": "NCCL decides it; for virtual machines set it in a site profile",
+            "NCCL_CROSS_NIC": "NCCL decides it; if rails are separate networks, set 0 in a site profile",
+        }
+        yield from (UnsetVariable(name, why) for name, why in unprofiled.items())
+        used = [(facts.node, verdict.nic) for facts in nodes for verdict in judge_ports(facts) if verdict.usable]
+        if len(set(used)) < len(used):
+            separate = "if they are separate networks, set 0 in a site profile"
+            yield UnsetVariable("NCCL_IB_MERGE_NICS", f"NCCL merges the ports of a NIC into one device; {separate}")
     if fabric == "ethernet" and _has_cloud_sockets(nodes):
         yield UnsetVariable("NCCL_SOCKET_NTHREADS", "NCCL has its own values for the NICs of this cloud")
     if fabric == "roce":
@@ -277,26 +238,31 @@ def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterato
         yield UnsetVariable("FI_EFA_FORK_SAFE", "only old kernels and libraries need it")
         yield UnsetVariable("RDMAV_FORK_SAFE", "only old kernels and libraries need it")
     if fabric == "slingshot":
-        reason = "it needs the Slurm option --network=disable_rdzv_get: set both if the site offers it"
-        yield UnsetVariable("FI_CXI_RDZV_PROTO", reason)
+        option = "the Slurm option --network=disable_rdzv_get"
+        yield UnsetVariable("FI_CXI_RDZV_PROTO", f"it needs {option}: set both if the site offers it")
     yield UnsetVariable("NCCL_SOCKET_IFNAME", _why_no_interface(nodes))
     yield UnsetVariable("NCCL_MNNVL_ENABLE", _why_no_mnnvl(nodes))
 
 
 def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: FabricJob, settings: Mapping[str, Setting]) -> Iterator[str]:
-    if job.nccl is None and fabric == "roce" and not libfabric.on_amd(nodes):
+    amd = libfabric.on_amd(nodes)
+    if job.nccl is None and fabric == "roce" and not amd:
         yield "the version of NCCL; before 2.21 NCCL_IB_GID_INDEX is needed"
     if fabric == "unknown":
         yield "the network between the nodes; no active port was found"
     if job.nodes > 1 and len(_routes(nodes)) > 1:
         yield "one network interface for all nodes; the interfaces that lead to the other nodes have different names"
-    network = settings.get("NCCL_NET") or next(
-        (variable for variable in job.profile if variable.name == "NCCL_NET"), None
-    )
-    if fabric in libfabric.FABRICS and not libfabric.on_amd(nodes):
-        yield from libfabric.unknown(nodes, None if network is None else network.value)
-    by_google = network is not None or any(_OF_GOOGLE.match(name) for name in settings)
-    if job.nodes > 1 and _needs_google_plugin(nodes) and not by_google:
+    networks = [
+        setting.value for setting in (settings.get("NCCL_NET"), *job.profile) if setting and setting.name == "NCCL_NET"
+    ]
+    if fabric in libfabric.FABRICS and not amd:
+        yield from libfabric.unknown(nodes, networks[0] if networks else None)
+    # Google's machines of the A3, A4 or A4X series: https://docs.cloud.google.com/ai-hypercomputer/docs/nccl
+    # (NCCL/gIB v1.1.2, May 2026), and https://github.com/GoogleCloudPlatform/cluster-toolkit (A3 Mega)
+    models = [gpu.model or "" for facts in nodes if facts.site == "gcp" for gpu in facts.gpus]
+    needs_google = any(re.search(r"H[12]00|B[23]00", model) for model in models)
+    of_google = re.compile(r"NCCL_(NET_PLUGIN|FASTRAK_\w+|GPUDIRECTTCPX_\w+)$")
+    if job.nodes > 1 and needs_google and not networks and not any(map(of_google.match, settings)):
         yield (
             "the settings of Google's NCCL plugin, without which NCCL uses TCP: source its script in cluster.setup and "
             "select a profile: /usr/local/gib/scripts/set_nccl_env.sh and cluster/fabric=gcp_gib (A3 Ultra, A4, A4X), "
@@ -308,24 +274,6 @@ def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: FabricJob, settings: 
         yield from port_filter(nodes).disputed
 
 
-_OF_GOOGLE = re.compile(r"NCCL_(NET_PLUGIN|FASTRAK_\w+|GPUDIRECTTCPX_\w+)$")
-
-
-def _needs_google_plugin(nodes: Sequence[NodeFacts]) -> bool:
-    """Returns whether these are Google's machines of the A3, A4 or A4X series.
-
-    Source: https://docs.cloud.google.com/ai-hypercomputer/docs/nccl (NCCL/gIB v1.1.2, May 2026), and the Slurm scripts
-    of https://github.com/GoogleCloudPlatform/cluster-toolkit (A3 Mega).
-    """
-    models = [gpu.model or "" for facts in nodes if facts.site == "gcp" for gpu in facts.gpus]
-    return any(re.search(r"H[12]00|B[23]00", model) for model in models)
-
-
-def _has_dual_ports(nodes: Sequence[NodeFacts]) -> bool:
-    used = [(facts.node, verdict.nic) for facts in nodes for verdict in judge_ports(facts) if verdict.usable]
-    return len(set(used)) < len(used)
-
-
 def _gpu_direct(nodes: Sequence[NodeFacts]) -> str:
     """Returns whether NCCL uses GPUDirect by default, according to the paths between GPUs and NICs."""
     if any(facts.topology_file or facts.site == "aws" for facts in nodes):
@@ -334,21 +282,11 @@ def _gpu_direct(nodes: Sequence[NodeFacts]) -> str:
     if far:
         paths = sorted({str(matched.path_type) for matched in far})
         level = "SYS" if paths == ["SYS"] else "PHB"
-        grace = " except on Grace"
-        if all(gpu.model for facts in nodes for gpu in facts.gpus):
-            grace = ""
+        grace = "" if all(gpu.model for facts in nodes for gpu in facts.gpus) else " except on Grace"
         return f"GPU and NIC are {'/'.join(paths)} here, where NCCL does not use GPUDirect{grace}: measure with {level}"
     if all(matched.path_type for facts in nodes for matched in match(facts)) and any(facts.gpus for facts in nodes):
         return "NCCL uses GPUDirect, because GPU and NIC are close"
     return "NCCL uses GPUDirect if GPU and NIC are close; their paths are unknown"
-
-
-def _why_no_interface(nodes: Sequence[NodeFacts]) -> str:
-    if any(facts.route is None or facts.automatic is None for facts in nodes):
-        return "it is not known which interface leads to the other nodes"
-    if _route(nodes) is None and _routes(nodes):
-        return "the interfaces that lead to the other nodes have different names"
-    return "the automatic choice leads to the other nodes"
 
 
 def _why_no_mnnvl(nodes: Sequence[NodeFacts]) -> str:
@@ -388,12 +326,16 @@ def _why_no_gid(nccl: Version | None) -> str:
     if nccl is None:
         return "the version of NCCL is unknown; since 2.21 it chooses per connection"
     if nccl >= GID_CHOSEN_BY_NCCL:
-        return f"NCCL {_version_text(nccl)} chooses per connection"
+        return f"NCCL {'.'.join(map(str, nccl))} chooses per connection"
     return "the ports have no common RoCE v2 entry"
 
 
-def _version_text(version: Version) -> str:
-    return ".".join(map(str, version))
+def _why_no_interface(nodes: Sequence[NodeFacts]) -> str:
+    if any(facts.route is None or facts.automatic is None for facts in nodes):
+        return "it is not known which interface leads to the other nodes"
+    if len(_routes(nodes)) > 1:
+        return "the interfaces that lead to the other nodes have different names"
+    return "the automatic choice leads to the other nodes"
 
 
 def site_profile(fabric: FabricConfig) -> tuple[Variable, ...]:

@@ -10,11 +10,11 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.machine.amd_gpus import AmdGpu, read_gpus
+from hpc_train.machine.amd_gpus import read_gpus
 from hpc_train.machine.network.facts import (
     XGMI,
     Gpu,
@@ -26,7 +26,8 @@ from hpc_train.machine.network.facts import (
     read_limits,
     shared_memory,
 )
-from hpc_train.machine.network.rdma import read_rdma, read_text
+from hpc_train.machine.network.rdma import read_rdma
+from hpc_train.machine.sysfs import read_text
 
 _NVIDIA = "0x10de"
 _GPU_CLASSES = ("0x0300", "0x0302")  # with and without a display output
@@ -59,23 +60,29 @@ def print_matrix() -> str | None:
 def read_tree(sysfs: Path, proc: Path) -> NodeFacts:
     """Returns the facts of a node from a ``/sys`` and a ``/proc``, or from recorded copies."""
     amd = tuple(gpu for gpu in read_gpus(sysfs / "class/kfd/kfd/topology/nodes") if gpu.compute)
-    gpus = _gpus(sysfs, proc) or tuple(_amd_gpu(sysfs, gpu) for gpu in amd)
+    gpus = _gpus(sysfs, proc)
+    fabric = []
+    if not gpus:
+        gpus = tuple(_gpu(sysfs, gpu.index, gpu.pci, gpu.model, gpu.uuid) for gpu in amd)
+        for number, gpu in enumerate(amd):
+            for other in amd[:number]:
+                if other.node in gpu.peers or gpu.node in other.peers:
+                    fabric.append(GpuLink(f"GPU{other.index}", f"GPU{gpu.index}", XGMI))
     nics = read_rdma(sysfs)
-    unknown = [f"the CPUs near {gpu.name}" for gpu in gpus if not gpu.cpus]
-    fabric = tuple(_xgmi(amd, gpus))
     pairs = {(link.a, link.b) for link in fabric}
-    links = fabric + tuple(link for link in _links(sysfs, gpus, nics) if (link.a, link.b) not in pairs)
+    # of this process, or of the one that made the recording
+    allowed = re.search(r"^Cpus_allowed_list:\s*(\S+)$", read_text(proc / "self/status"), re.MULTILINE)
     return NodeFacts(
         gpus=gpus,
         nics=nics,
         interfaces=_interfaces(sysfs, proc),
-        links=links,
+        links=(*fabric, *(link for link in _links(sysfs, gpus, nics) if (link.a, link.b) not in pairs)),
         cores=physical_cores(sysfs),
         numa=tuple(cpus for cpus in numa_cpus(sysfs).values() if cpus),
         site=_site(sysfs),
-        unknown=tuple(unknown),
+        unknown=tuple(f"the CPUs near {gpu.name}" for gpu in gpus if not gpu.cpus),
         limits=read_limits(proc),
-        allowed=_allowed(proc),
+        allowed=_cpu_list(allowed[1]) if allowed else (),
         gpu_direct=read_gpu_direct(sysfs, proc),
     )
 
@@ -94,98 +101,61 @@ def merge(seen: NodeFacts, matrix: NodeFacts) -> NodeFacts:
     if seen.gpus and matrix.gpus and len(seen.gpus) != len(matrix.gpus):  # they cannot be matched
         unknown.append(f"the GPUs: /sys shows {len(seen.gpus)}, the matrix {len(matrix.gpus)}")
         return replace(seen, unknown=tuple(unknown))
-    matrix = _without_nameless(matrix) if seen.nics else matrix
-    by_index = {gpu.index: gpu for gpu in seen.gpus}
-    gpus = tuple(_merged_gpu(by_index.pop(gpu.index, None), gpu) for gpu in matrix.gpus) + tuple(by_index.values())
-    filled = {f"the CPUs near {gpu.name}" for gpu in gpus if gpu.cpus}
-    names = {nic.name for nic in seen.nics}
-    nics = (*seen.nics, *(nic for nic in matrix.nics if nic.name not in names))
-    links, doubts = _merged_links(seen, matrix)
-    return replace(
-        seen,
-        gpus=tuple(sorted(gpus, key=lambda gpu: gpu.index)),
-        nics=nics,
-        links=links,
-        unknown=tuple(note for note in (*unknown, *doubts) if note not in filled),
-    )
-
-
-def _without_nameless(matrix: NodeFacts) -> NodeFacts:
-    """Removes NICs that the matrix only numbers, because they cannot be matched with those in ``/sys``."""
-    gone = {nic.name for nic in matrix.nics if nic.kind is None and re.fullmatch(r"NIC\d+", nic.name)}
-    return replace(
-        matrix,
-        nics=tuple(nic for nic in matrix.nics if nic.name not in gone),
-        links=tuple(link for link in matrix.links if not {link.a, link.b} & gone),
-    )
-
-
-def _merged_gpu(seen: Gpu | None, matrix: Gpu) -> Gpu:
-    if seen is None:
-        return matrix
-    return replace(seen, cpus=seen.cpus or matrix.cpus, numa_nodes=seen.numa_nodes or matrix.numa_nodes)
-
-
-def _merged_links(seen: NodeFacts, matrix: NodeFacts) -> tuple[tuple[GpuLink, ...], list[str]]:
-    """Merges links. Only the matrix shows NVLinks; PCI path types must agree, up to the counting of bridges."""
+    gpus = {gpu.index: gpu for gpu in seen.gpus}
+    for gpu in matrix.gpus:
+        known = gpus.get(gpu.index, gpu)
+        cpus = known.cpus or gpu.cpus
+        gpus[gpu.index] = replace(known, cpus=cpus, numa_nodes=known.numa_nodes or gpu.numa_nodes)
+    nics = {nic.name: nic for nic in seen.nics}
+    nameless = set()
+    for nic in matrix.nics:
+        # a NIC that the matrix only numbers cannot be matched with those in /sys
+        if seen.nics and nic.kind is None and re.fullmatch(r"NIC\d+", nic.name):
+            nameless.add(nic.name)
+        else:
+            nics.setdefault(nic.name, nic)
     links = {frozenset((link.a, link.b)): link for link in seen.links}
-    doubts = []
     for link in matrix.links:
         pair = frozenset((link.a, link.b))
         other = links.get(pair)
-        if other is None or link.path_type.startswith("NV"):
+        if pair & nameless:
+            continue
+        if other is None or link.path_type.startswith("NV"):  # only the matrix shows NVLinks
             links[pair] = link
-        elif (other.path_type == "SYS") != (link.path_type == "SYS"):
-            doubts.append(
-                f"the link of {link.a} and {link.b} is {other.path_type} in /sys and {link.path_type} in the matrix"
-            )
+        elif (other.path_type == "SYS") != (link.path_type == "SYS"):  # the other types depend on counting bridges
+            names = f"{link.a} and {link.b}"
+            unknown.append(f"the link of {names} is {other.path_type} in /sys and {link.path_type} in the matrix")
             del links[pair]
-    return tuple(links.values()), doubts
+    filled = {f"the CPUs near {gpu.name}" for gpu in gpus.values() if gpu.cpus}
+    return replace(
+        seen,
+        gpus=tuple(gpus[index] for index in sorted(gpus)),
+        nics=tuple(nics.values()),
+        links=tuple(links.values()),
+        unknown=tuple(note for note in unknown if note not in filled),
+    )
 
 
 def _gpus(sysfs: Path, proc: Path) -> tuple[Gpu, ...]:
     addresses = [
         path.name
         for path in sorted((sysfs / "bus/pci/devices").glob("*"))
-        if read_text(path / "vendor") == _NVIDIA and (read_text(path / "class") or "").startswith(_GPU_CLASSES)
+        if read_text(path / "vendor") == _NVIDIA and read_text(path / "class").startswith(_GPU_CLASSES)
     ]
     if not addresses:  # a container may show the driver but not the bus
         addresses = sorted(path.name for path in (proc / "driver/nvidia/gpus").glob("*"))
-    return tuple(_gpu(sysfs, proc, index, address) for index, address in enumerate(addresses))
+    gpus = []
+    for index, address in enumerate(addresses):
+        information = read_text(proc / "driver/nvidia/gpus" / address / "information")
+        facts = dict(re.findall(r"^([A-Za-z ]+):\s*(.+?)\s*$", information, flags=re.MULTILINE))
+        gpus.append(_gpu(sysfs, index, address, facts.get("Model"), facts.get("GPU UUID")))
+    return tuple(gpus)
 
 
-def _gpu(sysfs: Path, proc: Path, index: int, address: str) -> Gpu:
+def _gpu(sysfs: Path, index: int, address: str, model: str | None, uuid: str | None) -> Gpu:
     device = sysfs / "bus/pci/devices" / address
     node, cpus = near_cpus(sysfs, device.resolve()) if device.exists() else (None, ())
-    information = read_text(proc / "driver/nvidia/gpus" / address / "information") or ""
-    facts = dict(re.findall(r"^([A-Za-z ]+):\s*(.+?)\s*$", information, flags=re.MULTILINE))
-    return Gpu(index, address, facts.get("Model"), facts.get("GPU UUID"), () if node is None else (node,), cpus)
-
-
-def _amd_gpu(sysfs: Path, gpu: AmdGpu) -> Gpu:
-    device = sysfs / "bus/pci/devices" / gpu.pci
-    node, cpus = near_cpus(sysfs, device.resolve()) if device.exists() else (None, ())
-    return Gpu(gpu.index, gpu.pci, gpu.model, gpu.uuid, () if node is None else (node,), cpus)
-
-
-def _xgmi(amd: Sequence[AmdGpu], gpus: Sequence[Gpu]) -> Iterator[GpuLink]:
-    """Yields the links over Infinity Fabric. ``gpus`` are those of ``amd``, or NVIDIA's."""
-    names = {gpu.index: gpu.name for gpu in gpus if gpu.amd}
-    for i, a in enumerate(amd if names else ()):
-        for b in amd[:i]:
-            if a.node in b.peers or b.node in a.peers:
-                yield GpuLink(names[b.index], names[a.index], XGMI)
-
-
-def _allowed(proc: Path) -> tuple[int, ...]:
-    """Returns the CPUs allowed in ``/proc/self/status``, of this process or of the one that made the recording."""
-    match = re.search(r"^Cpus_allowed_list:\s*(\S+)$", read_text(proc / "self/status") or "", re.MULTILINE)
-    try:
-        if match:
-            return parse_cpu_list(match[1])
-        return ()
-    except ValueError:
-        return ()
+    return Gpu(index, address, model, uuid, () if node is None else (node,), cpus)
 
 
 def _links(sysfs: Path, gpus: Iterable[Gpu], nics: Iterable[Nic]) -> Iterable[GpuLink]:
@@ -200,7 +170,7 @@ def _links(sysfs: Path, gpus: Iterable[Gpu], nics: Iterable[Nic]) -> Iterable[Gp
 
 
 def _interfaces(sysfs: Path, proc: Path) -> tuple[Interface, ...]:
-    routes = (read_text(proc / "net/route") or "").splitlines()[1:]
+    routes = read_text(proc / "net/route").splitlines()[1:]
     first = [fields[0] for line in routes if len(fields := line.split()) > 1 and fields[1] == "00000000"]
     default = {name for interface in first for name in (interface, *_below(sysfs, interface))}
     interfaces = []
@@ -208,7 +178,7 @@ def _interfaces(sysfs: Path, proc: Path) -> tuple[Interface, ...]:
         if path.name == "lo" or not (path / "device").exists():  # virtual interfaces, e.g. container bridges
             continue
         speed = read_text(path / "speed")
-        gbps = int(speed) / 1000 if speed is not None and speed.isdigit() else None
+        gbps = int(speed) / 1000 if speed.isdigit() else None
         interfaces.append(Interface(path.name, read_text(path / "operstate") == "up", gbps, path.name in default))
     return tuple(interfaces)
 
@@ -226,7 +196,7 @@ def _site(sysfs: Path) -> str | None:
     if read_text(firmware / "chassis_asset_tag") == _AZURE_CHASSIS:
         return "azure"
     for name in ("sys_vendor", "product_name", "chassis_asset_tag"):
-        if site := _VENDORS.get((read_text(firmware / name) or "").lower()):
+        if site := _VENDORS.get(read_text(firmware / name).lower()):
             return site
     return None
 
@@ -283,7 +253,7 @@ def numa_cpus(sysfs: Path) -> dict[int, tuple[int, ...]]:
     for path in (sysfs / "devices/system/node").glob("node[0-9]*"):
         number = path.name.removeprefix("node")
         if number.isdigit():
-            nodes[int(number)] = _cpu_list(path / "cpulist")
+            nodes[int(number)] = _cpu_list(read_text(path / "cpulist"))
     return dict(sorted(nodes.items()))
 
 
@@ -292,7 +262,7 @@ def nearest_with_cpus(sysfs: Path, node: int) -> int | None:
     cpus = numa_cpus(sysfs)
     if cpus.get(node):
         return node
-    distances = (read_text(sysfs / f"devices/system/node/node{node}/distance") or "").split()
+    distances = read_text(sysfs / f"devices/system/node/node{node}/distance").split()
     if len(distances) != len(cpus) or not all(text.isdigit() for text in distances):
         return None
     near = [(int(text), other) for text, other in zip(distances, cpus, strict=True) if cpus[other]]
@@ -306,7 +276,7 @@ def physical_cores(sysfs: Path) -> tuple[tuple[int, ...], ...]:
     cores = set()
     for path in (sysfs / "devices/system/cpu").glob("cpu[0-9]*"):
         topology = path / "topology"
-        siblings = _cpu_list(topology / "thread_siblings_list") or _cpu_list(topology / "core_cpus_list")
+        siblings = _cpu_list(read_text(topology / "thread_siblings_list") or read_text(topology / "core_cpus_list"))
         if siblings:
             cores.add(siblings)
     return tuple(sorted(cores))
@@ -318,33 +288,26 @@ def near_cpus(sysfs: Path, device: Path) -> tuple[int | None, tuple[int, ...]]:
     Args:
         device: the device's directory with links resolved.
     """
+    nodes = numa_cpus(sysfs)
     for place in (device, *device.parents):
         number = read_text(place / "numa_node")
-        if number is not None and number.isdigit():
+        if number.isdigit():
             node = nearest_with_cpus(sysfs, int(number))
-            return node, numa_cpus(sysfs).get(node, ()) if node is not None else ()
-        if number is not None and place != device:
-            cpus = _cpu_list(place / "local_cpulist")
-        else:
-            cpus = ()
-        if cpus and not _everywhere(sysfs, cpus):
-            return None, cpus
+            return node, () if node is None else nodes.get(node, ())
+        if number and place != device:
+            cpus = _cpu_list(read_text(place / "local_cpulist"))
+            # the kernel lists the CPUs of all nodes for a device of no particular one
+            everywhere = sum(map(bool, nodes.values())) > 1 and set(cpus) >= set().union(*nodes.values())
+            if cpus and not everywhere:
+                return None, cpus
         if place == sysfs:
             break
     return None, ()
 
 
-def _everywhere(sysfs: Path, cpus: tuple[int, ...]) -> bool:
-    """Returns whether ``cpus`` covers several NUMA nodes, which is how the kernel lists the CPUs of no particular
-    node.
-    """
-    nodes = [node_cpus for node_cpus in numa_cpus(sysfs).values() if node_cpus]
-    return len(nodes) > 1 and set(cpus) >= set().union(*nodes)
-
-
-def _cpu_list(path: Path) -> tuple[int, ...]:
+def _cpu_list(text: str) -> tuple[int, ...]:
     try:
-        return parse_cpu_list(read_text(path) or "")
+        return parse_cpu_list(text)
     except ValueError:
         return ()
 
@@ -363,8 +326,8 @@ def read_gpu_direct(sysfs: Path, proc: Path) -> str | None:
         return loaded
     if any((sysfs / path / "version").exists() for path in AMD_PEERS):
         return "amdkfd"
-    driver = read_text(proc / "driver/nvidia/version") or ""
-    kernel = re.match(r"(\d+)\.(\d+)", read_text(proc / "sys/kernel/osrelease") or "")
+    driver = read_text(proc / "driver/nvidia/version")
+    kernel = re.match(r"(\d+)\.(\d+)", read_text(proc / "sys/kernel/osrelease"))
     if "Open Kernel Module" in driver and kernel and tuple(map(int, kernel.groups())) >= DMA_BUF_KERNEL:
         return "DMA-BUF"
     if (sysfs / "module/nvidia").is_dir():

@@ -33,7 +33,7 @@ from hpc_train.machine.network.nccl_settings import (
 )
 from hpc_train.machine.network.rails import Match, PortVerdict, judge_ports, match, port_warnings, several_node_nvlink
 from hpc_train.machine.network.rank_binding import Mask, cpu_masks, unknown_cores
-from hpc_train.machine.network.rdma import parse_rdma_text, read_text
+from hpc_train.machine.network.rdma import parse_rdma_text
 from hpc_train.machine.network.smi import (
     is_rocm_smi,
     parse_matrix,
@@ -42,6 +42,7 @@ from hpc_train.machine.network.smi import (
     print_nvlink_domain,
     with_slices,
 )
+from hpc_train.machine.sysfs import read_text
 
 # for the ND series, whose GPUs have NVLink; the images contain these files on every machine. Azure's health checks use
 # the file of the H100 for the H200 as well (azurehpc-health-checks, nd96isr_h200_v5). The H200 NVL is a PCIe card.
@@ -63,14 +64,15 @@ def this_node(name: str, rendezvous_host: str | None, environment: Mapping[str, 
     if visible and (matrix := print_matrix()) is not None:  # it also shows only the job's own GPUs
         facts = merge(facts, parse_matrix(matrix))
     if visible and (reading := read_nvml()) is not None:
-        facts = replace(facts, gpus=filled(facts.gpus, gpus_of(reading)))
+        facts = replace(facts, gpus=filled(facts.gpus, reading))
     if any(name.startswith("MIG-") for name in visible) and not any(gpu.slices for gpu in facts.gpus):
         facts = replace(facts, gpus=with_slices(facts.gpus, print_listing()))
+    allocated = environment.get("SLURM_CPUS_ON_NODE", "")
     return replace(
         facts,
         node=name,
         visible=visible,
-        allocated_cpus=_allocated_cpus(environment),
+        allocated_cpus=int(allocated) if allocated.isdigit() else None,
         route=None if rendezvous_host is None else interface_to(rendezvous_host),
         automatic=None if rendezvous_host is None else automatic_interface(),
         topology_file=topology_file(facts),
@@ -96,7 +98,7 @@ def imex_channels(root: Path = Path("/")) -> int | None:
 
     Source: https://docs.nvidia.com/multi-node-nvlink-systems/imex-guide/imexchannels.html (July 2025).
     """
-    devices = read_text(root / "proc/devices") or ""
+    devices = read_text(root / "proc/devices")
     if "nvidia-caps-imex-channels" not in devices:
         return None
     return sum(os.access(path, os.R_OK | os.W_OK) for path in (root / "dev/nvidia-caps-imex-channels").glob("channel*"))
@@ -117,13 +119,6 @@ def _of_job(facts: NodeFacts) -> NodeFacts:
     ]
     numbered = tuple(replace(gpu, index=index) for index, gpu in enumerate(gpus))
     return replace(facts, gpus=numbered, links=tuple(links))
-
-
-def _allocated_cpus(environment: Mapping[str, str]) -> int | None:
-    text = environment.get("SLURM_CPUS_ON_NODE", "")
-    if text.isdigit():
-        return int(text)
-    return None
 
 
 ANY_PORT = 9  # nothing is sent; the kernel only looks up the route
@@ -154,28 +149,22 @@ def interface_with(address: str) -> str | None:
     return None
 
 
-def gpus_of(reading: GpuReading) -> tuple[Gpu, ...]:
-    """Returns the GPUs that respond, in the order of CUDA_DEVICE_ORDER=PCI_BUS_ID."""
-    return tuple(
-        Gpu(gpu.index, gpu.pci, gpu.model, gpu.uuid, slices=gpu.slices, problems=problems(gpu)) for gpu in reading.gpus
-    )
+def filled(seen: Sequence[Gpu], reading: GpuReading) -> tuple[Gpu, ...]:
+    """Completes the GPUs ``seen`` in ``/sys`` with NVML's facts on the same PCI addresses.
 
-
-def filled(seen: Sequence[Gpu], nvml_facts: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """Completes the GPUs ``seen`` in ``/sys`` with NVML's facts on the same PCI addresses; returns NVML's if none was
-    seen.
+    Returns NVML's if none was seen: those that respond, in the order of CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
-    if not seen:
-        return tuple(nvml_facts)
-    by_address = {gpu.pci: gpu for gpu in nvml_facts}
-    return tuple(_filled(gpu, by_address.get(gpu.pci)) for gpu in seen)
-
-
-def _filled(seen: Gpu, nvml_facts: Gpu | None) -> Gpu:
-    if nvml_facts is None:
-        return seen
-    model, uuid = seen.model or nvml_facts.model, seen.uuid or nvml_facts.uuid
-    return replace(seen, model=model, uuid=uuid, slices=nvml_facts.slices, problems=nvml_facts.problems)
+    facts = [
+        Gpu(gpu.index, gpu.pci, gpu.model, gpu.uuid, slices=gpu.slices, problems=problems(gpu)) for gpu in reading.gpus
+    ]
+    by_address = {gpu.pci: gpu for gpu in facts}
+    gpus = []
+    for gpu in seen:
+        known = by_address.get(gpu.pci, gpu)
+        model = gpu.model or known.model
+        uuid = gpu.uuid or known.uuid
+        gpus.append(replace(gpu, model=model, uuid=uuid, slices=known.slices, problems=known.problems))
+    return tuple(gpus or facts)
 
 
 @dataclass(frozen=True)
@@ -272,15 +261,12 @@ def _read(path: Path, where: str, fix: str) -> str:
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}", where=where, fix=fix) from None
-    return data.decode(_encoding(data), errors="replace")
-
-
-def _encoding(data: bytes) -> str:
-    """Returns UTF-16, which PowerShell writes, if the mark at the beginning or the zero bytes of ASCII text show it."""
+    # PowerShell writes UTF-16; the mark at the beginning or the zero bytes of ASCII text show it
+    encoding = "utf-8-sig"
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "utf-16"
-    if data[1:16:2] and not any(data[1:16:2]):
-        return "utf-16-le"
-    if data[:16:2] and not any(data[:16:2]):
-        return "utf-16-be"
-    return "utf-8-sig"
+        encoding = "utf-16"
+    elif data[1:16:2] and not any(data[1:16:2]):
+        encoding = "utf-16-le"
+    elif data[:16:2] and not any(data[:16:2]):
+        encoding = "utf-16-be"
+    return data.decode(encoding, errors="replace")

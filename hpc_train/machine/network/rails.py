@@ -7,9 +7,10 @@ that are down by itself. A port that most nodes use for training and one node ca
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -64,7 +65,11 @@ def judge_ports(facts: NodeFacts) -> tuple[PortVerdict, ...]:
       on diskless nodes it uses IP over InfiniBand.
     """
     active = [(nic, port) for nic in facts.nics for port in nic.ports if port.active]
-    routed = {nic.name for nic, port in active if _carries_route(facts, nic, port)}
+    # IP over InfiniBand does not make a port a management port
+    default = {interface.name for interface in facts.interfaces if interface.default_route}
+    routed = {
+        nic.name for nic, port in active if port.link_layer == "Ethernet" and default.intersection(nic.interfaces)
+    }
     far = _far_from_every_gpu(facts, {nic.name for nic, _ in active})
     near = [(nic, port) for nic, port in active if nic.name not in far]
     voters = [(nic, port) for nic, port in near if nic.name not in routed] or near
@@ -135,13 +140,18 @@ def match(facts: NodeFacts) -> tuple[Match, ...]:
     for gpu in sorted(facts.gpus, key=lambda gpu: (near[gpu.name][0], gpu.index)):
         _, path_type, candidates = near[gpu.name]
         if path_type is None or (path_type == "SYS" and len(candidates) > 1):
-            matches_by_gpu[gpu.name] = Match(gpu.name, None, path_type, None, _why_none(facts, nics, path_type))
+            reason = f"all {len(nics)} NICs are equally far: {path_type}"
+            if not nics:
+                reason = "no NIC has a usable port" if facts.nics else "no RDMA NIC was found"
+            elif path_type is None:
+                reason = "its links to the NICs are unknown"
+            matches_by_gpu[gpu.name] = Match(gpu.name, None, path_type, None, reason)
             continue
         taken = min(candidates, key=lambda nic: (load[nic.name], not _same_numa(facts, gpu, nic), natural(nic.name)))
         load[taken.name] += 1
-        reason = f"it is the nearest of {len(nics)}" + (
-            f", one of {len(candidates)} equally near" if len(candidates) > 1 else ""
-        )
+        reason = f"it is the nearest of {len(nics)}"
+        if len(candidates) > 1:
+            reason += f", one of {len(candidates)} equally near"
         matches_by_gpu[gpu.name] = Match(gpu.name, taken.name, path_type, None, reason)
     rails = {name: rail for rail, name in enumerate(sorted(load, key=natural))}
     matches = (matches_by_gpu[gpu.name] for gpu in facts.gpus)
@@ -192,14 +202,6 @@ class _Vote:
 _NEAR = ("PIX", "PXB")
 
 
-def _carries_route(facts: NodeFacts, nic: Nic, port: Port) -> bool:
-    """Returns whether the default route uses the port as Ethernet; IP over InfiniBand does not make it a management
-    port.
-    """
-    interfaces = {interface.name for interface in facts.interfaces if interface.default_route}
-    return port.link_layer == "Ethernet" and bool(interfaces.intersection(nic.interfaces))
-
-
 def _far_from_every_gpu(facts: NodeFacts, active: set[str]) -> set[str]:
     """Returns the NICs beyond a host bridge from every GPU if every GPU has a nearer one, even if that is down.
 
@@ -236,21 +238,22 @@ def _verdict(facts: NodeFacts, nic: Nic, port: Port, vote: _Vote) -> tuple[bool 
     if nic.name in vote.far:
         return False, "it is far from every GPU, although each GPU has a near NIC, so it serves storage or management"
     if port.link_layer != vote.layer:
-        verdict = None if port.link_layer is None else False
-        return verdict, f"its link layer is {port.link_layer or 'unknown'}, but that of most ports is {vote.layer}"
-    return _verdict_by_rate(facts, nic, port, vote)
-
-
-def _verdict_by_rate(facts: NodeFacts, nic: Nic, port: Port, vote: _Vote) -> tuple[bool, str]:
-    """Judges an active port with the link layer of the rails."""
+        reason = f"its link layer is {port.link_layer or 'unknown'}, but that of most ports is {vote.layer}"
+        return None if port.link_layer is None else False, reason
     odd = port.rate_gbps is not None and vote.rate is not None and port.rate_gbps != vote.rate
     if odd and (gpu := _only_near_gpu(facts, nic, vote)) is not None:
-        return (
-            True,
-            f"it is the rail of {gpu}, but runs at {port.rate_gbps:g} Gb/s and the others at {vote.rate:g} Gb/s",
-        )
-    if nic.name in vote.routed and (odd or _farther(facts, nic, vote.rails - {nic.name})):
-        return False, f"the default route goes over {', '.join(nic.interfaces)}, so it serves management"
+        rates = f"{port.rate_gbps:g} Gb/s and the others at {vote.rate:g} Gb/s"
+        return True, f"it is the rail of {gpu}, but runs at {rates}"
+    if nic.name in vote.routed:
+        rails = vote.rails - {nic.name}
+
+        def has_nearer_rail(gpu: Gpu) -> bool:
+            link = facts.link(gpu.name, nic.name)
+            near = [distance(path) for rail in rails if (path := facts.link(gpu.name, rail)) is not None]
+            return link is not None and min(near, default=math.inf) < distance(link)
+
+        if odd or (facts.gpus and all(map(has_nearer_rail, facts.gpus))):
+            return False, f"the default route goes over {', '.join(nic.interfaces)}, so it serves management"
     if odd:
         return False, f"its rate is {port.rate_gbps:g} Gb/s, but that of most ports is {vote.rate:g} Gb/s"
     return True, "it is active"
@@ -261,27 +264,11 @@ def _only_near_gpu(facts: NodeFacts, nic: Nic, vote: _Vote) -> str | None:
     rails = [other for other in facts.nics if other.name in vote.rails and other.name != nic.name]
     if not rails or {other.model for other in rails} != {nic.model} or nic.name in vote.routed:
         return None
-    near_rails = {name: [rail for rail in rails if facts.link(name, rail.name) in _NEAR] for name in _names(facts)}
+    near_rails = {gpu.name: [rail for rail in rails if facts.link(gpu.name, rail.name) in _NEAR] for gpu in facts.gpus}
     if not any(near_rails.values()):
         return None
     gpus = [name for name, near in near_rails.items() if not near and facts.link(name, nic.name) in _NEAR]
-    if gpus:
-        return gpus[0]
-    return None
-
-
-def _farther(facts: NodeFacts, nic: Nic, others: frozenset[str]) -> bool:
-    """Returns whether every GPU has a nearer NIC among ``others``; false if a path is unknown."""
-    for name in _names(facts):
-        link = facts.link(name, nic.name)
-        best = min((distance(path) for other in others if (path := facts.link(name, other)) is not None), default=None)
-        if link is None or best is None or best >= distance(link):
-            return False
-    return bool(facts.gpus)
-
-
-def _names(facts: NodeFacts) -> list[str]:
-    return [gpu.name for gpu in facts.gpus]
+    return gpus[0] if gpus else None
 
 
 def _nearest(facts: NodeFacts, gpu: Gpu, nics: Sequence[Nic]) -> tuple[int, str | None, list[Nic]]:
@@ -299,16 +286,6 @@ def _same_numa(facts: NodeFacts, gpu: Gpu, nic: Nic) -> bool:
         return nic.numa_node in gpu.numa_nodes
     neighbors = [other for other in facts.gpus if facts.link(other.name, nic.name) in ("PIX", "PXB")]
     return any(set(other.numa_nodes) & set(gpu.numa_nodes) for other in neighbors)
-
-
-def _why_none(facts: NodeFacts, nics: Sequence[Nic], path_type: str | None) -> str:
-    if not nics:
-        if facts.nics:
-            return "no NIC has a usable port"
-        return "no RDMA NIC was found"
-    if path_type is None:
-        return "its links to the NICs are unknown"
-    return f"all {len(nics)} NICs are equally far: {path_type}"
 
 
 SHOWN = 8  # defective nodes that are named
@@ -360,7 +337,11 @@ def port_filter(nodes: Sequence[NodeFacts]) -> PortFilter:
             disputed.append(f"whether {out[0].verdict.name} serves training: {used[0].node} uses it, and {where}")
     several = {verdict.nic for facts in nodes for verdict in judge_ports(facts) if verdict.port.number > 1}
     names = tuple(verdict.name if verdict.nic in several else verdict.nic for verdict in excluded)
-    return PortFilter(names, _reasons(zip(names, excluded, strict=True)), tuple(disputed))
+    reasons: dict[str, list[str]] = {}
+    for name, verdict in zip(names, excluded, strict=True):
+        reasons.setdefault(verdict.reason, []).append(name)
+    text = "; ".join(f"{', '.join(group)}: {reason}" for reason, group in reasons.items())
+    return PortFilter(names, text, tuple(disputed))
 
 
 @dataclass(frozen=True)
@@ -403,7 +384,8 @@ def _defects(
     nodes: Sequence[NodeFacts], name: str, ports: Sequence[_Seen], used: Sequence[_Seen]
 ) -> Iterator[tuple[str, str]]:
     """Yields (node, defect) for the port ``name``, which the nodes ``used`` use."""
-    rate = _usual(seen.verdict.port.rate_gbps for seen in used)
+    rates = Counter(seen.verdict.port.rate_gbps for seen in used if seen.verdict.port.rate_gbps is not None)
+    rate = max(rates, key=lambda rate: (rates[rate], rate), default=None)  # the usual one
     verdicts = {seen.node: seen.verdict for seen in ports}
     others = f"{len(used)} of {len(nodes)} nodes use"
     for facts in nodes:
@@ -434,16 +416,3 @@ def _by_port(nodes: Sequence[NodeFacts]) -> dict[str, list[_Seen]]:
 def _kind(facts: NodeFacts) -> tuple[str, ...]:
     """Returns the models of the GPUs, which defects of a port do not change."""
     return tuple(sorted({gpu.model or "" for gpu in facts.gpus}))
-
-
-def _usual(rates: Iterable[float | None]) -> float | None:
-    """Returns the rate of most nodes, or the highest of equally common ones."""
-    counts = Counter(rate for rate in rates if rate is not None)
-    return max(counts, key=lambda rate: (counts[rate], rate), default=None)
-
-
-def _reasons(named: Iterable[tuple[str, PortVerdict]]) -> str:
-    names: dict[str, list[str]] = {}
-    for name, verdict in named:
-        names.setdefault(verdict.reason, []).append(name)
-    return "; ".join(f"{', '.join(group)}: {reason}" for reason, group in names.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpc_train.machine.health.gpu_health import GpuReading, GpuState
 from hpc_train.machine.network.facts import Gpu, NodeFacts
-from hpc_train.machine.network.node import filled, gpus_of
+from hpc_train.machine.network.node import filled
 from hpc_train.run.rows import check_fields
 
 A100 = "NVIDIA A100-SXM4-40GB"
@@ -24,7 +24,7 @@ WORN = GpuState(
 
 
 def test_what_is_wrong_with_a_gpu_is_told() -> None:
-    good, worn = gpus_of(GpuReading((FIRST, WORN)))
+    good, worn = filled([], GpuReading((FIRST, WORN)))
     assert good.problems == ()
     assert worn.problems == (
         "3 uncorrectable memory errors (ECC) since the driver was loaded",
@@ -38,11 +38,10 @@ def test_what_is_wrong_with_a_gpu_is_told() -> None:
 
 
 def test_what_sys_shows_counts_first() -> None:
-    reported = gpus_of(GpuReading((FIRST, WORN)))
+    reported = GpuReading((FIRST, WORN))
     seen = Gpu(0, "0000:81:00.0", uuid="GPU-seen", cpus=(1, 2))
     (found,) = filled([seen], reported)
     assert (found.uuid, found.cpus, found.model) == ("GPU-seen", (1, 2), A100)
     assert found.slices == ("MIG-0-0", "MIG-0-2")
-    assert filled([], reported) == reported
     other = Gpu(0, "0000:02:00.0")
     assert filled([other], reported) == (other,)
