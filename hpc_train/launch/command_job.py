@@ -22,7 +22,8 @@ from hpc_train.schedulers.slurm.variables import unset_lines
 
 CORES = 2  # one hashes, one reads and writes
 SETTLE_S = 75.0  # wait at most this long until a file of another node is visible (attribute caches)
-_POLL_S, _ASK_EVERY_S = 0.5, 15.0
+_POLL_S = 0.5
+_ASK_EVERY_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -87,45 +88,38 @@ def follow(job: CommandJob) -> int:
 
 
 def _follow(job: CommandJob) -> int:
-    shown, asked, gone = 0, time.monotonic(), None
+    shown = 0
+    last_query = time.monotonic()
+    gone_since = None
     while True:
-        code = _code(job)
-        shown += _show(job.log, shown)
+        code = None
+        with suppress(FileNotFoundError, ValueError):
+            code = int(job.code.read_text())
+        with suppress(FileNotFoundError), job.log.open("rb") as file:
+            file.seek(shown)
+            data = file.read()
+            shown += len(data)
+            sys.stdout.write(data.decode(errors="replace"))
+            sys.stdout.flush()
         if code is not None:
             return code
         now = time.monotonic()
-        if now - asked > _ASK_EVERY_S:
-            asked, state = now, client.job_state(job.job_id, job.clusters)
+        if now - last_query > _ASK_EVERY_S:
+            last_query = now
+            state = client.job_state(job.job_id, job.clusters)
             if state is None or state.is_alive:
-                gone = None
+                gone_since = None
             else:
-                gone = gone or now
-                if now - gone > SETTLE_S or not state.by_itself:
+                gone_since = gone_since or now
+                if now - gone_since > SETTLE_S or not state.by_itself:
                     print(f"job {job.job_id} ended without an exit code: {state.name}")
                     return Exit.FAILED
         time.sleep(_POLL_S)
 
 
-def _show(log: Path, shown: int) -> int:
-    with suppress(FileNotFoundError), log.open("rb") as file:
-        file.seek(shown)
-        data = file.read()
-        sys.stdout.write(data.decode(errors="replace"))
-        sys.stdout.flush()
-        return len(data)
-    return 0
-
-
-def _code(job: CommandJob) -> int | None:
-    try:
-        return int(job.code.read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-
-
 def _options(command: str, config: Config) -> list[str]:
     cluster = config.cluster
-    asked = {
+    values = {
         "job-name": f"hpc_train-{command}",
         "clusters": other_clusters(cluster.clusters, NO_SITE),
         "partition": cluster.partition,
@@ -138,23 +132,25 @@ def _options(command: str, config: Config) -> list[str]:
         "ntasks-per-node": 1,
         "cpus-per-task": CORES,
     }
-    return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), "--no-requeue"]
+    return [*(f"--{name}={value}" for name, value in values.items() if value is not None), "--no-requeue"]
 
 
 def _script(words: Sequence[str], config: Config, code: Path) -> str:
-    cluster, container = config.cluster, container_of(config, 0)
-    options = [] if container is None else container.srun_options(IN_SHELL)
-    inside = [] if container is None else container.command(IN_SHELL)
-    step = ["srun", "--nodes=1", "--ntasks=1", "--unbuffered", *options, *inside]  # the doctor's job may have several
-    command = [*step, python(cluster, container), "-m", "hpc_train"]
+    cluster = config.cluster
+    container = container_of(config, 0)
+    step = ["srun", "--nodes=1", "--ntasks=1", "--unbuffered"]  # the doctor's job may have several
+    mounts = []
+    if container is not None:
+        step += [*container.srun_options(IN_SHELL), *container.command(IN_SHELL)]
+        mounts = container.lines()
     lines = [
         "#!/bin/bash",
         *unset_lines(),
         "export SLURM_EXPORT_ENV=ALL",
         *exports(cluster.env),
         *setup_lines(cluster.setup),
-        *([] if container is None else container.lines()),
-        quoted([*command, *words]),
+        *mounts,
+        quoted([*step, python(cluster, container), "-m", "hpc_train", *words]),
         "status=$?",
         f'echo "$status" > {shell_word(str(code))}',
         'exit "$status"',

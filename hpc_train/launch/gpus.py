@@ -38,80 +38,8 @@ def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
     Raises:
         UserError: no node has a GPU of ``cluster.gpu_type``, or ``cluster.extra`` requests GPUs besides ``auto``.
     """
-    asked = cluster.gpus_per_node
-    if asked != "auto":
-        return AskedGpus(asked if isinstance(asked, int) else 0)
-    _check_extra(cluster)
-    if named := gpus_of(cluster.gres or ""):
-        return AskedGpus(sum(named.values()))
-    partition = cluster.partition or preset("partition")
-    where = f"the partition {partition}" if partition else "the default partition"
-    kinds = _kinds(cluster, partition, site)
-    if not kinds:
-        unknown = f"note: the GPUs of the nodes of {where} are unknown, so none is requested"
-        return AskedGpus(0, f"{unknown}; cluster.gpus_per_node=N requests N per node")
-    having = [kind for kind in kinds if kind.gpus_of(cluster.gpu_type)]
-    if cluster.gpu_type and not having:
-        types = sorted({name for kind in kinds for name in kind.gpus if name})
-        raise UserError(
-            f"nodes of {where} have no GPUs of type {cluster.gpu_type}",
-            where="cluster.gpu_type",
-            fix=f"types here: {', '.join(types)}" if types else "cluster.gpu_type=null, or another cluster.partition",
-        )
-    if any(kind.slices_of(cluster.gpu_type) for kind in having):
-        return _beside_slices(cluster, where, having)
-    counts = sorted({kind.gpus_of(cluster.gpu_type) for kind in having})
-    note = _note(where, kinds if cluster.gpu_type is None else having, having, counts)
-    return AskedGpus(counts[0] if counts else 0, note)
-
-
-def _beside_slices(cluster: ClusterConfig, where: str, having: list[NodeKind]) -> AskedGpus:
-    """Returns the GPUs per node where some are MIG slices: the whole ones, or a single slice."""
-    whole = sorted({name for kind in having for name in kind.gpus if not MIG.search(name) and not cluster.gpu_type})
-    counts = [kind.gpus_of(None) - kind.slices_of(None) for kind in having] if whole else [1]
-    count = min(each for each in counts if each)
-    reason = f"note: nodes of {where} have MIG slices, of which NCCL cannot connect two of one GPU"
-    if not whole:
-        return AskedGpus(count, f"{reason}: 1 per node is requested")
-    types = " or ".join(f"cluster.gpu_type={name}" for name in whole if name) or "cluster.gpu_type"
-    return AskedGpus(
-        count, f"{reason}: {count} per node are requested, and {types} makes sure that they are whole GPUs"
-    )
-
-
-def _note(where: str, kinds: list[NodeKind], having: list[NodeKind], counts: list[int]) -> str | None:
-    """Describes the alternatives among ``kinds``, of which those in ``having`` have ``counts`` GPUs."""
-    notes = []
-    if len(counts) > 1:
-        notes.append(
-            f"nodes of {where} have {', '.join(map(str, counts[:-1]))} or {counts[-1]} GPUs: {counts[0]} per node are"
-            f" requested; cluster.gpus_per_node={counts[-1]} selects the nodes with as many"
-        )
-    types = sorted({name for kind in having for name in kind.gpus if name})
-    if len(types) > 1 and len({frozenset(kind.gpus) for kind in having}) > 1:
-        notes.append(
-            f"nodes of {where} have GPUs of type {', '.join(types[:-1])} or {types[-1]}, and the job may get any;"
-            f" cluster.gpu_type={types[0]} selects one type"
-        )
-    with_gpus, nodes = (sum(kind.count for kind in some) for some in (having, kinds))
-    if 0 < with_gpus < nodes:
-        notes.append(
-            f"{with_gpus} of the {nodes} nodes of {where} have GPUs, and the job runs on these;"
-            " cluster.gpus_per_node=0 trains on the CPUs of any node"
-        )
-    return f"note: {'; '.join(notes)}" if notes else None
-
-
-def _kinds(cluster: ClusterConfig, partition: str | None, site: Site) -> list[NodeKind]:
-    """Returns the kinds of nodes that the job may get; empty if they are unknown."""
-    if other_clusters(cluster.clusters, site) is not None:
-        return []  # another cluster's nodes
-    partitions = [site.partition(name or None) for name in (partition or "").split(",")]
-    kinds = [kind for each in partitions if each is not None for kind in each.kinds]
-    return [kind for kind in kinds if kind.meets(cluster.constraint)] or kinds  # sbatch refuses what no node meets
-
-
-def _check_extra(cluster: ClusterConfig) -> None:
+    if isinstance(cluster.gpus_per_node, int):
+        return AskedGpus(cluster.gpus_per_node)
     for name in cluster.extra:
         if name.replace("-", "_") in IN_EXTRA:
             raise UserError(
@@ -119,6 +47,68 @@ def _check_extra(cluster: ClusterConfig) -> None:
                 where="cluster.extra",
                 fix=f"remove {name}; cluster.gpus_per_node=N requests N per node",
             )
+    if gres := gpus_of(cluster.gres or ""):
+        return AskedGpus(sum(gres.values()))
+    gpu_type = cluster.gpu_type
+    partition = cluster.partition or preset("partition")
+    where = f"the partition {partition}" if partition else "the default partition"
+    kinds = _kinds(cluster, site)
+    if not kinds:
+        unknown = f"note: the GPUs of the nodes of {where} are unknown, so none is requested"
+        return AskedGpus(0, f"{unknown}; cluster.gpus_per_node=N requests N per node")
+    with_gpus = [kind for kind in kinds if kind.gpus_of(gpu_type)]
+    if gpu_type and not with_gpus:
+        types = sorted({name for kind in kinds for name in kind.gpus if name})
+        raise UserError(
+            f"nodes of {where} have no GPUs of type {gpu_type}",
+            where="cluster.gpu_type",
+            fix=f"types here: {', '.join(types)}" if types else "cluster.gpu_type=null, or another cluster.partition",
+        )
+    if any(kind.slices_of(gpu_type) for kind in with_gpus):
+        return _beside_slices(cluster, where, with_gpus)
+    counts = sorted({kind.gpus_of(gpu_type) for kind in with_gpus})
+    notes = []
+    if len(counts) > 1:
+        notes.append(
+            f"nodes of {where} have {', '.join(map(str, counts[:-1]))} or {counts[-1]} GPUs: {counts[0]} per node are"
+            f" requested; cluster.gpus_per_node={counts[-1]} selects the nodes with as many"
+        )
+    types = sorted({name for kind in with_gpus for name in kind.gpus if name})
+    if len(types) > 1 and len({frozenset(kind.gpus) for kind in with_gpus}) > 1:
+        notes.append(
+            f"nodes of {where} have GPUs of type {', '.join(types[:-1])} or {types[-1]}, and the job may get any;"
+            f" cluster.gpu_type={types[0]} selects one type"
+        )
+    suitable = sum(kind.count for kind in with_gpus)
+    nodes = sum(kind.count for kind in kinds)
+    if gpu_type is None and 0 < suitable < nodes:
+        notes.append(
+            f"{suitable} of the {nodes} nodes of {where} have GPUs, and the job runs on these;"
+            " cluster.gpus_per_node=0 trains on the CPUs of any node"
+        )
+    return AskedGpus(counts[0] if counts else 0, f"note: {'; '.join(notes)}" if notes else None)
+
+
+def _beside_slices(cluster: ClusterConfig, where: str, with_gpus: list[NodeKind]) -> AskedGpus:
+    """Returns the GPUs per node where some are MIG slices: the full GPUs, or a single slice."""
+    note = f"note: nodes of {where} have MIG slices, of which NCCL cannot connect two of one GPU"
+    types = sorted({name for kind in with_gpus for name in kind.gpus if not MIG.search(name)})
+    if cluster.gpu_type or not types:
+        return AskedGpus(1, f"{note}: 1 per node is requested")
+    counts = [kind.gpus_of(None) - kind.slices_of(None) for kind in with_gpus]
+    count = min(filter(None, counts))
+    keys = " or ".join(f"cluster.gpu_type={name}" for name in types if name) or "cluster.gpu_type"
+    return AskedGpus(count, f"{note}: {count} per node are requested, and {keys} makes sure that they are whole GPUs")
+
+
+def _kinds(cluster: ClusterConfig, site: Site) -> list[NodeKind]:
+    """Returns the kinds of nodes that the job may get; empty if they are unknown."""
+    if other_clusters(cluster.clusters, site) is not None:
+        return []  # another cluster's nodes
+    names = (cluster.partition or preset("partition") or "").split(",")
+    partitions = [site.partition(name or None) for name in names]
+    kinds = [kind for partition in partitions if partition is not None for kind in partition.kinds]
+    return [kind for kind in kinds if kind.meets(cluster.constraint)] or kinds  # sbatch refuses what no node meets
 
 
 # Bash, because a batch script runs outside of containers and may have no Python. Of the tasks of an array,
@@ -165,9 +155,11 @@ class JobGpus:
     per_node: int
     inherited: bool
 
-    def srun_options(self, wanted: int) -> list[str]:
-        """Returns the options of ``srun`` with which a step gets ``wanted`` GPUs on each node."""
-        return [] if self.inherited or not self.per_node or not wanted else [f"--gpus-per-node={wanted}"]
+    def srun_options(self, count: int) -> list[str]:
+        """Returns the options of ``srun`` with which a step gets ``count`` GPUs on each node."""
+        if self.inherited or not self.per_node or not count:
+            return []
+        return [f"--gpus-per-node={count}"]
 
 
 def gpu_export_lines() -> list[str]:
@@ -180,29 +172,29 @@ def has_several_tasks(environment: Mapping[str, str] = os.environ) -> bool:
 
     An agent is the only task of its node: it needs the GPUs and cores of all of them.
     """
-    per_node, tasks = environment.get("SLURM_NTASKS_PER_NODE", "1"), environment.get("SLURM_NTASKS", "0")
-    return int(per_node) > 1 or int(tasks) > int(environment.get("SLURM_JOB_NUM_NODES", "1"))
+    if int(environment.get("SLURM_NTASKS_PER_NODE", "1")) > 1:
+        return True
+    return int(environment.get("SLURM_NTASKS", "0")) > int(environment.get("SLURM_JOB_NUM_NODES", "1"))
 
 
 def gpus_of_this_job(environment: Mapping[str, str] = os.environ) -> JobGpus:
     """Returns the GPUs of the surrounding job. Slurm is asked, since salloc's shell may run outside of its nodes."""
     several = has_several_tasks(environment)
-    for name in ("SLURM_GPUS_PER_NODE", *(() if several else ("SLURM_GPUS_PER_TASK",))):
-        if name in environment:
+    for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"):
+        if name in environment and not (several and name == "SLURM_GPUS_PER_TASK"):
             return JobGpus(_count(environment[name]), True)
     job = _show_job(own_job(environment), environment.get("PATH"))
-    asked = {name: tres for name, tres in job.tres.items() if "gpu" in tres and not (several and name == "TresPerTask")}
-    inherited = bool(asked) or "SLURM_GPUS" in environment
-    per_node = asked.get("TresPerNode") or asked.get("TresPerTask")
+    tres = {name: text for name, text in job.tres.items() if "gpu" in text and not (several and name == "TresPerTask")}
+    inherited = bool(tres) or "SLURM_GPUS" in environment
+    per_node = tres.get("TresPerNode") or tres.get("TresPerTask")
     if per_node is not None:
         return JobGpus(_count(per_node), inherited)
-    nodes = [sum(gpus_of(gres).values()) for gres in job.node_gres]
-    return JobGpus(min(nodes) if nodes else _on_batch_host(environment), inherited)
-
-
-def _on_batch_host(environment: Mapping[str, str]) -> int:
-    count = environment.get("SLURM_GPUS_ON_NODE")
-    return int(count) if count else len([name for name in environment.get("SLURM_JOB_GPUS", "").split(",") if name])
+    if job.node_gres:
+        return JobGpus(min(sum(gpus_of(gres).values()) for gres in job.node_gres), inherited)
+    on_batch_host = environment.get("SLURM_GPUS_ON_NODE")
+    if not on_batch_host:
+        on_batch_host = len(list(filter(None, environment.get("SLURM_JOB_GPUS", "").split(","))))
+    return JobGpus(int(on_batch_host), inherited)
 
 
 @cache
@@ -211,18 +203,16 @@ def _show_job(job_id: str, path: str | None) -> JobRecord:
     return show_job(job_id, "--details")
 
 
-def _count(asked: str) -> int:
+def _count(request: str) -> int:
     """GPUs in ``4``, ``a100:4``, ``gres:gpu:a100:4``, ``gres/gpu:4,gres/nvme:1``, ``cpu=1,gres/gpu=4``."""
-    parts = asked.split(",")
-    counts = [re.split("[:=]", part)[-1] for part in parts if "gpu" in part or "gpu" not in asked]
+    counts = [re.split("[:=]", part)[-1] for part in request.split(",") if "gpu" in part or "gpu" not in request]
     return sum(int(count) if count.isdigit() else 1 for count in counts)
 
 
 def asked_gpu_memory(cluster: ClusterConfig, site: Site) -> float | None:
     """Returns the memory of the smallest GPU that a job may get, by the types that the site names; None if unknown."""
     sizes = [gpu_memory(name) for name in _asked_types(cluster, site)]
-    known = [size for size in sizes if size is not None]
-    return min(known) if known and len(known) == len(sizes) else None
+    return None if None in sizes else min(filter(None, sizes), default=None)
 
 
 def asked_gpu_types(cluster: ClusterConfig, site: Site) -> frozenset[str]:
@@ -236,8 +226,7 @@ def _asked_types(cluster: ClusterConfig, site: Site) -> set[str]:
     types = {cluster.gpu_type} if cluster.gpu_type else set(gpus_of(cluster.gres or "")) - {""}
     if types:
         return types
-    partition = cluster.partition or preset("partition")
-    return {name for kind in _kinds(cluster, partition, site) for name in kind.gpus}
+    return {name for kind in _kinds(cluster, site) for name in kind.gpus}
 
 
 def depends_on_gpu_types(config: Config, gpus: int) -> bool:

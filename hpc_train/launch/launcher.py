@@ -70,7 +70,7 @@ class HpcTrainLauncher(Launcher):
         self._sweep = Path(config.hydra.sweep.dir)
         self._console = Terminal()
         self._code: FrozenCode | None = None
-        self._told: set[tuple[str, str]] = set()  # keys without effect, with the reasons
+        self._reported: set[tuple[str, str]] = set()  # keys without effect, with the reasons
         self._trials: Trials | None = None
         self._ended: Ended = getattr(task_function, "ended", Ended())
         self._line: CommandLine | None = getattr(task_function, "line", None)
@@ -82,7 +82,7 @@ class HpcTrainLauncher(Launcher):
             compose = self._composer(2)
             fixed = config.hydra.overrides.task
             trial = partial(self._trial, compose)
-            self._trials = Trials(self._sweep, fixed, self._console, trial, self._run_trials)
+            self._trials = Trials(self._sweep, fixed, self._console, trial, self._run)
             self._ended.trials = self._trials
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -97,30 +97,29 @@ class HpcTrainLauncher(Launcher):
         """
         if self._trials is not None:
             return self._trials.launch(job_overrides, initial_job_idx)
-        jobs = self._jobs(job_overrides, initial_job_idx)
+        count = initial_job_idx + len(job_overrides)
+        if self._config.hydra.sweeper.max_batch_size is not None:
+            count = max(count, 2)  # the sweeper submits in batches: all of its runs are numbered
+        composer = self._composer(count)
+        jobs = prepare_all(
+            composer, job_overrides, initial_job_idx, count, self._sweep, self._console, self._trusts_owner
+        )
         if jobs[0].config.launch.detach:
             queue = self._enqueue(jobs)
             hand_over(queue, self._console)
             self._ended.runs += runs_of(queue)
             return []
         queue = self._run(jobs)
+        report(queue, self._console)
         results = [result_of(job, view) for job, view in zip(jobs, queue.views, strict=True)]
         if queue.stopped or self._config.hydra.sweeper._target_ != SWEEPER:
             end(results)
         return results
 
-    def _run(self, jobs: Sequence[Job]) -> JobQueue:
-        queue = self._enqueue(jobs)
-        try:
-            wait(queue, self._console)
-        finally:
-            self._ended.runs += runs_of(queue)
-        report(queue, self._console)
-        return queue
-
-    def _run_trials(self, jobs: Sequence[Job], display: Display) -> JobQueue:
-        console = self._console if self._code is None else Terminal(quiet=True)  # all are announced like the first
-        queue = self._enqueue(jobs, console)
+    def _run(self, jobs: Sequence[Job], display: Display | None = None) -> JobQueue:
+        """Runs jobs to their end. All trials of a search are announced like the first."""
+        quiet = display is not None and self._code is not None
+        queue = self._enqueue(jobs, Terminal(quiet=True) if quiet else self._console)
         try:
             wait(queue, self._console, display=display)
         finally:
@@ -129,7 +128,7 @@ class HpcTrainLauncher(Launcher):
 
     def _enqueue(self, jobs: Sequence[Job], console: Console | None = None) -> JobQueue:
         if self._line is not None:
-            tell_without_effect(jobs, self._line, self._console, self._told)
+            tell_without_effect(jobs, self._line, self._console, self._reported)
         queue = enqueue(jobs, self._sweep, console or self._console, self._config, self._code)
         self._code = frozen_code(jobs[0].run)  # that of later batches as well
         return queue
@@ -140,30 +139,21 @@ class HpcTrainLauncher(Launcher):
         )
         return job
 
-    def _jobs(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Job]:
-        count = first + len(job_overrides)
-        if self._config.hydra.sweeper.max_batch_size is not None:
-            count = max(count, 2)  # the sweeper submits in batches: all of its runs are numbered
-        composer = self._composer(count)
-        return prepare_all(composer, job_overrides, first, count, self._sweep, self._console, self._trusts_owner)
-
     def _composer(self, count: int) -> Callable[[Sequence[str]], DictConfig]:
         """Returns the composer; a single job reuses the config with which Hydra found this launcher, to save time."""
         task = OverridesParser.create().parse_overrides(list(self._config.hydra.overrides.task))
         swept = self._config.hydra.sweeper.get("params") or any(override.is_sweep_override() for override in task)
         if count == 1 and not swept:
             return lambda overrides: _without_hydra(self._config.copy())
-        return JobComposer(self._compose)
-
-    def _compose(self, overrides: list[str]) -> DictConfig:
-        return _without_hydra(self._loader.load_sweep_config(self._config, overrides))
+        load = self._loader.load_sweep_config
+        return JobComposer(lambda overrides: _without_hydra(load(self._config, overrides)))
 
 
 def tell_without_effect(
-    jobs: Sequence[Job], line: CommandLine, console: Console, told: set[tuple[str, str]] | None = None
+    jobs: Sequence[Job], line: CommandLine, console: Console, reported: set[tuple[str, str]] | None = None
 ) -> None:
     """Prints a line about the keys that the user sets without an effect in ``jobs``; see ``notices_of``."""
-    for text in notices_of(jobs, line, told):
+    for text in notices_of(jobs, line, reported):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -192,24 +182,24 @@ def prepare_all(
     jobs: list[Job] = []
     refused: list[RefusedJob] = []
     uncomposed: list[Exception] = []
-    listed = list(enumerate(job_overrides, start=first))
-    for number, overrides in _followed(listed, len(listed), "composing jobs", console):
-        own = filter_overrides(list(overrides))
+    numbered = list(enumerate(job_overrides, start=first))
+    for number, overrides in _with_progress(numbered, len(numbered), "composing jobs", console):
+        of_user = filter_overrides(list(overrides))
         run = RunDirectory(job_directory(sweep, number, count))
         try:
-            job = check_job(typed(compose(overrides)), run, number=number, overrides=own, trust_owner=trust_owner)
+            job = check_job(typed(compose(overrides)), run, number=number, overrides=of_user, trust_owner=trust_owner)
             jobs.append(with_memory_note(job))
         except Exception as error:
             mistake = translate(error)
             if count == 1 or mistake is None:
                 raise
-            refused.append(RefusedJob(number, " ".join(own), mistake))
+            refused.append(RefusedJob(number, " ".join(of_user), mistake))
             if mistake is not error:
                 uncomposed.append(error)
-    if len(uncomposed) == len(listed):
+    if len(uncomposed) == len(numbered):
         raise uncomposed[0]  # the caller finds all mistakes of such a command line
     if refused:
-        raise refusal(refused, len(listed))
+        raise refusal(refused, len(numbered))
     return jobs
 
 
@@ -226,32 +216,31 @@ REASONS, NUMBERS = 5, 10  # of refused jobs in one message
 
 
 def refusal(refused: Sequence[RefusedJob], count: int) -> UserError:
-    """Returns the message about the jobs that are ``refused``, of ``count``; those with the same mistake are told
-    together.
-    """
+    """Returns the message about the ``refused`` of ``count`` jobs, which names those with the same mistake together."""
     alike: dict[str, list[RefusedJob]] = {}
     for job in refused:
         alike.setdefault(str(job.error), []).append(job)
-    found = [_of_jobs(jobs) for jobs in alike.values()]
+    mistakes = []
+    for jobs in alike.values():
+        error = jobs[0].error
+        name = f"job {jobs[0].number} ({jobs[0].overrides})"
+        if len(jobs) > 1:
+            numbers = ", ".join(str(job.number) for job in jobs[:NUMBERS]) + (", ..." if len(jobs) > NUMBERS else "")
+            name = f"jobs {numbers} (the first: {jobs[0].overrides})"
+        mistakes.append(UserError(f"{name}: {error.what}", where=error.where, fix=error.fix))
     if len(refused) == 1:
-        return found[0]
+        return mistakes[0]
     head = f"{len(refused)} of {count} jobs are refused, and none was submitted"
-    more = f"; the first {REASONS} of {len(found)} reasons" if len(found) > REASONS else ""
-    return UserErrors(found[:REASONS], f"{head}{more}:")
-
-
-def _of_jobs(jobs: Sequence[RefusedJob]) -> UserError:
-    """Returns the mistake of ``jobs``, with their numbers and the overrides of the first."""
-    first = jobs[0]
-    numbers = ", ".join(str(job.number) for job in jobs[:NUMBERS]) + (", ..." if len(jobs) > NUMBERS else "")
-    named = f"job {numbers} ({first.overrides})" if len(jobs) == 1 else f"jobs {numbers} (the first: {first.overrides})"
-    return UserError(f"{named}: {first.error.what}", where=first.error.where, fix=first.error.fix)
+    if len(mistakes) > REASONS:
+        head += f"; the first {REASONS} of {len(mistakes)} reasons"
+    return UserErrors(mistakes[:REASONS], f"{head}:")
 
 
 def end(results: Sequence[JobReturn]) -> None:
-    """Ends the process if a job did not end well, with its exit code."""
-    if code := exit_code(results):
-        sys.exit(code)
+    """Ends the process if a job did not end well, with the worst exit code."""
+    failed = [result._return_value.code for result in results if result.status == JobStatus.FAILED]
+    if failed:
+        sys.exit(worst_exit(failed))
 
 
 def enqueue(
@@ -275,7 +264,7 @@ def enqueue(
     if code is None and (note := unfrozen_note(configs)) is not None:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     frozen = freeze_all([(job.config, job.run, job.overrides, job.plan, job.trust_owner) for job in jobs], code)
-    for _ in _followed(frozen, len(jobs), "writing run directories", console):
+    for _ in _with_progress(frozen, len(jobs), "writing run directories", console):
         pass
     if jobs[0].run.path != sweep:
         write_multirun(multirun, jobs[0].config, sweep)
@@ -300,10 +289,10 @@ def _without_hydra(composed: DictConfig) -> DictConfig:
     return composed
 
 
-def _followed(items: Iterable[T], count: int, what: str, console: Console) -> Iterable[T]:
+def _with_progress(items: Iterable[T], count: int, what: str, console: Console) -> Iterable[T]:
     """Yields the ``count`` items, with a progress bar at a terminal if there are many."""
-    hidden = not console.is_terminal or count < MANY
-    return track(items, what, total=count, console=console, transient=True, disable=hidden)
+    disable = not console.is_terminal or count < MANY
+    return track(items, what, total=count, console=console, transient=True, disable=disable)
 
 
 HOPELESS = 3  # trials that fail before one succeeds
@@ -385,18 +374,28 @@ class Trials:
         Raises:
             JobFailed: no trial has succeeded yet, and several have failed.
         """
-        jobs = self._accepted(batch, self._first + first)
-        found: dict[int, JobReturn] = {}
+        numbered = list(enumerate(batch, start=self._first + first))
+        jobs: list[Job] = []
+        for number, overrides in numbered:
+            try:
+                jobs.append(self._prepare(number, overrides))
+            except UserError as error:
+                print(error, file=sys.stderr)
+        results: dict[int, JobReturn] = {}
         if jobs:
             queue = self._run(jobs, TrialLines(jobs, self._line, self._console))
             self._ended += zip(queue.jobs, queue.views, strict=True)
             if queue.stopped:
                 sys.exit(Exit.STOPPED)
-            found = {job.number: result_of(job, view) for job, view in zip(queue.jobs, queue.views, strict=True)}
+            results = {job.number: result_of(job, view) for job, view in zip(queue.jobs, queue.views, strict=True)}
         returns = []
-        for number, overrides in enumerate(batch, start=self._first + first):
-            returns.append(found.get(number) or _failed(overrides, f"job {number} was refused", Exit.REFUSED))
-        self._count(returns)
+        for number, overrides in numbered:
+            returns.append(results.get(number) or _failed(overrides, f"job {number} was refused", Exit.REFUSED))
+        failures = [result._return_value for result in returns if result.status == JobStatus.FAILED]
+        self._succeeded |= len(failures) < len(returns)
+        self._failed += len(failures)
+        if not self._succeeded and self._failed >= HOPELESS:
+            raise JobFailed(f"the search ends: all of its {self._failed} trials have failed", failures[-1].code)
         return returns
 
     def report(self) -> None:
@@ -409,26 +408,12 @@ class Trials:
 
     def _line(self, job: Job, view: View) -> str:
         """Returns the number, the values and the result of a trial that has ended."""
-        own = " ".join(override for override in job.overrides if override not in self._fixed)
-        head = f"job {job.number} ({own}): {view.state}"
+        values = " ".join(override for override in job.overrides if override not in self._fixed)
+        head = f"job {job.number} ({values}): {view.state}"
         name, value = _objective(job, view.metrics)
-        return f"{head}, {name} {value:.4f}" if view.exit == Exit.DONE and isinstance(value, float) else head
-
-    def _accepted(self, batch: Sequence[Sequence[str]], first: int) -> list[Job]:
-        jobs: list[Job] = []
-        for number, overrides in enumerate(batch, start=first):
-            try:
-                jobs.append(self._prepare(number, overrides))
-            except UserError as error:
-                print(error, file=sys.stderr)
-        return jobs
-
-    def _count(self, returns: Sequence[JobReturn]) -> None:
-        failed = [each._return_value for each in returns if each.status == JobStatus.FAILED]
-        self._succeeded |= len(failed) < len(returns)
-        self._failed += len(failed)
-        if not self._succeeded and self._failed >= HOPELESS:
-            raise JobFailed(f"the search ends: all of its {self._failed} trials have failed", failed[-1].code)
+        if view.exit == Exit.DONE and isinstance(value, float):
+            head += f", {name} {value:.4f}"
+        return head
 
 
 def result_of(job: Job, view: View) -> JobReturn:
@@ -453,10 +438,8 @@ def _objective(job: Job, metrics: dict[str, Any]) -> tuple[str, Any]:
     """Returns the name of the metric that the sweeper gets, and its value."""
     checkpoint = job.config.checkpoint
     best = best_metric(checkpoint.keep_best, checkpoint.best_mode)
-    name = ("val_loss" if "val_loss" in metrics else "loss") if best is None else best.name
+    if best is not None:
+        name = best.name
+    else:
+        name = "val_loss" if "val_loss" in metrics else "loss"
     return name, metrics.get(name)
-
-
-def exit_code(results: Sequence[JobReturn]) -> Exit:
-    """Returns the exit code of a sweep with these results."""
-    return worst_exit(each._return_value.code if each.status == JobStatus.FAILED else Exit.DONE for each in results)

@@ -87,18 +87,14 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments of a training as Hydra requires them, with the overrides of an imported model.
 
     Raises:
-        UserError: an option or override is wrong; see ``with_right_plus``.
+        UserError: an option or override is wrong.
     """
     register_launcher()
     return with_imported_model(with_right_plus(arguments))
 
 
 def parse_line(arguments: Sequence[str]) -> CommandLine:
-    """Parses the arguments of a training.
-
-    Raises:
-        UserError: as ``complete_arguments``.
-    """
+    """Parses the arguments of a training; raises UserError as ``complete_arguments``."""
     return CommandLine.parse(complete_arguments(arguments))
 
 
@@ -191,23 +187,15 @@ def check_config(config: Config, shape: JobShape) -> Layout:
             validate(config, shape.fewest_nodes, shape.workers, shape.device_bytes)
     with mistakes.collected():
         check_compiler_device(config, shape.gpus)
-    with mistakes.collected():
-        _check_float8(config, shape)
+    if config.precision.fp8 is not None and shape.gpus:
+        with mistakes.collected():
+            types = shape.gpu_types
+            machine = config.cluster.machine
+            if not types and machine != "auto":
+                types = frozenset({registered(MACHINE_OF_JOB)(machine, shape.gpus, types).device})
+            check_gpus(config, types)
     mistakes.report()
     return layout
-
-
-def _check_float8(config: Config, shape: JobShape) -> None:
-    """Checks that all types of GPUs that the job may get support ``precision.fp8``.
-
-    If the types are unknown, ``cluster.machine`` describes them.
-    """
-    if config.precision.fp8 is None or not shape.gpus:
-        return
-    types, machine = shape.gpu_types, config.cluster.machine
-    if not types and machine != "auto":
-        types = frozenset({registered(MACHINE_OF_JOB)(machine, shape.gpus, types).device})
-    check_gpus(config, types)
 
 
 def freeze_job(job: Job, code_directory: Path, *, claim: bool = False) -> None:

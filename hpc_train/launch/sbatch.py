@@ -40,7 +40,10 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
     cluster = job.config.cluster
     partition = site.partition(cluster.partition or preset("partition"))
     fewest, most = asked_nodes(job.config)
-    asked: dict[str, Any] = {
+    gpus = None
+    if job.gpus and not gpus_of(cluster.gres or ""):
+        gpus = f"{cluster.gpu_type}:{job.gpus}" if cluster.gpu_type else job.gpus
+    values: dict[str, Any] = {
         "clusters": other_clusters(cluster.clusters, site),
         "partition": cluster.partition,
         "account": cluster.account,
@@ -48,7 +51,8 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
         "reservation": cluster.reservation,
         "nodes": most if fewest == most else f"{fewest}-{most}",
         "ntasks-per-node": 1,
-        **_devices(job),
+        "gres": cluster.gres,
+        "gpus-per-node": gpus,
         "cpus-per-task": cores(job, partition),
         "mem": memory(job, partition),
         "exclusive": cluster.exclusive,
@@ -66,9 +70,17 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
         "no-kill": survives_node_loss(job.config.elastic),
         "open-mode": "append",
     }
-    _check_extra(cluster, asked)
-    given = {**asked, **cluster.extra}
-    return {name: _text(value) for name, value in given.items() if value is not None and value is not False}
+    for name in cluster.extra:
+        key = name.replace("-", "_")
+        if name in values or key in ("array", "job_name", "comment", "output", "gpus_per_node"):
+            setter = f"cluster.{key}" if hasattr(cluster, key) else "the value that hpc_train sets"
+            raise UserError(
+                f"cluster.extra has the sbatch option {name}, which another key sets",
+                where="cluster.extra",
+                fix=f"remove it from cluster.extra and use {setter}",
+            )
+    given = {name: value for name, value in {**values, **cluster.extra}.items() if value is not None}
+    return {name: None if value is True else str(value) for name, value in given.items() if value is not False}
 
 
 def survives_node_loss(elastic: ElasticConfig) -> bool:
@@ -113,13 +125,13 @@ def array(count: int, cap: int | str) -> dict[str, str | None]:
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
-def arguments(asked: Options) -> list[str]:
-    """Returns ``asked`` as command-line arguments, each of which may also be a ``#SBATCH`` line.
+def arguments(sbatch_options: Options) -> list[str]:
+    """Returns options as command-line arguments, each of which may also be a ``#SBATCH`` line.
 
     Raises:
         UserError: a name is not that of an option, or a value is more than one line.
     """
-    for name, value in asked.items():
+    for name, value in sbatch_options.items():
         if not _NAME.fullmatch(name):
             raise UserError(
                 f"cluster.extra has {name!r}, which is not the long name of an sbatch option",
@@ -132,7 +144,7 @@ def arguments(asked: Options) -> list[str]:
                 where=_key(name),
                 fix="write it as one line of printable characters",
             )
-    return [f"--{name}" if value is None else f"--{name}={value}" for name, value in asked.items()]
+    return [f"--{name}" if value is None else f"--{name}={value}" for name, value in sbatch_options.items()]
 
 
 def stop_note(job: Job) -> str:
@@ -143,12 +155,12 @@ def stop_note(job: Job) -> str:
 
 def signal_lead(job: Job) -> StopTime:
     """Returns how many seconds before the time limit Slurm signals the job: enough to save, at most a third of it."""
-    limit = seconds(job.config.cluster.time_min or job.config.cluster.time) or 0
-    lead = stop_time(job.config, job.run, node_range(job.config.cluster)[0])
-    if limit and lead.seconds > limit / 3:
-        return StopTime(
-            max(1, limit // 3), f"a third of the limit, though {lead.seconds:g} s are recommended: {lead.reason}"
-        )
+    cluster = job.config.cluster
+    limit_s = seconds(cluster.time_min or cluster.time) or 0
+    lead = stop_time(job.config, job.run, node_range(cluster)[0])
+    if limit_s and lead.seconds > limit_s / 3:
+        reason = f"a third of the limit, though {lead.seconds:g} s are recommended: {lead.reason}"
+        return StopTime(max(1, limit_s // 3), reason)
     return StopTime(max(1, int(lead.seconds)), lead.reason)
 
 
@@ -177,17 +189,15 @@ class AskedSignal:
 def script_signal(script: str) -> AskedSignal | None:
     """Returns the signal that the ``#SBATCH`` lines of a script request; None if they do not."""
     header = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), script.splitlines())
-    found = [match for match in map(SIGNAL.match, header) if match is not None]
-    if not found:
+    matches = [match for match in map(SIGNAL.match, header) if match is not None]
+    if not matches:
         return None
-    flags, name, lead = found[-1].groups()
+    flags, name, lead = matches[-1].groups()
+    text = (f"{flags}:" if flags else "") + name + (f"@{lead}" if lead else "")
     if name.isdigit():
-        name = next((each.name for each in signal.Signals if each == int(name)), name)
-    text = f"{flags}:" if flags else ""
-    text += found[-1][2] + (f"@{lead}" if lead else "")
-    return AskedSignal(
-        text, name.upper().removeprefix("SIG"), int(lead or DEFAULT_LEAD_S), "B" in (flags or "").upper()
-    )
+        name = next((member.name for member in signal.Signals if member == int(name)), name)
+    to_shell = "B" in (flags or "").upper()
+    return AskedSignal(text, name.upper().removeprefix("SIG"), int(lead or DEFAULT_LEAD_S), to_shell)
 
 
 def refuse_lost_signal(script: str, needed: StopTime) -> None:
@@ -228,32 +238,8 @@ def short_lead(script: str, needed: StopTime) -> str | None:
     )
 
 
-def _devices(job: Job) -> dict[str, Any]:
-    cluster = job.config.cluster
-    asked: dict[str, Any] = {"gres": cluster.gres}
-    if job.gpus and not gpus_of(cluster.gres or ""):
-        asked["gpus-per-node"] = f"{cluster.gpu_type}:{job.gpus}" if cluster.gpu_type else job.gpus
-    return asked
-
-
-def _check_extra(cluster: ClusterConfig, asked: Mapping[str, Any]) -> None:
-    for name in cluster.extra:
-        key = name.replace("-", "_")
-        if name in asked or key in ("array", "job_name", "comment", "output", "gpus_per_node"):
-            own = f"cluster.{key}" if hasattr(cluster, key) else "the value that hpc_train sets"
-            raise UserError(
-                f"cluster.extra has the sbatch option {name}, which another key sets",
-                where="cluster.extra",
-                fix=f"remove it from cluster.extra and use {own}",
-            )
-
-
 def _key(option: str) -> str:
     """Returns the config keys that may set an option of sbatch."""
-    own = {"comment": "cluster.comment or run.root", "output": "run.root", "gpus-per-node": "cluster.gpu_type"}
+    keys = {"comment": "cluster.comment or run.root", "output": "run.root", "gpus-per-node": "cluster.gpu_type"}
     key = option.replace("-", "_")
-    return own.get(option) or (f"cluster.{key}" if hasattr(ClusterConfig(), key) else "cluster.extra")
-
-
-def _text(value: Any) -> str | None:
-    return None if value is True else str(value)
+    return keys.get(option) or (f"cluster.{key}" if hasattr(ClusterConfig(), key) else "cluster.extra")

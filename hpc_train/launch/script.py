@@ -290,21 +290,45 @@ class Script:
 def render(script: Script) -> str:
     """Returns the text of a batch script."""
     cluster = script.cluster
-    blocks = [
-        ["#!/bin/bash", *map(comment, [script.title, *script.notes]), *_header(script.header)],
-        [*_environment(cluster), *_frozen(script.code)],
-        setup_lines(cluster.setup),
-        [] if script.container is None else script.container.lines(),
-        gpu_export_lines(),
-        python_lines(cluster) if script.container is None else [],
-        script.run,
-        requeue_lines_before(),
-        [] if script.chain is None else chain_lines_before(script.chain),
-        _step(_agent(cluster, script.container, script.agent_options), script.survives_node_loss),
-        on_event_lines(script.on_event),
-        ["# teardown", *own_lines(cluster.teardown, "cluster.teardown")] if cluster.teardown else [],
-        requeue_script_lines() if script.chain is None else [*requeue_end_lines(), *chain_script_lines()],
-    ]
+    container = script.container
+    interpreter = python(cluster, container)
+    title = ["#!/bin/bash", *map(comment, [script.title, *script.notes])]
+    if script.header:
+        title.append("# SBATCH_* variables override these lines, and options on sbatch's command line override both")
+        for argument in arguments(script.header):
+            name, equals, value = argument.partition("=")
+            title.append(f"#SBATCH {name}{equals}{shell_word(value) if equals else ''}")
+    else:
+        title.append(
+            "# the resources are on sbatch's command line, because SBATCH_* variables override lines of a script"
+        )
+    environment = [*ENVIRONMENT.splitlines(), *exports(cluster.env)]
+    if script.code is not None:
+        paths = shell_word(os.pathsep.join(script.code.paths))
+        environment += [
+            "# the code as it was at submission",
+            f"export PYTHONSAFEPATH=1 PYTHONPATH={paths}${{PYTHONPATH:+:$PYTHONPATH}}",
+        ]
+    agent = []
+    if container is not None:
+        around = (container.srun_options(IN_SHELL), container.command(IN_SHELL))
+        agent = [f"{quoted(parts)} \\" for parts in around if parts]
+    agent.append(f'{shell_word(interpreter)} {" ".join(["-m hpc_train agent", *script.agent_options])} "$RUN"')
+
+    blocks = [title, environment, setup_lines(cluster.setup)]
+    if container is None:
+        blocks += [gpu_export_lines(), python_lines(cluster)]
+    else:
+        blocks += [container.lines(), gpu_export_lines()]
+    blocks += [list(script.run), REQUEUE_BEFORE.splitlines()]
+    if script.chain is not None:
+        blocks.append([f"CHAIN={shell_word(str(script.chain))}", *CHAIN_BEFORE.splitlines()])
+    blocks += [_step(agent, script.survives_node_loss), on_event_lines(script.on_event)]
+    if cluster.teardown:
+        blocks.append(["# teardown", *own_lines(cluster.teardown, "cluster.teardown")])
+    blocks.append(
+        requeue_script_lines() if script.chain is None else [*REQUEUE_END.splitlines(), *CHAIN_AFTER.splitlines()]
+    )
     return _text(blocks)
 
 
@@ -314,7 +338,7 @@ def by_hand(survives: bool, on_event: str | None = None) -> str:
         BY_HAND.splitlines(),
         ENVIRONMENT.splitlines(),
         gpu_export_lines(),
-        requeue_lines_before(),
+        REQUEUE_BEFORE.splitlines(),
         _step(['"$@"'], survives),
         on_event_lines(on_event),
         requeue_script_lines(),
@@ -383,45 +407,9 @@ def python_lines(cluster: ClusterConfig) -> list[str]:
     ]
 
 
-def _header(options: Options) -> list[str]:
-    if not options:
-        return ["# the resources are on sbatch's command line, because SBATCH_* variables override lines of a script"]
-    return [
-        "# SBATCH_* variables override these lines, and options on sbatch's command line override both",
-        *(f"#SBATCH {argument}" for argument in map(_quoted, arguments(options))),
-    ]
-
-
-def _quoted(argument: str) -> str:
-    name, equals, value = argument.partition("=")
-    return f"{name}{equals}{shell_word(value)}" if equals else name
-
-
-def _environment(cluster: ClusterConfig) -> list[str]:
-    return [*ENVIRONMENT.splitlines(), *exports(cluster.env)]
-
-
-def _frozen(code: FrozenCode | None) -> list[str]:
-    if code is None:
-        return []
-    return [
-        "# the code as it was at submission",
-        f"export PYTHONSAFEPATH=1 PYTHONPATH={shell_word(os.pathsep.join(code.paths))}${{PYTHONPATH:+:$PYTHONPATH}}",
-    ]
-
-
 def node_loss_options(survives: bool) -> tuple[str, ...]:
     """Returns the options of ``srun`` that keep (``survives``) or end the other agents when a node is lost."""
     return (*(["--no-kill"] if survives else []), "--kill-on-bad-exit=0", "--wait=0")
-
-
-def _agent(cluster: ClusterConfig, container: Container | None, options: Sequence[str]) -> list[str]:
-    """Returns the last lines of the ``srun`` command."""
-    outer = [] if container is None else container.srun_options(IN_SHELL)
-    command = [] if container is None else container.command(IN_SHELL)
-    around = [f"{quoted(parts)} \\" for parts in (outer, command) if parts]
-    agent = " ".join(["-m hpc_train agent", *options])
-    return [*around, f'{shell_word(python(cluster, container))} {agent} "$RUN"']
 
 
 def _step(agent: Sequence[str], survives: bool) -> list[str]:
@@ -509,19 +497,9 @@ def on_event_lines(command: str | None) -> list[str]:
     return [] if command is None else ON_EVENT.format(command=shell_word(command)).splitlines()
 
 
-def requeue_lines_before() -> list[str]:
-    """Returns the lines before the ``srun`` of the agents; ``$RUN`` is the run directory."""
-    return REQUEUE_BEFORE.splitlines()
-
-
-def requeue_end_lines() -> list[str]:
-    """Returns the lines that turn ``$status``, the exit code of ``srun``, into the exit code of the job."""
-    return REQUEUE_END.splitlines()
-
-
 def requeue_script_lines() -> list[str]:
-    """Returns the last lines of a batch script."""
-    return [*requeue_end_lines(), *REQUEUE_AFTER.splitlines(), 'exit "$status"']
+    """Returns the last lines of a batch script that may be requeued."""
+    return [*REQUEUE_END.splitlines(), *REQUEUE_AFTER.splitlines(), 'exit "$status"']
 
 
 CHAIN_BEFORE = """\
@@ -559,15 +537,6 @@ exit "$status"
 def chain_file(run: RunDirectory) -> Path:
     """Returns the file with the ids of the chain that is submitted next, one per line."""
     return run.attempts / f"chain-{len(run.record().get('submissions', [])):03d}"
-
-
-def chain_lines_before(file: Path) -> list[str]:
-    return [f"CHAIN={shell_word(str(file))}", *CHAIN_BEFORE.splitlines()]
-
-
-def chain_script_lines() -> list[str]:
-    """Returns the last lines of the batch script of a chained job, instead of those that requeue it."""
-    return CHAIN_AFTER.splitlines()
 
 
 def submit_chain(count: int, one: Callable[[str | None], str]) -> list[str]:

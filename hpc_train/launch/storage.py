@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,10 @@ class Checkpoints:
     @classmethod
     def of(cls, job: Job) -> Checkpoints | None:
         """Estimates the size from the newest checkpoint of the run, else from the config; None if both fail."""
-        sizes = _sizes(job)
+        sizes = []
+        for checkpoint in CheckpointStore(job.run.checkpoints).committed():
+            with suppress(BadCheckpoint, OSError):
+                sizes.append(checkpoint.manifest().size)
         size = sizes[-1] if sizes else state_bytes(job.config, job.layout.dp_cp)
         return None if size is None else cls(int(size * MARGIN), job.layout.world_size + 3, sum(sizes))
 
@@ -49,19 +52,23 @@ def check_room(jobs: Sequence[Job], rooms: Sequence[Room] | None = None) -> list
     Raises:
         UserError: they do not fit; the fix names the largest ``checkpoint.keep`` that does.
     """
-    known = [(job, found) for job in jobs if (found := Checkpoints.of(job)) is not None]
-    if not known:
+    estimates = [(job, Checkpoints.of(job)) for job in jobs]
+    sized = [(job, checkpoints) for job, checkpoints in estimates if checkpoints is not None]
+    if not sized:
         return []
     rooms = room_in(jobs[0].run.path) if rooms is None else rooms
     least = min(rooms, key=lambda room: room.free)
-    needed = _bytes(known)
+    needed = _bytes(sized)
     if needed > least.free:
+        most = max(job.config.checkpoint.keep for job, _ in sized)
+        fitting = (keep for keep in range(most - 1, 0, -1) if _bytes(sized, keep) <= least.free)
+        fix = next((f"checkpoint.keep={keep} would fit; " for keep in fitting), "")
         raise UserError(
             f"the checkpoints need {format_bytes(needed)}, but {format_bytes(least.free)} are free ({least.whose})",
             where="checkpoint.keep, run.root",
-            fix=_fitting_keep(known, least.free) + "another run.root, or remove files that are no longer needed",
+            fix=f"{fix}another run.root, or remove files that are no longer needed",
         )
-    files = sum(_count(job.config, job.config.checkpoint.keep) * found.files + OTHER_FILES for job, found in known)
+    files = sum(_count(job.config, job.config.checkpoint.keep) * item.files + OTHER_FILES for job, item in sized)
     for room in rooms:
         if room.inodes is not None and files > room.inodes:
             raise UserError(
@@ -88,11 +95,18 @@ def check_shared(
     system = system or file_system_of(path)
     if system is None or not (system.in_memory or system.on_a_disk_here) or is_exported(path):
         return []
-    others = _other_hosts(nodes())
+    # the nodes of a test cluster share the kernel of this machine, and thus its boot time, under other names
+    booted = _booted()
+    others = [
+        node.name
+        for node in nodes()
+        if node.host_name != socket.gethostname() and (node.booted is None or abs(node.booted - booted) > SAME_BOOT_S)
+    ]
     if not others:
         return []
     what = f"{path} is on a local file system of this machine ({system.kind} on {system.mount_point})"
-    if system.in_memory or _is_temporary(path):
+    temporary = ("/tmp", "/var/tmp", tempfile.gettempdir())
+    if system.in_memory or any(path.is_relative_to(folder) for folder in temporary):
         raise UserError(
             f"{what}, which the nodes of the job, such as {others[0]}, cannot see",
             where="run.root",
@@ -101,52 +115,28 @@ def check_shared(
     return [f"note: {what}; the nodes must see it under the same path; a run.root on shared storage is safe"]
 
 
-def _sizes(job: Job) -> list[int]:
-    sizes = []
-    for checkpoint in CheckpointStore(job.run.checkpoints).committed():
-        with suppress(BadCheckpoint, OSError):
-            sizes.append(checkpoint.manifest().size)
-    return sizes
-
-
-def _bytes(known: Sequence[tuple[Job, Checkpoints]], keep: int | None = None) -> int:
+def _bytes(sized: Sequence[tuple[Job, Checkpoints]], keep: int | None = None) -> int:
     """Returns the bytes that the jobs will write in addition to the existing checkpoints."""
     total = 0
-    for job, found in known:
+    for job, item in sized:
         count = _count(job.config, job.config.checkpoint.keep if keep is None else keep)
-        total += max(0, count * found.size - found.present)
+        total += max(0, count * item.size - item.present)
     return total
 
 
 def _count(config: Config, keep: int) -> int:
     """Returns the maximum number of checkpoints of a run at one time: the kept ones and the one being written."""
-    settings, steps = config.checkpoint, config.train.steps
+    settings = config.checkpoint
+    steps = config.train.steps
+    if settings.every == "0":
+        return 1
     count = keep + 1 + (settings.keep_best is not None)
     if settings.keep_every and steps is not None:
         count += steps // settings.keep_every
     every = parse_save_every(settings.every)
     if every.steps and steps is not None:
         count = min(count, math.ceil(steps / every.steps))
-    return 1 if settings.every == "0" else count
-
-
-def _fitting_keep(known: Sequence[tuple[Job, Checkpoints]], free: int) -> str:
-    most = max(job.config.checkpoint.keep for job, _ in known)
-    fitting = (keep for keep in range(most - 1, 0, -1) if _bytes(known, keep) <= free)
-    return next((f"checkpoint.keep={keep} would fit; " for keep in fitting), "")
-
-
-def _is_temporary(path: Path) -> bool:
-    return any(path.is_relative_to(folder) for folder in ("/tmp", "/var/tmp", tempfile.gettempdir()))
-
-
-def _other_hosts(nodes: Iterable[NodeRecord]) -> list[str]:
-    """Returns the nodes with another name than this machine, and another boot time: the nodes of a test cluster share
-    its kernel under other names.
-    """
-    booted = _booted()
-    others = (node for node in nodes if node.host_name != socket.gethostname())
-    return [node.name for node in others if node.booted is None or abs(node.booted - booted) > SAME_BOOT_S]
+    return count
 
 
 def _booted() -> float:

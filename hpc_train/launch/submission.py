@@ -93,24 +93,23 @@ class JobQueue:
     def submit_all(self) -> None:
         self._submit(self._waiting)
 
-    def drop_waiting(self) -> None:
-        """Gives up the jobs that were not submitted yet."""
-        for job in self._waiting:
-            self._views[job.number] = View(NOT_STARTED, {}, exit=None)
-        self._waiting = []
-
     def stop_all(self, *, cancel: bool) -> None:
         """Drops the waiting jobs and stops the submitted ones; with ``cancel`` they need not save a checkpoint."""
         self.stopped = True
-        self.drop_waiting()
+        for job in self._waiting:
+            self._views[job.number] = View(NOT_STARTED, {}, exit=None)
+        self._waiting = []
         for item in self._open():
             record_stop_request(item.job.run)
         end = self.executor.cancel if cancel else self.executor.stop
         end(self.open_ids)
 
     def _open(self) -> list[Submitted]:
-        views = self._views
-        return [item for number, item in self._submitted.items() if number not in views or views[number].exit is None]
+        return [
+            item
+            for number, item in self._submitted.items()
+            if number not in self._views or self._views[number].exit is None
+        ]
 
     def _submit(self, jobs: Sequence[Job]) -> None:
         if not jobs:
@@ -125,29 +124,30 @@ class JobQueue:
             self.executor.cancel(ids)
             raise
         self._submitted |= {entry.job.number: entry for entry in entries}
-        for job, job_id in zip(jobs, ids, strict=True):
-            if len(jobs) <= ANNOUNCED_SINGLY:
-                announce(job, self.executor, self._console, job_id)
-        if len(jobs) > ANNOUNCED_SINGLY:
-            where = f"{ids[0]} to {ids[-1]}: {self._sweep}"
-            self._console.print(f"{len(jobs)} jobs to {self.executor.name}, {where}", markup=False, soft_wrap=True)
         self._waiting = self._waiting[len(jobs) :]
+        if len(jobs) > ANNOUNCED_SINGLY:
+            text = f"{len(jobs)} jobs to {self.executor.name}, {ids[0]} to {ids[-1]}: {self._sweep}"
+            self._console.print(text, markup=False, soft_wrap=True)
+            return
+        for job, job_id in zip(jobs, ids, strict=True):
+            device = f"{job.gpus} GPUs per node" if job.gpus else "on CPUs"
+            lines = [
+                f"job {job.number}: {job.config.strategy.name}: {job.layout}, {device}; "
+                f"{self.executor.name}, job id {job_id}",
+                f"  {job.run.path}",
+                *(f"  note: {note}" for note in job.layout.notes),
+            ]
+            if job.choice is not None:
+                lines.append(f"  {job.choice.lines[0]}; table: {job.run.plan}")
+            self._console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
     def _record(self, submitted: Submitted) -> None:
-        run, name, identity = submitted.job.run, self.executor.name, self.executor.identity(submitted.job_id)
+        run = submitted.job.run
+        name = self.executor.name
+        identity = self.executor.identity(submitted.job_id)
         add_submission(run, name, first_attempt=submitted.first_attempt, **identity)
         events = EventLog.open(run, "submitter", submitted.first_attempt)
         events.write("submitted", job_id=submitted.job_id, executor=name, layout=str(submitted.job.layout))
-
-
-def announce(job: Job, executor: Executor, console: Console, job_id: str | None = None) -> None:
-    """Prints what ``job`` is and where it runs, with the id of a submitted job."""
-    device = f"{job.gpus} GPUs per node" if job.gpus else "on CPUs"
-    place = f"{executor.name}, job id {job_id}" if job_id else executor.name
-    lines = [f"job {job.number}: {job.config.strategy.name}: {job.layout}, {device}; {place}", f"  {job.run.path}"]
-    lines += [f"  note: {note}" for note in job.layout.notes]
-    lines += [] if job.choice is None else [f"  {job.choice.lines[0]}; table: {job.run.plan}"]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 POLL_S = 0.5
@@ -209,9 +209,21 @@ def wait(
     if display is None and len(queue.jobs) == 1:
         display = JobProgress(queue.jobs[0], console)
     display = display or JobTable(queue.jobs, console, comparison)
+    stopping = False
     try:
         with _hang_up_raises():
-            _watch(queue, display, console)
+            while not queue.over:
+                try:
+                    queue.advance()
+                    display.show(queue.views)
+                    time.sleep(POLL_S)
+                except KeyboardInterrupt:
+                    answer = "" if stopping else _answer(console)
+                    if answer not in ("y", "s"):
+                        leave(queue, console)
+                    stopping = True
+                    queue.stop_all(cancel=answer == "y")
+                    console.print("stopping the jobs; press Ctrl-C to exit without waiting", highlight=False)
     except HangUp:
         with contextlib.suppress(OSError):  # the terminal is gone
             leave(queue, console)
@@ -219,22 +231,6 @@ def wait(
     finally:
         with contextlib.suppress(OSError):
             display.close()
-
-
-def _watch(queue: JobQueue, display: Display, console: Console) -> None:
-    ending = False
-    while not queue.over:
-        try:
-            queue.advance()
-            display.show(queue.views)
-            time.sleep(POLL_S)
-        except KeyboardInterrupt:
-            answer = "" if ending else _answer(console)
-            if answer not in ("y", "s"):
-                leave(queue, console)
-            ending = True
-            queue.stop_all(cancel=answer == "y")
-            console.print("stopping the jobs; press Ctrl-C to exit without waiting", highlight=False)
 
 
 class HangUp(Exception):
@@ -290,30 +286,25 @@ def hand_over(queue: JobQueue, console: Console) -> None:
 
 
 def report(queue: JobQueue, console: Console, comparison: Comparison | None = None) -> Exit:
-    """Prints how each job ended, with the traceback of the failing rank; returns the exit code for all of them.
+    """Prints how each job ended, with the traceback of the failing rank, and where the page is that shows it.
 
     Args:
         comparison: that of the whole sweep, if the jobs are a part of one.
+
+    Returns:
+        the exit code for all of them.
     """
     print_messages(queue.jobs, queue.views)
     if len(queue.jobs) > 1:
         print_results(queue.jobs, queue.views, console, comparison)
-        _write_page(queue)
+        views = {job.run.path: view for job, view in zip(queue.jobs, queue.views, strict=True)}
+        registered(SWEEP_WAITED_FOR)(queue.jobs[0].run.path.parent, views)
         return worst(queue.views)
-    _write_page(queue)
     (job,), (view,) = queue.jobs, queue.views
+    registered(RUN_WAITED_FOR)(job.run)  # its page, if its agents could not write it
     if view.state in ("cancelled", "stopped") and view.exit is not None:
         print(f"{how_stopped(view.exit, job.run, view.state)}:\n  {_resume_hint(job)}")
     return worst(queue.views)
-
-
-def _write_page(queue: JobQueue) -> None:
-    """Writes the page of the sweep, or that of the run if its agents could not, and tells where it is."""
-    if len(queue.jobs) == 1:
-        registered(RUN_WAITED_FOR)(queue.jobs[0].run)
-        return
-    known = {job.run.path: view for job, view in zip(queue.jobs, queue.views, strict=True)}
-    registered(SWEEP_WAITED_FOR)(queue.jobs[0].run.path.parent, known)
 
 
 def worst(views: Sequence[View]) -> Exit:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launch.script import requeue_lines_before, requeue_script_lines
+from hpc_train.launch.script import REQUEUE_BEFORE, requeue_script_lines
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json
 from tests.doors.command import REPOSITORY, TINY
@@ -171,7 +171,7 @@ def test_a_scancel_in_the_moment_before_the_requeue_counts(shell: Cluster, tmp_p
     before = [
         "#!/bin/bash",
         "RUN=.",
-        *requeue_lines_before(),
+        REQUEUE_BEFORE,
         "trap '' TERM",
         "status=75",
         'mkdir attempts; touch "attempts/end-$SLURM_JOB_ID.0.requeue"; echo 75 > "attempts/end-$SLURM_JOB_ID.0.node-0"',

@@ -63,9 +63,11 @@ class AllocationExecutor(ProcessExecutor):
         return shape_in_job(config, min(most, here), Place.ALLOCATION)
 
     def at_once(self, jobs: Sequence[Job]) -> int:
-        nodes = max(job.shape.nodes for job in jobs)
-        cap = 1 if is_in_step() else jobs[0].config.launch.array_parallelism  # overlapping steps would share nodes
-        return min(max(1, _nodes_here() // nodes), cap if isinstance(cap, int) else len(jobs))
+        if is_in_step():
+            return 1  # overlapping steps would share nodes
+        limit = jobs[0].config.launch.array_parallelism
+        room = max(1, _nodes_here() // max(job.shape.nodes for job in jobs))
+        return min(room, limit if isinstance(limit, int) else len(jobs))
 
     def check(self, jobs: Sequence[Job]) -> list[str]:
         check_room(jobs)
@@ -73,6 +75,8 @@ class AllocationExecutor(ProcessExecutor):
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         ids = []
+        inner = is_in_step() or has_several_tasks()
+        environment = environment_for(Receiver.INNER_STEP if inner else Receiver.SCRIPT)
         for job in jobs:
             output = self.output(job, "")
             output.parent.mkdir(parents=True, exist_ok=True)
@@ -83,9 +87,7 @@ class AllocationExecutor(ProcessExecutor):
                     stdout=file,
                     stderr=file,
                     start_new_session=True,
-                    env=environment_for(
-                        Receiver.INNER_STEP if is_in_step() or has_several_tasks() else Receiver.SCRIPT
-                    ),
+                    env=environment,
                 )
             self._steps[str(step.pid)] = step
             ids.append(str(step.pid))
@@ -100,19 +102,18 @@ class AllocationExecutor(ProcessExecutor):
     def _command(self, job: Job) -> list[str]:
         cluster = job.config.cluster
         nodes = min(job.shape.nodes + job.config.elastic.spares, _nodes_here())
-        goes_on = survives_node_loss(job.config.elastic)
-        own = [
-            *node_loss_options(goes_on),
-            *([] if goes_on else [f"--wait={OVER_S}"]),
-            "--unbuffered",
-            *_core_options(job),
-        ]
-        own += gpus_of_this_job().srun_options(job.gpus)
+        survives = survives_node_loss(job.config.elastic)
+        options = [*node_loss_options(survives)]
+        if not survives:
+            options.append(f"--wait={OVER_S}")
+        options.append("--unbuffered")
+        options += _core_options(job)
+        options += gpus_of_this_job().srun_options(job.gpus)
         container = container_of(job.config, job.gpus)
         if container is not None:
-            own += [*container.srun_options(container.seen()), *container.command(container.seen())]
+            options += [*container.srun_options(container.seen()), *container.command(container.seen())]
         agent = [python(cluster, container), "-m", "hpc_train", "agent", *job.agent_options, str(job.run.path)]
-        return step_on_nodes(nodes, *own, *agent)
+        return step_on_nodes(nodes, *options, *agent)
 
 
 def _core_options(job: Job) -> list[str]:
@@ -121,12 +122,17 @@ def _core_options(job: Job) -> list[str]:
     Inside a step the new one shares the cores of the job: ``srun --pty bash`` itself has only one without ``-c``. If
     the job requests several tasks per node, the agent gets the cores of all of them.
     """
-    of_gpu, inside = job.config.cluster.cpus_per_gpu, ["--overlap"] if is_in_step() else []
+    options = []
+    of_gpu = job.config.cluster.cpus_per_gpu
     if isinstance(of_gpu, int):
-        return [f"--cpus-per-task={of_gpu * job.workers}", *inside]
-    takes_all = bool(inside) or has_several_tasks()
-    of_nodes = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")) if takes_all else []
-    return [*([f"--cpus-per-task={min(map(int, of_nodes))}"] if of_nodes else []), *inside]
+        options.append(f"--cpus-per-task={of_gpu * job.workers}")
+    elif is_in_step() or has_several_tasks():
+        of_nodes = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+        if of_nodes:
+            options.append(f"--cpus-per-task={min(map(int, of_nodes))}")
+    if is_in_step():
+        options.append("--overlap")
+    return options
 
 
 def shape_in_job(config: Config, nodes: int, place: Place) -> JobShape:

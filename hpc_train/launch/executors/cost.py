@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -14,19 +15,22 @@ from hpc_train.launch.job import Job
 from hpc_train.runs.cost import Prices
 from hpc_train.schedulers.slurm.limits import cores, memory
 from hpc_train.schedulers.slurm.records import seconds
-from hpc_train.schedulers.slurm.site import Association, Site
+from hpc_train.schedulers.slurm.site import Site
 from hpc_train.schedulers.slurm.variables import preset
+from hpc_train.units import counted
 
 
 def gpu_hours(jobs: Sequence[Job]) -> float:
-    """Returns the upper bound of GPU-hours: every job uses its maximum of nodes until its time limit, in each start."""
-    return sum(map(_gpu_hours, jobs))
+    """Returns the upper bound of GPU-hours: every job uses its maximum of nodes until its time limit, in each start.
 
-
-def _gpu_hours(job: Job) -> float:
-    """Returns the GPU-hours of ``job``, at most ``run.max_gpu_hours``: a run that has used them is stopped."""
-    most, unlimited = job.config.run.max_gpu_hours, asked_nodes(job.config)[1] * job.gpus * job_hours(job)
-    return unlimited if most is None else min(unlimited, most)
+    A run that has used ``run.max_gpu_hours`` is stopped.
+    """
+    bounds = []
+    for job in jobs:
+        hours = asked_nodes(job.config)[1] * job.gpus * job_hours(job)
+        most = job.config.run.max_gpu_hours
+        bounds.append(hours if most is None else min(hours, most))
+    return sum(bounds)
 
 
 def job_hours(job: Job) -> float:
@@ -36,19 +40,22 @@ def job_hours(job: Job) -> float:
 
 def cost_lines(jobs: Sequence[Job], site: Site) -> list[str]:
     """Returns one line for each kind of job, and a line with the total if there are several jobs."""
-    texts = [_line(job, site) for job in jobs]
-    counted = {text: texts.count(text) for text in dict.fromkeys(texts)}
-    lines = [f"{count} x {text}" if len(jobs) > 1 else text for text, count in counted.items()]
-    first, starts = jobs[0].config, max(map(_starts, jobs))
-    how = f"a chain of {starts} jobs" if first.launch.chain > 1 else f"with up to {starts - 1} requeues"
+    kinds = Counter(_line(job, site) for job in jobs)
+    config = jobs[0].config
+    starts = max(map(_starts, jobs))
+    how = f"a chain of {starts} jobs" if config.launch.chain > 1 else f"with up to {starts - 1} requeues"
     total = f"at most {gpu_hours(jobs):g} GPU-hours ({how})"
-    prices = Prices.of_config(first.cluster.price)
+    prices = Prices.of_config(config.cluster.price)
     if prices.gpu_hour is not None:
-        total += f", {prices.money(sum(map(_gpu_hours, jobs)) * prices.gpu_hour)}"
-    notes = sorted({note for job in jobs for note in _notes(job, site)})
+        total += f", {prices.money(gpu_hours(jobs) * prices.gpu_hour)}"
+    if len(jobs) == 1:
+        lines = [f"{text}: {total}" for text in kinds]
+    else:
+        lines = [*(f"{count} x {text}" for text, count in kinds.items()), f"{len(jobs)} jobs, {total}"]
+    lines += sorted({note for job in jobs for note in _notes(job, site)})
     if _is_much(jobs):
-        notes.append(f"note: {_above(jobs)}: a terminal asks for confirmation; without one, set launch.yes=true")
-    return [*lines, f"{len(jobs)} jobs, {total}", *notes] if len(jobs) > 1 else [f"{lines[0]}: {total}", *notes]
+        lines.append(f"note: {_above(jobs)}: a terminal asks for confirmation; without one, set launch.yes=true")
+    return lines
 
 
 def confirm_cost(jobs: Sequence[Job], site: Site, console: Console) -> None:
@@ -59,9 +66,9 @@ def confirm_cost(jobs: Sequence[Job], site: Site, console: Console) -> None:
     """
     if not _is_much(jobs):
         return
-    what, above = f"this may cost up to {gpu_hours(jobs):g} GPU-hours", _above(jobs)
+    what = f"this may cost up to {gpu_hours(jobs):g} GPU-hours"
     if not can_ask(console):
-        raise UserError(f"{what}, {above}", where="launch.confirm_gpu_hours", fix="launch.yes=true confirms it")
+        raise UserError(f"{what}, {_above(jobs)}", where="launch.confirm_gpu_hours", fix="launch.yes=true confirms it")
     if console.input(f"{what}. Submit? [y/N] ").strip().lower() not in ("y", "yes"):
         raise UserError(f"{what}: not submitted", where="the terminal", fix="y to submit, or launch.yes=true")
 
@@ -81,35 +88,41 @@ def _above(jobs: Sequence[Job]) -> str:
 
 
 def _line(job: Job, site: Site) -> str:
-    cluster, asked = job.config.cluster, job.config.cluster.partition or preset("partition")
-    partition = site.partition(asked)
-    default: Association | None = next((found for found in site.associations or () if found.default), None)
-    account = cluster.account or preset("account") or (default.account if default else "the site's default")
-    name = asked or (partition.name if partition else "the site's default")
+    cluster = job.config.cluster
+    name = cluster.partition or preset("partition")
+    partition = site.partition(name)
+    account = cluster.account or preset("account")
+    if account is None:
+        defaults = (association.account for association in site.associations or () if association.default)
+        account = next(defaults, "the site's default")
+    if name is None:
+        name = partition.name if partition else "the site's default"
     spares = job.config.elastic.spares
-    extra = f" and {spares} spare" if spares else ""
-    nodes = f"{cluster.nodes}{extra} node{'' if str(cluster.nodes) == '1' and not spares else 's'}"
+    nodes = f"{cluster.nodes} and {spares} spare nodes" if spares else counted(cluster.nodes, "node", "nodes")
+    count = cores(job, partition)
     amount = memory(job, partition)
     per_node = [f"{job.gpus} GPUs"] if job.gpus else []
-    count = cores(job, partition)
-    per_node += ["all cores" if count is None else f"{count} cores"]
-    per_node += ["all memory" if amount == "0" else f"{amount} memory" if amount else "default memory"]
+    per_node.append("all cores" if count is None else f"{count} cores")
+    if amount == "0":
+        per_node.append("all memory")
+    else:
+        per_node.append(f"{amount or 'default'} memory")
     return f"account {account}, partition {name}, {nodes} with {', '.join(per_node)}, {cluster.time}"
 
 
 def _notes(job: Job, site: Site) -> list[str]:
     partition = site.partition(job.config.cluster.partition or preset("partition"))
+    note = asked_gpus(job.config.cluster, site).note
+    if note is not None:
+        return [note]
     count = cores(job, partition)
-    chosen = asked_gpus(job.config.cluster, site).note
-    if chosen is not None:
-        return [chosen]
     if job.gpus and count is not None and count < 2 * job.workers:
         return [
             "note: fewer than two cores per rank; cluster.cpus_per_gpu=2 or more lets loading overlap with training"
         ]
-    best = max((kind.gpus_of(None) for kind in partition.kinds), default=0) if partition else 0
-    if best and not job.gpus and job.config.cluster.gpus_per_node == 0:
-        return [f"note: no GPU is requested; cluster.gpus_per_node=auto requests the {best} of a node"]
+    most = max((kind.gpus_of(None) for kind in partition.kinds), default=0) if partition else 0
+    if most and not job.gpus and job.config.cluster.gpus_per_node == 0:
+        return [f"note: no GPU is requested; cluster.gpus_per_node=auto requests the {most} of a node"]
     return []
 
 

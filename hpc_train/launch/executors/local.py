@@ -94,7 +94,7 @@ class SessionExecutor(LocalExecutor):
         with open_to_append(self.folder / "controller.log", self.folder) as log, _sigterm_blocked():
             process = subprocess.Popen(
                 [sys.executable, "-P", str(CONTROLLER), str(self.folder)],  # not the one of frozen code
-                env=os.environ | settings | self.variables,
+                env={**os.environ, **settings, **self.variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
