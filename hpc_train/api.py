@@ -113,8 +113,8 @@ class Run:
             names: the columns, e.g. ``"step", "loss"``; without names, all columns.
         """
         rows = self.metrics()
-        wanted = names or tuple(dict.fromkeys(key for row in rows for key in row))
-        return {name: [row.get(name) for row in rows] for name in wanted}
+        names = names or tuple(dict.fromkeys(key for row in rows for key in row))
+        return {name: [row.get(name) for row in rows] for name in names}
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
         """Returns the events of all nodes and ranks ordered by time, or only those called ``name``."""
@@ -122,11 +122,14 @@ class Run:
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Returns the committed checkpoints, oldest first. Compares file names and sizes, but reads no tensor."""
-        found = list_checkpoints(self._directory)
-        sizes = [None if item.manifest is None else item.manifest.size for item in found]
         return [
-            CheckpointInfo(item.checkpoint.step, item.checkpoint.path, size, item.problem)
-            for item, size in zip(found, sizes, strict=True)
+            CheckpointInfo(
+                step=item.checkpoint.step,
+                path=item.checkpoint.path,
+                size_bytes=None if item.manifest is None else item.manifest.size,
+                problem=item.problem,
+            )
+            for item in list_checkpoints(self._directory)
         ]
 
     @property
@@ -138,8 +141,16 @@ class Run:
         """Returns the current state. Slurm is asked at most every 30 seconds."""
         handle = self._handle()
         view = handle.view(lookup.statuses_of([handle], self._slurm))
-        step, code = view.metrics.get("step"), None if view.exit is None else int(view.exit)
-        return Status(view.state, code, step, view.steps, view.restarts, view.nodes, time_left(view), view.message)
+        return Status(
+            state=view.state,
+            exit_code=None if view.exit is None else int(view.exit),
+            step=view.metrics.get("step"),
+            steps=view.steps,
+            restarts=view.restarts,
+            nodes=view.nodes,
+            seconds_left=time_left(view),
+            message=view.message,
+        )
 
     def wait(self, timeout: float | None = None) -> Status:
         """Waits until the run ends and returns its last status. A run that was never submitted is returned at once.
@@ -232,8 +243,8 @@ def submit(
 
 def _check_types(overrides: object, entry: object, args: object, config_dir: object) -> None:
     """Raises UserError for an argument of ``submit`` that has the wrong type."""
-    listed = isinstance(overrides, Sequence) and not isinstance(overrides, str | bytes)
-    if not listed or not all(isinstance(override, str) for override in cast("Sequence[object]", overrides)):
+    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str | bytes)
+    if not is_list or not all(isinstance(override, str) for override in cast("Sequence[object]", overrides)):
         what = f"the overrides are {overrides!r:.80}, not a list of texts"
         raise UserError(what, where="overrides", fix='submit(["optim.lr=1e-3", "train.steps=100"])')
     if not (entry is None or isinstance(entry, str) or hasattr(entry, "__qualname__")):
@@ -251,17 +262,19 @@ def _check_types(overrides: object, entry: object, args: object, config_dir: obj
 
 def _own_code(entry: str | Callable[..., Any] | None, args: Mapping[str, Any]) -> list[str]:
     """Returns the overrides for a function of the user's own."""
-    found = [f"++run.args.{name}={override_value(value)}" for name, value in args.items()]
+    overrides = [f"++run.args.{name}={override_value(value)}" for name, value in args.items()]
     if entry is None:
-        return found
-    path = entry if isinstance(entry, str) else f"{entry.__module__}:{entry.__qualname__}"
-    if not isinstance(entry, str) and (entry.__module__ == "__main__" or "." in entry.__qualname__):
+        return overrides
+    if isinstance(entry, str):
+        return [f"run.entry={entry}", *overrides]
+    path = f"{entry.__module__}:{entry.__qualname__}"
+    if entry.__module__ == "__main__" or "." in entry.__qualname__:
         raise UserError(
             f"workers cannot import {path}",
             where="entry",
             fix="move the function to the top level of a module and pass it, or entry='package.module:function'",
         )
-    return [f"run.entry={path}", *found]
+    return [f"run.entry={path}", *overrides]
 
 
 def _submit(overrides: list[str], config_dir: str | Path | None, console: Console, trust_owner: bool) -> list[Path]:
@@ -275,11 +288,11 @@ def _submit(overrides: list[str], config_dir: str | Path | None, console: Consol
     directory = [] if config_dir is None else ["--config-dir", os.fspath(config_dir)]
     line = parse_line([*overrides, "--multirun", *directory])
     refuse_search(line, "submit")
-    listed = expand(line.overrides)
+    jobs_overrides = expand(line.overrides)
     with own_files_checked(line), line.composer() as compose:
-        run = compose(listed[0]).run
+        run = compose(jobs_overrides[0]).run
         sweep = Path(run_directory(run.root, run.name, run.fork))
-        jobs = prepare_all(compose, listed, 0, len(listed), sweep, console, trust_owner)
+        jobs = prepare_all(compose, jobs_overrides, 0, len(jobs_overrides), sweep, console, trust_owner)
     tell_without_effect(jobs, line, console)
     queue = enqueue(jobs, sweep, console, OmegaConf.create({"hydra": {"overrides": {"task": list(line.overrides)}}}))
     queue.submit_all()

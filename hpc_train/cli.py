@@ -16,7 +16,6 @@ from hpc_train.commands import COMMANDS, RUNS, function_of
 from hpc_train.commands.completion import is_completion
 from hpc_train.commands.completion import main as complete_words
 from hpc_train.errors import UserError, nearest
-from hpc_train.machine.environment import rejected_variable
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import keep_others_from_writing
 from hpc_train.run.processes import out_of_resources
@@ -56,17 +55,16 @@ def run(arguments: Sequence[str]) -> int:
         return Exit.DONE
     except Exception as error:
         shadowing = None if isinstance(error, UserError) else shadowing_file(error)
-        if shadowing is not None:
-            print(shadowing, file=sys.stderr)
-            return Exit.REFUSED
-        missing = _missing_dependency(error)
-        if missing is not None:
-            print(missing, file=sys.stderr)
+        problem = shadowing or _missing_dependency(error)
+        if problem is not None:
+            print(problem, file=sys.stderr)
             return Exit.REFUSED
         from hpc_train.config.translate import translate  # imports Hydra, which many commands do not need
 
         mistake = translate(error) or out_of_resources(error)
         if mistake is None and isinstance(error, ValueError):  # from an import of torch
+            from hpc_train.machine.environment import rejected_variable  # imports psutil, which may be missing
+
             mistake = rejected_variable(error, os.environ)
         if mistake is None:
             raise
@@ -80,45 +78,42 @@ DEPENDENCIES = ("torch", "submitit", "hydra", "omegaconf", "yaml", "wandb", "num
 
 def _missing_dependency(error: Exception) -> UserError | None:
     """Returns the error for a Python that is not that of hpc_train's environment, as on a node with another one."""
-    name = error.name if isinstance(error, ModuleNotFoundError) else None
-    if name is None or name.partition(".")[0] not in DEPENDENCIES:
+    if not isinstance(error, ModuleNotFoundError) or (error.name or "").partition(".")[0] not in DEPENDENCIES:
         return None
-    in_job = "SLURM_JOB_ID" in os.environ
-    return UserError(
-        f"{sys.executable} on {os.uname().nodename} has no module {name}, which hpc_train needs",
-        where="cluster.python" if in_job else "the environment of Python",
-        fix="cluster.python=PATH of the Python on the nodes whose environment has hpc_train"
-        if in_job
-        else "run the Python of the environment in which hpc_train is installed",
-    )
+    where = "the environment of Python"
+    fix = "run the Python of the environment in which hpc_train is installed"
+    if "SLURM_JOB_ID" in os.environ:
+        where = "cluster.python"
+        fix = "cluster.python=PATH of the Python on the nodes whose environment has hpc_train"
+    what = f"{sys.executable} on {os.uname().nodename} has no module {error.name}, which hpc_train needs"
+    return UserError(what, where=where, fix=fix)
 
 
 def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str]]:
     if is_completion(arguments):
         return complete_words, arguments
-    named = bool(arguments) and COMMAND.fullmatch(arguments[0]) is not None
-    name, rest = (arguments[0], arguments[1:]) if named else ("train", arguments)
+    name = "train"
+    rest = arguments
+    if arguments and COMMAND.fullmatch(arguments[0]):
+        name, *rest = arguments
+    elif arguments == ["--version"]:
+        return function_of("help"), arguments
     if name == "help" and rest and COMMAND.fullmatch(rest[0]):
-        name, rest = rest[0], ["--help"]
+        name = rest[0]
+        rest = ["--help"]
     if name not in COMMANDS:
         fix = nearest(name, sorted(COMMANDS))
         if name in COMMANDS["checkpoint"].actions:
             fix = f"checkpoint {name}"
         raise UserError(f"unknown command {name!r}", where="the command line", fix=fix)
     if COMMANDS[name].takes == RUNS:
-        _refuse_root(name, rest)
+        # Hydra's commands take run.root=DIR, and this one the path of a run
+        for root in (word.partition("=")[2] for word in rest if word.startswith("run.root=")):
+            fix = f"HPC_TRAIN_ROOT={root} python -m hpc_train {name}, or the path of the run, {root}/NAME"
+            raise UserError(f"{name} takes no overrides", where=f"run.root={root}", fix=fix)
     if name == "train" and not {"--help", "-h"}.isdisjoint(rest):
         name = "help"  # Hydra's own would load every file of every config group
-    if not named and arguments == ["--version"]:
-        name, rest = "help", ["--version"]
     return function_of(name), rest
-
-
-def _refuse_root(name: str, rest: Sequence[str]) -> None:
-    """Rejects ``run.root=DIR``, which Hydra's commands take, as a word of one that takes the path of a run."""
-    for root in (word.partition("=")[2] for word in rest if word.startswith("run.root=")):
-        fix = f"HPC_TRAIN_ROOT={root} python -m hpc_train {name}, or the path of the run, {root}/NAME"
-        raise UserError(f"{name} takes no overrides", where=f"run.root={root}", fix=fix)
 
 
 @contextmanager

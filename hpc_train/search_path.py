@@ -1,17 +1,18 @@
-"""Where the console script ``hpc-train`` and the processes that it starts search for modules.
+"""Where Python searches for modules, and what goes wrong there.
 
-``python -m hpc_train`` searches the working directory first, as Python does. The console script searches it last, so
-that it finds the modules of the user there and no file there replaces an installed one.
+``python -m hpc_train`` searches the working directory first, as Python does. The console script ``hpc-train`` searches
+it last, so that it finds the modules of the user there and no file there replaces an installed one. A file of the user
+that has the name of a package, such as ``yaml.py``, breaks almost any import, so this module uses only modules that
+Python has imported at its start.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.machinery import PathFinder
-from types import TracebackType
+from types import ModuleType
 
 PLUGINS = "hydra_plugins"  # Hydra imports every module in this package
 
@@ -21,7 +22,7 @@ def append_working_directory(path: str) -> None:
     try:
         plugins = __import__(PLUGINS)
     except ImportError:
-        plugins = types.ModuleType(PLUGINS)
+        plugins = ModuleType(PLUGINS)
         plugins.__path__ = []
         sys.modules[PLUGINS] = plugins
     plugins.__path__ = list(plugins.__path__)  # that of a namespace package would grow with the search path
@@ -45,31 +46,23 @@ def shadowing_file(error: BaseException) -> str | None:
     """Returns what is wrong and the fix if ``error`` comes from a file that shadows a package; None otherwise."""
     broken = getattr(error, "filename", None)  # of a SyntaxError
     files = [broken] if isinstance(broken, str) else []
-    for file in (*files, *_raised_in(error.__traceback__), *_named_in(str(error))):
-        own = _top_level(file)
-        name = os.path.basename(own or "").removesuffix(".py")  # noqa: PTH119
-        if own is not None and _is_also_installed(name):
-            what = f"{own} shadows the package {name}, which other modules import"
-            return f"{what}: {type(error).__name__}: {error}\n  fix:    rename {own}"
-    return None
-
-
-def _raised_in(frames: TracebackType | None) -> list[str]:
-    """Returns the files of the frames of a traceback, the innermost first."""
-    files: list[str] = []
-    while frames is not None:
-        files.insert(0, frames.tb_frame.f_code.co_filename)
-        frames = frames.tb_next
-    return files
-
-
-def _named_in(message: str) -> Iterator[str]:
-    """Yields the files of the modules that ``message`` names, as in ``module 'yaml' has no attribute 'Loader'``."""
-    for quoted in message.split("'")[1::2]:
-        module = sys.modules.get(quoted.partition(".")[0])
-        file = None if module is None else getattr(module, "__file__", None)
+    raised_in: list[str] = []
+    frame = error.__traceback__
+    while frame is not None:
+        raised_in.insert(0, frame.tb_frame.f_code.co_filename)  # the innermost first
+        frame = frame.tb_next
+    files += raised_in
+    for quoted in str(error).split("'")[1::2]:  # module 'yaml' has no attribute 'Loader'
+        file = getattr(sys.modules.get(quoted.partition(".")[0]), "__file__", None)
         if file is not None:
-            yield file
+            files.append(file)
+    for file in files:
+        module = _top_level(file)
+        name = os.path.basename(module or "").removesuffix(".py")  # noqa: PTH119
+        if module is not None and _is_also_installed(name):
+            what = f"{module} shadows the package {name}, which other modules import"
+            return f"{what}: {type(error).__name__}: {error}\n  fix:    rename {module}"
+    return None
 
 
 def _top_level(file: str) -> str | None:

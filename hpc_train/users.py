@@ -42,9 +42,7 @@ def user_cache() -> Path:
     try:
         return Path.home() / ".cache" / "hpc_train"
     except RuntimeError:
-        return _temporary_cache()
+        return Path(_temporary_directory(prefix="hpc_train-cache-"))
 
 
-@cache
-def _temporary_cache() -> Path:
-    return Path(tempfile.mkdtemp(prefix="hpc_train-cache-"))
+_temporary_directory = cache(tempfile.mkdtemp)  # one per process
