@@ -159,7 +159,6 @@ class Ragged:
     items: int = -1
 
     def to(self, device: torch.device) -> Ragged:
-        """Returns the micro-batch with its tensors on ``device``."""
         inputs = moved(self.inputs, device)
         same = self.targets is None or self.targets is self.inputs
         return replace(self, inputs=inputs, targets=inputs if same else moved(self.targets, device))
@@ -221,7 +220,6 @@ class Batch:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """Yields all tensors of the batch."""
         return leaves({"inputs": self.inputs, "targets": self.targets, "context": self.context})
 
     def to(self, device: torch.device) -> Batch:
@@ -229,7 +227,6 @@ class Batch:
         return self.map(lambda value: value.to(device, non_blocking=True))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """Returns the batch with ``function`` applied to each tensor."""
         parts = (map_leaves(function, part) for part in (self.inputs, self.targets, self.context))
         inputs, targets, context = parts
         return Batch(inputs, targets, context, self.samples)

@@ -71,16 +71,12 @@ class DeviceCopy:
     def _copy(self, batch: Batch) -> Batch:
         moved = with_document_ends(batch, pin=self._stream is not None).to(self._device)
         if self._scale is not None:
-            moved = replace(moved, inputs=self._normalized(moved.inputs))
+            largest, mean, std = self._scale
+            moved = replace(moved, inputs=(moved.inputs.to(torch.float32) / largest - mean) / std)
         for tensor in moved.tensors:
             if tensor.is_floating_point() and tensor.dtype != self._floats:
                 return moved.map(lambda value: value.to(self._floats) if value.is_floating_point() else value)
         return moved
-
-    def _normalized(self, pixels: Tensor) -> Tensor:
-        assert self._scale is not None
-        largest, mean, std = self._scale
-        return (pixels.to(torch.float32) / largest - mean) / std
 
 
 def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
@@ -105,7 +101,11 @@ def with_document_ends(batch: Batch, pin: bool) -> Batch:
     rows = [row for pair in zip(ids.numpy(), counted, strict=True) if (row := _ends(*pair)) is not None]
     if len(rows) < len(ids):
         return batch
-    ends = torch.from_numpy(_filled(rows))
+    documents = (
+        1 << (max(map(len, rows)) - 1).bit_length()
+    )  # a power of two, since each shape may be compiled separately
+    filled = [np.pad(row, (0, documents - len(row)), mode="edge") for row in rows]
+    ends = torch.from_numpy(np.stack(filled).astype(np.int32))
     return replace(batch, context={**batch.context, DOCUMENT_ENDS: ends.pin_memory() if pin else ends})
 
 
@@ -122,11 +122,6 @@ def _ends(ids: Array, counted: Array) -> Indices | None:
     if len(np.unique(names)) == len(names):
         return ends
     return None
-
-
-def _filled(rows: Sequence[Indices]) -> Array:
-    documents = 1 << (max(map(len, rows)) - 1).bit_length()
-    return np.stack([np.pad(ends, (0, documents - len(ends)), mode="edge") for ends in rows]).astype(np.int32)
 
 
 def with_equal_numbers(contexts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:

@@ -161,7 +161,6 @@ class TrainFeed:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Returns ``Dataset.identity``."""
         return self._dataset.identity
 
     def state(self, step: int) -> dict[str, Any] | None:
@@ -274,8 +273,6 @@ class _SentStep:
 
 
 class _Steps:
-    """Gathers micro-batches into steps and sends them to the device."""
-
     def __init__(
         self,
         dataset: Dataset,

@@ -152,7 +152,6 @@ class MicroBatchReader:
         self._stop()
 
     def _find_death(self, *_: object) -> None:
-        """Raises RuntimeError if a loader process has failed."""
         for process in self._processes:
             if process.exitcode:
                 ended = "failed"
@@ -277,7 +276,6 @@ def check_shapes(indices: list[int], samples: list[Sample], describe: Callable[[
 
 
 def describe_shapes(shapes: dict[str, tuple[int, ...]]) -> str:
-    """Returns shapes in words, for messages."""
     return ", ".join(f"{name} of shape {list(shape)}" for name, shape in shapes.items())
 
 

@@ -28,7 +28,6 @@ Shares = NDArray[np.float64]
 
 
 def shares_of(weights: Sequence[float]) -> Shares:
-    """Returns the weights divided by their sum."""
     return np.array(weights, np.float64) / math.fsum(weights)
 
 
@@ -156,11 +155,9 @@ class MixtureDataset(Dataset):
         return {"samples": len(self), "sources": {name: source.identity for name, source in self.sources.items()}}
 
     def order(self, global_size: int, drop_last: bool, seed: int) -> MixedOrder:
-        """Returns the order of the training samples."""
         return MixedOrder(len(self), global_size, drop_last, seed, self.sizes, tuple(self.shares.tolist()))
 
     def seen(self, order: MixedOrder, steps: int, skipped: Skipped) -> dict[str, SourceSeen]:
-        """Returns by name how much of each source the first ``steps`` steps use."""
         counts = order.seen(steps, skipped).tolist()
         return {
             name: SourceSeen(samples, samples / max(1, sum(counts)), samples / size)

@@ -142,7 +142,6 @@ def _finished(out: Path, key: str) -> TokensMeta | None:
 
 
 def _shards(inputs: list[InputFile], keys: list[str], builder: Builder) -> Iterator[_Shard]:
-    """Yields the shards of all inputs, in order."""
     first = 0
     size = 0
     for number, source in enumerate(inputs, 1):

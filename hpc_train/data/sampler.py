@@ -204,7 +204,6 @@ class Skipped:
 
     @classmethod
     def parse(cls, value: Iterable[Sequence[int]]) -> Skipped:
-        """Converts the lists of a JSON file to windows."""
         return cls(tuple((first, last) for first, last in value))
 
     def position(self, step: int) -> int:
@@ -306,7 +305,6 @@ class TokenBalance:
         return _round_up(int(self.lengths.max()), self.layout.cp * self.layout.tp)
 
     def rank_batch(self, order: Order, step: int, dp_rank: int) -> list[BatchRow]:
-        """Returns the micro-batches that one data-parallel rank reads in one step."""
         layout = self.layout
         if layout.logical_micro_batches:
             return [BatchRow(slots, self.widest) for slots in order.rank_batch(step, layout, dp_rank)]

@@ -451,7 +451,6 @@ class AnswersDataset(Dataset):
         return self._stored[self._parts[index]].part.path
 
     def document_lengths(self) -> NDArray[Any]:
-        """Returns the number of tokens of each record that are read."""
         return self.lengths + 1
 
     def window(self, start: int, length: int) -> Array:

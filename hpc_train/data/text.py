@@ -202,7 +202,6 @@ class TextDataset(Dataset):
         return self.files[self._file_at(token)].path
 
     def document_lengths(self) -> Array:
-        """Returns the number of bytes of each file."""
         return np.array([file.size for file in self.files], dtype=np.int64)
 
     def _file_at(self, offset: int) -> int:

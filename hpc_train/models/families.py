@@ -64,7 +64,6 @@ def _vit_layer_parameters(model: ViTConfig) -> int:
 
 
 def vit_linear_layers(model: ViTConfig) -> tuple[LinearLayers, ...]:
-    """Returns the linear layers of a layer."""
     dim = model.dim
     return (
         LinearLayers(("attention.wq", "attention.wk", "attention.wv"), dim, (dim, dim, dim)),
@@ -80,7 +79,6 @@ def vit_stem_parameters(model: ViTConfig) -> int:
 
 
 def vit_parameters(model: ViTConfig) -> int:
-    """Returns the number of parameters."""
     head = 2 * model.dim + model.n_classes * (model.dim + 1)
     return vit_stem_parameters(model) + model.n_layers * _vit_layer_parameters(model) + head
 

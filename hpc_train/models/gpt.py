@@ -74,7 +74,6 @@ class GatedFeedForward(nn.Module):
 
 
 def gpt_norm(config: GPTConfig, width: int) -> RMSNorm:
-    """Returns a new norm of ``width`` elements."""
     return (OffsetRMSNorm if config.norm_offset else RMSNorm)(width, eps=config.norm_eps)
 
 
@@ -178,7 +177,6 @@ class GPT(Model):
         """Does nothing: the rotary tables are computed when they are first needed."""
 
     def flops_per_sample(self, inputs: Tensor) -> float:
-        """Returns ``gpt_sizes.gpt_flops_per_sample``."""
         return gpt_sizes.gpt_flops_per_sample(self.config, tuple(inputs.shape[1:]))
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms:

@@ -17,7 +17,6 @@ _SEQUENCE = 1024  # tokens of a sample if the data has no fixed length
 
 
 def head_width(model: GPTConfig) -> int:
-    """Returns the width of a head."""
     if model.head_dim is None:
         return model.dim // model.n_heads
     return model.head_dim
@@ -54,7 +53,6 @@ def _gpt_layer_parameters(model: GPTConfig) -> int:
 
 
 def gpt_linear_layers(model: GPTConfig) -> tuple[LinearLayers, ...]:
-    """Returns the linear layers of a layer."""
     dim = model.dim
     queries = query_width(model)
     key_values = key_value_width(model)

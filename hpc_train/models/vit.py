@@ -104,7 +104,6 @@ class ViT(Model):
 
     @property
     def tokens(self) -> int:
-        """Returns the number of patches plus 1 for the class token."""
         return families.vit_tokens(self.config)
 
     def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
@@ -127,7 +126,6 @@ class ViT(Model):
         """Does nothing, since a ViT has no such buffers."""
 
     def flops_per_sample(self, inputs: Tensor) -> float:
-        """Returns ``families.vit_flops_per_sample``."""
         return families.vit_flops_per_sample(self.config, tuple(inputs.shape[1:]))
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms:
@@ -145,8 +143,6 @@ class ViT(Model):
 
 
 class ReplicatedStyle(ParallelStyle):
-    """Replicates parameters, inputs and outputs on every rank."""
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, None, _enter, _leave)  # type: ignore[arg-type]
 

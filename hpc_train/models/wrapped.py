@@ -86,12 +86,10 @@ class WrappedModel(nn.Module):
 
     @property
     def bare(self) -> nn.Module:
-        """Returns the module of the user."""
         return self._module[0]
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """Returns the names of the blocks, which ``find_blocks`` has found."""
         return self._block_names
 
     def train(self, mode: bool = True) -> WrappedModel:
@@ -292,6 +290,5 @@ def _separate(module: nn.Module, names: Sequence[str]) -> Iterator[str]:
 
 
 def replace_block(module: nn.Module, name: str, block: nn.Module) -> None:
-    """Puts ``block`` in the place of the submodule ``name``."""
     path, _, last = name.rpartition(".")
     module.get_submodule(path)._modules[last] = block

@@ -60,7 +60,6 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """Returns the text of ``plan.json``."""
         return json.dumps(self.content, indent=1) + "\n"
 
     @property
@@ -234,7 +233,6 @@ def _seconds(candidate: Candidate) -> float:
 
 
 def _no_layout(config: Config, nodes: int, per_node: int, predicted: list[Candidate], machine: Machine) -> UserError:
-    """Returns why no layout is possible or fits."""
     if predicted:
         nearest = min(predicted, key=lambda candidate: candidate.prediction.needed_bytes)
         return UserError(

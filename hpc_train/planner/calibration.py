@@ -75,8 +75,8 @@ def measured_values(lines: Sequence[Mapping[str, Any]], tp: int, on_gpu: bool) -
     """Returns the medians over lines of metrics of one attempt; None if there are fewer than three.
 
     The first line is left out, since its steps compile and allocate. Time spent waiting for data is left out too, since
-    no prediction covers it. ``tp`` is cp x tp, the number of ranks that communicate inside layers. ``on_gpu`` says whether the
-    memory is that of a GPU. On a CPU it includes the interpreter and is left out.
+    no prediction covers it. ``tp`` is cp x tp, the number of ranks that communicate inside layers. ``on_gpu`` says
+    whether the memory is that of a GPU. On a CPU it includes the interpreter and is left out.
     """
     usable = [line for line in lines[1:] if _number(line.get("step_s"))]
     if len(usable) < 2:

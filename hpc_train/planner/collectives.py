@@ -74,7 +74,6 @@ def _seconds(moved: float, group: Group, hops: float, rates: Rates) -> float:
 
 
 def _bandwidth(group: Group, rates: Rates) -> float:
-    """Returns the bus bandwidth of a group."""
     if not group.spans_nodes:
         return rates.node_bytes_per_s
     # the ranks of a node send through as many network ports, but not faster than within the node

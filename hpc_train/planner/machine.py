@@ -117,8 +117,6 @@ _OF_PEAK = ("matmul_share", "attention_share")
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine file."""
-
     name: str
     device: str
     figures: Mapping[str, Figure]
@@ -166,7 +164,6 @@ class Machine:
         return replace(self, figures=figures | {"devices_per_node": replace(figures["devices_per_node"], value=ranks)})
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the content of the machine's file."""
         return {
             "name": self.name,
             "device": self.device,

@@ -113,7 +113,6 @@ class Prediction:
 
     @property
     def parts_s(self) -> dict[str, float]:
-        """Returns the parts of the step by their names in tables."""
         return {text: float(getattr(self, name)) for name, text in PARTS.items()}
 
     def longest_beside(self, other: Prediction) -> tuple[str, float]:
@@ -228,7 +227,6 @@ class _Step:
         return estimates
 
     def _counts(self) -> list[int]:
-        """Returns the number of layers of each stage."""
         split = self.config.strategy.pp_split if self.layout.pp > 1 else "even"
         return layer_counts(len(self.work.blocks) - 2, self.layout.stages, split)
 

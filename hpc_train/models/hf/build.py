@@ -71,17 +71,13 @@ class HFWhole(WrappedModel):
         return total, count, correct
 
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
-        """Reads the parameter from the files, or draws it as transformers does."""
         self._values.fill(name, value, generator)
 
     def is_stored(self, name: str) -> bool:
-        """Returns whether the files have the parameter."""
         return self._values.is_stored(name)
 
     def stored_box(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
-        """Returns the box from the files; see ``Model.stored_box``."""
         return self._values.read(name, begin, size)
 
     def init_buffers(self, device: torch.device) -> None:
-        """Reads or computes all buffers."""
         self._values.fill_buffers(self, "", device)

@@ -160,19 +160,15 @@ class HFDecoder(Model):
         return (*inputs.shape, int(self._hf.hidden_size))
 
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
-        """Reads the parameter from the files, or draws it as transformers does."""
         self._values.fill(hf_name(name), value, generator)
 
     def is_stored(self, name: str) -> bool:
-        """Returns whether the files have the parameter."""
         return self._values.is_stored(hf_name(name))
 
     def stored_box(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
-        """Returns the box from the files; see ``Model.stored_box``."""
         return self._values.read(hf_name(name), begin, size)
 
     def init_buffers(self, device: torch.device) -> None:
-        """Computes the rotary frequencies and other buffers as transformers does."""
         self._values.fill_buffers(self.rotary, "model.rotary_emb", device)
         if self.stem is not None:
             self._values.fill_buffers(self.stem.embed_tokens, "model.embed_tokens", device)
@@ -180,7 +176,6 @@ class HFDecoder(Model):
             self._values.fill_buffers(layer.block, f"model.layers.{key}", device)  # type: ignore[arg-type]
 
     def flops_per_sample(self, inputs: Tensor) -> float:
-        """Returns ``sizes.flops_per_sample``."""
         return sizes.flops_per_sample(self.config, tuple(inputs.shape[1:])) or 0.0
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms | None:
@@ -192,11 +187,9 @@ class HFDecoder(Model):
         return FlopTerms(6.0 * decoder_sizes.layers * decoder_sizes.query * length**2, embedding=table)
 
     def block_flops(self, inputs: Tensor) -> tuple[float, ...] | None:
-        """Returns ``sizes.block_flops``."""
         return sizes.block_flops(self.config, tuple(inputs.shape[1:]))
 
     def forward_flops(self, inputs: Tensor) -> tuple[float, ...] | None:
-        """Returns ``sizes.forward_flops``."""
         return sizes.forward_flops(self.config, tuple(inputs.shape[1:]))
 
 

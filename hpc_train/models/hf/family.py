@@ -130,7 +130,6 @@ def exported_config(model: HFModelConfig, positions: int, dtype: str) -> Mapping
 
 
 def exported_prefix(model: HFModelConfig) -> str:
-    """Returns the prefix of the names of exported files."""
     if model.lora.rank is None:
         return ""
     return "adapter_"

@@ -192,7 +192,6 @@ class WeightFiles:
         return self  # it does not change, and open files cannot be copied
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of ``name`` according to the files."""
         source = self._stored[name]
         shapes = [self._shape(stored) for stored in source.grid[0]]
         if not shapes[0]:
@@ -361,7 +360,6 @@ class FirstValues:
         return self  # it does not change, and pipeline stages share it
 
     def is_stored(self, name: str) -> bool:
-        """Returns whether the files have the parameter."""
         return name in self._stored
 
     def read(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:

@@ -222,7 +222,6 @@ def trained_parameters(model: HFModelConfig) -> int | None:
 
 
 def layer_parameters(model: HFModelConfig) -> int | None:
-    """Returns the number of parameters of one layer."""
     counts = sizes(model)
     if counts is None:
         return None
