@@ -53,8 +53,9 @@ class WorkerSpec:
     @property
     def ranks_on_cores(self) -> int:
         """Returns how many ranks share the CPUs of this process: only this one if it is bound to its own."""
-        bound = self.cpus is not None and os.sched_getaffinity(0) <= set(self.cpus)
-        return 1 if bound else self.local_world_size
+        if self.cpus is not None and os.sched_getaffinity(0) <= set(self.cpus):
+            return 1
+        return self.local_world_size
 
 
 PAGE = 4096
@@ -162,7 +163,8 @@ class SharedBlock:
 
     def answer(self, text: bytes) -> None:
         """Writes the worker's answer to the newest question; an answer that is too long is left empty."""
-        text = text if len(text) <= ANSWER_BYTES else b""
+        if len(text) > ANSWER_BYTES:
+            text = b""
         number = _QUESTION.unpack_from(self.page, _QUESTION_AT)[0]
         os.pwrite(self.descriptor, text, PAGE)
         struct.pack_into("@qq", self.page, _QUESTION_AT + 8, len(text), number)
@@ -170,7 +172,9 @@ class SharedBlock:
     def answer_to(self, number: int) -> bytes | None:
         """Returns the answer to question ``number``; None while it is missing."""
         _, length, answered = _QUESTION.unpack_from(self.page, _QUESTION_AT)
-        return os.pread(self.descriptor, length, PAGE) if answered >= number else None
+        if answered < number:
+            return None
+        return os.pread(self.descriptor, length, PAGE)
 
     def clear_stacks(self) -> None:
         """Truncates the stacks, so that the next ones start at the beginning; agent and worker share the file's

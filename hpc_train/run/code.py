@@ -85,19 +85,13 @@ def frozen_code(run: RunDirectory) -> FrozenCode | None:
             where=str(run.path / RECORD),
             fix="restore the file, or start a new run with another run.name",
         ) from error
-    return _moved_with(run, code)
-
-
-def _moved_with(run: RunDirectory, code: FrozenCode) -> FrozenCode:
-    """Returns ``code`` with the paths that it has now, if it was moved with the directory of the run or its sweep."""
     before = Path(code.snapshot)
-    if before.exists() or before.parent.name != run.code.name:
-        return code
-    for folder in (run.code, run.path.parent / run.code.name):
-        now = folder / before.name
-        if now.is_dir():
-            paths = (str(now / Path(path).relative_to(before)) for path in code.paths)
-            return replace(code, snapshot=str(now), paths=tuple(paths))
+    if not before.exists() and before.parent.name == run.code.name:  # it may have moved with the run or its sweep
+        for folder in (run.code, run.path.parent / run.code.name):
+            now = folder / before.name
+            if now.is_dir():
+                paths = (str(now / Path(path).relative_to(before)) for path in code.paths)
+                return replace(code, snapshot=str(now), paths=tuple(paths))
     return code
 
 

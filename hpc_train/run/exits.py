@@ -27,10 +27,11 @@ def worst_exit(codes: Iterable[int | None]) -> Exit:
 
     None stands for a job that was not started. It counts as failed, unless other jobs were stopped and can continue.
     """
-    given = list(codes)
-    ended = {code for code in given if code is not None}
-    found = ended if Exit.STOPPED in ended or None not in given else {*ended, Exit.FAILED}
-    return next((code for code in (Exit.FAILED, Exit.REFUSED, Exit.GAVE_UP, Exit.STOPPED) if code in found), Exit.DONE)
+    present = set(codes)
+    if None in present and Exit.STOPPED not in present:
+        present.add(Exit.FAILED)
+    worst_first = (Exit.FAILED, Exit.REFUSED, Exit.GAVE_UP, Exit.STOPPED)
+    return next((code for code in worst_first if code in present), Exit.DONE)
 
 
 class Failure(StrEnum):
@@ -194,9 +195,13 @@ def advice_for(failure: Failure, message: str, saved: bool | None = None) -> str
     """
     if failure is Failure.REFUSED and (fixes := FIX.findall(message)):
         return "; ".join(fixes)
-    named = (advice for pattern, advice in NAMED_CAUSES.items() if re.search(pattern, message))
+    for pattern, advice in NAMED_CAUSES.items():
+        if re.search(pattern, message):
+            return advice
     advice = RESPONSES[failure].advice
-    return next(named, f"{advice}; {_LEFT[saved]}" if failure in OF_DISKS else advice)
+    if failure in OF_DISKS:
+        advice += f"; {_LEFT[saved]}"
+    return advice
 
 
 SHELL_SIGNALS = 128  # a shell exits with this plus the number of the signal that killed its command
@@ -221,8 +226,9 @@ def end_of_script(exit_code: int, asked_to_stop: bool) -> Exit | Failure:
     """
     if asked_to_stop:
         return Exit.STOPPED
-    by_signal = exit_code < 0 or SHELL_SIGNALS < exit_code < SHELL_SIGNALS + 32
-    return Failure.KILLED if by_signal else SCRIPT_EXITS.get(exit_code, Failure.EXITED)
+    if exit_code < 0 or SHELL_SIGNALS < exit_code < SHELL_SIGNALS + 32:
+        return Failure.KILLED
+    return SCRIPT_EXITS.get(exit_code, Failure.EXITED)
 
 
 class UnfitNode(Exception):
@@ -267,9 +273,10 @@ def classify(error: BaseException, run: Path | None = None) -> Failure:
     from hpc_train.errors import UserError
 
     if isinstance(error, UserError):  # e.g. a file of the run that cannot be read
-        read = error.__cause__
-        failed = isinstance(read, OSError) and classify(read, run) is Failure.FILE_SYSTEM
-        return Failure.FILE_SYSTEM if failed else Failure.REFUSED
+        cause = error.__cause__
+        if isinstance(cause, OSError) and classify(cause, run) is Failure.FILE_SYSTEM:
+            return Failure.FILE_SYSTEM
+        return Failure.REFUSED
     if isinstance(error, OSError) and error.filename is not None:  # without a file it may be an error of a socket
         passing = PASSING if _is_own_file(error.filename, run) else FILE_SYSTEM
         if error.errno in passing:
@@ -277,7 +284,13 @@ def classify(error: BaseException, run: Path | None = None) -> Failure:
     for type_, failure in _TYPES.items():
         if isinstance(error, type_):
             return failure
-    return _by_cuda_code(error) or classify_message(f"{type(error).__name__}: {error}") or Failure.USER_ERROR
+    if any(
+        type_.__name__ == "AcceleratorError" for type_ in type(error).__mro__
+    ):  # of torch 2.8, with a CUDA error code
+        for failure, codes in _CUDA_CODES.items():
+            if getattr(error, "error_code", None) in codes:
+                return failure
+    return classify_message(f"{type(error).__name__}: {error}") or Failure.USER_ERROR
 
 
 def _is_own_file(name: object, run: Path | None) -> bool:
@@ -304,14 +317,6 @@ _GPU_ERROR = re.compile(
 def concerns_gpu(text: str) -> bool:
     """Returns whether ``text`` is the message of an error of CUDA, HIP or one of their libraries, or of GPU memory."""
     return _GPU_ERROR.search(text) is not None
-
-
-def _by_cuda_code(error: BaseException) -> Failure | None:
-    """Returns the class of a ``torch.AcceleratorError`` (torch 2.8) by the CUDA error code that it carries."""
-    if not any(type_.__name__ == "AcceleratorError" for type_ in type(error).__mro__):
-        return None
-    code = getattr(error, "error_code", None)
-    return next((failure for failure, codes in _CUDA_CODES.items() if code in codes), None)
 
 
 _TYPES: dict[type[BaseException], Failure] = {

@@ -38,12 +38,6 @@ class Outage:
     failure: str
 
 
-@dataclass(frozen=True)
-class _Entry:
-    write: Write
-    size: int
-
-
 class FileWriter:
     """Makes the writes of one log. Any thread may use it.
 
@@ -56,12 +50,13 @@ class FileWriter:
         self._name = name
         self._limit = limit_bytes
         self._changed = threading.Condition()
-        self._files: dict[Path, deque[_Entry]] = {}  # what has not been written, oldest first
+        self._files: dict[Path, deque[tuple[Write, int]]] = {}  # what has not been written and its size, oldest first
         self._bytes = 0  # of these entries
         self._pending = 0  # their number
         self._lost = 0
-        self._wanted = False  # a try now
-        self._started = self._finished = 0  # tries of all files
+        self._due = False  # a try now
+        self._started = 0  # tries of all files
+        self._finished = 0
         self._writing_since: float | None = None  # time.monotonic() at which the current write began
         self._hangs = False
         self._failing = False
@@ -99,12 +94,13 @@ class FileWriter:
             wait: try it now; return when it was tried, at the latest after ``FIRST_TRY_S``.
         """
         with self._changed:
-            entry = _Entry(write, size + ENTRY_BYTES)
-            self._files.setdefault(path, deque()).append(entry)
-            self._bytes += entry.size
+            self._files.setdefault(path, deque()).append((write, size + ENTRY_BYTES))
+            self._bytes += size + ENTRY_BYTES
             self._pending += 1
-            self._drop_oldest()
-            self._wanted = self._wanted or wait or not self._failing
+            while self._bytes > self._limit and self._pending > 1:  # the one that is being written is not dropped
+                self._forget(max(self._files.values(), key=len).popleft()[1])
+                self._lost += 1
+            self._due = self._due or wait or not self._failing
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"write {self._name}", daemon=True)
                 self._thread.start()
@@ -123,7 +119,7 @@ class FileWriter:
         until = time.monotonic() + seconds
         with self._changed:
             while not self._is_done() and time.monotonic() < until:
-                self._wanted = True
+                self._due = True
                 self._changed.notify_all()
                 self._changed.wait_for(self._is_done, FIRST_PAUSE_S)
             if self._pending:
@@ -142,79 +138,66 @@ class FileWriter:
         pause = FIRST_PAUSE_S
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._wanted, pause if self._failing else None)
-                self._wanted = False
+                self._changed.wait_for(lambda: self._due, pause if self._failing else None)
+                self._due = False
                 self._started += 1
                 paths = list(self._files)
             failed = [path for path in paths if not self._write_file(path)]
             pause = min(2 * pause, LONGEST_PAUSE_S) if failed else FIRST_PAUSE_S
             with self._changed:
                 self._finished = self._started
-                self._hangs, self._failing = False, bool(failed)
+                self._hangs = False
+                self._failing = bool(failed)
                 self._changed.notify_all()
-            if not failed:
-                self._tell_outage()
+            if not failed and self._outage_began is not None:
+                if self.on_outage is not None:  # without the lock, because it usually writes
+                    self.on_outage(Outage(time.monotonic() - self._outage_began, self._outage_failure))
+                with self._changed:
+                    self._outage_began = None
+                    self._changed.notify_all()
             with self._changed:
                 if self._pending == 0:
-                    self._report_end_of_outage()
-                    if not self._wanted:  # the next write starts a thread again
+                    if self._reported:
+                        self._reported = False
+                        lost = f" except for the oldest {self._lost} writes, which are lost" if self._lost else ""
+                        _print(f"{self._name} can be written again; what was kept in memory is written{lost}")
+                        self._lost = 0
+                    if not self._due:  # the next write starts a thread again
                         self._thread = None
                         return
 
     def _write_file(self, path: Path) -> bool:
         """Makes the writes of ``path`` in their order; returns False at one that is to be repeated."""
-        while (entry := self._next(path)) is not None:
-            done = self._try(path, entry)
+        while True:
             with self._changed:
-                began, self._writing_since = self._writing_since, None
-                if done and began is not None and (seconds := time.monotonic() - began) > HANGS_S:
-                    self._report_outage(f"the file system did not respond for {seconds:.0f} s", seconds)
-                if not done:
-                    self._files[path].appendleft(entry)
+                if not self._files[path]:
+                    del self._files[path]
+                    return True
+                began = time.monotonic()
+                self._writing_since = began
+                write, size = self._files[path].popleft()
+            try:
+                write(self._failing or self._hangs)
+            except OSError as error:
+                with self._changed:
+                    self._failing = True
+                    self._report_outage(str(error))
+                    self._writing_since = None
+                    self._files[path].appendleft((write, size))
                     return False
-                self._forget(entry)
-                self._changed.notify_all()
-        return True
-
-    def _next(self, path: Path) -> _Entry | None:
-        with self._changed:
-            if not self._files[path]:
-                del self._files[path]
-                return None
-            self._writing_since = time.monotonic()
-            return self._files[path].popleft()
-
-    def _try(self, path: Path, entry: _Entry) -> bool:
-        try:
-            entry.write(self._failing or self._hangs)
-        except OSError as error:
+            except Exception as error:  # it would fail again, and the thread must live
+                _print(f"cannot write {path}: {error!r}")
             with self._changed:
-                self._failing = True
-                self._report_outage(str(error))
-            return False
-        except Exception as error:  # it would fail again, and the thread must live
-            _print(f"cannot write {path}: {error!r}")
-        return True
+                self._writing_since = None
+                seconds = time.monotonic() - began
+                if seconds > HANGS_S:
+                    self._report_outage(f"the file system did not respond for {seconds:.0f} s", seconds)
+                self._forget(size)
+                self._changed.notify_all()
 
-    def _forget(self, entry: _Entry) -> None:
-        self._bytes -= entry.size
+    def _forget(self, size: int) -> None:
+        self._bytes -= size
         self._pending -= 1
-
-    def _drop_oldest(self) -> None:
-        """Drops entries of the largest file until the rest fits; the one that is being written is not among them."""
-        while self._bytes > self._limit and self._pending > 1:
-            self._forget(max(self._files.values(), key=len).popleft())
-            self._lost += 1
-
-    def _tell_outage(self) -> None:
-        """Calls ``on_outage`` after an outage, without the lock, because it usually writes."""
-        if self._outage_began is None:
-            return
-        if self.on_outage is not None:
-            self.on_outage(Outage(time.monotonic() - self._outage_began, self._outage_failure))
-        with self._changed:
-            self._outage_began = None
-            self._changed.notify_all()
 
     def _report_outage(self, failure: str, since_s: float = 0.0) -> None:
         self._outage_began = self._outage_began or time.monotonic() - since_s
@@ -222,13 +205,6 @@ class FileWriter:
         if not self._reported:
             self._reported = True
             _print(f"cannot write {self._name}; it is kept in memory until it can be written: {failure}")
-
-    def _report_end_of_outage(self) -> None:
-        if self._reported:
-            self._reported = False
-            lost = f" except for the oldest {self._lost} writes, which are lost" if self._lost else ""
-            _print(f"{self._name} can be written again; what was kept in memory is written{lost}")
-            self._lost = 0
 
 
 def _print(text: str) -> None:

@@ -49,8 +49,9 @@ def published(directory: RunDirectory) -> Others | None:
     It is None for a run that began from scratch, or from an import of an earlier version.
     """
     path = directory.path / _IMPORTED
-    found: Others | None = (directory.json(path) if path.exists() else directory.record()).get(PUBLISHED)
-    return found
+    record = directory.json(path) if path.exists() else directory.record()
+    others: Others | None = record.get(PUBLISHED)
+    return others
 
 
 def imported_model(directory: RunDirectory) -> GPTConfig | None:
@@ -95,7 +96,9 @@ def with_imported_model(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     root = values.get("run.root") or default_root()
     model = imported_model(RunDirectory(directory_to_fork(root, name)))
-    return [*([] if model is None else model_overrides(model)), *arguments]
+    if model is None:
+        return list(arguments)
+    return [*model_overrides(model), *arguments]
 
 
 def check_start(config: Config, source: RunDirectory) -> None:
@@ -124,4 +127,6 @@ def check_start(config: Config, source: RunDirectory) -> None:
 def _override_value(value: Any) -> str:
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else f"{value}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

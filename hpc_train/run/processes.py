@@ -34,18 +34,19 @@ def is_alive(claim: dict[str, Any]) -> bool:
     pid = claim.get("pid")
     if pid is None or claim.get("host") != socket.gethostname():
         return False
-    found = started(pid)
-    return found is not None and found == claim.get("pid_started")
+    start = started(pid)
+    return start is not None and start == claim.get("pid_started")
 
 
 def started(pid: int) -> str | None:
     """Returns the boot id and the start time in clock ticks since boot; None if the process is gone or a zombie."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot = boot_id()
+        fields = _stat(Path(f"/proc/{pid}/stat"))
+        if fields[0] != "Z":
+            return f"{boot_id()}:{fields[19]}"
     except OSError:
-        return None
-    return None if state == "Z" else f"{boot}:{fields[18]}"
+        pass
+    return None
 
 
 def boot_id() -> str:
@@ -57,9 +58,18 @@ def process_state(pid: int) -> str:
     gone.
     """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return _stat(Path(f"/proc/{pid}/stat"))[0]
     except OSError:
         return ""
+
+
+def _stat(path: Path) -> list[str]:
+    """Returns the fields of a file stat of the kernel after the name of the program, the first of which is the state.
+
+    Raises:
+        OSError: the process or thread is gone.
+    """
+    return path.read_text().rpartition(")")[2].split()
 
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -68,19 +78,19 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 def cpu_seconds(pid: int) -> float:
     """Returns the processor time that a process and its children have used; 0 if it is gone."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = _stat(Path(f"/proc/{pid}/stat"))
     except OSError:
         return 0.0
-    own = sum(map(int, fields[11:15])) / _TICKS_PER_S  # in user and kernel mode, of itself and of ended children
-    return own + sum(map(cpu_seconds, _children(pid)))
+    ticks = sum(map(int, fields[11:15]))  # in user and kernel mode, of itself and of ended children
+    return ticks / _TICKS_PER_S + sum(map(cpu_seconds, _children(pid)))
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    children: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):  # of each thread
         with suppress(OSError):
-            found += map(int, path.read_text().split())
-    return found
+            children += map(int, path.read_text().split())
+    return children
 
 
 def stopped_child(pid: int) -> int | None:
@@ -103,10 +113,11 @@ class Activity:
 
 def activity(pid: int) -> Activity:
     """Returns what a process and its children do at this moment."""
-    ready, ticks = False, 0
+    ready = False
+    ticks = 0
     for path in Path(f"/proc/{pid}/task").glob("*/stat"):
         with suppress(OSError):  # the thread has ended
-            fields = path.read_text().rpartition(")")[2].split()
+            fields = _stat(path)
             ready |= fields[0] == "R"
             ticks += int(fields[11]) + int(fields[12])
     children = [activity(child) for child in _children(pid)]
@@ -157,10 +168,10 @@ def raise_descriptor_limit() -> None:
     The soft limit is usually 1024, for programs that call select(). gloo alone needs several sockets per rank.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    limit = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < limit:
         with suppress(OSError, ValueError):  # keep the limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def out_of_descriptors(error: BaseException) -> UserError | None:

@@ -103,11 +103,13 @@ class StacksRequests:
             return None
         self._next_look = now + REQUESTS_EVERY_S
         try:
-            number, before = self._reading.poll(REQUEST_S), self._newest
+            number = self._reading.poll(REQUEST_S)
         except TimeoutError:  # the file system hangs; nobody's request can be read
             return None
+        if number == self._newest:
+            return None
         self._newest = number
-        return number if number != before else None
+        return number
 
 
 def answer_stacks_request(run: RunDirectory, number: int, node: str, text: str) -> None:
