@@ -52,9 +52,11 @@ def check_plot(path: Path, option: str) -> None:
         raise UserError(
             f"{path} is not an image file", where=option, fix=f"use a file name that ends in {', '.join(IMAGES)}"
         )
-    if path.is_dir() or not path.parent.is_dir():
-        what = f"{path} is a directory" if path.is_dir() else f"the directory {path.parent} does not exist"
-        raise UserError(what, where=option, fix="name a file in a directory that exists")
+    fix = "name a file in a directory that exists"
+    if path.is_dir():
+        raise UserError(f"{path} is a directory", where=option, fix=fix)
+    if not path.parent.is_dir():
+        raise UserError(f"the directory {path.parent} does not exist", where=option, fix=fix)
     is_new = not path.exists()
     try:
         path.open("ab").close()
@@ -135,7 +137,9 @@ def draw(path: Path, curves: Sequence[Curves], over: str, results: Results | Non
 def _figure(curves: Sequence[Curves], over: str, results: Results | None) -> Figure:
     from matplotlib.figure import Figure
 
-    keys = list(results.varied) if results is not None else []
+    keys: list[str] = []
+    if results is not None:
+        keys = list(results.varied)
     rows = 2 + math.ceil(len(keys) / 2)
     figure = Figure(figsize=(2 * PANEL[0], rows * PANEL[1]), layout="constrained")
     panels = [axes for row in figure.subplots(rows, 2, squeeze=False) for axes in row]

@@ -47,7 +47,9 @@ def registry_of(name: str, config: Config) -> Registry:
     Raises:
         UserError: its client is not installed, or its address is missing.
     """
-    return WandbRegistry(config.telemetry.wandb) if name == "wandb" else MlflowRegistry(config.telemetry.mlflow)
+    if name == "wandb":
+        return WandbRegistry(config.telemetry.wandb)
+    return MlflowRegistry(config.telemetry.mlflow)
 
 
 def promote(

@@ -130,7 +130,9 @@ class MlflowRegistry:
         version = str(same[0].version) if same else self._create(client, model)
         for alias in model.aliases:
             client.set_registered_model_alias(model.name, alias, version)
-        reference = f"mlflow:{model.name}@{model.aliases[0]}" if model.aliases else f"mlflow:{model.name}/{version}"
+        reference = f"mlflow:{model.name}/{version}"
+        if model.aliases:
+            reference = f"mlflow:{model.name}@{model.aliases[0]}"
         return Promoted(version, reference, f"{self._uri.rstrip('/')}/#/models/{model.name}/versions/{version}")
 
     def fetch(self, reference: str, to: Path) -> None:

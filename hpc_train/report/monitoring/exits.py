@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_train.config.schema import PrometheusConfig
 from hpc_train.errors import UserError
 from hpc_train.machine.allocation import LOOPBACK, Allocation
-from hpc_train.report.monitoring.metrics import COUNTER, METRICS, PREFIX, Metric, Snapshot
+from hpc_train.report.monitoring.metrics import COUNTER, GAUGE, METRICS, PREFIX, Metric, Snapshot
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_json, write_text
 
@@ -52,12 +52,13 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+        families = {COUNTER: CounterMetricFamily, GAUGE: GaugeMetricFamily}
         run_labels = self.snapshot.labels
         for metric in METRICS:
             samples = self.snapshot.samples.get(metric.name)
             if samples:
-                kind = CounterMetricFamily if metric.kind == COUNTER else GaugeMetricFamily
-                family = kind(PREFIX + metric.name, metric.meaning, labels=[*run_labels, *metric.labels])
+                create = families[metric.kind]
+                family = create(PREFIX + metric.name, metric.meaning, labels=[*run_labels, *metric.labels])
                 for own, value in samples.items():
                     family.add_metric([*run_labels.values(), *own], value)
                 yield family
@@ -83,11 +84,13 @@ class MetricsFile:
     """
 
     def __init__(self, where: str, run: RunDirectory, run_id: str) -> None:
-        given = Path(where)
-        self._is_shared = where != AUTO and given.suffix != ".prom"
-        self.path = given / f"hpc_train_{run_id}.prom" if self._is_shared else given
-        if where == AUTO:
-            self.path = run.metrics / "current.prom"
+        self.path = run.metrics / "current.prom"
+        self._is_shared = False
+        if where != AUTO:
+            self.path = Path(where)
+            self._is_shared = self.path.suffix != ".prom"
+        if self._is_shared:
+            self.path /= f"hpc_train_{run_id}.prom"
 
     def publish(self, snapshot: Snapshot) -> None:
         """Raises OSError if the file cannot be written."""
@@ -185,10 +188,15 @@ def _listen(
 
     In a job that is the address at which the nodes meet, or the name of the only node; elsewhere loopback.
     """
-    port = 0 if settings.port in (AUTO, None) else int(str(settings.port))
-    job = allocation.address if allocation.nodes > 1 else allocation.node_name
-    auto = (job, socket.gethostname(), LOOPBACK) if allocation.job_id is not None else (LOOPBACK,)
-    hosts = auto if settings.host == AUTO else (settings.host,)
+    port = 0
+    if settings.port not in (AUTO, None):
+        port = int(str(settings.port))
+    hosts = [settings.host]
+    if settings.host == AUTO:
+        hosts = [LOOPBACK]
+        if allocation.job_id is not None:
+            of_job = allocation.address if allocation.nodes > 1 else allocation.node_name
+            hosts = [of_job, socket.gethostname(), LOOPBACK]
     problems = []
     for host in hosts:
         try:
@@ -290,8 +298,7 @@ class Otlp:
         provider = MeterProvider([reader], Resource.create(resource), shutdown_on_exit=False)
         meter = provider.get_meter("hpc_train")
         for metric in METRICS:
-            is_counter = metric.kind == COUNTER
-            create = meter.create_observable_counter if is_counter else meter.create_observable_gauge
+            create = getattr(meter, f"create_observable_{metric.kind}")
             create(PREFIX + metric.name, [partial(self._observe, metric)], UNITS[metric.unit], metric.meaning)
         return reader.collect
 

@@ -66,7 +66,8 @@ class Metric:
     @property
     def shown(self) -> str:
         """Returns the name in a query."""
-        return PREFIX + self.name + ("_total" if self.kind == COUNTER else "")
+        name = PREFIX + self.name
+        return f"{name}_total" if self.kind == COUNTER else name
 
 
 METRICS = (
@@ -225,7 +226,8 @@ class RunReader:
         Args:
             now: seconds since 1970; the current time by default.
         """
-        now = time.time() if now is None else now
+        if now is None:
+            now = time.time()
         for event in sorted(self._new(self.run.events, "*.jsonl"), key=attrgetter("time")):
             self._add_event(event)
         for line in sorted(self._new(self.run.metrics, "attempt-*.jsonl"), key=attrgetter("time")):
@@ -320,7 +322,9 @@ class RunReader:
             return False
         times = list(self._line_times)
         usual = max((later - earlier for earlier, later in pairwise(times)), default=0.0)
-        least = STALL_MIN_S if self._state == "training" else STALL_OTHER_MIN_S
+        least = STALL_OTHER_MIN_S
+        if self._state == "training":
+            least = STALL_MIN_S
         return now - self._progress > max(least, STALL_FACTOR * usual)
 
     def _read_ledger(self, now: float) -> dict[str, Samples]:

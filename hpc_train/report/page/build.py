@@ -124,9 +124,8 @@ def write_page(target: str, out: Path | None = None, machine: Machine | None = N
         for item in found:
             if (comparison := compare(item.run, machine)) is not None:
                 remember(item.config, comparison)
-    page = page_of_run(found[0]) if len(found) == 1 else page_of_sweep(found)
     path = out or output_directory(folder) / PAGE
-    write_text(path, page)
+    write_text(path, page_of_run(found[0]) if len(found) == 1 else page_of_sweep(found))
     return path
 
 
@@ -169,9 +168,10 @@ def _is_current(run: RunDirectory) -> bool:
 
 def _write_run(run: RunDirectory, *, in_job: bool) -> Path:
     (found,) = find_runs(str(run.path), "report")
-    statuses = dict.fromkeys(found.job_ids, PRESENT) if in_job else {}
+    statuses: dict[str, JobStatus] = {}
     comparison = None
     if in_job:
+        statuses = dict.fromkeys(found.job_ids, PRESENT)
         with suppress(Exception):  # whatever the prediction lacks, the page is written
             comparison = compare(run)
     write_text(run.path / PAGE, page_of_run(found, statuses))

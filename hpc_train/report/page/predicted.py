@@ -95,7 +95,9 @@ def _machine_of(run: RunDirectory, config: Config, meeting: Mapping[str, Any]) -
         return None
     machines = run.json(run.fabric)["machines"]
     models = {gpu.get("model") for machine in machines for gpu in machine["facts"]["gpus"]}
-    return recognized(str(models.pop())) if len(models) == 1 else None
+    if len(models) != 1:
+        return None
+    return recognized(str(models.pop()))
 
 
 def prediction(facts: RunFacts) -> Html | None:

@@ -27,6 +27,9 @@ def trained(facts: RunFacts) -> Html | None:
         return None
     optimizer = _group(config, "optim")
     train = _group(config, "train")
+    steps = None
+    if not train.get("epochs"):
+        steps = train.get("steps")
     parameters = None
     with suppress(Exception):  # a config of another version, or of a model that must be built to be counted
         parameters = parameter_count(facts.found.config.model)
@@ -47,7 +50,7 @@ def trained(facts: RunFacts) -> Html | None:
                 ("learning rate", optimizer.get("lr")),
                 ("weight decay", optimizer.get("weight_decay")),
                 ("epochs", train.get("epochs")),
-                ("steps", None if train.get("epochs") else train.get("steps")),
+                ("steps", steps),
                 ("seed", train.get("seed")),
                 ("precision", _group(config, "precision").get("name")),
                 ("commit", commit),

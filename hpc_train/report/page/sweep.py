@@ -122,7 +122,7 @@ def _cost(sweep: SweepFacts) -> Html:
     """Returns what all runs together have held, from their events alone: those of many runs are read at once."""
     spent = Account()
     for item, view in zip(sweep.handles, sweep.views, strict=True):
-        now = None if view.exit is not None else time.time()
+        now = time.time() if view.exit is None else None
         spent += ledger(item.run.read_events(), (), (), now, read_frozen(item.run)).total
     return block("facts", held(spent))
 
@@ -230,4 +230,6 @@ def _number(value: str) -> float | None:
         number = float(value)
     except ValueError:
         return None
-    return number if math.isfinite(number) else None
+    if not math.isfinite(number):
+        return None
+    return number

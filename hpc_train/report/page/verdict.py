@@ -81,7 +81,9 @@ def _cause(found: Diagnosis) -> list[str]:
     if cause.kind != Failure.REFUSED:  # its traceback is the message
         traceback = own_frames(cause.traceback.rstrip()).removeprefix(cause.message).strip("\n")
         frames = traceback.splitlines()
-        lines += frames[:TAIL_LINES] if STACK in traceback else frames[-TAIL_LINES:]
+        if STACK not in traceback:
+            frames = frames[-TAIL_LINES:]
+        lines += frames[:TAIL_LINES]
     lines += [f"after the failure: {line}" for line in cause.gpus]
     lines += [f"NCCL on this rank: {warning}" for warning in cause.nccl]
     if cause.nccl_problem:
@@ -104,7 +106,7 @@ def _slurm(found: Diagnosis) -> list[str]:
     }
     parts = [f"job {facts.job_id}: {facts.state}", *(words.format(value) for words, value in values.items() if value)]
     lines = [", ".join(parts)]
-    nodes = [f"{node.node} {node.state}" + (f" ({node.reason})" if node.reason else "") for node in facts.nodes]
+    nodes = [f"{node.node} {node.state} ({node.reason})".removesuffix(" ()") for node in facts.nodes]
     if nodes:
         lines.append(f"nodes: {', '.join(nodes)}")
     return [*lines, *facts.use]
@@ -134,8 +136,8 @@ def _actions(found: Diagnosis) -> list[str]:
             continue
         step = "" if event.step is None else f"step {event.step}"
         line = "  ".join(filter(None, [clock(event.time), f"attempt {event.attempt}", event.name, _where(event), step]))
-        known = "" if found.cause is None else found.cause.message
-        details = [words for words in (event.failure, event.reason, event.message) if words and words != known]
+        texts = (event.failure, event.reason, event.message)
+        details = [text for text in texts if text and (found.cause is None or text != found.cause.message)]
         if details:
             line += f": {', '.join(details)}".splitlines()[0]
         lines.append(line)
