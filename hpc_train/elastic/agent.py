@@ -9,21 +9,20 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from hpc_train.config.schema import Config
 from hpc_train.elastic.nodes import Node, Unfit
 from hpc_train.elastic.on_event import calling
-from hpc_train.elastic.requeue import JobEnd, end_event, find_killed_step, refuse_third_kill
+from hpc_train.elastic.requeue import JobEnd, find_killed_step, refuse_third_kill
 from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.elastic.worker_process import start_warm_parent
 from hpc_train.errors import UserError
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.machine.allocation import Allocation, current_allocation, listening_at, meeting_at, workers_per_node
 from hpc_train.machine.environment import (
-    Variable,
     apply,
     export_job_environment,
     node_environment,
@@ -39,7 +38,7 @@ from hpc_train.registration import MONITOR, registered
 from hpc_train.run.code import frozen_code, use_frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import CLOCK, Clock, EventLog
-from hpc_train.run.exits import Exit
+from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import read_or, write_for_group
 from hpc_train.run.freeze import load
@@ -90,7 +89,7 @@ def run_agent(
                 with suppress(OSError):  # the batch script also removes it
                     end.begin()
             with _sole_agent(run, allocation, stop), reserve(stop) if reserve else nullcontext():
-                return _run(run, allocation, end, stop, on_tick or _no_op, entry, store, begun)
+                return _run(run, allocation, end, stop, on_tick or (lambda: None), entry, store, begun)
         except (UserError, OSError, RuntimeError) as error:
             refusal = error if isinstance(error, UserError) else out_of_resources(error)
             if refusal is None:
@@ -148,7 +147,12 @@ def _run(
         node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches,
     ):
         users = dict(os.environ)
-        environment_record = _set_environment(config, allocation, node, caches)
+        workers = node.workers
+        if allocation.nodes == 1 and workers:
+            workers = min(workers, resolve_layout(config, 1, workers).world_size)
+        threads = threads_per_rank(config.train.threads, max(1, workers))
+        # what the warm parent, and so all workers, inherit
+        environment_record = apply([*node_environment(threads), *caches])
         with _code_of_workers(run, config, entry, store, begun) as code:
             from hpc_train.elastic.agent_session import Session  # while the warm parent imports
 
@@ -182,7 +186,8 @@ def _refuse_third_kill(run: RunDirectory, config: Config, allocation: Allocation
     except UserError as error:
         assert killed is not None
         with closing(EventLog.open(run, f"agent-{allocation.node_name}", attempt)) as events:
-            events.write("failed", **end_event(killed, error))
+            details = {"class": Failure.OUT_OF_MEMORY, "rank": None, "node": killed.node}
+            events.write("failed", exit_code=int(Exit.REFUSED), message=str(error), **details)
         raise
 
 
@@ -233,18 +238,3 @@ def _this_node(config: Config, allocation: Allocation) -> Node:
     name = allocation.node_name
     address = allocation.address
     return Node(number, name, address, switch_address(), gpus, workers, unfit=unfit, refusal=refusal)
-
-
-def _set_environment(
-    config: Config, allocation: Allocation, node: Node, caches: Iterable[Variable]
-) -> list[dict[str, str]]:
-    """Sets what the warm parent, and so all workers, inherit; returns it with reasons."""
-    workers = node.workers
-    if allocation.nodes == 1 and workers:
-        workers = min(workers, resolve_layout(config, 1, workers).world_size)
-    threads = threads_per_rank(config.train.threads, max(1, workers))
-    return apply([*node_environment(threads), *caches])
-
-
-def _no_op() -> None:
-    pass

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
-from hpc_train.elastic.attempts import run_attempt
-from hpc_train.elastic.decision import OVER_BUDGET, Budget, WorkerFailure
+from hpc_train.elastic.decision import OVER_BUDGET, Budget, WorkerFailure, is_secondary, root_cause
 from hpc_train.elastic.gpu_errors import GpuErrors
 from hpc_train.elastic.hang_bounds import patience_s
 from hpc_train.elastic.nodes import Node
@@ -27,14 +26,15 @@ from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
 from hpc_train.elastic.script import FolderLooks, Script
 from hpc_train.elastic.watch import OtherNodes, Watch
-from hpc_train.elastic.workers import WorkerLog
+from hpc_train.elastic.worker_process import crash_of, ensure_warm_parent
+from hpc_train.elastic.workers import WorkerLog, Workers, cpu_limit
 from hpc_train.machine.allocation import Allocation
 from hpc_train.machine.environment import threads_per_rank
-from hpc_train.machine.network.rank_binding import Device, bindings, devices
+from hpc_train.machine.network.rank_binding import bindings, devices
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import Clock, EventLog
-from hpc_train.run.exits import Exit
+from hpc_train.run.exits import CRASHED_IMPORT, Exit, Failure
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import BackgroundCall, read_or
 from hpc_train.run.requests import StacksRequests, StopRequests
@@ -93,8 +93,11 @@ class Agent:
         Raises:
             ServerLost: the server is gone. No worker of this node is left.
         """
-        client = self._join()
+        timeout_s = self.config.elastic.heartbeat_timeout_s
+        client = None
         while True:
+            # a live server readmits a node that was silent for too long
+            client = client or RendezvousClient.connect(self.server, self.node, timeout_s, nodes=self.allocation.nodes)
             try:
                 order = client.order(TICK_S)
                 self._tick(client)
@@ -106,20 +109,17 @@ class Agent:
             except ServerLost:
                 if client.silent:  # its kernel accepts connections even if its agent is frozen
                     raise
-                client = self._join()  # a live server readmits a node that was silent for too long
+                client = None
             except KeyboardInterrupt:
                 client.quit("killed by a second Ctrl-C; steps after the last checkpoint are lost")
 
-    def _join(self) -> RendezvousClient:
-        timeout = self.config.elastic.heartbeat_timeout_s
-        return RendezvousClient.connect(self.server, self.node, timeout, nodes=self.allocation.nodes)
-
     def _tick(self, client: RendezvousClient) -> None:
         self.on_tick()
-        if self.stacks is not None and (number := self.stacks.new(time.monotonic())) is not None:
+        now = time.monotonic()
+        if self.stacks is not None and (number := self.stacks.new(now)) is not None:
             client.send_stacks_request(number)
         self.watch.stacks_requested = client.stacks_requested
-        if self.looks is not None and (changed := self.looks.new(time.monotonic())) is not None:
+        if self.looks is not None and (changed := self.looks.new(now)) is not None:
             client.send_progress(changed)
         if isinstance(self.entry, Script):
             self.entry.progress.note(client.progress)
@@ -129,17 +129,11 @@ class Agent:
             self._report_pause(client.pauses.get())
         if self.stop.reason is not None:
             client.send_stop(self.stop.reason)
-        if self.stores is not None and not self._stop_reported:  # one agent writes, because Slurm signals all of them
-            self._report_stop()
-
-    def _report_stop(self) -> None:
-        """Writes an event about the first stop request to any agent, unless Slurm has requeued the job meanwhile."""
-        reason = self.accepted_stop() or self.stop.reason
-        if reason is None:
-            return
-        self._stop_reported = True
-        if not self._replaced:
-            self._events().write("stop_requested", reason=reason)
+        # one agent reports the first stop request, because Slurm signals all of them
+        if self.stores is not None and not self._stop_reported and (reason := self.accepted_stop() or self.stop.reason):
+            self._stop_reported = True
+            if not self._replaced:
+                self._events().write("stop_requested", reason=reason)
 
     def _report_pause(self, pause: Pause) -> None:
         """Writes an event about the pause, unless Slurm has requeued the job meanwhile."""
@@ -155,64 +149,52 @@ class Agent:
         attempt = read_or(self.run.newest_attempt, 0) if self._attempt is None else self._attempt
         return self.events.of(max(0, attempt))
 
-    def _check_store(self, client: RendezvousClient, attempt: int) -> None:
-        if self.stores is not None and self.stores.lost:
-            self.stores.stop()
-            client.send_store_lost(attempt)
-
     def _take_part(self, client: RendezvousClient, spec: AttemptSpec) -> None:
         """Runs this node's workers in one attempt, unless it is a spare."""
-        self._attempt = spec.attempt
+        attempt = self._attempt = spec.attempt
         if self.stores is None:
             self.events = replace(self.events, clock=Clock.at(spec.started))
         self.budget.hold(self.allocation.nodes * spec.gpus_per_node)
         if self.stores is not None:
-            self.stores.serve(spec.attempt)
+            self.stores.serve(attempt)
         if self.node.number not in spec.order:
             return
 
         def tick() -> None:
             self._tick(client)
-            if self.stores is not None and (deleted := self.deletion.finding()) is not None:  # one agent looks
-                client.quit(deleted)
-                raise EndedByServer
-            if self.stores is None or not self.stores.warm_parent_died:  # otherwise the workers died too and report it
-                self._check_store(client, spec.attempt)
-            if client.must_save_stacks(spec.attempt):
+            if self.stores is not None:
+                if (deleted := self.deletion.finding()) is not None:  # one agent looks
+                    client.quit(deleted)
+                    raise EndedByServer
+                if (
+                    self.stores.lost and not self.stores.warm_parent_died
+                ):  # otherwise the workers died too and report it
+                    self.stores.stop()
+                    client.send_store_lost(attempt)
+            if client.must_save_stacks(attempt):
                 self.watch.keep_stacks()
-            if client.is_to_end(spec.attempt):
+            if client.is_to_end(attempt):
                 raise EndedByServer
 
-        others = _other_nodes(client, spec.attempt) if spec.nodes > 1 else None
-        self.watch.begin(self.events.of(spec.attempt), spec.layout, self._patience_s(spec), others)
+        others = None
+        if spec.nodes > 1:
+            others = OtherNodes(lambda: client.send_stacks_saved(attempt), lambda: client.have_all_saved(attempt))
+        set_already = {setting.name: setting.value for setting in self.node.facts.settings}
+        patience = patience_s(spec.nodes, spec.gpus_per_node, spec.environment | set_already)
+        self.watch.begin(self.events.of(attempt), spec.layout, patience, others)
         specs = self._specs(spec)
         try:
-            self.gpu_errors.wait_for_memory(self.events.of(spec.attempt), tick, self.stop)
-            log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{spec.attempt:03d}.log", self.output)
+            self.gpu_errors.wait_for_memory(self.events.of(attempt), tick, self.stop)
+            log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{attempt:03d}.log", self.output)
             began = time.monotonic()
             outcome = run_attempt(specs, log, self.stop, spec.stop_grace_s, tick, self.entry, self.watch)
-            failure = self._examined(outcome.failure, specs[0].rank, time.monotonic() - began)
-            report = NodeReport(outcome.exit, failure, max(outcome.step, self._furthest_step(spec.attempt)))
+            failure = outcome.failure
+            if failure is not None:
+                failure = self.gpu_errors.examine(failure, failure.rank - specs[0].rank, time.monotonic() - began)
+            report = NodeReport(outcome.exit, failure, max(outcome.step, self._furthest_step(attempt)))
         except EndedByServer:
-            report = NodeReport(Exit.FAILED, None, self._furthest_step(spec.attempt))
-        client.send_attempt_end(spec.attempt, report)
-
-    def _examined(self, failure: WorkerFailure | None, first_rank: int, attempt_s: float) -> WorkerFailure | None:
-        """Returns ``failure`` with what the GPUs of this node, whose first rank is ``first_rank``, report about it."""
-        if failure is None:
-            return None
-        return self.gpu_errors.examine(failure, failure.rank - first_rank, attempt_s)
-
-    def _patience_s(self, spec: AttemptSpec) -> float:
-        set_already = {setting.name: setting.value for setting in self.node.facts.settings}
-        return patience_s(spec.nodes, spec.gpus_per_node, spec.environment | set_already)
-
-    @property
-    def _visible_gpus(self) -> str:
-        """``cluster.visible_gpus``, or ``all`` for a script, which uses its local rank as the index of its GPU."""
-        if isinstance(self.entry, Script):
-            return "all"
-        return self.config.cluster.visible_gpus
+            report = NodeReport(Exit.FAILED, None, self._furthest_step(attempt))
+        client.send_attempt_end(attempt, report)
 
     def _furthest_step(self, attempt: int) -> int:
         newest = read_or(CheckpointStore(self.run.checkpoints).newest, None)
@@ -225,9 +207,18 @@ class Agent:
         bound = bindings(self.node.facts, local_workers)
         visible = devices(self.node.facts)
         config = _pickled(self.config)
-        environment = spec.environment | self.events.clock.environment()
-        return [
-            WorkerSpec(
+        # a script uses its local rank as the index of its GPU
+        sees_own_gpu = self.config.cluster.visible_gpus == "own" and not isinstance(self.entry, Script)
+        variables = spec.environment | self.events.clock.environment()
+        specs = []
+        for local_rank in range(local_workers):
+            cuda_device = local_rank
+            environment = {name: value for name, value in variables.items() if name not in os.environ}
+            for device in visible[local_rank : local_rank + 1]:
+                if device.is_slice or (sees_own_gpu and device.is_nvidia):  # CUDA shows a process only one MIG slice
+                    cuda_device = 0
+                    environment["CUDA_VISIBLE_DEVICES"] = device.name
+            worker = WorkerSpec(
                 run_dir=str(self.run.path),
                 attempt=spec.attempt,
                 rank=position * local_workers + local_rank,
@@ -241,14 +232,15 @@ class Agent:
                 store_prefix=spec.store_prefix,
                 gpus_per_node=spec.gpus_per_node,
                 threads=threads_per_rank(self.config.train.threads, local_workers, bound[local_rank].cores),
-                **_device_and_environment(local_rank, visible, environment, self._visible_gpus),
+                cuda_device=cuda_device,
+                environment=environment,
                 cpus=bound[local_rank].cpus,
                 stop_grace_s=spec.stop_grace_s,
                 checked=spec.checked,
                 config=config,
             )
-            for local_rank in range(local_workers)
-        ]
+            specs.append(worker)
+        return specs
 
 
 def _pickled(config: Config) -> bytes | None:
@@ -257,26 +249,6 @@ def _pickled(config: Config) -> bytes | None:
         return pickle.dumps(config)
     except (pickle.PicklingError, AttributeError, TypeError):
         return None
-
-
-def _other_nodes(client: RendezvousClient, attempt: int) -> OtherNodes:
-    return OtherNodes(lambda: client.send_stacks_saved(attempt), lambda: client.have_all_saved(attempt))
-
-
-def _device_and_environment(
-    local_rank: int, visible: Sequence[Device], environment: Mapping[str, str], visible_gpus: str
-) -> dict[str, Any]:
-    """Returns the rank's device and its own variables. The user's settings take precedence.
-
-    Args:
-        visible: the devices that the agent sees, in the order of local rank.
-        visible_gpus: ``cluster.visible_gpus``. CUDA shows a process only one MIG slice in any case.
-    """
-    new_variables = {name: value for name, value in environment.items() if name not in os.environ}
-    device = visible[local_rank] if local_rank < len(visible) else None
-    if device is not None and (device.is_slice or (visible_gpus == "own" and device.is_nvidia)):
-        return {"cuda_device": 0, "environment": new_variables | {"CUDA_VISIBLE_DEVICES": device.name}}
-    return {"cuda_device": local_rank, "environment": new_variables}
 
 
 LOOK_EVERY_S = 2.0
@@ -317,3 +289,105 @@ class DeletionWatch:
             return False
         path = next(path for path in (self._run.path, *self._run.path.absolute().parents) if path.exists())
         return path.stat().st_dev == self._device  # otherwise its file system is not mounted any more
+
+
+# The time from a failure until the other workers are killed, so that the primary cause can arrive.
+SECONDARY_GRACE_S = 3.0  # after a secondary failure
+REPORT_GRACE_S = 0.1  # after an exception, which may still be secondary
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the workers of this node ended. ``failure`` is the primary one, ``step`` the furthest step of any worker."""
+
+    exit: Exit
+    failure: WorkerFailure | None = None
+    step: int = 0
+
+
+def run_attempt(
+    specs: Sequence[WorkerSpec],
+    log: WorkerLog,
+    stop: StopRequests,
+    stop_grace_s: float,
+    on_tick: Callable[[], None],
+    entry: str | Script,
+    watch: Watch,
+) -> Outcome:
+    """Runs the workers ``specs`` to their end. No worker is alive when this returns or raises, and unless all succeeded
+    no process that one forked.
+    """
+    workers = Workers(log, lambda: stop.requested)
+    try:
+        _start(workers, specs, entry)
+        _watch(workers, stop, stop_grace_s, on_tick, watch)
+    finally:
+        workers.kill()
+        if not workers.succeeded:
+            workers.end_children()
+        log.close()
+    return replace(_outcome(workers, stop_grace_s), step=max((worker.step for worker in workers), default=0))
+
+
+def _start(workers: Workers, specs: Sequence[WorkerSpec], entry: str | Script) -> None:
+    if isinstance(entry, Script):
+        for spec in specs:
+            workers.start_script(spec, entry)
+        return
+    pid = ensure_warm_parent()
+    try:
+        for spec in specs:
+            workers.start(pid, spec, entry)
+    except (EOFError, ConnectionError) as error:  # the warm parent died, and its workers with it
+        crash = crash_of(pid)
+        if crash is None:
+            failure = Failure.KILLED
+            message = (
+                f"the warm parent ended while it started rank {spec.rank}: {error!r}; its output is above{cpu_limit()}"
+            )
+        else:  # as it would in the next attempt
+            failure = Failure.USER_ERROR
+            message = f"{CRASHED_IMPORT}: its process was ended by {crash.name}; its output is above"
+        workers.fail(WorkerFailure(spec.rank, failure, message, message, time.time()))
+
+
+def _watch(
+    workers: Workers, stop: StopRequests, stop_grace_s: float, on_tick: Callable[[], None], watch: Watch
+) -> None:
+    failed_at: float | None = None
+    while workers.alive:
+        workers.wait(TICK_S)
+        watch.check(workers)
+        now = time.monotonic()
+        if workers.failures and failed_at is None:
+            failed_at = now
+            for worker in workers.alive:
+                worker.warn_of_failure()
+        if stop.requested:
+            for worker in workers:
+                worker.request_stop()
+        late = stop.requested and now - stop.since > stop_grace_s
+        if late or (failed_at is not None and now - failed_at > _grace(workers.failures)):
+            workers.kill()
+        on_tick()
+
+
+def _grace(failures: Sequence[WorkerFailure]) -> float:
+    causes = [failure for failure in failures if not is_secondary(failure)]
+    if not causes:
+        return SECONDARY_GRACE_S
+    if all(failure.exit_code is None for failure in causes):
+        return REPORT_GRACE_S
+    return 0.0
+
+
+def _outcome(workers: Workers, stop_grace_s: float) -> Outcome:
+    if workers.failures:
+        cause = root_cause(workers.failures)
+        return Outcome(Exit.REFUSED if cause.failure is Failure.REFUSED else Exit.FAILED, cause)
+    late = [worker for worker in workers if worker.end is None]
+    if late:
+        message = f"did not stop within {stop_grace_s:g} s of the request (elastic.stop_grace_s)"
+        return Outcome(Exit.FAILED, WorkerFailure(late[0].rank, Failure.KILLED, message, message, time.time()))
+    stopped = any(worker.end and worker.end["kind"] == "stopped" for worker in workers)
+    return Outcome(Exit.STOPPED if stopped else Exit.DONE)

@@ -6,14 +6,13 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_train.checkpoint.space import UNKNOWN_S, stop_time
 from hpc_train.config.schema import Config
-from hpc_train.elastic.decision import ANNOUNCEMENT, RestartDecision, WorkerFailure, is_secondary, root_cause
+from hpc_train.elastic.decision import ANNOUNCEMENT, RestartDecision, is_secondary
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import have_been_checked
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec, bind, withdraw
@@ -29,20 +28,15 @@ from hpc_train.elastic.requeue import (
     request,
     request_from_slurm,
 )
-from hpc_train.elastic.script import Script
-from hpc_train.elastic.watch import Watch
-from hpc_train.elastic.worker_process import crash_of, ensure_warm_parent
-from hpc_train.elastic.workers import WorkerLog, Workers, cpu_limit, prune_logs
+from hpc_train.elastic.workers import prune_logs
 from hpc_train.errors import UserError
 from hpc_train.machine.allocation import Allocation
 from hpc_train.machine.placement import has_blocks, judge, mapping, network_of, parse_switch_sizes
-from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog, age_of_this_process
-from hpc_train.run.exits import CRASHED_IMPORT, EXITS, Action, Exit, Failure
+from hpc_train.run.exits import EXITS, Action, Exit, Failure
 from hpc_train.run.files import in_time, patiently, read_or
 from hpc_train.run.record import with_digest
-from hpc_train.run.requests import StopRequests
 from hpc_train.schedulers.slurm.client import is_current_start, show_topology, unavailable_nodes
 from hpc_train.telemetry.tracebacks import own_frames
 
@@ -315,106 +309,3 @@ def _failure_text(cause: FailureReport, run: RunDirectory, attempt: int) -> str:
     log = run.logs / f"{cause.node}-{attempt:03d}.log"
     lines = [head, own_frames(failure.traceback.rstrip()), *failure.gpus, f"all output of this node: {log}"]
     return "\n".join(lines)
-
-
-TICK_S = 0.25
-# The time from a failure until the other workers are killed, so that the primary cause can arrive.
-SECONDARY_GRACE_S = 3.0  # after a secondary failure
-REPORT_GRACE_S = 0.1  # after an exception, which may still be secondary
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How the workers of this node ended. ``failure`` is the primary one, ``step`` the furthest step of any worker."""
-
-    exit: Exit
-    failure: WorkerFailure | None = None
-    step: int = 0
-
-
-def run_attempt(
-    specs: Sequence[WorkerSpec],
-    log: WorkerLog,
-    stop: StopRequests,
-    stop_grace_s: float,
-    on_tick: Callable[[], None],
-    entry: str | Script,
-    watch: Watch,
-) -> Outcome:
-    """Runs the workers ``specs`` to their end. No worker is alive when this returns or raises, and unless all succeeded
-    no process that one forked.
-    """
-    workers = Workers(log, lambda: stop.requested)
-    try:
-        _start(workers, specs, entry)
-        _watch(workers, stop, stop_grace_s, on_tick, watch)
-    finally:
-        workers.kill()
-        if not workers.succeeded:
-            workers.end_children()
-        log.close()
-    return replace(_outcome(workers, stop_grace_s), step=max((worker.step for worker in workers), default=0))
-
-
-def _start(workers: Workers, specs: Sequence[WorkerSpec], entry: str | Script) -> None:
-    if isinstance(entry, Script):
-        for spec in specs:
-            workers.start_script(spec, entry)
-        return
-    pid = ensure_warm_parent()
-    try:
-        for spec in specs:
-            workers.start(pid, spec, entry)
-    except (EOFError, ConnectionError) as error:  # the warm parent died, and its workers with it
-        crash = crash_of(pid)
-        if crash is None:
-            failure = Failure.KILLED
-            message = (
-                f"the warm parent ended while it started rank {spec.rank}: {error!r}; its output is above{cpu_limit()}"
-            )
-        else:  # as it would in the next attempt
-            failure = Failure.USER_ERROR
-            message = f"{CRASHED_IMPORT}: its process was ended by {crash.name}; its output is above"
-        workers.fail(WorkerFailure(spec.rank, failure, message, message, time.time()))
-
-
-def _watch(
-    workers: Workers, stop: StopRequests, stop_grace_s: float, on_tick: Callable[[], None], watch: Watch
-) -> None:
-    failed_at: float | None = None
-    while workers.alive:
-        workers.wait(TICK_S)
-        watch.check(workers)
-        now = time.monotonic()
-        if workers.failures and failed_at is None:
-            failed_at = now
-            for worker in workers.alive:
-                worker.warn_of_failure()
-        if stop.requested:
-            for worker in workers:
-                worker.request_stop()
-        late = stop.requested and now - stop.since > stop_grace_s
-        if late or (failed_at is not None and now - failed_at > _grace(workers.failures)):
-            workers.kill()
-        on_tick()
-
-
-def _grace(failures: Sequence[WorkerFailure]) -> float:
-    causes = [failure for failure in failures if not is_secondary(failure)]
-    if not causes:
-        return SECONDARY_GRACE_S
-    if all(failure.exit_code is None for failure in causes):
-        return REPORT_GRACE_S
-    return 0.0
-
-
-def _outcome(workers: Workers, stop_grace_s: float) -> Outcome:
-    if workers.failures:
-        cause = root_cause(workers.failures)
-        return Outcome(Exit.REFUSED if cause.failure is Failure.REFUSED else Exit.FAILED, cause)
-    late = [worker for worker in workers if worker.end is None]
-    if late:
-        message = f"did not stop within {stop_grace_s:g} s of the request (elastic.stop_grace_s)"
-        return Outcome(Exit.FAILED, WorkerFailure(late[0].rank, Failure.KILLED, message, message, time.time()))
-    stopped = any(worker.end and worker.end["kind"] == "stopped" for worker in workers)
-    return Outcome(Exit.STOPPED if stopped else Exit.DONE)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 from hpc_train.elastic.decision import WorkerFailure
-from hpc_train.machine.health.finding import ERROR, OK, Finding
+from hpc_train.machine.health.finding import ERROR, OK
 from hpc_train.machine.health.gpu_health import MEMORY_LEFT, SUBJECT, GpuState, judge_processes
 from hpc_train.machine.health.health_check import NodeHealth, check_gpus, read_states
-from hpc_train.machine.health.kernel_log import Defect
 from hpc_train.machine.network.facts import NodeFacts
 from hpc_train.machine.network.rank_binding import devices
 from hpc_train.run.event_log import EventLog
@@ -57,16 +56,28 @@ class GpuErrors:
         if not gpu_related or not self.facts.visible:
             return failure
         health = self.check(self.facts.node or "?")
-        failure = replace(
-            failure, gpus=tuple(f"{finding.subject}: {finding.text}" for finding in self._findings(health))
-        )
+        addresses = self.addresses()
+        used = {device.gpu.pci for device in devices(self.facts)[: self.ranks] if device.gpu is not None}
+        foreign = [gpu for gpu in health.gpus if used and gpu.pci not in used]  # none if those of the ranks are unknown
+        names = tuple(f"{gpu.name}:" for gpu in foreign)
+        findings = [finding for finding in health.findings if not finding.text.startswith(names)]
+        failure = replace(failure, gpus=tuple(f"{finding.subject}: {finding.text}" for finding in findings))
         if failure.failure is Failure.OUT_OF_MEMORY:
             self._memory_was_short = True
-            return _with_foreign_memory(failure, self._state_of(local_rank, health.gpus))
-        fault = next(self._faults(health, attempt_s), None)
-        if fault is None or failure.failure is Failure.DEVICE:
+            address = addresses[local_rank] if local_rank < len(addresses) else None
+            gpus = [gpu for gpu in health.gpus if gpu.pci is not None and gpu.pci == address][:1]
+            # the ranks' own processes are gone
+            held = [finding.text for finding in judge_processes(gpus, frozenset()) if finding.level != OK]
+            return replace(failure, message="; ".join([failure.message, *held]))
+        # what the driver reports now, and what was logged since the attempt began
+        faults = [finding.text for finding in findings if finding.level == ERROR and finding.subject == SUBJECT]
+        for defect in health.defects:
+            is_foreign = any(gpu.pci.startswith(defect.pci or "") for gpu in foreign if gpu.pci)
+            if defect.age is not None and defect.age <= attempt_s and not is_foreign:
+                faults.append(defect.text)
+        if not faults or failure.failure is Failure.DEVICE:
             return failure
-        message = f"{failure.message} ({failure.failure}), and a GPU of the node is defective: {fault}"
+        message = f"{failure.message} ({failure.failure}), and a GPU of the node is defective: {faults[0]}"
         return replace(failure, failure=Failure.DEVICE, message=message, waits=False, states=())
 
     def wait_for_memory(self, events: EventLog, on_tick: Callable[[], None], stop: StopRequests) -> None:
@@ -90,10 +101,6 @@ class GpuErrors:
         used = devices(self.facts)[: self.ranks]
         return tuple(None if device.is_slice or device.gpu is None else device.gpu.pci for device in used)
 
-    def _state_of(self, local_rank: int, gpus: tuple[GpuState, ...]) -> GpuState | None:
-        address = dict(enumerate(self.addresses())).get(local_rank)
-        return next((gpu for gpu in gpus if gpu.pci is not None and gpu.pci == address), None)
-
     def _held(self) -> Iterator[str]:
         """Yields how much memory of the ranks' GPUs, or of their slices of GPUs, is in use, if it is much."""
         addresses = self.addresses()
@@ -104,39 +111,6 @@ class GpuErrors:
             for name, size in used.items():
                 if size is not None and size > MEMORY_LEFT:
                     yield f"{format_bytes(size)} of {name} are in use"
-
-    def _foreign(self, health: NodeHealth) -> list[GpuState]:
-        """Returns the GPUs that no rank uses; none if those of the ranks are unknown."""
-        used_addresses = {device.gpu.pci for device in devices(self.facts)[: self.ranks] if device.gpu is not None}
-        return [gpu for gpu in health.gpus if used_addresses and gpu.pci not in used_addresses]
-
-    def _findings(self, health: NodeHealth) -> Iterator[Finding]:
-        foreign = tuple(f"{gpu.name}:" for gpu in self._foreign(health))
-        return (finding for finding in health.findings if not finding.text.startswith(foreign))
-
-    def _faults(self, health: NodeHealth, attempt_s: float) -> Iterator[str]:
-        """Yields defects of the GPUs in use: what the driver reports now, and those logged since the attempt began."""
-        for finding in self._findings(health):
-            if finding.level == ERROR and finding.subject == SUBJECT:
-                yield finding.text
-        foreign = [gpu.pci for gpu in self._foreign(health) if gpu.pci]
-        for defect in health.defects:
-            recent = defect.age is not None and defect.age <= attempt_s
-            if recent and not _concerns(defect, foreign):
-                yield defect.text
-
-
-def _concerns(defect: Defect, addresses: Sequence[str]) -> bool:
-    """Returns whether the defect is, or may be, of a GPU at one of ``addresses``."""
-    return any(address.startswith(defect.pci or "") for address in addresses)
-
-
-def _with_foreign_memory(failure: WorkerFailure, gpu: GpuState | None) -> WorkerFailure:
-    """Returns ``failure`` with the memory that other processes use; the ranks' own are gone."""
-    used = [finding.text for finding in judge_processes([gpu] if gpu else [], frozenset()) if finding.level != OK]
-    if used:
-        return replace(failure, message="; ".join([failure.message, *used]))
-    return failure
 
 
 LOOK_S = 60.0

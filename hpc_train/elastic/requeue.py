@@ -61,19 +61,31 @@ def request(end: JobEnd, config: Config, events: EventLog, reason: str) -> Exit:
     """Leaves the marker for the batch script (returns 75), or reports why the job is given up (returns 93)."""
     step = progress_of(end.run, config)
     before = end.requeues()
-    is_script = config.run.command is not None  # how much of its time was useful is not known
-    useless = None if is_script else _useless(end.run, events.now())
-    spent = over_budget(end.run, config, events.now())
-    refusal = _refusal(config, step, before) or spent or useless or _once(end, config)
-    if refusal is None:
-        exclude = _excluded(end.run, config)
-        end.ask_for_requeue(step, exclude)
-        events.write("requeued", step=step, requeues=len(before) + 1, reason=reason, exclude=exclude)
-        return Exit.STOPPED
-    message = "; ".join(filter(None, (reason, f"not requeued: {refusal}")))
-    events.write("stopped_retrying", step=step, exit_code=int(Exit.GAVE_UP), message=message)
-    print(message, file=sys.stderr)
-    return Exit.GAVE_UP
+    refusal = _refusal(config, step, before) or over_budget(end.run, config, events.now())
+    if refusal is None and config.run.command is None:  # how much of a script's time was useful is not known
+        jobs = [job for job in read_ledger(end.run, events.now()).jobs if job.held_s >= MIN_JOB_S][-2:]
+        if len(jobs) == 2 and all(job.useful_share < MIN_USEFUL_SHARE for job in jobs):
+            shares = " and ".join(f"{job.useful_share:.0%}" for job in jobs)
+            refusal = f"only {shares} of the time of the last two jobs went into steps that were kept"
+    in_job = os.environ.get("SLURM_JOB_ID") == end.job_id
+    if refusal is None and in_job and config.launch.chain <= 1 and not may_requeue(end.job_id):
+        resume = f"Resume the run with: python -m hpc_train resume {end.run.path}"
+        refusal = f"Slurm may not requeue job {end.job_id} (Requeue=0). {resume}"
+    if refusal is not None:
+        message = "; ".join(filter(None, (reason, f"not requeued: {refusal}")))
+        events.write("stopped_retrying", step=step, exit_code=int(Exit.GAVE_UP), message=message)
+        print(message, file=sys.stderr)
+        return Exit.GAVE_UP
+
+    failing = NodeFailures(end.run, config.elastic.exclude_hours * 3600).failing_nodes()
+    if failing and not _has_enough_without(failing, config.cluster):
+        names = ", ".join(sorted(failing))
+        print(f"{names} failed too often but is not excluded: the job needs the node to start", file=sys.stderr)
+        failing = frozenset()
+    exclude = [*filter(None, [config.cluster.exclude]), *sorted(failing)]
+    end.ask_for_requeue(step, exclude)
+    events.write("requeued", step=step, requeues=len(before) + 1, reason=reason, exclude=exclude)
+    return Exit.STOPPED
 
 
 LAST_S = 3600.0  # before its time limit, in which a job takes a stop signal as an announcement of the limit
@@ -143,34 +155,6 @@ def _requeued_enough(count: int) -> str:
     if count == 0:
         return "elastic.max_requeues=0 allows no requeue"
     return f"the job was already requeued {count} times (elastic.max_requeues)"
-
-
-def _useless(run: RunDirectory, now: float) -> str | None:
-    """Describes a run whose last two jobs spent their time on other things than steps; None otherwise."""
-    jobs = [job for job in read_ledger(run, now).jobs if job.held_s >= MIN_JOB_S][-2:]
-    if len(jobs) < 2 or any(job.useful_share >= MIN_USEFUL_SHARE for job in jobs):
-        return None
-    shares = " and ".join(f"{job.useful_share:.0%}" for job in jobs)
-    return f"only {shares} of the time of the last two jobs went into steps that were kept"
-
-
-def _once(end: JobEnd, config: Config) -> str | None:
-    """Returns the reason for a job that Slurm may not requeue; None in a chain, where the next job continues."""
-    in_job = os.environ.get("SLURM_JOB_ID") == end.job_id
-    if not in_job or config.launch.chain > 1 or may_requeue(end.job_id):
-        return None
-    resume = f"Resume the run with: python -m hpc_train resume {end.run.path}"
-    return f"Slurm may not requeue job {end.job_id} (Requeue=0). {resume}"
-
-
-def _excluded(run: RunDirectory, config: Config) -> list[str]:
-    """Returns the nodes that the user excludes plus those that failed too often recently."""
-    failing = NodeFailures(run, config.elastic.exclude_hours * 3600).failing_nodes()
-    if failing and not _has_enough_without(failing, config.cluster):
-        names = ", ".join(sorted(failing))
-        print(f"{names} failed too often but is not excluded: the job needs the node to start", file=sys.stderr)
-        failing = frozenset()
-    return [*filter(None, [config.cluster.exclude]), *sorted(failing)]
 
 
 def _has_enough_without(failing: Collection[str], cluster: ClusterConfig) -> bool:
@@ -328,7 +312,17 @@ def find_killed_step(run: RunDirectory, launch_id: str, attempt: int) -> KilledS
         return None
     if any("exit_code" in event for event in run.events_of("agent-*", attempt)):
         return None
-    return KilledStep(attempt, f"{job}.{step}", str(spec.get("node")), _memory_line(run, f"{job}.{step}"))
+
+    matches = []
+    if output := (run.record().get("submissions") or [{}])[-1].get("output"):
+        lines = map(str.strip, run.end_of_output(Path(output)).splitlines())
+        matches = [line for line in lines if MEMORY.search(line)]
+    # slurmstepd may add lines that do not name the step ("Exceeded job memory limit") to those that do; without ids,
+    # it may be any of the steps
+    if any("stepid=" in line.lower() for line in matches):
+        of_step = re.compile(rf"StepId={re.escape(f'{job}.{step}')}\b", re.IGNORECASE)
+        matches = [line for line in matches if of_step.search(line)]
+    return KilledStep(attempt, f"{job}.{step}", str(spec.get("node")), matches[-1] if matches else None)
 
 
 def refuse_third_kill(run: RunDirectory, killed: KilledStep | None, mem: str | None) -> None:
@@ -344,12 +338,6 @@ def refuse_third_kill(run: RunDirectory, killed: KilledStep | None, mem: str | N
         )
 
 
-def end_event(killed: KilledStep, error: UserError) -> dict[str, Any]:
-    """Returns the fields of the event ``failed`` after ``refuse_third_kill``."""
-    who = {"class": Failure.OUT_OF_MEMORY, "rank": None, "node": killed.node}
-    return {"exit_code": int(Exit.REFUSED), "message": str(error), **who}
-
-
 def more_memory(mem: str | None) -> str:
     """Returns the advice for a job that requested ``mem`` (``64G``) and needs more."""
     match = SIZE.fullmatch(mem or "")
@@ -358,18 +346,3 @@ def more_memory(mem: str | None) -> str:
         return f"set cluster.mem to more than {mem or default}, or reduce batch.loader_workers"
     more = f"{1.5 * float(match[1]):.0f}{match[2]}"
     return f"set cluster.mem={more} instead of {mem}, or reduce batch.loader_workers"
-
-
-def _memory_line(run: RunDirectory, step: str) -> str | None:
-    """Returns the last line about the memory of ``step`` in the output of the job; None if there is none.
-
-    slurmstepd may add lines that do not name the step ("Exceeded job memory limit") to those that do.
-    """
-    output = (run.record().get("submissions") or [{}])[-1].get("output")
-    if not output:
-        return None
-    lines = run.end_of_output(Path(output)).splitlines()
-    matches = [line.strip() for line in lines if MEMORY.search(line)]
-    named = [line for line in matches if "stepid=" in line.lower()]
-    of_step = [line for line in named if re.search(rf"StepId={re.escape(step)}\b", line, re.IGNORECASE)]
-    return next(reversed(of_step if named else matches), None)  # without ids, it may be any of the steps

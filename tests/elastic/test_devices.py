@@ -81,7 +81,7 @@ def test_what_a_rank_sees(
     specs = specs_of(tmp_path, NodeFacts(gpus=gpus, visible=names), layout, visible_gpus, len(names))
     assert [(spec.cuda_device, spec.environment.get("CUDA_VISIBLE_DEVICES")) for spec in specs] == expected
     assert all(spec.environment["NCCL_DEBUG"] == "WARN" for spec in specs)
-    alike = len({processes._own_device(spec) for spec in specs}) == 1  # and so are the keys of compiled graphs
+    alike = len({processes._device(spec) for spec in specs}) == 1  # and so are the keys of compiled graphs
     assert alike == (not names or expected[0][1] is not None)
 
 

@@ -14,8 +14,8 @@ import pytest
 from benchmarks.scale import config_of
 from benchmarks.simulated_nodes import GPUS, simulated
 from hpc_train.elastic import agent_loop
-from hpc_train.elastic.agent_loop import Agent
-from hpc_train.elastic.attempts import Attempts, Outcome
+from hpc_train.elastic.agent_loop import Agent, Outcome
+from hpc_train.elastic.attempts import Attempts
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.hang_bounds import START_S, HangWatch
 from hpc_train.elastic.nodes import Node
