@@ -39,13 +39,10 @@ Row = dict[str, Any]
 
 
 def patiently(operation: Callable[[], Result], seconds: float = PATIENCE_S) -> Result:
-    """Retries ``operation``, which must be idempotent, until it succeeds.
+    """Retries ``operation``, which must be idempotent, until it succeeds; raises its OSError after ``seconds``.
 
     An error does not show whether a shared file system will recover: it may be ESTALE, EIO, ENOSPC, EDQUOT, or ENOENT
     if a mount is missing.
-
-    Raises:
-        OSError: the operation has failed for that many seconds.
     """
     until = time.monotonic() + seconds
     while True:
@@ -58,13 +55,10 @@ def patiently(operation: Callable[[], Result], seconds: float = PATIENCE_S) -> R
 
 
 def is_present(path: Path) -> bool:
-    """Returns whether ``path`` exists.
+    """Returns whether ``path`` exists; raises OSError if that cannot be known.
 
     ``Path.exists`` and ``Path.is_dir`` of newer Python versions return False for any error, so that a stale handle of
     a network file system would look like an empty run.
-
-    Raises:
-        OSError: it cannot be known, e.g. for want of permission or because the server does not answer.
     """
     try:
         path.stat()
@@ -84,11 +78,10 @@ class BackgroundCall(Generic[Result]):
         self._running = False
 
     def result(self, seconds: float) -> Result:
-        """Starts a call, unless an earlier one still runs, and returns its result.
+        """Starts a call, unless an earlier one still runs, and returns its result or raises its exception.
 
         Raises:
             TimeoutError: the call has not returned after ``seconds``. It is an OSError.
-            Exception: that of the call.
         """
         if not self._running:
             self._running = True
@@ -103,11 +96,7 @@ class BackgroundCall(Generic[Result]):
         return cast(Result, result)
 
     def poll(self, seconds: float) -> Result:
-        """Returns ``result(seconds)``, but does not wait again for a call that has not returned in time.
-
-        Raises:
-            TimeoutError: the call has not returned. It is an OSError.
-        """
+        """Returns ``result(seconds)``, but does not wait again for a call that has not returned in time."""
         return self.result(0.0 if self._running else seconds)
 
     def _run(self) -> None:
@@ -144,8 +133,7 @@ WRITERS = 8  # threads, which mostly wait for the disk or the file server
 def concurrently(operation: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """Yields the results of ``operation``, which writes files, for all ``items`` in order; several run at a time.
 
-    Raises:
-        Exception: the first of ``operation``. Those that have not begun are not called then.
+    After an exception, those that have not begun are not called.
     """
     pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="write")
     try:

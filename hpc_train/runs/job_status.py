@@ -44,28 +44,29 @@ class JobStatus:
 
     @property
     def present(self) -> bool:
-        """Returns whether the job is pending or running."""
+        """Whether the job is pending or running."""
         return state_of(self.state).is_alive
+
+    def _is_in(self, phase: Phase) -> bool:
+        return bool(self.state) and state_of(self.state).phase is phase
 
     @property
     def is_pending(self) -> bool:
-        """Returns whether the job waits for nodes; False if its state is unknown."""
-        return bool(self.state) and state_of(self.state).phase is Phase.PENDING
+        return self._is_in(Phase.PENDING)
 
     @property
     def is_held(self) -> bool:
-        """Returns whether the job starts only after ``scontrol release``."""
+        """Whether the job starts only after ``scontrol release``."""
         return self.is_pending and (state_of(self.state).held or HELD.search(self.reason) is not None)
 
     @property
     def is_running(self) -> bool:
-        """Returns whether the job runs; False if its state is unknown."""
-        return bool(self.state) and state_of(self.state).phase is Phase.RUNNING
+        return self._is_in(Phase.RUNNING)
 
     @property
     def is_suspended(self) -> bool:
-        """Returns whether the processes of the job are stopped (scontrol suspend, gang scheduling)."""
-        return bool(self.state) and state_of(self.state).phase is Phase.STOPPED
+        """Whether the processes of the job are stopped (scontrol suspend, gang scheduling)."""
+        return self._is_in(Phase.STOPPED)
 
     @property
     def words(self) -> str:
@@ -265,7 +266,7 @@ def view_at_end(run: RunDirectory, code: int) -> View:
 
 
 def outcome(run: RunDirectory, view: View) -> str:
-    """Returns how a run stands, as a JSON object in one line: its Slurm jobs, state, exit code, and final metrics."""
+    """Returns how a run stands, as a JSON object in one line."""
     record = run.record()
     jobs = job_ids((record.get("submissions") or [{}])[-1])
     result = record.get("result") if view.exit == Exit.DONE else None
@@ -292,7 +293,7 @@ def last_saved(run: RunDirectory) -> int:
 
 
 def how_stopped(code: int, run: RunDirectory, state: str = "stopped") -> str:
-    """Returns how a run was stopped and what the command that follows does, by the exit code that the run has."""
+    """Returns how a run was stopped and what the command that follows does, by its exit code."""
     if code != Exit.STOPPED:
         return f"{state} before the first checkpoint; start again with"
     if state == "cancelled":

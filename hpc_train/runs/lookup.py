@@ -43,7 +43,7 @@ class RunHandle:
 
     @property
     def job_id(self) -> str | None:
-        """Returns the Slurm job; None for a run that was not submitted to Slurm."""
+        """The Slurm job; None for a run that was not submitted to Slurm."""
         return self.submission.get("job_id")
 
     @property
@@ -62,33 +62,30 @@ class RunHandle:
 
     @cached_property
     def config(self) -> Config:
-        """Returns the frozen config."""
         return load(self.run)
 
     @cached_property
     def plain_config(self) -> dict[str, Any]:
-        """Returns ``RunDirectory.plain_config``, read once."""
         return self.run.plain_config()
 
     @cached_property
-    def _sections(self) -> dict[str, Any]:
-        """Returns the sections of the frozen config that tables of many runs show."""
+    def _sections(self) -> dict[str, Any]:  # those that tables of many runs show
         return self.run.plain_config("strategy", "cluster")
 
     @property
     def strategy(self) -> str:
-        """Returns the name of the strategy in the frozen config; empty if it is not readable."""
+        """The name of the strategy in the frozen config; empty if it is not readable."""
         return str((self._sections.get("strategy") or {}).get("name", ""))
 
     @property
     def asked_nodes(self) -> int | str:
-        """Returns the nodes that the frozen config asks for; empty if it is not readable."""
+        """The nodes that the frozen config asks for; empty if it is not readable."""
         nodes: int | str = (self._sections.get("cluster") or {}).get("nodes", "")
         return nodes
 
     @property
     def choice(self) -> str | None:
-        """Returns what ``strategy=auto`` has chosen, in one line; None with another strategy."""
+        """What ``strategy=auto`` has chosen, in one line; None with another strategy."""
         if self.strategy == AUTO:
             with suppress(OSError, ValueError, KeyError, TypeError):
                 return str(self.run.json(self.run.plan)["chosen"])
@@ -145,11 +142,7 @@ def find_runs(target: str, command: str, *, trust_owner: bool = False, unreadabl
 
 
 def find_run(target: str, command: str, *, trust_owner: bool = False) -> RunHandle:
-    """Returns the one run in ``target``.
-
-    Args:
-        command: the command that opens the run (see ``run.owner``).
-        trust_owner: whether the caller has passed ``--trust-owner``.
+    """Returns the one run in ``target``; see ``find_runs``.
 
     Raises:
         UserError: there is no run, or several, or the command may not use a run of its owner.
