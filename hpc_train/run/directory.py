@@ -56,11 +56,37 @@ PAGE = "report.html"  # of a run, and of a sweep
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where PyYAML has it, is eight times as fast
 
 
+class _Path:
+    """The path of a file or folder, by its name in the run directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, owner: type) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """Paths and small files of one run."""
 
     path: Path
+
+    config = _Path("config.yaml")
+    job_script = _Path("job.sh")
+    gpus_script = _Path("gpus.sh")
+    metrics = _Path("metrics")
+    texts = _Path("texts")
+    events = _Path("events")
+    checkpoints = _Path("checkpoints")
+    logs = _Path("logs")
+    profile = _Path("profile")
+    compiled = _Path("compiled")
+    attempts = _Path("attempts")
+    code = _Path("code")
+    wandb = _Path("wandb")
+    fabric = _Path("fabric.json")
+    plan = _Path("plan.json")
 
     @property
     def title(self) -> str:
@@ -68,66 +94,6 @@ class RunDirectory:
         if self.path.name.isdigit():
             return f"{self.path.parent.name}/{self.path.name}"
         return self.path.name
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def job_script(self) -> Path:
-        return self.path / "job.sh"
-
-    @property
-    def gpus_script(self) -> Path:
-        return self.path / "gpus.sh"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics"
-
-    @property
-    def texts(self) -> Path:
-        return self.path / "texts"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile"
-
-    @property
-    def compiled(self) -> Path:
-        return self.path / "compiled"
-
-    @property
-    def attempts(self) -> Path:
-        return self.path / "attempts"
-
-    @property
-    def code(self) -> Path:
-        return self.path / "code"
-
-    @property
-    def wandb(self) -> Path:
-        return self.path / "wandb"
-
-    @property
-    def fabric(self) -> Path:
-        return self.path / "fabric.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
 
     def create(self) -> None:
         """Creates the directory and its folders; idempotent."""

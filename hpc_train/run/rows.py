@@ -195,16 +195,16 @@ INSIDE: dict[str, dict[str, Check]] = {  # of the objects in a record, whose wro
 
 def record_of_run(record: Row) -> Row:
     """Returns the content of ``run.json`` without the fields of a wrong type; it is ``record`` if all is right."""
-    found = typed(record, RECORD) or {}
+    checked = typed(record, RECORD) or {}
     for name, checks in INSIDE.items():
-        inner = found.get(name)
+        inner = checked.get(name)
         if inner and (right := typed(inner, checks)) is not inner:
-            found = found | {name: right}
-    submissions = found.get("submissions") or []
+            checked = checked | {name: right}
+    submissions = checked.get("submissions") or []
     claims = [typed(each, CLAIM) for each in submissions]
     if any(after is not before for after, before in zip(claims, submissions, strict=True)):
-        found = found | {"submissions": claims}
-    return found
+        checked = checked | {"submissions": claims}
+    return checked
 
 
 ATTEMPT: dict[str, Check] = {
@@ -236,8 +236,8 @@ CONFIG: dict[str, dict[str, Check]] = {  # by section: what is read of a config 
 
 def config_sections(config: Row) -> Row:
     """Returns a plain config without the sections and fields of ``CONFIG`` that have a wrong type."""
-    found = {name: value for name, value in config.items() if name not in CONFIG or group(value)}
-    return {name: typed(value, CONFIG[name]) if name in CONFIG else value for name, value in found.items()}
+    sections = {name: value for name, value in config.items() if name not in CONFIG or group(value)}
+    return {name: typed(value, CONFIG[name]) if name in CONFIG else value for name, value in sections.items()}
 
 
 def check_fields(value: Any) -> None:

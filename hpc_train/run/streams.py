@@ -45,7 +45,7 @@ CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 def escaped(text: str) -> str:
     """Returns ``text`` with its control characters as Python writes them: a bell is ``\\x07``."""
-    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class _EscapingStream:
@@ -84,8 +84,8 @@ def escape_controls() -> None:
 
 def unescaped(stream: TextIO) -> TextIO:
     """Returns the stream that takes colors and movements of the cursor, where ``stream`` escapes them."""
-    found: TextIO = getattr(stream, "unescaped", stream)
-    return found
+    plain: TextIO = getattr(stream, "unescaped", stream)
+    return plain
 
 
 class _NonFailingStream:
@@ -126,14 +126,14 @@ class _NonFailingStream:
 def stdout_for_results() -> Iterator[TextIO]:
     """Yields a stream to standard output, and sends to standard error what this process and its children print."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    descriptor = os.dup(1)
     os.dup2(2, 1)
-    with os.fdopen(os.dup(kept), "w", encoding="utf-8") as results, redirect_stdout(sys.stderr):
+    with os.fdopen(os.dup(descriptor), "w", encoding="utf-8") as results, redirect_stdout(sys.stderr):
         try:
             yield results
         finally:
-            os.dup2(kept, 1)
-            os.close(kept)
+            os.dup2(descriptor, 1)
+            os.close(descriptor)
 
 
 @contextmanager

@@ -38,13 +38,13 @@ HIDDEN = "(hidden)"
 END_S = 10.0  # the end of a job waits at most this long for a slow file system
 
 
-def page_of_run(found: RunHandle, statuses: dict[str, JobStatus] | None = None) -> str:
+def page_of_run(handle: RunHandle, statuses: dict[str, JobStatus] | None = None) -> str:
     """Returns the page of a run.
 
     Args:
         statuses: the states of Slurm jobs; None asks Slurm.
     """
-    facts = RunFacts.read(found, statuses)
+    facts = RunFacts.read(handle, statuses)
     sections = [
         verdict(facts),
         trained(facts),
@@ -61,21 +61,21 @@ def page_of_run(found: RunHandle, statuses: dict[str, JobStatus] | None = None) 
         settings(facts),
         reproduce(facts),
     ]
-    return _page(f"Run {found.run.title}", found.run.path, sections, found)
+    return _page(f"Run {handle.run.title}", handle.run.path, sections, handle)
 
 
-def page_of_sweep(found: Sequence[RunHandle], views: Sequence[View] | None = None) -> str:
+def page_of_sweep(handles: Sequence[RunHandle], views: Sequence[View] | None = None) -> str:
     """Returns the page of a sweep.
 
     Args:
         views: the states of its runs; None asks Slurm for them.
     """
     if views is None:
-        statuses = statuses_of(found, SlurmStatuses())
-        views = [item.view(statuses) for item in found]
-    metric = best_metric_of(found[0].plain_config)
-    sweep = SweepFacts(found, views, Comparison.of((item.run for item in found), metric))
-    failures = sweep_failures(found, views)
+        statuses = statuses_of(handles, SlurmStatuses())
+        views = [item.view(statuses) for item in handles]
+    metric = best_metric_of(handles[0].plain_config)
+    sweep = SweepFacts(handles, views, Comparison.of((item.run for item in handles), metric))
+    failures = sweep_failures(handles, views)
     sections = [
         sweep_verdict(sweep, failures),
         sweep_table(sweep),
@@ -83,8 +83,8 @@ def page_of_sweep(found: Sequence[RunHandle], views: Sequence[View] | None = Non
         sweep_failed(sweep, failures),
         reproduce_one(sweep),
     ]
-    folder = found[0].run.path.parent
-    return _page(f"Sweep {folder.name}", folder, sections, found[0])
+    folder = handles[0].run.path.parent
+    return _page(f"Sweep {folder.name}", folder, sections, handles[0])
 
 
 def _page(title: str, path: Path, sections: Sequence[Html | None], run: RunHandle) -> str:
@@ -110,9 +110,9 @@ def write_page(target: str, out: Path | None = None, machine: Machine | None = N
             run root for those of another user.
         machine: that on which the runs were, to record how far off its prediction was.
     """
-    found = find_runs(target, "report")
-    folder = found[0].run.path
-    if len(found) > 1:
+    handles = find_runs(target, "report")
+    folder = handles[0].run.path
+    if len(handles) > 1:
         folder = folder.parent
     if machine is not None and not is_own(folder):
         raise UserError(
@@ -121,11 +121,11 @@ def write_page(target: str, out: Path | None = None, machine: Machine | None = N
             fix="leave --machine out",
         )
     if machine is not None:
-        for item in found:
+        for item in handles:
             if (comparison := compare(item.run, machine)) is not None:
                 remember(item.config, comparison)
     path = out or output_directory(folder) / PAGE
-    write_text(path, page_of_run(found[0]) if len(found) == 1 else page_of_sweep(found))
+    write_text(path, page_of_run(handles[0]) if len(handles) == 1 else page_of_sweep(handles))
     return path
 
 
@@ -147,14 +147,14 @@ def write_after(run: RunDirectory) -> None:
         _print_path(lambda: run.path / PAGE if _is_current(run) else _write_run(run, in_job=False))
 
 
-def write_sweep_at_end(sweep: Path, known: Mapping[Path, View]) -> None:
+def write_sweep_at_end(sweep: Path, views: Mapping[Path, View]) -> None:
     """Writes the page of a sweep that was waited for, as ``write_at_end`` does.
 
     Args:
-        known: the states of its runs by their directories; those of the others are read.
+        views: the states of its runs by their directories; those of the others are read.
     """
     if is_own(sweep):
-        _print_path(lambda: _write_sweep(sweep, known))
+        _print_path(lambda: _write_sweep(sweep, views))
 
 
 def _is_current(run: RunDirectory) -> bool:
@@ -167,23 +167,23 @@ def _is_current(run: RunDirectory) -> bool:
 
 
 def _write_run(run: RunDirectory, *, in_job: bool) -> Path:
-    (found,) = find_runs(str(run.path), "report")
+    (handle,) = find_runs(str(run.path), "report")
     statuses: dict[str, JobStatus] = {}
     comparison = None
     if in_job:
-        statuses = dict.fromkeys(found.job_ids, PRESENT)
+        statuses = dict.fromkeys(handle.job_ids, PRESENT)
         with suppress(Exception):  # whatever the prediction lacks, the page is written
             comparison = compare(run)
-    write_text(run.path / PAGE, page_of_run(found, statuses))
+    write_text(run.path / PAGE, page_of_run(handle, statuses))
     if comparison is not None:
         with suppress(OSError):  # e.g. the root belongs to somebody else
-            remember(found.config, comparison)
+            remember(handle.config, comparison)
     return run.path / PAGE
 
 
-def _write_sweep(sweep: Path, known: Mapping[Path, View]) -> Path:
-    found = find_runs(str(sweep), "report")
-    write_text(sweep / PAGE, page_of_sweep(found, [known.get(item.run.path) or item.view({}) for item in found]))
+def _write_sweep(sweep: Path, views: Mapping[Path, View]) -> Path:
+    handles = find_runs(str(sweep), "report")
+    write_text(sweep / PAGE, page_of_sweep(handles, [views.get(item.run.path) or item.view({}) for item in handles]))
     return sweep / PAGE
 
 

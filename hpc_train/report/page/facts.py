@@ -47,7 +47,7 @@ class RunFacts:
         lines: the metrics of all attempts in the order of their times, including those of repeated steps.
     """
 
-    found: RunHandle
+    handle: RunHandle
     diagnosis: Diagnosis
     record: Mapping[str, Any]
     events: Sequence[Event]
@@ -57,26 +57,26 @@ class RunFacts:
     _values: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, found: RunHandle, statuses: dict[str, JobStatus] | None = None) -> RunFacts:
+    def read(cls, handle: RunHandle, statuses: dict[str, JobStatus] | None = None) -> RunFacts:
         """Reads the run; ``statuses`` are the states of Slurm jobs, None asks Slurm."""
-        found = replace(found, run=_ReadOnce(found.run.path))
+        handle = replace(handle, run=_ReadOnce(handle.run.path))
         asks_slurm = statuses is None
         if statuses is None:
-            statuses = statuses_of([found], SlurmStatuses())
-        over = found.view(statuses).exit is not None
-        events = found.run.read_events()
-        intact = (line for line in found.run.read_all_metrics() if "time" in line and "attempt" in line)
+            statuses = statuses_of([handle], SlurmStatuses())
+        over = handle.view(statuses).exit is not None
+        events = handle.run.read_events()
+        intact = (line for line in handle.run.read_all_metrics() if "time" in line and "attempt" in line)
         lines = sorted(intact, key=attrgetter("time"))
-        record = found.run.record()
-        attempts = attempts_of(events, lines, read_frozen(found.run))
+        record = handle.run.record()
+        attempts = attempts_of(events, lines, read_frozen(handle.run))
         submitted = [entry["time"] for entry in record.get("submissions", []) if "time" in entry]
         ledger = account_for(attempts, submitted, None if over else time.time())
-        diagnosis = diagnose(found, statuses, asks_slurm=asks_slurm, spent=ledger.total)
-        return cls(found, diagnosis, record, events, lines, attempts, ledger)
+        diagnosis = diagnose(handle, statuses, asks_slurm=asks_slurm, spent=ledger.total)
+        return cls(handle, diagnosis, record, events, lines, attempts, ledger)
 
     @property
     def config(self) -> Mapping[str, Any]:
-        return self.found.plain_config
+        return self.handle.plain_config
 
     @cached_property
     def kept(self) -> list[Line]:
@@ -102,7 +102,7 @@ class RunFacts:
     def newest_attempt(self) -> Mapping[str, Any]:
         """Returns the record of the newest attempt, with its layout; empty if the run has not started."""
         with suppress(OSError):
-            return self.found.run.attempt_record(self.found.run.newest_attempt())
+            return self.handle.run.attempt_record(self.handle.run.newest_attempt())
         return {}
 
     def of_event(self, *names: str) -> list[Event]:
@@ -125,15 +125,15 @@ class RunFacts:
         return self._values[key]
 
 
-def secrets_of(found: RunHandle) -> Iterator[str]:
+def secrets_of(handle: RunHandle) -> Iterator[str]:
     """Yields the values of the frozen config that may be secrets (see ``config.secrets``), long ones first.
 
     A traceback or the output of a program may repeat them. Directories above the run directory are none.
     """
-    cluster = found.plain_config.get("cluster") or {}
+    cluster = handle.plain_config.get("cluster") or {}
     values = {str(value) for value in (cluster.get("env") or {}).values()}
     for key in ("setup", "teardown"):
         for line in cluster.get(key) or []:
             values |= {value.strip("'\"") for name, value in ASSIGNMENT.findall(str(line)) if SECRET_NAME.search(name)}
-    hidden = {value for value in values if len(value) >= SHORTEST and not found.run.path.is_relative_to(value)}
+    hidden = {value for value in values if len(value) >= SHORTEST and not handle.run.path.is_relative_to(value)}
     yield from sorted(hidden, key=len, reverse=True)

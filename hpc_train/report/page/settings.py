@@ -32,7 +32,7 @@ def trained(facts: RunFacts) -> Html | None:
         steps = train.get("steps")
     parameters = None
     with suppress(Exception):  # a config of another version, or of a model that must be built to be counted
-        parameters = parameter_count(facts.found.config.model)
+        parameters = parameter_count(facts.handle.config.model)
     project = _project(facts.record)
     commit = str(project.get("commit") or "")[:12]
     if commit and (project.get("diff") or project.get("dirty")):
@@ -107,7 +107,7 @@ def _value(key: str, values: Mapping[str, Any]) -> str:
 def reproduce(facts: RunFacts) -> Html:
     """Returns the section with the commands that start the same training again."""
     record = facts.record
-    run = facts.found.run
+    run = facts.handle.run
     lines = training_again(record)
     lines.append(f"python -m hpc_train resume {shlex.quote(shown_path(run.path))}   continues this run itself")
     notes = [f"The whole config is in {shown_path(run.config)} (SHA-256 {record.get('config_hash')})."]

@@ -24,44 +24,44 @@ from hpc_train.units import counted, format_bytes, format_duration
 TODO = "what to do"  # the title of the section with the advice
 
 
-def headline(found: Diagnosis) -> str:
+def headline(diagnosis: Diagnosis) -> str:
     """Returns the run and how it stands, in one line."""
-    head = f"{shown(Path(found.run))}: {found.state}"
-    if found.waiting is not None or ended_badly(found) or found.state == TO_BE_REQUEUED:
+    head = f"{shown(Path(diagnosis.run))}: {diagnosis.state}"
+    if diagnosis.waiting is not None or ended_badly(diagnosis) or diagnosis.state == TO_BE_REQUEUED:
         return head
-    if found.ended_early is not None and found.cause is None:
-        return f"{head}; ended early by a hook: {found.ended_early}"
-    if found.message and found.exit_code is None:
-        return f"{head}; {found.message}"
-    if found.cause is None:
+    if diagnosis.ended_early is not None and diagnosis.cause is None:
+        return f"{head}; ended early by a hook: {diagnosis.ended_early}"
+    if diagnosis.message and diagnosis.exit_code is None:
+        return f"{head}; {diagnosis.message}"
+    if diagnosis.cause is None:
         return f"{head}; nothing failed"
     return f"{head}; it recovered from the failure below"
 
 
-def ended_badly(found: Diagnosis) -> bool:
-    return found.exit_code not in (None, Exit.DONE)
+def ended_badly(diagnosis: Diagnosis) -> bool:
+    return diagnosis.exit_code not in (None, Exit.DONE)
 
 
-def sections(found: Diagnosis) -> Iterator[tuple[str, list[str]]]:
+def sections(diagnosis: Diagnosis) -> Iterator[tuple[str, list[str]]]:
     """Yields titles with lines of text; a section without lines says nothing."""
-    yield "why the job is pending", _waiting(found)
-    yield "failure" if ended_badly(found) else "earlier failure", _cause(found)
-    yield "Slurm", _slurm(found)
+    yield "why the job is pending", _waiting(diagnosis)
+    yield "failure" if ended_badly(diagnosis) else "earlier failure", _cause(diagnosis)
+    yield "Slurm", _slurm(diagnosis)
     memory = []
-    if found.slurm and found.slurm.max_rss_bytes:
-        memory.append(f"largest task by Slurm's count (MaxRSS): {format_bytes(found.slurm.max_rss_bytes)}")
-    if found.peak_memory_bytes:
-        memory.append(f"peak of rank 0 in the metrics: {format_bytes(found.peak_memory_bytes)}")
+    if diagnosis.slurm and diagnosis.slurm.max_rss_bytes:
+        memory.append(f"largest task by Slurm's count (MaxRSS): {format_bytes(diagnosis.slurm.max_rss_bytes)}")
+    if diagnosis.peak_memory_bytes:
+        memory.append(f"peak of rank 0 in the metrics: {format_bytes(diagnosis.peak_memory_bytes)}")
     yield "memory", memory
-    yield "last checkpoint", _checkpoint(found)
-    yield "recovery actions", _actions(found)
-    yield "excluded nodes", [node.words for node in found.excluded_nodes]
-    yield "time", [spent_line(found.ledger)] if found.ledger.held_s or found.ledger.queue_s else []
-    yield TODO, list(found.advice)
+    yield "last checkpoint", _checkpoint(diagnosis)
+    yield "recovery actions", _actions(diagnosis)
+    yield "excluded nodes", [node.words for node in diagnosis.excluded_nodes]
+    yield "time", [spent_line(diagnosis.ledger)] if diagnosis.ledger.held_s or diagnosis.ledger.queue_s else []
+    yield TODO, list(diagnosis.advice)
 
 
-def _waiting(found: Diagnosis) -> list[str]:
-    waiting = found.waiting
+def _waiting(diagnosis: Diagnosis) -> list[str]:
+    waiting = diagnosis.waiting
     if waiting is None:
         return []
     lines = [f"{waiting.words} ({waiting.reason})"]
@@ -72,10 +72,10 @@ def _waiting(found: Diagnosis) -> list[str]:
     return lines + [f"to start sooner: {change}" for change in waiting.sooner]
 
 
-def _cause(found: Diagnosis) -> list[str]:
-    cause = found.cause
+def _cause(diagnosis: Diagnosis) -> list[str]:
+    cause = diagnosis.cause
     if cause is None:
-        return found.message.splitlines()[-TAIL_LINES:]
+        return diagnosis.message.splitlines()[-TAIL_LINES:]
     head = f"{cause.kind}, {cause.who}, in attempt {cause.attempt} at {clock(cause.time)}: {cause.message}"
     lines = head.splitlines()
     if cause.kind != Failure.REFUSED:  # its traceback is the message
@@ -93,8 +93,8 @@ def _cause(found: Diagnosis) -> list[str]:
     return lines
 
 
-def _slurm(found: Diagnosis) -> list[str]:
-    facts = found.slurm
+def _slurm(diagnosis: Diagnosis) -> list[str]:
+    facts = diagnosis.slurm
     if facts is None:
         return []
     values = {
@@ -112,12 +112,12 @@ def _slurm(found: Diagnosis) -> list[str]:
     return [*lines, *facts.use]
 
 
-def _checkpoint(found: Diagnosis) -> list[str]:
-    newest = found.checkpoint
+def _checkpoint(diagnosis: Diagnosis) -> list[str]:
+    newest = diagnosis.checkpoint
     lines = ["none"]
     if newest.path:
         lines = [f"step {newest.step}: {shown(Path(newest.path))}"]
-    if found.cause is not None and (newest.lost_s is not None or newest.lost_steps):
+    if diagnosis.cause is not None and (newest.lost_s is not None or newest.lost_steps):
         lost = counted(newest.lost_steps, "logged step", "logged steps")
         if newest.lost_s is not None:
             lost += f", {format_duration(newest.lost_s)}"
@@ -125,19 +125,19 @@ def _checkpoint(found: Diagnosis) -> list[str]:
     return lines
 
 
-def _actions(found: Diagnosis) -> list[str]:
+def _actions(diagnosis: Diagnosis) -> list[str]:
     """Returns a line for each event: when, in which attempt, what, where, at which step, and why, unless the section of
     the failure says so.
     """
     lines = []
-    for event in found.done:
-        refused = found.cause is not None and found.cause.kind == Failure.REFUSED
+    for event in diagnosis.done:
+        refused = diagnosis.cause is not None and diagnosis.cause.kind == Failure.REFUSED
         if refused and event.kind.is_failure and event.failure == Failure.REFUSED:  # it repeats the section above
             continue
         step = "" if event.step is None else f"step {event.step}"
         line = "  ".join(filter(None, [clock(event.time), f"attempt {event.attempt}", event.name, _where(event), step]))
         texts = (event.failure, event.reason, event.message)
-        details = [text for text in texts if text and (found.cause is None or text != found.cause.message)]
+        details = [text for text in texts if text and (diagnosis.cause is None or text != diagnosis.cause.message)]
         if details:
             line += f": {', '.join(details)}".splitlines()[0]
         lines.append(line)
@@ -154,19 +154,19 @@ def clock(seconds: float) -> str:
 
 def verdict(facts: RunFacts) -> Html:
     """Returns the first section of the page: what happened, and what to do."""
-    found = facts.diagnosis
+    diagnosis = facts.diagnosis
     level = "bad"
-    if found.exit_code is None:
+    if diagnosis.exit_code is None:
         level = ""
-        if found.waiting is not None or found.cause is not None:
+        if diagnosis.waiting is not None or diagnosis.cause is not None:
             level = "warn"
-    elif found.exit_code == Exit.DONE:
+    elif diagnosis.exit_code == Exit.DONE:
         level = "good"
-    elif found.exit_code == Exit.STOPPED:
+    elif diagnosis.exit_code == Exit.STOPPED:
         level = "warn"
     advice = Html("")
     blocks = []
-    for title, lines in sections(found):
+    for title, lines in sections(diagnosis):
         if title == TODO and lines:
             typed = [line for line in lines if line.startswith("python -m hpc_train")]
             words = paragraphs(line for line in lines if line not in typed)
@@ -179,7 +179,7 @@ def verdict(facts: RunFacts) -> Html:
             blocks.append(joined([block("heading", title.capitalize()), content]))
     return section(
         "Verdict",
-        block("paragraph", headline(found), f"verdict {level}"),
+        block("paragraph", headline(diagnosis), f"verdict {level}"),
         _figures(facts),
         block("todo", TODO.capitalize(), advice),
         *blocks,
@@ -221,7 +221,7 @@ def _figures(facts: RunFacts) -> Html:
             ("requeues", len(facts.of_event("requeued", "requeued_by_slurm")) or None),
             ("Slurm job", facts.diagnosis.job_id),
             ("layout", started[-1].layout if started else ""),
-            ("chosen by strategy=auto", facts.found.choice),
+            ("chosen by strategy=auto", facts.handle.choice),
         ),
     )
 
