@@ -250,7 +250,7 @@ class _Step:
             sent = parameters * self.passes.gradient * self._sent_share()
             collectives = 1 if self.rates.cores else blocks  # a bucket of 25 MB holds several small blocks
             return uncovered(
-                self._each(all_reduce, sent, everyone, blocks),
+                self._of_blocks(all_reduce, sent, everyone, blocks),
                 micro_batch_s * 2 / 3,
                 collectives,
                 self.rates,
@@ -267,14 +267,14 @@ class _Step:
         """Returns the same for ZeRO, where ``micro_batch_s`` is the time of the passes of one micro-batch."""
         layout, rates = self.layout, self.rates
         shards = group_of(layout.shard, layout.tp, self.machine.devices_per_node)
-        gathered = self._each(gather, parameters * self.narrow, shards, blocks)
-        scattered = self._each(scatter, parameters * self.width * self._sent_share(), shards, blocks)
+        gathered = self._of_blocks(gather, parameters * self.narrow, shards, blocks)
+        scattered = self._of_blocks(scatter, parameters * self.width * self._sent_share(), shards, blocks)
         replicas = layout.dp_cp // layout.shard
         per_node = 1  # the replicas of a shard on a node
         if not shards.spans_nodes:
             per_node = max(1, self.machine.devices_per_node // max(1, layout.shard * layout.tp))
         across = Group(replicas, per_node)
-        reduced = self._each(all_reduce, parameters / layout.shard * self.width, across, blocks)
+        reduced = self._of_blocks(all_reduce, parameters / layout.shard * self.width, across, blocks)
         batches, busy = layout.micro_batches, load(shards, rates)
         gathers = batches if "parameters" in layout.kind.shards else 1
         scatters = batches if "gradients" in layout.kind.shards else 1

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
 from hpc_train.config.compose import typed
+from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
+from hpc_train.errors import UserError
 from hpc_train.layout.resolve import resolve_layout
+from hpc_train.models.build import build_model
+from hpc_train.models.wrapped import layers_of
 from hpc_train.planner.collectives import gather, group_of
 from hpc_train.planner.machine import Figure, Machine, read_machine
-from hpc_train.planner.passes import Passes
+from hpc_train.planner.passes import Passes, float8_of, why_not_predicted
 from hpc_train.planner.prediction import predict_step
-from hpc_train.planner.work import count_work
+from hpc_train.planner.work import Block, count_work
 from tests.config.composing import compose
 
 SEVEN = ["model=llama_7b", "data=synthetic", "data.sequence_length=4096", "precision=bf16", "batch.micro_size=2"]
@@ -108,3 +114,111 @@ def test_gradients_in_bf16_halve_the_reduce_scatter() -> None:
 
     found = communication("strategy.compression=bf16") / communication()
     assert found == pytest.approx((2 + 2) / (2 + 4), rel=0.02), "a gather in bf16, and a reduce-scatter in bf16 or fp32"
+
+
+ROWS = 2 * 4096  # of a micro-batch
+QKV, WO, FFN = 4096 * 3 * 4096, 4096 * 4096, 4096 * 11008
+
+
+@pytest.mark.parametrize("overrides", [["model=qwen3_8b"], ["model=vit_large", "data.task=images"]], ids=["gpt", "vit"])
+def test_the_linear_layers_of_a_family_are_those_of_its_model(overrides: list[str]) -> None:
+    config = typed(compose([*overrides, "data=synthetic", "model.n_layers=1"])).model
+    layer = next(iter(layers_of(build_model(config, 0, values=False))))
+    found = {
+        name: (module.in_features, module.out_features)
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    known = family_of(config).linear_layers
+    assert known is not None
+    stated = {
+        name: (group.inputs, outputs)
+        for group in known(config)
+        for name, outputs in zip(group.names, group.outputs, strict=True)
+    }
+    assert stated == found
+
+
+def test_products_in_fp8_run_at_its_rate_and_casts_move_bytes() -> None:
+    plain, config = config_of(), config_of("precision=fp8", "train.compile=true")
+    machine = changed(**ONLY_PRODUCTS)
+    before, found = passes(plain, machine), passes(config, machine)
+    _, layer, *_, head = found.work.blocks
+    saved = 2 * layer.products * (1 - 989 / (1979 * 0.882)) / found.flops_per_s
+    assert before.forward(layer) - found.forward(layer) == pytest.approx(saved)
+    assert before.backward(layer, "none") - found.backward(layer, "none") == pytest.approx(2 * saved)
+    assert found.forward(head) == pytest.approx(before.forward(head)), "the head stays in bf16"
+    # three inputs of the width (that of queries, keys and values is cast once) and one of the branch, and the weights
+    values = ROWS * (3 * 4096 + 11008) + QKV + WO + 3 * FFN
+    results = ROWS * (5 * 4096 + 2 * 11008)
+    casts = float8_of(config, found.layout, 4096)
+    assert (casts.forward, casts.backward) == (5 * values, 3 * values + 8 * results)
+    slow = changed(**ONLY_PRODUCTS | {"memory_bytes_per_s": 1e12})
+    moving, alone = passes(config, slow), passes(config_of("train.compile=true"), slow)
+    longer = moving.forward(moving.work.blocks[1]) - alone.forward(alone.work.blocks[1])
+    assert longer == pytest.approx(5 * values / 1e12 - saved)
+
+
+def test_only_matrices_in_fp8_are_credited() -> None:
+    whole = QKV + WO + 3 * FFN
+    attention = (QKV + WO) / (QKV + WO + 3 * 4096 * 11000)
+    for skip, ffn, share in (
+        (["attention"], 11008, 3 * FFN / whole),
+        ([r"layers\.[0-7]\."], 11008, 24 / 32),
+        ([], 11000, attention),  # no multiple of 16
+    ):
+        config = config_of("precision=fp8", f"model.ffn_dim={ffn}")
+        config = replace(config, precision=replace(config.precision, fp8_skip=skip))
+        assert float8_of(config, resolve_layout(config, 1, 8), 4096).share == pytest.approx(share), (skip, ffn)
+
+
+def test_fp8_is_refused_on_gpus_without_it_and_not_credited_where_it_is_unknown() -> None:
+    config = config_of("precision=fp8")
+    layout = resolve_layout(config, 1, 8)
+    with pytest.raises(UserError, match=r"compute capability 8\.0; tensorwise needs 8\.9"):
+        predict_step(config, layout, read_machine("a100-80"))
+    with pytest.raises(UserError, match="no rate of fp8"):
+        predict_step(config, layout, replace(read_machine("a100-80"), device="another"))
+    blocks_of_32 = config_of("precision=fp8", "precision.fp8=mxfp8")
+    with pytest.raises(UserError, match=r"compute capability 9\.0; mxfp8 needs 10\.0"):
+        predict_step(blocks_of_32, layout, read_machine("h100"))
+    assert predict_step(blocks_of_32, layout, read_machine("b200")).step_s > 0
+    assert why_not_predicted(config, read_machine("h100")) is None
+    cpu = read_machine("cpu")
+    assert "CPUs emulate fp8" in str(why_not_predicted(config, cpu))
+    assert predict_step(config, layout, cpu).step_s == predict_step(config_of(), layout, cpu).step_s
+
+
+def test_products_cover_the_traffic_of_asynchronous_tensor_parallelism_but_two_scatters() -> None:
+    size, layout = ROWS * 4096 * 2, ("strategy.tp=4", "strategy.dp=2", "strategy.data_parallel=zero1")
+    plain = config_of(*layout, "train.compile=true")
+    overlapped = replace(plain, strategy=replace(plain.strategy, async_tp=True))
+
+    def saved(**figures: float) -> tuple[float, float]:
+        """Returns by how much the passes of a layer are shorter."""
+        found = [passes(each, changed(**ONLY_PRODUCTS | figures)) for each in (plain, overlapped)]
+        forward, backward = ((each.forward(block), each.backward(block, "full")) for each, block in blocks(found))
+        return forward[0] - backward[0], forward[1] - backward[1]
+
+    fast = {"node_bytes_per_s": 1e13}  # even the shortest product covers its collective
+    one = gather(size, group_of(4, 1, 8), changed(**ONLY_PRODUCTS | fast).rates)
+    assert saved(**fast) == pytest.approx((4 * one, (2 + 3) * one)), "what is recomputed has three"
+    found = passes(plain, changed(**ONLY_PRODUCTS))
+    products = 2 * found.work.blocks[1].products / 4 / found.flops_per_s
+    assert saved(node_bytes_per_s=1e9)[0] == pytest.approx(3 / 4 * products), "those of all pieces but one"
+    copies = saved(**fast)[0] - saved(**fast, memory_bytes_per_s=1e12)[0]
+    assert copies == pytest.approx(2 * (1 + 3 / 4) * size / 1e12), "of two gathers and two scatters"
+
+
+def test_a_cuda_graph_starts_like_one_kernel() -> None:
+    of = ("strategy.data_parallel=ddp", "train.compile=true")
+    slow_host = changed(**ONLY_PRODUCTS | {"launch_s": 1.0})
+    found = [passes(config_of(*of, *more), slow_host) for more in ((), ("train.cuda_graphs=true",))]
+    plain, graph = ((each.forward(block), each.backward(block, "none")) for each, block in blocks(found))
+    assert (plain, graph) == ((14, 28), (1, 1))
+    assert found[1].forward(found[1].work.blocks[-1]) == found[1].work.blocks[-1].kernels
+
+
+def blocks(found: list[Passes]) -> Iterator[tuple[Passes, Block]]:
+    """Yields each with its first layer."""
+    return ((each, each.work.blocks[1]) for each in found)
