@@ -57,12 +57,10 @@ def with_right_plus(arguments: Sequence[str]) -> list[str]:
 
     Lists of Slurm such as ``cluster.exclude=n1,n[3-4]`` are quoted, so that they are one value and not a sweep.
     Settings of Hydra are applied as well: ``hydra.sweeper.params`` become overrides, ``hydra.mode=MULTIRUN`` becomes
-    ``-m``, and ``glob()`` becomes the options that it matches.
-    Overrides come first, because Hydra's own parser does not accept overrides on both sides of an option.
-
-    Raises:
-        UserError: the command line contains a secret, sweeps a key that has one value for all jobs, sweeps experiments
-            of which only some choose a strategy, or sets a key of Hydra that has no effect.
+    ``-m``, and ``glob()`` becomes the options that it matches. Overrides come first, because Hydra's own parser does
+    not accept overrides on both sides of an option. Raises UserError if the command line contains a secret, sweeps a
+    key that has one value for all jobs, sweeps experiments of which only some choose a strategy, or sets a key of Hydra
+    that has no effect.
     """
     refuse_secret_arguments(arguments)
     arguments = [_with_quoted_list(argument) for argument in arguments if argument != WITH_STRATEGY]
@@ -108,10 +106,8 @@ def _with_quoted_list(argument: str) -> str:
 
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:
-    """Returns the overrides of each job of a sweep: every combination of the values that are listed with commas.
-
-    Raises:
-        UserError: the sweep requires an optimizing sweeper.
+    """Returns the overrides of each job of a sweep: every combination of the values that are listed with commas. Raises
+    UserError if the sweep requires an optimizing sweeper.
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
@@ -214,10 +210,8 @@ def _is_fixed_choice(override: Override) -> bool:
 
 
 def _choice(line: CommandLine, experiment: Sequence[str], others: Sequence[str]) -> _Chosen:
-    """Returns what the command line chooses together with one choice of experiments.
-
-    Raises:
-        UserError: a setting of Hydra has no effect.
+    """Returns what the command line chooses together with one choice of experiments. Raises UserError if a setting of
+    Hydra has no effect.
     """
     overrides_strategy = False
     try:
@@ -251,10 +245,8 @@ def _with_hydra(line: CommandLine, overrides: Sequence[str]) -> DictConfig:
 
 
 def override_value(value: Any) -> str:
-    """Returns a number, a text, or a list or dict of them as the value of an override, in Hydra's grammar.
-
-    Raises:
-        UserError: the value is of another type.
+    """Returns a number, a text, or a list or dict of them as the value of an override, in Hydra's grammar. Raises
+    UserError if the value is of another type.
     """
     if value is None:
         return "null"
@@ -279,10 +271,8 @@ MOST = 50  # overrides, each of which takes up to 0.2 s
 def own_files_checked(line: CommandLine) -> Iterator[None]:
     """Checks the chosen files, then adds the file to the user's mistakes that the body raises.
 
-    An error of Hydra is replaced by all mistakes of the command line.
-
-    Raises:
-        UserError: a file is not valid YAML, or has a value of the wrong kind.
+    An error of Hydra is replaced by all mistakes of the command line. Raises UserError if a file is not valid YAML, or
+    has a value of the wrong kind.
     """
     check_files(line)
     try:

@@ -44,10 +44,8 @@ class CommandLine:
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> CommandLine:
-        """Parses ``arguments``.
-
-        Raises:
-            UserError: an option is unknown or misses its value, or an override has no key.
+        """Parses ``arguments``. Raises UserError if an option is unknown or misses its value, or an override has no
+        key.
         """
         for argument in arguments:
             key, _, value = argument.partition("=")

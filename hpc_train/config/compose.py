@@ -133,10 +133,8 @@ def compose(overrides: Sequence[str], config_name: str = PRIMARY) -> DictConfig:
 def typed(node: DictConfig) -> Config:
     """Resolves ``node`` and converts it to dataclasses, ``model`` and ``data`` by their ``kind``.
 
-    Relative paths become absolute, so that a frozen config means the same in every working directory.
-
-    Raises:
-        UserError: a value is missing or has the wrong type, a key or kind is unknown, or a value is a secret.
+    Relative paths become absolute, so that a frozen config means the same in every working directory. Raises UserError
+    if a value is missing or has the wrong type, a key or kind is unknown, or a value is a secret.
     """
     if "hydra" in node:
         node = node.copy()
@@ -327,10 +325,8 @@ def _source(key: str, values: Any) -> dict[str, Any]:
 
 
 def _check_kinds(node: DictConfig) -> None:
-    """Checks that the model can learn from the data, before interpolations such as ``${data.vocab_size}`` are resolved.
-
-    Raises:
-        UserError: the samples are of another kind, or a size of the model refers to a missing key of the data.
+    """Raises UserError if the model cannot learn from the samples, or a size of it refers to a missing key of the data,
+    before interpolations such as ``${data.vocab_size}`` are resolved.
     """
     model = str(node.model.kind)
     data = str(node.data.kind)

@@ -24,19 +24,15 @@ def metric_name(eval_set: str, metric: str) -> str:
 
 
 def eval_set_configs(data: DataConfig, eval_sets: Mapping[str, Any]) -> dict[str, DataConfig]:
-    """Returns the data config of each of ``eval_sets``, which are ``data`` with other values.
-
-    Raises:
-        UserError: a key does not exist or has a wrong type.
+    """Returns the data config of each of ``eval_sets``, which are ``data`` with other values. Raises UserError if a key
+    does not exist or has a wrong type.
     """
     return {name: _eval_set(data, name, values) for name, values in eval_sets.items()}
 
 
 def sequence_lengths(config: Config) -> dict[str, int]:
-    """Returns key -> value of what sets the tokens of a sample in ``data`` and in the evaluation sets.
-
-    Raises:
-        UserError: a key of an evaluation set does not exist or has a wrong type.
+    """Returns key -> value of what sets the tokens of a sample in ``data`` and in the evaluation sets. Raises UserError
+    if a key of an evaluation set does not exist or has a wrong type.
     """
     sets = {"data": config.data}
     sets |= {f"eval_sets.{name}": data for name, data in eval_set_configs(config.data, config.eval_sets).items()}
@@ -147,10 +143,8 @@ def best_metric(name: str | None, mode: str) -> BestMetric | None:
 
 
 def check_evaluation(config: Config) -> None:
-    """Checks the evaluation sets, the names of their metrics, and the metric of the best checkpoint. Imports no torch.
-
-    Raises:
-        UserError: a value is wrong. The message reports the first problem.
+    """Raises UserError for the first mistake in the evaluation sets, the names of their metrics, and the metric of the
+    best checkpoint. Imports no torch.
     """
     sets = (MAIN, *config.eval_sets)
     keys = [metric_name(eval_set, metric) for eval_set in sets for metric in ("loss", *config.metrics)]

@@ -222,11 +222,7 @@ Row = TypeVar("Row")
 
 
 def family_of(model: Any) -> ModelFamily:
-    """Returns the family of a model's config.
-
-    Raises:
-        UserError: the description cannot be loaded or lacks a fact.
-    """
+    """Returns the family of a model's config. Raises UserError if the description cannot be loaded or lacks a fact."""
     return load_family(model.kind)
 
 
@@ -347,10 +343,8 @@ def load_row(path: str, key: str, kind: type[Row]) -> Row:
 
 
 def _execute(spec: ModuleSpec, path: str) -> ModuleType:
-    """Executes one file as a module. Its parent packages are executed only if the file imports them.
-
-    Raises:
-        UserError: it cannot be executed, or imports torch.
+    """Executes one file as a module. Its parent packages are executed only if the file imports them. Raises UserError
+    if it cannot be executed, or imports torch.
     """
     assert spec.loader is not None
     file = str(spec.origin)

@@ -24,10 +24,8 @@ TIED_BY_DEFAULT = ("gemma", "gemma2")  # in transformers 5, unless config.json s
 
 
 def read(name_or_path: str, revision: str | None, overrides: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the content of config.json with ``overrides``; None if it cannot be read from this machine.
-
-    Raises:
-        UserError: ``name_or_path`` is a directory without a readable config.json.
+    """Returns the content of config.json with ``overrides``; None if it cannot be read from this machine. Raises
+    UserError if ``name_or_path`` is a directory without a readable config.json.
     """
     content = _read(name_or_path, revision)
     return None if content is None else {**json.loads(content), **overrides}
@@ -153,10 +151,8 @@ REFUSED = (
 
 
 def check_loss(values: Mapping[str, Any], task: str) -> None:
-    """Checks the keys of a config.json, or of a config object of transformers, that change the loss of ``task``.
-
-    Raises:
-        UserError: a key asks for a loss that is not implemented; the message names it.
+    """Raises UserError if a key of a config.json, or of a config object of transformers, asks for a loss of ``task``
+    that is not implemented.
     """
     problem = values.get("problem_type")
     if task in CLASSIFIERS and problem is not None and problem not in PROBLEM_TYPES:

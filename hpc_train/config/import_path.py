@@ -190,10 +190,7 @@ def check_imports(path: str, where: str) -> None:
     """Checks that the packages which the module of ``path`` imports are installed, as far as its file shows that.
 
     Not checked are imports inside of functions, classes and blocks such as ``try``, other files that it imports, files
-    that change where Python looks for modules, and installed packages.
-
-    Raises:
-        UserError: a package is missing.
+    that change where Python looks for modules, and installed packages. Raises UserError if a package is missing.
     """
     try:
         definition = find_definition(path, where)

@@ -30,10 +30,8 @@ HYDRA_GROUP = re.compile(r"override\s+/?(hydra/(?:launcher|sweeper))")
 
 def refuse_unreadable_files(line: CommandLine) -> None:
     """Checks the files that the command line chooses for what Hydra drops, or reports without the name of the file.
-
-    Raises:
-        UserError: a file is not UTF-8 or not a table, its ``defaults`` are not a list or contain the file itself, or it
-            has settings of Hydra's launcher.
+    Raises UserError if a file is not UTF-8 or not a table, its ``defaults`` are not a list or contain the file itself,
+    or it has settings of Hydra's launcher.
     """
     chosen = _chosen(line)
     for group, path in chosen.items():
@@ -65,10 +63,8 @@ def refuse_unreadable_files(line: CommandLine) -> None:
 
 
 def check_files(line: CommandLine) -> None:
-    """Checks the YAML files that the command line chooses.
-
-    Raises:
-        UserError: a file is not valid YAML, has a value of the wrong kind, or leaves out a value that must be given.
+    """Raises UserError if a chosen YAML file is not valid, has a value of the wrong kind, or leaves out one that must
+    be given.
     """
     chosen = _chosen(line)
     for group, path in chosen.items():

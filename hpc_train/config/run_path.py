@@ -46,10 +46,8 @@ def run_directory(root: str, name: str | None = None, fork: str | None = None) -
     """Returns the absolute path of a run directory, or of the parent of a sweep's runs. It creates nothing.
 
     Without a name the path is new: it consists of the time and four random digits, because two sweeps can start in the
-    same second.
-
-    Raises:
-        UserError: the name or the root is not valid, the path is a file, or the directory cannot be written.
+    same second. Raises UserError if the name or the root is not valid, the path is a file, or the directory cannot be
+    written.
     """
     if not root.isprintable():
         raise UserError(

@@ -41,11 +41,7 @@ class SaveEvery:
 
 
 def parse_save_every(text: str) -> SaveEvery:
-    """Parses the value of ``checkpoint.every``.
-
-    Raises:
-        UserError: ``text`` is not a number of steps, a time or auto.
-    """
+    """Parses ``checkpoint.every``. Raises UserError if ``text`` is not a number of steps, a time or auto."""
     if text == "auto":
         return SaveEvery(auto=True)
     if re.fullmatch(r"\d+", text):
@@ -85,10 +81,8 @@ class Profiled:
 
 
 def parse_profile(config: ProfileConfig) -> Profiled | None:
-    """Returns the steps and ranks to profile; None if nothing is profiled.
-
-    Raises:
-        UserError: the steps or the ranks cannot be parsed.
+    """Returns the steps and ranks to profile; None if nothing is profiled. Raises UserError if the steps or the ranks
+    cannot be parsed.
     """
     if config.steps is None:
         return None
@@ -142,10 +136,8 @@ def check_profiled_steps(config: ProfileConfig, world_size: int) -> None:
 
 
 def parse_hang_timeout(text: str) -> float | None:
-    """Returns the time limit of a step in seconds; 0 for no limit; None if it is derived from the steps.
-
-    Raises:
-        UserError: ``text`` is neither auto nor a number of seconds.
+    """Returns the time limit of a step in seconds; 0 for no limit; None if it is derived from the steps. Raises
+    UserError if ``text`` is neither auto nor a number of seconds.
     """
     if text == "auto":
         return None
@@ -194,10 +186,8 @@ def with_all_workers(config: Config, workers: int) -> Config:
 
 
 def node_range(cluster: ClusterConfig) -> tuple[int, int]:
-    """Returns the fewest and the most nodes of ``cluster.nodes``: ``4`` or ``2-4``.
-
-    Raises:
-        UserError: the value is neither a number nor a range, or the range is empty.
+    """Returns the fewest and the most nodes of ``cluster.nodes``: ``4`` or ``2-4``. Raises UserError if the value is
+    neither a number nor a range, or the range is empty.
     """
     match = NUMBER_OR_RANGE.fullmatch(str(cluster.nodes))
     if match is not None:
@@ -219,10 +209,8 @@ def asked_nodes(config: Config) -> tuple[int, int]:
 
 
 def fewest_nodes(config: Config) -> int:
-    """Returns the smallest number of nodes on which the run must fit, at its start or after it loses nodes.
-
-    Raises:
-        UserError: ``elastic.min_nodes`` is larger than ``cluster.nodes``.
+    """Returns the smallest number of nodes on which the run must fit, at its start or after it loses nodes. Raises
+    UserError if ``elastic.min_nodes`` is larger than ``cluster.nodes``.
     """
     fewest, least = node_range(config.cluster)[0], config.elastic.min_nodes
     if least is not None and least > fewest:
@@ -235,11 +223,7 @@ def fewest_nodes(config: Config) -> int:
 
 
 def check_divides(divisor: int, number: int, key: str, what: str) -> None:
-    """Checks that a size divides another one.
-
-    Raises:
-        UserError: ``divisor``, the value of ``key``, does not divide ``number``, the value of ``what``.
-    """
+    """Raises UserError if ``divisor``, the value of ``key``, does not divide ``number``, the value of ``what``."""
     if number % divisor:
         fix = f"{key}={max(n for n in range(1, divisor) if number % n == 0)}"
         if what.endswith(".sequence_length"):  # unlike a size of the model, it is easily another
@@ -283,10 +267,8 @@ class Recomputation:
 
 
 def parse_recomputation(text: str) -> Recomputation:
-    """Parses the value of ``train.activation_checkpointing``.
-
-    Raises:
-        UserError: ``text`` is neither in ``RECOMPUTATION_MODES``, ``selective:N`` nor a size.
+    """Parses the value of ``train.activation_checkpointing``. Raises UserError if ``text`` is neither in
+    ``RECOMPUTATION_MODES``, ``selective:N`` nor a size.
     """
     budget = parse_bytes(text)
     if budget is not None:
@@ -305,10 +287,8 @@ def parse_recomputation(text: str) -> Recomputation:
 
 
 def preflight_actions(cluster: ClusterConfig) -> dict[str, str]:
-    """Returns what follows an error of each class that the preflight finds: warn, stop or exclude.
-
-    Raises:
-        UserError: ``cluster.preflight_action`` names an unknown class or action.
+    """Returns what follows an error of each class that the preflight finds: warn, stop or exclude. Raises UserError if
+    ``cluster.preflight_action`` names an unknown class or action.
     """
     default: dict[str, str] = ClusterConfig().preflight_action
     actions = cluster.preflight_action
@@ -330,10 +310,8 @@ def runs_own_code(config: Config) -> bool:
 
 
 def command_words(config: Config) -> list[str]:
-    """Returns the program and the arguments of ``run.command``; empty without one.
-
-    Raises:
-        UserError: it is neither a text nor a list of words.
+    """Returns the program and the arguments of ``run.command``; empty without one. Raises UserError if it is neither a
+    text nor a list of words.
     """
     command = config.run.command
     if command is None:
@@ -422,11 +400,7 @@ def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def server_uri(settings: MlflowConfig) -> str:
-    """Returns the address of the MLflow server.
-
-    Raises:
-        UserError: none is set, or it is not that of a server.
-    """
+    """Returns the address of the MLflow server. Raises UserError if none is set, or it is not that of a server."""
     uri = settings.uri if settings.uri not in (None, "auto") else os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
         raise UserError(

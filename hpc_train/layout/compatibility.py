@@ -760,11 +760,7 @@ OF_RUN: tuple[Exclusion, ...] = (
 
 
 def check_compatibility(rows: Iterable[Exclusion], config: Config, layout: Layout) -> None:
-    """Checks that ``config`` and ``layout`` combine nothing that ``rows`` exclude.
-
-    Raises:
-        UserError: they do. The message reports all of it.
-    """
+    """Raises UserError with all that ``config`` and ``layout`` combine although ``rows`` exclude it."""
     check_all(*(partial(row.check, config, layout) for row in rows))
 
 

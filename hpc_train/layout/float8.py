@@ -55,11 +55,7 @@ def why_not_float8(name: str, inputs: int, outputs: int, precision: PrecisionCon
 
 
 def check_skip(precision: PrecisionConfig) -> None:
-    """Checks that ``precision.fp8_skip`` holds regular expressions.
-
-    Raises:
-        UserError: ``precision.fp8_skip`` has something that is not a regular expression.
-    """
+    """Raises UserError if ``precision.fp8_skip`` has something that is not a regular expression."""
     for pattern in precision.fp8_skip:
         try:
             re.compile(pattern)
@@ -72,11 +68,7 @@ def check_skip(precision: PrecisionConfig) -> None:
 
 
 def check_float8(config: Config, layout: Layout) -> None:
-    """Checks that tensor-parallel ranks can compute their shards in fp8, if ``precision.fp8`` is set.
-
-    Raises:
-        UserError: a shard has a size that fp8 does not support.
-    """
+    """Raises UserError if tensor-parallel ranks have shards of sizes that ``precision.fp8`` does not support."""
     recipe = config.precision.fp8
     model = config.model
     tp = layout.tp

@@ -69,11 +69,7 @@ def loss_form(config: Config, layout: Layout) -> LossForm:
 
 
 def check_loss_chunks(config: Config, layout: Layout) -> None:
-    """Checks that there are at least as many tokens as chunks, if ``train.loss_chunks`` is a number.
-
-    Raises:
-        UserError: there are not.
-    """
+    """Raises UserError if ``train.loss_chunks`` is a number above that of the tokens."""
     chunks = config.train.loss_chunks
     length = getattr(config.data, "sequence_length", None)
     if isinstance(chunks, str) or not length:  # another check refuses a length of 0

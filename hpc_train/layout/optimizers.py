@@ -104,10 +104,8 @@ def own_code(optim: OptimConfig) -> list[str]:
 
 
 def parameter_groups(optim: OptimConfig) -> list[ParameterGroup]:
-    """Returns the groups of ``optim.groups`` in their order.
-
-    Raises:
-        UserError: a group has no ``match``, an unknown key, or a value of the wrong type.
+    """Returns the groups of ``optim.groups`` in their order. Raises UserError if a group has no ``match``, an unknown
+    key, or a value of the wrong type.
     """
     return [_group(str(name), values) for name, values in optim.groups.items()]
 
@@ -270,10 +268,8 @@ class Schedule:
 
 
 def parse_schedule(value: Any) -> Schedule:
-    """Parses the value of ``optim.schedule``.
-
-    Raises:
-        UserError: ``value`` is neither a built-in schedule nor an import path, alone or with arguments.
+    """Parses the value of ``optim.schedule``. Raises UserError if ``value`` is neither a built-in schedule nor an
+    import path, alone or with arguments.
     """
     where = "optim.schedule"
     if isinstance(value, str) and (value in SCHEDULES or "." in value):

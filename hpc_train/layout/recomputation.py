@@ -169,11 +169,7 @@ def describe_recomputation(config: Config, layout: Layout) -> str | None:
 
 
 def check_budget(config: Config, layout: Layout) -> None:
-    """Checks that a choice of recomputation meets the budget, if ``train.activation_checkpointing`` is one.
-
-    Raises:
-        UserError: no choice meets it.
-    """
+    """Raises UserError if ``train.activation_checkpointing`` is a budget that no choice of recomputation meets."""
     budget = parse_recomputation(config.train.activation_checkpointing).budget
     if budget is None or not knows_sizes(config):
         return
@@ -197,10 +193,8 @@ def knows_sizes(config: Config) -> bool:
 
 
 def parse_activation_offload(text: str) -> int | None:
-    """Returns the size in bytes from which saved tensors are kept in host memory; None if none are.
-
-    Raises:
-        UserError: ``text`` is neither none nor a size.
+    """Returns the size in bytes from which saved tensors are kept in host memory; None if none are. Raises UserError if
+    ``text`` is neither none nor a size.
     """
     if text == "none":
         return None

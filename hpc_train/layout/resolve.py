@@ -101,11 +101,7 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int, device_byt
 
 
 def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
-    """Returns the layout with ``pp`` pipeline ranks.
-
-    Raises:
-        UserError: the strategy does not fit these ranks.
-    """
+    """Returns the layout with ``pp`` pipeline ranks. Raises UserError if the strategy does not fit these ranks."""
     strategy = config.strategy
     dp = _data_parallel(strategy, ranks, pp, notes)
     holders = dp * ranks.cp
@@ -139,10 +135,8 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
 
 
 def _of_user_code(config: Config, ranks: Ranks, notes: list[str]) -> Layout:
-    """Returns the ranks of custom code, which has no micro-batches that hpc_train knows of.
-
-    Raises:
-        UserError: the strategy does not fit these ranks.
+    """Returns the ranks of custom code, which has no micro-batches that hpc_train knows of. Raises UserError if the
+    strategy does not fit these ranks.
     """
     strategy = config.strategy
     pp = strategy.pp
@@ -210,10 +204,8 @@ def check_chosen(config: Config) -> None:
 
 
 def for_nodes(config: Config, nodes: int) -> Config:
-    """Returns ``config`` with the layout that ``strategy=auto`` has frozen for ``nodes`` nodes, if there is one.
-
-    Raises:
-        UserError: no layout fitted this number of nodes, or ``strategy.for_nodes`` names an unknown key.
+    """Returns ``config`` with the layout that ``strategy=auto`` has frozen for ``nodes`` nodes, if there is one. Raises
+    UserError if no layout fitted this number of nodes, or ``strategy.for_nodes`` names an unknown key.
     """
     others = config.strategy.for_nodes
     if str(nodes) not in others:
@@ -235,10 +227,8 @@ def for_nodes(config: Config, nodes: int) -> Config:
 
 
 def _data_parallel(strategy: StrategyConfig, ranks: Ranks, pp: int, notes: list[str]) -> int:
-    """Returns the number of data-parallel ranks.
-
-    Raises:
-        UserError: ``strategy.dp`` is wrong, needs more ranks than there are, or leaves ranks of several nodes idle.
+    """Returns the number of data-parallel ranks. Raises UserError if ``strategy.dp`` is wrong, needs more ranks than
+    there are, or leaves ranks of several nodes idle.
     """
     dp: int | str = strategy.dp
     room = ranks.columns // pp
@@ -319,10 +309,8 @@ def long_warmup(optim: OptimConfig, steps: int) -> Iterator[str]:
 
 
 def _pipeline_ranks(config: Config, ranks: Ranks, device_bytes: float | None, notes: list[str]) -> int:
-    """Returns ``strategy.pp`` as a number. ``notes`` receives the reasons for an automatic choice.
-
-    Raises:
-        UserError: ``strategy.pp`` is wrong, or needs more ranks than there are.
+    """Returns ``strategy.pp`` as a number. ``notes`` receives the reasons for an automatic choice. Raises UserError if
+    ``strategy.pp`` is wrong, or needs more ranks than there are.
     """
     pp = config.strategy.pp
     if pp == "fill":
@@ -466,10 +454,8 @@ def _choose_schedule(
 def _micro_batches(
     config: Config, schedule: PipelineSchedule, dp: int, pp: int, stages_per_rank: int
 ) -> tuple[int, int]:
-    """Returns the micro-batches per step and rank, and the samples per micro-batch.
-
-    Raises:
-        UserError: the schedule does not support the stages or the micro-batches.
+    """Returns the micro-batches per step and rank, and the samples per micro-batch. Raises UserError if the schedule
+    does not support the stages or the micro-batches.
     """
     stages = pp * stages_per_rank
     if pp > 1:
@@ -553,9 +539,7 @@ def _divide(config: Config, dp: int) -> tuple[int, int, int]:
     ranks, and the samples of each.
 
     The number of logical micro-batches does not depend on the ranks. Each data-parallel rank computes consecutive ones.
-
-    Raises:
-        UserError: there are fewer logical micro-batches than ranks, or fewer samples than logical micro-batches.
+    Raises UserError if there are fewer logical micro-batches than ranks, or fewer samples than logical micro-batches.
     """
     batch = config.batch
     key = "batch.logical_micro_batches"

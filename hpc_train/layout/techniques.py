@@ -323,10 +323,8 @@ TREE = replace(_ALLREDUCE, name="tree", replicas=f"{_REPLICAS}:LocalReplicas", b
 
 @cache
 def find_schedule(name: str) -> PipelineSchedule:
-    """Returns the row of ``strategy.schedule=name``, a built-in name or an import path.
-
-    Raises:
-        UserError: the row does not exist, or a fact of it is missing or contradictory.
+    """Returns the row of ``strategy.schedule=name``, a built-in name or an import path. Raises UserError if the row
+    does not exist, or a fact of it is missing or contradictory.
     """
     row = _find("strategy.schedule", name, SCHEDULES, PipelineSchedule, (AUTO,))
     if ":" in name and row.auto is not None:
@@ -342,10 +340,8 @@ def find_schedule(name: str) -> PipelineSchedule:
 
 @cache
 def find_kind(name: str) -> DataParallelKind:
-    """Returns the row of ``strategy.data_parallel=name``, a built-in name or an import path.
-
-    Raises:
-        UserError: the row does not exist, or a fact of it is missing or contradictory.
+    """Returns the row of ``strategy.data_parallel=name``, a built-in name or an import path. Raises UserError if the
+    row does not exist, or a fact of it is missing or contradictory.
     """
     row = _find("strategy.data_parallel", name, KINDS, DataParallelKind)
     for schedule in row.schedules:

@@ -76,9 +76,7 @@ def check_own_code(config: Config) -> None:
 
     Both use the groups ``cluster``, ``elastic``, ``launch`` and ``run``, and ``strategy`` for the number and the
     arrangement of ranks. What only the trainer implements is refused, and for a command also what nothing could read.
-
-    Raises:
-        UserError: a key has no effect, the function does not exist, or the command cannot be started.
+    Raises UserError if a key has no effect, the function does not exist, or the command cannot be started.
     """
     run = config.run
     words = command_words(config)
@@ -155,10 +153,8 @@ def check_own_layout(config: Config, layout: Layout) -> None:
 def check_own_model(config: Config, stages: int) -> None:
     """Checks the signature of ``model._target_``, and that its class can be cut if there are pipeline stages.
 
-    The class of a model in a container is not known here, and that of a function only from its annotation.
-
-    Raises:
-        UserError: the source shows that the model cannot be built or cut.
+    The class of a model in a container is not known here, and that of a function only from its annotation. Raises
+    UserError if the source shows that the model cannot be built or cut.
     """
     model = config.model
     if not isinstance(model, CustomModelConfig) or config.cluster.container.image is not None:
@@ -201,10 +197,8 @@ def _refuse_object(definition: Definition, arguments: Collection[str], where: st
 
 
 def check_targets(config: Config, layout: Layout) -> None:
-    """Checks the import paths and the arguments of all metrics and hooks.
-
-    Raises:
-        UserError: a metric or hook cannot be found or does not take its arguments, or a built-in hook cannot use them.
+    """Raises UserError if a metric or hook cannot be found or does not take its arguments, or a built-in hook cannot
+    use them.
     """
     for group, batch in (("metrics", 2), ("hooks", 0)):
         for name, target in getattr(config, group).items():
@@ -303,10 +297,8 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def check_built_model(config: Config) -> None:
-    """Builds the model on the meta device in another process and compares it with its description.
-
-    Raises:
-        UserError: they disagree, or the model cannot be built.
+    """Builds the model on the meta device in another process and compares it with its description. Raises UserError if
+    they disagree, or the model cannot be built.
     """
     if importlib.util.find_spec("torch") is None:
         return  # the workers check the model if the login node has no torch
@@ -319,10 +311,8 @@ def check_built_model(config: Config) -> None:
 def check_tried_optimizer(config: Config) -> None:
     """Tries the user's optimizer and schedule on small parameters in another process.
 
-    A worker builds them itself, and what is installed in a container is not known here.
-
-    Raises:
-        UserError: they cannot be imported or called, or their state cannot be saved.
+    A worker builds them itself, and what is installed in a container is not known here. Raises UserError if they cannot
+    be imported or called, or their state cannot be saved.
     """
     distributed: Any = sys.modules.get("torch.distributed")
     is_worker = distributed is not None and distributed.is_initialized()

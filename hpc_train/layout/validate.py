@@ -78,11 +78,7 @@ def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: fl
 
 
 def _check_parts(config: Config, nodes: int, workers_per_node: int, device_bytes: float | None) -> Layout:
-    """Checks what can be wrong independently of each other, and returns the layout.
-
-    Raises:
-        UserError: something is wrong. The message reports all problems.
-    """
+    """Checks independent parts and returns the layout. Raises UserError with all problems."""
     family, source = family_of(config.model), source_of(config.data)
     mistakes = Mistakes()
     with mistakes.collected():
@@ -114,10 +110,8 @@ def _check_parts(config: Config, nodes: int, workers_per_node: int, device_bytes
 
 
 def checked_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
-    """Returns the layout on ``nodes`` x ``workers_per_node`` workers.
-
-    Raises:
-        UserError: the strategy does not fit these ranks, or the model, the data or another key does not support it.
+    """Returns the layout on ``nodes`` x ``workers_per_node`` workers. Raises UserError if the strategy does not fit
+    these ranks, or the model, the data or another key does not support it.
     """
     layout = resolve_layout(config, nodes, workers_per_node)
     for check in CHECKS_OF_LAYOUT:
@@ -126,11 +120,7 @@ def checked_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
 
 
 def check_values(config: Config) -> None:
-    """Checks each value by itself.
-
-    Raises:
-        UserError: keys do not accept their values. The message reports all.
-    """
+    """Raises UserError with all keys that do not accept their values."""
     check_all(
         lambda: check_keys(config),
         # the layout refuses auto unless strategy=auto has replaced it

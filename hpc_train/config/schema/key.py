@@ -266,11 +266,7 @@ def _fields(schema: type) -> list[tuple[str, KeyInfo | None]]:
 
 
 def check_keys(node: Any, path: str = "") -> None:
-    """Checks every value below ``node`` against the choices and the range of its key.
-
-    Raises:
-        UserError: values are neither one of their key's choices nor in their key's range. The message reports all.
-    """
+    """Raises UserError with all values below ``node`` that are neither a choice of their key nor in its range."""
     mistakes = Mistakes()
     for name, value, info in keys(node, path):
         if not _accepts(info, value):
