@@ -33,14 +33,15 @@ _GENERATORS: dict[Any, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
     np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
-    np.random.Generator: (lambda each: each.bit_generator.state, _set_bits),
+    np.random.Generator: (lambda generator: generator.bit_generator.state, _set_bits),
 }
 
 
 @contextmanager
 def kept_random_state(device: torch.device) -> Iterator[None]:
     """Restores the default generators of Python, numpy, torch and ``device``."""
-    drawn_by_python, drawn_by_numpy = random.getstate(), np.random.get_state()
+    drawn_by_python = random.getstate()
+    drawn_by_numpy = np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             yield
@@ -68,26 +69,36 @@ def kept_state(parts: Sequence[nn.Module], *, attributes: bool = True) -> Iterat
             removed.
     """
     modules = [module for part in parts for module in all_modules(part)]
-    kept = [(module._buffers, name, buffer) for module in modules for name, buffer in module._buffers.items()]
-    of_modules = [vars(module) for module in modules] if attributes else []
-    names = [frozenset(held) for held in of_modules]
-    for held in of_modules:
-        kept += [(held, name, value) for name, value in held.items() if name not in OF_TORCH and _is_kept(value)]
-    inner = [*held_by(modules)] if attributes else []
+    saved = [(module._buffers, name, buffer) for module in modules for name, buffer in module._buffers.items()]
+    namespaces: list[dict[str, Any]] = []
+    inner: list[Any] = []
+    if attributes:
+        namespaces = [vars(module) for module in modules]
+        inner = [*held_by(modules)]
+    names = [frozenset(namespace) for namespace in namespaces]
+    for namespace in namespaces:
+        saved += [
+            (namespace, name, value) for name, value in namespace.items() if name not in OF_TORCH and _is_kept(value)
+        ]
     restorers = [restorer for value in inner if (restorer := _restorer(value)) is not None]
-    tensors = {id(value): value for value in (*(value for _, _, value in kept), *inner) if _is_changeable(value)}
-    tensors |= _tensors_of_unregistered(inner, modules)
+    tensors = {id(value): value for value in (*(value for _, _, value in saved), *inner) if _is_changeable(value)}
+    # those of modules that ``modules`` hold in a list or an object, such as a teacher
+    registered = {id(value) for module in modules for value in (module, *module.parameters(), *module.buffers())}
+    for value in inner:
+        if isinstance(value, nn.Module) and id(value) not in registered:
+            hidden = (*value.parameters(), *value.buffers())
+            tensors |= {id(tensor): tensor for tensor in hidden if id(tensor) not in registered}
     copies = [tensor.detach().clone() for tensor in tensors.values()]
     try:
         with kept_extra_state(parts) if attributes else nullcontext():
             yield
     finally:
-        for held, before in zip(of_modules, names, strict=True):
-            for name in [name for name in held if name not in before]:
-                if _is_kept(held[name]):
-                    del held[name]
-        for holder, name, value in kept:
-            holder[name] = value
+        for namespace, before in zip(namespaces, names, strict=True):
+            for name in [name for name in namespace if name not in before]:
+                if _is_kept(namespace[name]):
+                    del namespace[name]
+        for namespace, name, value in saved:
+            namespace[name] = value
         for restore in restorers:
             restore()
         with torch.no_grad():
@@ -96,20 +107,13 @@ def kept_state(parts: Sequence[nn.Module], *, attributes: bool = True) -> Iterat
 
 
 def _is_kept(value: Any) -> bool:
-    return _is_plain(value) or isinstance(value, (*_CONTAINERS, *_GENERATORS, np.ndarray)) or is_object(value)
+    plain = (bool, int, float, str, tuple, Tensor, type(None))
+    return isinstance(value, (*plain, *_CONTAINERS, *_GENERATORS, np.ndarray)) or is_object(value)
 
 
 def _is_changeable(value: Any) -> bool:
     """Returns whether ``value`` is a tensor that neither an optimizer nor FSDP changes."""
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter | DTensor)
-
-
-def _tensors_of_unregistered(inner: Iterable[Any], modules: Iterable[nn.Module]) -> dict[int, Tensor]:
-    """Returns the tensors of modules that ``modules`` hold in a list or an object, such as a teacher, by their ids."""
-    registered = {id(value) for module in modules for value in (module, *module.parameters(), *module.buffers())}
-    hidden = [value for value in inner if isinstance(value, nn.Module) and id(value) not in registered]
-    tensors = [tensor for module in hidden for tensor in (*module.parameters(), *module.buffers())]
-    return {id(tensor): tensor for tensor in tensors if id(tensor) not in registered}
 
 
 def _restorer(value: Any) -> Callable[[], object] | None:
@@ -119,10 +123,15 @@ def _restorer(value: Any) -> Callable[[], object] | None:
     for generator, (get_state, set_state) in _GENERATORS.items():
         if isinstance(value, generator):
             return partial(set_state, value, get_state(value))
-    kind = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
-    if kind is None or any(isinstance(each, nn.Parameter) for each in elements(value)):  # which FSDP exchanges
-        return None
-    return partial(_refill, value, kind, [*dict.items(value)] if issubclass(kind, dict) else elements(value))
+    for kind in _CONTAINERS:
+        if isinstance(value, kind):
+            content = elements(value)
+            if any(isinstance(element, nn.Parameter) for element in content):  # which FSDP exchanges
+                return None
+            if issubclass(kind, dict):
+                content = [*dict.items(value)]
+            return partial(_refill, value, kind, content)
+    return None
 
 
 def _refill(container: Any, kind: Any, content: list[Any]) -> None:
@@ -134,14 +143,16 @@ def _refill(container: Any, kind: Any, content: list[Any]) -> None:
 
 
 @contextmanager
-def kept_parameters(held: Iterable[nn.Parameter]) -> Iterator[None]:
+def kept_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Restores the parameters to which a forward pass has written; copies of all of them are in host memory.
 
     Args:
-        held: those of the engine: the shards, also where FSDP has replaced them for a pass.
+        parameters: those of the engine: the shards, also where FSDP has replaced them for a pass.
     """
-    local = [each.to_local() if isinstance(each, DTensor) else each.detach() for each in held]
-    copies = [(tensor, checksum(tensor), tensor.detach().to("cpu", copy=True)) for tensor in local]
+    copies = []
+    for parameter in parameters:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+        copies.append((local, checksum(local), local.detach().to("cpu", copy=True)))
     try:
         yield
     finally:
@@ -156,16 +167,18 @@ def plain_attributes(parts: Sequence[nn.Module]) -> dict[str, Any]:
 
     Modules that decide themselves what their state contains are left out.
     """
-    found: dict[str, Any] = {}
+    methods = ("get_extra_state", "_save_to_state_dict", "state_dict")
+    attributes: dict[str, Any] = {}
     for part in parts:
-        users = part.bare if isinstance(part, WrappedModel) else part
-        for prefix, module in (*part.named_modules(), ("", users)):
-            if _saves_more(module):
+        of_user = part.bare if isinstance(part, WrappedModel) else part
+        for prefix, module in (*part.named_modules(), ("", of_user)):
+            overrides = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in methods)
+            if overrides or module._state_dict_hooks or module._state_dict_pre_hooks:
                 continue
             for name, value in vars(module).items():
                 if name not in OF_TORCH and _is_kept(value):
-                    found[canonical_name(f"{prefix}.{name}" if prefix else name)] = _copied(value)
-    return found
+                    attributes[canonical_name(f"{prefix}.{name}" if prefix else name)] = _copied(value)
+    return attributes
 
 
 def _copied(value: Any, depth: int = 8) -> Any:
@@ -181,7 +194,7 @@ def _copied(value: Any, depth: int = 8) -> Any:
         return frozenset(value)
     if isinstance(value, (tuple, *_CONTAINERS)) or is_object(value):
         names = [*dict.keys(value)] if isinstance(value, dict) else []
-        return (*names, *(_copied(each, depth - 1) for each in elements(value))) if depth else ()
+        return (*names, *(_copied(element, depth - 1) for element in elements(value))) if depth else ()
     return value if isinstance(value, bool | int | float | str) else None
 
 
@@ -190,23 +203,13 @@ def changed_attributes(before: dict[str, Any], after: dict[str, Any]) -> list[st
     return [name for name, value in after.items() if name not in before or not _same(before[name], value)]
 
 
-def _saves_more(module: nn.Module) -> bool:
-    methods = ("get_extra_state", "_save_to_state_dict", "state_dict")
-    overrides = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in methods)
-    return overrides or bool(module._state_dict_hooks or module._state_dict_pre_hooks)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str | tuple | Tensor | None)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.is_meta or other.is_meta:  # without values, as constants of a model that was built on meta
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        if first.is_meta or second.is_meta:  # without values, as constants of a model that was built on meta
             return True
-        return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return first.shape == second.shape and first.dtype == second.dtype and bool(torch.equal(first, second))
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
         return False
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return bool(first == second)

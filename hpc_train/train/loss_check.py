@@ -1,18 +1,16 @@
 """Finds a loss that depends on how a batch is split or padded, before the first step.
 
 The sum and the count of a loss must be sums over samples: then they are the same whether one rank computes them for the
-whole batch, or several ranks and micro-batches for parts of it. The module compares those of one micro-batch with those
-of its two halves. They differ for a contrastive loss, for a forward pass that attends across the batch, and for a mean
-with a count of 1.
+whole batch, or several ranks and micro-batches for parts of it. Those of one micro-batch are compared with those of its
+two halves. They differ for a contrastive loss, for a forward pass that attends across the batch, and for a mean with a
+count of 1.
 
 Padding fills up a batch whose samples do not divide over the ranks and micro-batches: copies of a sample whose targets
-are all ``IGNORED``. What such a row contains must not matter, and it must not count. Micro-batches are compared that
-differ only in the inputs of a row without targets, or in having it.
+are all ``IGNORED``. Micro-batches are compared that differ only in the inputs of such a row, or in having it.
 
-The model is in evaluation mode, without dropout and with fixed batch statistics. A loss that is random nevertheless
-draws from a generator, or differs between two passes over the same micro-batch; it is not compared with its halves.
-Nothing changes for the training: random state, buffers and plain attributes of the modules are restored, and there are
-no gradients.
+The model is in evaluation mode. A loss that is random nevertheless draws from a generator, or differs between two
+passes over the same micro-batch; it is not compared with its halves. Nothing changes for the training: random state,
+buffers and plain attributes of the modules are restored, and there are no gradients.
 """
 
 from __future__ import annotations
@@ -76,7 +74,10 @@ class _Check:
     """Computes the loss of a micro-batch and its variants."""
 
     def __init__(self, engine: Engine, dataset: Dataset, mesh: Mesh, tolerance: float) -> None:
-        self._engine, self._dataset, self._mesh, self._tolerance = engine, dataset, mesh, tolerance
+        self._engine = engine
+        self._dataset = dataset
+        self._mesh = mesh
+        self._tolerance = tolerance
         self._size = max(2, mesh.layout.micro_size)
         self._batch = self._read(0, self._size)
         seed_micro_batch(0, 0, 0, mesh.device)
@@ -92,7 +93,7 @@ class _Check:
 
     def split(self) -> str | None:
         """Returns a warning if the loss is not the sum over the halves."""
-        if self._agreed(self._draws):
+        if self._any_rank_draws():
             return None
         middle = self._size // 2 // 2 * 2 or 1  # even, because samples may belong together in pairs
         halves, problem = self._tried(self._part(0, middle), self._part(middle, self._size))
@@ -100,12 +101,21 @@ class _Check:
             return f"the loss was not checked for a dependence on the split of a batch: half a micro-batch {problem}"
         if _equal(self._whole, halves, self._tolerance) or not self._is_repeatable():
             return None
-        return _warning(self._size, self._whole, halves, self._mesh.layout.dp)
+        # those of one of the ranks, which have all computed the same samples
+        dp = self._mesh.layout.dp
+        whole, both = (f"{total / dp:.6g} with the count {count / dp:.6g}" for total, count in (self._whole, halves))
+        return (
+            f"the results depend on the number of ranks and micro-batches: the loss of {self._size} samples is "
+            f"{whole}, but the losses of their two halves add up to {both}. If the loss compares samples, declare it "
+            "as loss(self, outputs, targets, gather), which compares those of all ranks; otherwise return a sum over "
+            "samples and their number"
+        )
 
     def padding(self) -> str | None:
         """Returns how a row without targets enters the loss; None if it does not, or the loss cannot be computed."""
         if isinstance(self._batch.inputs, Ragged):  # which is not padded
             return None
+        dp = self._mesh.layout.dp
         # the feed pads with copies of the first sample of a micro-batch
         last = self._size - 1
         padded, _ = self._tried(_without_targets(self._batch, last, copied=True))
@@ -114,16 +124,17 @@ class _Check:
             return None
         counted = any(bool((value[last] != IGNORED).any()) for value in leaves(self._batch.targets))
         if counted and padded[1] == self._whole[1] > self._mesh.layout.dp_cp:  # a count of 1 is that of a mean
-            return f"its count is {padded[1] / self._mesh.layout.dp:g} with and without the targets of a row"
+            return f"its count is {padded[1] / dp:g} with and without the targets of a row"
         if not _equal(padded, other, REPEATED) and self._is_repeatable():
-            one, two = (total / self._mesh.layout.dp for total, _ in (padded, other))
-            return f"its sum is {one:.6g} or {two:.6g}, depending on the inputs of a row without targets"
+            sums = f"{padded[0] / dp:.6g} or {other[0] / dp:.6g}"
+            return f"its sum is {sums}, depending on the inputs of a row without targets"
         # a loss that is rounded to bf16 may hide this difference, and other shapes may draw other random numbers
-        shorter = None if self._agreed(self._draws) else self._tried(self._part(0, last))[0]
+        if self._any_rank_draws():
+            return None
+        shorter, _ = self._tried(self._part(0, last))
         if shorter is None or _equal(padded, shorter, self._tolerance) or not self._is_repeatable():
             return None
-        one, two = (total / self._mesh.layout.dp for total, _ in (padded, shorter))
-        return f"its sum is {one:.6g} with a row without targets and {two:.6g} without this row"
+        return f"its sum is {padded[0] / dp:.6g} with a row without targets and {shorter[0] / dp:.6g} without this row"
 
     def _read(self, first: int, last: int) -> Batch:
         layout = replace(self._mesh.layout, micro_size=last - first)
@@ -138,11 +149,10 @@ class _Check:
 
     def _is_repeatable(self) -> bool:
         """Returns whether a second pass over the micro-batch has the same loss."""
-        return _equal(self._whole, self._sums(self._batch), REPEATED)
+        return _equal(self._whole, self._global(self._pass(self._batch)), REPEATED)
 
-    def _agreed(self, fact: bool) -> bool:
-        """Returns whether any rank has found ``fact``."""
-        return lowest(True if fact else None, self._mesh.control) is not None
+    def _any_rank_draws(self) -> bool:
+        return lowest(self._draws or None, self._mesh.control) is not None
 
     def _tried(self, *micro_batches: Batch) -> tuple[Sums | None, str]:
         """Returns the sums, or what happens if the model does not accept these micro-batches."""
@@ -159,9 +169,6 @@ class _Check:
             return None, str(problem)
         return self._global(result), ""
 
-    def _sums(self, batch: Batch) -> Sums:
-        return self._global(self._pass(batch))
-
     def _pass(self, *micro_batches: Batch) -> StepResult:
         seed_micro_batch(0, 0, 0, self._mesh.device)  # what is drawn is the same in each pass
         return self._engine.eval_step(StepBatch(micro_batches, 1))
@@ -171,30 +178,16 @@ class _Check:
         return numbers.loss * (numbers.target_count or 1.0), numbers.target_count
 
 
-def _equal(one: Sums, other: Sums, tolerance: float) -> bool:
+def _equal(first: Sums, second: Sums, tolerance: float) -> bool:
     """Returns whether both are equal up to rounding; a loss that is not finite differs from no other."""
-    if not all(map(math.isfinite, (*one, *other))):
+    if not all(map(math.isfinite, (*first, *second))):
         return True
-    floor = FLOOR * max(1.0, one[1])
-    return all(abs(a - b) <= tolerance * max(abs(a), abs(b)) + floor for a, b in zip(one, other, strict=True))
-
-
-def _warning(samples: int, whole: Sums, halves: Sums, dp: int) -> str:
-    """Returns the warning with the sums of one of the ``dp`` ranks, which have all computed the same samples."""
-    one, both = (f"{total / dp:.6g} with the count {count / dp:.6g}" for total, count in (whole, halves))
-    return (
-        f"the results depend on the number of ranks and micro-batches: the loss of {samples} samples is {one}, but the "
-        f"losses of their two halves add up to {both}. If the loss compares samples, declare it as loss(self, outputs, "
-        "targets, gather), which compares those of all ranks; otherwise return a sum over samples and their number"
-    )
+    floor = FLOOR * max(1.0, first[1])
+    return all(abs(a - b) <= tolerance * max(abs(a), abs(b)) + floor for a, b in zip(first, second, strict=True))
 
 
 def _without_targets(batch: Batch, row: int, copied: bool) -> Batch:
-    """Returns ``batch`` without the targets of ``row``.
-
-    Args:
-        copied: whether the inputs of the row are those of the first row.
-    """
+    """Returns ``batch`` without the targets of ``row``, whose inputs may be ``copied`` from the first row."""
 
     def inputs(value: torch.Tensor) -> torch.Tensor:
         if not copied:

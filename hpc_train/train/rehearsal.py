@@ -12,7 +12,7 @@ optimizer sees them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,52 +78,61 @@ def rehearse(config: Config, mesh: Mesh, engine: Engine, batch: Batch) -> Rehear
         UserError: the forward pass writes to parameters that are sharded, or the gradients are not those of one
             process.
     """
-    rehearsed = Rehearsal()
+    rehearsal = Rehearsal()
     with kept_random_state(mesh.device), torch.compiler.set_stance("force_eager"):
         with kept_parameters(engine.named_parameters().values()), kept_state(engine.parts):
             before = plain_attributes(engine.parts)
-            memory = _allocated(mesh.device)
+            allocated = peak = 0
+            if mesh.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(mesh.device)
+                allocated = torch.cuda.memory_allocated(mesh.device)
             with watching_writes(engine.parts) as written:
                 _train(config, mesh, engine, batch)
-            needed = _peak(mesh.device) - memory
+            if mesh.device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated(mesh.device)
             changed = changed_attributes(before, plain_attributes(engine.parts))
-        again = lowest(changed or None, mesh.control) is not None
-        rehearsed.written = lowest(sorted(written) or None, mesh.control) or []
-        if rehearsed.written:
-            _keep_writes(config, mesh, engine, batch, rehearsed.written)
+        changes_attributes = lowest(changed or None, mesh.control) is not None
+        rehearsal.written = lowest(sorted(written) or None, mesh.control) or []
+        if rehearsal.written:
+            if mesh.layout.kind.sharder is not None and mesh.layout.dp_cp > 1:
+                kind = mesh.layout.data_parallel
+                raise UserError(
+                    f"the forward pass writes to the parameters {join_names(rehearsal.written)}, but {kind} computes "
+                    "with copies of them, so that what is written is lost",
+                    where=f"strategy.data_parallel={kind}, model",
+                    fix="strategy=dp or single, which keep what is written",
+                )
+            engine.read_anew(rehearsal.written)
+            with kept_parameters(engine.named_parameters().values()), kept_state(engine.parts):
+                _train(config, mesh, engine, batch)
         try:
-            rehearsed.not_compared = _compare(config, mesh, engine, batch, needed)
+            rehearsal.not_compared = _compare(config, mesh, engine, batch, peak - allocated)
         finally:
             _clear(engine)
-        if again:
-            rehearsed.attributes = _state_of(config, mesh, engine, batch)
+        if changes_attributes:
+            # what a module only keeps of its last call, such as its outputs, is the same after a second one
+            after = []
+            with kept_state(engine.parts):
+                for _ in range(2):
+                    with (
+                        kept_parameters(engine.named_parameters().values()),
+                        kept_state(engine.parts, attributes=False),
+                    ):
+                        _train(config, mesh, engine, batch)
+                    after.append(plain_attributes(engine.parts))
+                _clear(engine)
+            rehearsal.attributes = changed_attributes(*after)
     if mesh.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(mesh.device)
-    return rehearsed
-
-
-def _state_of(config: Config, mesh: Mesh, engine: Engine, batch: Batch) -> list[str]:
-    """Returns the attributes that change once more in a second pass over the same micro-batch.
-
-    What a module only keeps of its last call, such as its outputs, is the same in both.
-    """
-    found = []
-    with kept_state(engine.parts):
-        for _ in range(2):
-            with kept_parameters(engine.named_parameters().values()), kept_state(engine.parts, attributes=False):
-                _train(config, mesh, engine, batch)
-            found.append(plain_attributes(engine.parts))
-        _clear(engine)
-    return changed_attributes(*found)
+    return rehearsal
 
 
 def _train(config: Config, mesh: Mesh, engine: Engine, batch: Batch) -> None:
     """Computes the gradients of ``batch`` on all ranks."""
-    layout = mesh.layout
-    micro_batches = layout.micro_batches if layout.pp > 1 else 1
+    micro_batches = mesh.layout.micro_batches if mesh.layout.pp > 1 else 1
     seed_micro_batch(config.train.seed, 0, 0, mesh.device)
-    count = target_count(batch.targets) * layout.dp * micro_batches
+    count = target_count(batch.targets) * mesh.layout.dp * micro_batches
     engine.train_step(0, StepBatch((batch,) * micro_batches, count), _scale(config, mesh))
 
 
@@ -135,24 +144,6 @@ def _clear(engine: Engine) -> None:
     for part in engine.parts:
         for parameter in part.parameters():
             parameter.grad = None
-
-
-def _keep_writes(config: Config, mesh: Mesh, engine: Engine, batch: Batch, written: list[str]) -> None:
-    """Prepares ``engine`` for a forward pass that writes to parameters, and computes the gradients again with it.
-
-    Raises:
-        UserError: the parameters are sharded.
-    """
-    if mesh.layout.kind.sharder is not None and mesh.layout.dp_cp > 1:
-        raise UserError(
-            f"the forward pass writes to the parameters {join_names(written)}, but {mesh.layout.data_parallel} "
-            "computes with copies of them, so that what is written is lost",
-            where=f"strategy.data_parallel={mesh.layout.data_parallel}, model",
-            fix="strategy=dp or single, which keep what is written",
-        )
-    engine.read_anew(written)
-    with kept_parameters(engine.named_parameters().values()), kept_state(engine.parts):
-        _train(config, mesh, engine, batch)
 
 
 def _compare(config: Config, mesh: Mesh, engine: Engine, batch: Batch, activations: int) -> str | None:
@@ -172,19 +163,21 @@ def _compare(config: Config, mesh: Mesh, engine: Engine, batch: Batch, activatio
     reason = broadcast_plain(_hindrance(config, mesh, engine, activations), mesh.control)
     if reason is not None:
         return str(reason)
-    comparison = None
-    if mesh.rank == 0:
-        comparison = _Plain(config, mesh, batch)
-    problem = lowest(None if comparison is None else comparison.problem, mesh.control)
+    plain = _PlainModel(config, mesh, batch) if mesh.rank == 0 else None
+    problem = lowest(plain.problem if plain is not None else None, mesh.control)
     if problem is None:
-        _take_values(engine, None if comparison is None else comparison.model, mesh)
-        found = _differences(engine, comparison, mesh)
-        problem = lowest(found, mesh.control)
-    if problem is None:
-        return None
-    if isinstance(problem, str):
+        _take_values(engine, plain.model if plain is not None else None)
+        problem = lowest(_differences(engine, plain, mesh), mesh.control)
+    if problem is None or isinstance(problem, str):
         return problem
-    raise _different(problem, mesh)
+    worst = sorted(problem, key=lambda name: -problem[name])
+    listed = join_names([f"{name} (by {problem[name]:.2g} of its norm)" for name in worst])
+    kind = mesh.layout.data_parallel
+    raise UserError(
+        f"under {kind} the gradients of these parameters are not those of one process: {listed}",
+        where=f"strategy.data_parallel={kind}, model",
+        fix="strategy=dp or single; train.check=off trains with these gradients",
+    )
 
 
 def _hindrance(config: Config, mesh: Mesh, engine: Engine, activations: int) -> str | None:
@@ -200,30 +193,18 @@ def _hindrance(config: Config, mesh: Mesh, engine: Engine, activations: int) -> 
         return "the gradients of precision.fp8 are too coarse"
     parameters = sum(value.numel() * value.element_size() for part in engine.parts for value in part.parameters())
     needed = 3 * parameters + max(0, activations)  # parameters and two sets of gradients
-    free = _free(mesh.device)
-    return None if needed < 0.9 * free else f"needs {format_bytes(needed)}, and {format_bytes(free)} are free"
+    if mesh.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(mesh.device)
+        free += torch.cuda.memory_reserved(mesh.device) - torch.cuda.memory_allocated(mesh.device)
+    else:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    if needed < 0.9 * free:
+        return None
+    return f"needs {format_bytes(needed)}, and {format_bytes(free)} are free"
 
 
-def _free(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-
-
-def _allocated(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-class _Plain:
+class _PlainModel:
     """Computes with an unsharded copy of the model, as one process does.
 
     Attributes:
@@ -231,26 +212,23 @@ class _Plain:
     """
 
     def __init__(self, config: Config, mesh: Mesh, batch: Batch) -> None:
-        self._config, self._mesh, self._batch = config, mesh, batch
+        self._config = config
+        self._mesh = mesh
+        self._batch = batch
         self.problem: str | None = None
         self.model: Model | WrappedModel | None = None
         try:
-            self.model = self._built()
+            model = build_model(config.model, config.train.seed)
+            set_hidden_dtype(model, config.precision)
+            batch_norm.keep_weights_fp32(model)
+            if is_meta(model):
+                with keep_shared(model):
+                    model.to_empty(device=mesh.device)
+            model.to(device=mesh.device, dtype=parameter_dtype(config.precision.name))
+            begin_training(model)
+            self.model = model
         except Exception as error:
             self.problem = f"a second copy of the model cannot be built: {type(error).__name__}: {error}"
-
-    def _built(self) -> Model | WrappedModel:
-        config, device = self._config, self._mesh.device
-        model = build_model(config.model, config.train.seed)
-        set_hidden_dtype(model, config.precision)
-        batch_norm.keep_weights_fp32(model)
-        dtype = parameter_dtype(config.precision.name)
-        if is_meta(model):
-            with keep_shared(model):
-                model.to_empty(device=device)
-        model.to(device=device, dtype=dtype)
-        begin_training(model)
-        return model
 
     def gradients(self, noise: float = 0.0) -> dict[str, Tensor | None]:
         """Returns the gradients by name.
@@ -264,7 +242,11 @@ class _Plain:
         for parameter in parameters.values():
             parameter.grad = None
         if noise:
-            _disturb(parameters, noise)
+            generator = torch.Generator().manual_seed(0)
+            with torch.no_grad():
+                for parameter in parameters.values():
+                    signs = torch.randint(2, parameter.shape, generator=generator, dtype=torch.int8) * 2 - 1
+                    parameter.mul_(1 + noise * signs.to(parameter.device, parameter.dtype))
         seed_micro_batch(self._config.train.seed, 0, 0, self._mesh.device)
         with kept_state([model]), _Alone():
             with autocast(self._config.precision.name, self._mesh.device):
@@ -284,23 +266,15 @@ class _Alone(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _disturb(parameters: Mapping[str, nn.Parameter], noise: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in parameters.values():
-            signs = torch.randint(2, parameter.shape, generator=generator, dtype=torch.int8) * 2 - 1
-            parameter.mul_(1 + noise * signs.to(parameter.device, parameter.dtype))
-
-
-def _take_values(engine: Engine, model: nn.Module | None, mesh: Mesh) -> None:
+def _take_values(engine: Engine, model: nn.Module | None) -> None:
     """Copies parameters, buffers and extra state of the engine to the plain copy of the first rank. Collective."""
     with torch.no_grad():
         for part in engine.parts:
-            held = {} if model is None else dict(_named_tensors(model))
+            copies = dict(_named_tensors(model)) if model is not None else {}
             for name, value in _named_tensors(part):
                 full = value.full_tensor() if isinstance(value, DTensor) else value
-                if name in held:
-                    held[name].copy_(full)
+                if name in copies:
+                    copies[name].copy_(full)
             if model is not None:
                 copy_extra_state(part, model)
 
@@ -310,7 +284,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield canonical_name(name), tensor
 
 
-def _differences(engine: Engine, plain: _Plain | None, mesh: Mesh) -> Any:
+def _differences(engine: Engine, plain: _PlainModel | None, mesh: Mesh) -> Any:
     """Returns on the first rank name -> relative difference of the gradients that differ, or why they cannot be
     compared; None if they are equal. Collective."""
     expected: dict[str, Tensor | None] = {}
@@ -323,68 +297,48 @@ def _differences(engine: Engine, plain: _Plain | None, mesh: Mesh) -> Any:
     problem = lowest(problem, mesh.control)
     if problem is not None:
         return problem if plain is not None else None
-    distances = _distances(engine, expected if plain is not None else None)
+
+    distances: dict[str, float] = {}
+    parameters = engine.named_parameters()
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
+        if name in expected:
+            distances[name] = _distance(gradient, expected[name])
     if plain is None:
         return None
-    norms = {name: 0.0 if value is None else _norm(value) for name, value in expected.items()}
+    norms = {name: _distance(gradient, None) for name, gradient in expected.items()}
     if not all(map(math.isfinite, (*norms.values(), *distances.values()))):
         return "the gradients are not finite"
     floor = NEGLIGIBLE * max(norms.values(), default=0.0)
-    if all(distances[name] <= EXACT * norms[name] + floor * EXACT for name in distances):
+    if all(distance <= EXACT * norms[name] + floor * EXACT for name, distance in distances.items()):
         return None
-    unused = [name for name in distances if expected[name] is None and engine.named_parameters()[name].requires_grad]
+    unused = [name for name in distances if expected[name] is None and parameters[name].requires_grad]
     if unused and mesh.layout.data_parallel == "ddp":  # which refuses this in its next forward pass
         return f"the forward pass does not use {join_names(unused)}"
-    rounding = _rounding(plain, expected)
-    found = {
+
+    # by how much the gradients change if every parameter changes by one unit in the last place
+    precision = plain._config.precision.name
+    dtype = compute_dtype(precision) or parameter_dtype(precision)
+    disturbed = plain.gradients(torch.finfo(dtype).eps)
+    rounding = {name: _distance(gradient, disturbed[name], otherwise=math.inf) for name, gradient in expected.items()}
+    differences = {
         name: distance / max(norms[name], floor)
         for name, distance in distances.items()
         if distance > max(LARGE * norms[name], floor, NOISE * rounding[name])
     }
-    return found or None
+    return differences or None
 
 
-def _distances(engine: Engine, expected: Mapping[str, Tensor | None] | None) -> dict[str, float]:
-    """Returns the norms of the differences from the ``expected`` gradients, which only the first rank has.
-    Collective."""
-    found: dict[str, float] = {}
-    for name, parameter in engine.named_parameters().items():
-        gradient = parameter.grad
-        full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        if expected is None or name not in expected:
-            continue
-        other = expected[name]
-        if full is None or other is None:
-            found[name] = 0.0 if full is other else _norm(full if other is None else other)  # type: ignore[arg-type]
-        else:
-            found[name] = _norm(full.detach().double() - other.detach().double())
-    return found
-
-
-def _rounding(plain: _Plain, expected: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Returns by how much the gradients change if every parameter changes by one unit in the last place."""
-    precision = plain._config.precision.name
-    dtype = compute_dtype(precision) or parameter_dtype(precision)
-    disturbed = plain.gradients(torch.finfo(dtype).eps)
-    found = {}
-    for name, value in expected.items():
-        other = disturbed[name]
-        found[name] = math.inf if (value is None) != (other is None) else 0.0
-        if value is not None and other is not None:
-            found[name] = _norm(value.double() - other.double())
-    return found
-
-
-def _norm(value: Tensor) -> float:
-    return float(torch.linalg.vector_norm(value.detach(), dtype=torch.float64))
-
-
-def _different(found: Mapping[str, float], mesh: Mesh) -> UserError:
-    worst = sorted(found, key=lambda name: -found[name])
-    listed = join_names([f"{name} (by {found[name]:.2g} of its norm)" for name in worst])
-    kind = mesh.layout.data_parallel
-    return UserError(
-        f"under {kind} the gradients of these parameters are not those of one process: {listed}",
-        where=f"strategy.data_parallel={kind}, model",
-        fix="strategy=dp or single; train.check=off trains with these gradients",
-    )
+def _distance(first: Tensor | None, second: Tensor | None, otherwise: float | None = None) -> float:
+    """Returns the norm of the difference of two gradients. If only one of them exists, that is its norm, or
+    ``otherwise``."""
+    if first is not None and second is not None:
+        first = first.detach().double() - second.detach().double()
+    elif otherwise is not None and first is not second:
+        return otherwise
+    present = first if first is not None else second
+    if present is None:
+        return 0.0
+    return float(torch.linalg.vector_norm(present.detach(), dtype=torch.float64))

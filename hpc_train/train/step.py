@@ -72,20 +72,27 @@ class TrainStep:
         self._engine = engine
         self._sequence_shards = has_sequence_shards(engine)
         self.optimizer = optimizer
-        self._trains = {name: each.requires_grad for name, each in engine.named_parameters().items()}
+        self._trains = {name: parameter.requires_grad for name, parameter in engine.named_parameters().items()}
         self._rate = learning_rates(config.optim, config.batch.global_size, total_steps)
         self._skipped = torch.zeros(2, dtype=torch.int64, device=mesh.device)  # (in_a_row, since_last)
         self.loss_scale = LossScale(mesh.device) if config.precision.name == "fp16" else None
 
     def __call__(self, step: int, batch: StepBatch) -> StepOutcome:
-        """Runs step ``step`` in [0, total_steps); skips the update if a gradient is not finite."""
+        """Runs step ``step`` in [0, total_steps); skips the update if a gradient is not finite.
+
+        Raises:
+            UserError: ``requires_grad`` of a parameter has changed.
+        """
         seed_step(self._config.train.seed, step, self._mesh, self._sequence_shards)
-        scale = None if self.loss_scale is None else self.loss_scale.value
-        learning_rate, updates = self._rate(step), self._engine.updates
+        scale = self.loss_scale.value if self.loss_scale is not None else None
+        learning_rate = self._rate(step)
+        updates = self._engine.updates
         if updates is not None:
             updates.begin(partial(self.optimizer.step_some, learning_rate))
         result = self._engine.train_step(step, batch, scale)
-        self._check_trained()
+        for name, parameter in self._engine.named_parameters().items():
+            if parameter.requires_grad is not self._trains[name]:  # which the optimizer does not know
+                raise changed_training(name, parameter.requires_grad)
         norm = self._engine.clip_grad_norm_(self._config.optim.clip_norm, scale)
         finite = norm.isfinite()
         self._engine.commit(finite)
@@ -97,17 +104,11 @@ class TrainStep:
         self._skipped[1] += ~finite
         return StepOutcome(result, norm, learning_rate)
 
-    def _check_trained(self) -> None:
-        """Raises UserError if ``requires_grad`` of a parameter has changed, since the optimizer does not know that."""
-        for name, parameter in self._engine.named_parameters().items():
-            if parameter.requires_grad is not self._trains[name]:
-                raise changed_training(name, parameter.requires_grad)
-
     def take_skipped(self) -> Tensor:
         """Returns the values of ``SkippedSteps``, ``[2]`` int64 on the device, and resets ``since_last``."""
-        found = self._skipped.clone()
+        values = self._skipped.clone()
         self._skipped[1] = 0
-        return found
+        return values
 
     @property
     def skipped_in_a_row(self) -> int:
@@ -116,8 +117,8 @@ class TrainStep:
 
     def state(self) -> dict[str, Any]:
         """Returns the state to save in a checkpoint; waits for the device."""
-        scale = self.loss_scale
-        return {"loss_scale": None if scale is None else scale.state(), "skipped_steps": self.skipped_in_a_row}
+        scale = self.loss_scale.state() if self.loss_scale is not None else None
+        return {"loss_scale": scale, "skipped_steps": self.skipped_in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores the state of a checkpoint, which may come from a run with another precision."""

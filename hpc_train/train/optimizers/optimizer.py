@@ -121,7 +121,7 @@ class Optimizer:
 
         The tensors share memory with the optimizer. Call ``loaded`` after a load into them.
         """
-        states = {}
+        states: dict[str, dict[str, Tensor]] = {}
         for part in self._parts:
             if part.user is not None:
                 states.update(part.user.named())

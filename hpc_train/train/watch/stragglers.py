@@ -6,7 +6,7 @@ clocks of the nodes. Only the ranks of one pipeline stage are compared, since st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any, Generic, TypeVar
@@ -46,29 +46,26 @@ class SlowRankWatch:
     def look(self, rows: Sequence[RankTimes]) -> SlowRank | None:
         """Returns a rank that was the straggler in ``IN_A_ROW`` lines and was not reported before."""
         self._lines += 1
-        found = find_slow_rank(rows, self.layout) if self._lines > 1 else None
-        if not self._ranks.confirms(None if found is None else found[0]) or found is None:
+        slow = find_slow_rank(rows, self.layout) if self._lines > 1 else None
+        rank, share = slow or (None, 0.0)
+        if not self._ranks.confirms(rank) or rank is None:
             return None
-        rank, share = found
         return SlowRank(rank, self.nodes[rank], share)
 
 
 def find_slow_rank(rows: Sequence[RankTimes], layout: Layout) -> tuple[int, float] | None:
     """Returns the rank for which the others of its stage wait most, and the share of the time; None without one."""
-    found = [_latest(range(begin, end), rows) for begin, end in stages(layout)]
-    return max((late for late in found if late is not None), key=lambda late: late[1], default=None)
-
-
-def _latest(ranks: range, rows: Sequence[RankTimes]) -> tuple[int, float] | None:
-    waits = {rank: wait for rank in ranks if (wait := rows[rank].communication_s) is not None}
-    if len(ranks) < 2 or len(waits) < len(ranks):
-        return None
-    least, following, *_ = sorted(waits, key=lambda rank: waits[rank])
-    late_s = median(wait for rank, wait in waits.items() if rank != least) - waits[least]
-    share = late_s / rows[least].seconds
-    if share < LEAST_SHARE or waits[following] - waits[least] < LEAST_BLAME * late_s:
-        return None
-    return least, share
+    slow = []
+    for begin, end in stages(layout):
+        waits = {rank: wait for rank in range(begin, end) if (wait := rows[rank].communication_s) is not None}
+        if end - begin < 2 or len(waits) < end - begin:
+            continue
+        least, following, *_ = sorted(waits, key=lambda rank: waits[rank])
+        late_s = median(wait for rank, wait in waits.items() if rank != least) - waits[least]
+        share = late_s / rows[least].seconds
+        if share >= LEAST_SHARE and waits[following] - waits[least] >= LEAST_BLAME * late_s:
+            slow.append((least, share))
+    return max(slow, key=lambda late: late[1], default=None)
 
 
 @dataclass(frozen=True)
@@ -122,22 +119,30 @@ def over_ranks(rows: Sequence[RankTimes], layout: Layout) -> dict[str, float]:
     - host_share: the share of the time in which data was available and the GPU ran no kernel.
     - rdma_tx_bytes, rdma_rx_bytes, net_tx_bytes, net_rx_bytes: per step, summed over the nodes.
     """
-    found: dict[str, float | None] = {
-        "data_wait_share": fmean(row.data_s / row.seconds for row in rows),
-        "comm_share": _mean(None if row.communication_s is None else row.communication_s / row.seconds for row in rows),
-        "bubble_share": _mean(None if row.bubble_s is None else row.bubble_s / row.seconds for row in rows),
+    data_share = fmean(row.data_s / row.seconds for row in rows)
+    metrics: dict[str, float | None] = {
+        "data_wait_share": data_share,
+        "comm_share": _mean([row.communication_s for row in rows], [row.seconds for row in rows]),
+        "bubble_share": _mean([row.bubble_s for row in rows], [row.seconds for row in rows]),
         "peak_memory_bytes": max(row.memory_bytes for row in rows),
-        "gpu_util": _mean(row.gpu_util for row in rows),
-        **{key: _per_step(rows, field) for key, field in TRAFFIC.items()},
+        "gpu_util": _mean([row.gpu_util for row in rows], [1.0 for _ in rows]),
     }
+    for key, name in TRAFFIC.items():
+        of_nodes = [value for row in rows if (value := getattr(row, name)) is not None]
+        if of_nodes:
+            metrics[key] = sum(of_nodes) / max(1, rows[0].steps)
     if len(rows) > 1:
-        found["memory_imbalance"] = _over_mean([row.memory_bytes for row in rows])
-    if len(rows) > 1 and found["comm_share"] is not None:
-        found["compute_imbalance"] = _over_mean([row.busy_s for row in rows])
-        found["arrival_skew_s"] = max(_skew(rows[begin:end]) for begin, end in stages(layout))
-    if (util := found["gpu_util"]) is not None:
-        found["host_share"] = max(0.0, 1.0 - util - fmean(row.data_s / row.seconds for row in rows))
-    return {key: value for key, value in found.items() if value is not None}
+        metrics["memory_imbalance"] = _over_mean([row.memory_bytes for row in rows])
+    if len(rows) > 1 and metrics["comm_share"] is not None:
+        metrics["compute_imbalance"] = _over_mean([row.busy_s for row in rows])
+        skews = []
+        for begin, end in stages(layout):
+            waits = [row.communication_s or 0.0 for row in rows[begin:end]]
+            skews.append((max(waits) - min(waits)) / max(1, rows[begin].steps))
+        metrics["arrival_skew_s"] = max(skews)
+    if metrics["gpu_util"] is not None:
+        metrics["host_share"] = max(0.0, 1.0 - metrics["gpu_util"] - data_share)
+    return {key: value for key, value in metrics.items() if value is not None}
 
 
 def stages(layout: Layout) -> list[tuple[int, int]]:
@@ -146,25 +151,14 @@ def stages(layout: Layout) -> list[tuple[int, int]]:
     return [(begin, begin + ranks) for begin in range(0, layout.world_size, ranks)]
 
 
-def _skew(rows: Sequence[RankTimes]) -> float:
-    waits = [row.communication_s or 0.0 for row in rows]
-    return (max(waits) - min(waits)) / max(1, rows[0].steps)
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    found = [*values]
-    known = [value for value in found if value is not None]
-    return fmean(known) if len(known) == len(found) else None
+def _mean(values: Sequence[float | None], totals: Sequence[float]) -> float | None:
+    """Returns the mean of the shares; None if a rank lacks its value."""
+    shares = [value / total for value, total in zip(values, totals, strict=True) if value is not None]
+    return fmean(shares) if len(shares) == len(values) else None
 
 
 def _over_mean(values: Sequence[float]) -> float:
     return max(values) / max(fmean(values), 1e-12)
-
-
-def _per_step(rows: Sequence[RankTimes], field: str) -> float | None:
-    """Returns the sum per step over the first ranks of all nodes; None without values."""
-    known = [value for row in rows if (value := getattr(row, field)) is not None]
-    return sum(known) / max(1, rows[0].steps) if known else None
 
 
 T = TypeVar("T")
@@ -185,7 +179,9 @@ class Streak(Generic[T]):
 
     def confirms(self, finding: T | None) -> bool:
         """Returns whether ``finding``, the newest, is confirmed now for the first time; None interrupts the streak."""
-        self._count = self._count + 1 if finding == self._last else 1
+        if finding != self._last:
+            self._count = 0
+        self._count += 1
         self._last = finding
         if finding is None or self._count < self.length or finding in self.confirmed:
             return False
