@@ -72,7 +72,12 @@ class DivergenceWatch:
         if skipped or not math.isfinite(loss):
             return None
         self._finite_at = step
-        if not self._is_spike(loss):
+        is_spike = False
+        if self._mads > 0 and len(self._losses) >= LEAST:
+            middle = median(self._losses)
+            spread = median(abs(value - middle) for value in self._losses)
+            is_spike = loss > middle + self._mads * max(spread, 1e-3 * abs(middle))  # the losses may be almost equal
+        if not is_spike:
             self._losses.append(loss)
             self._high = 0
             self._calm_at = step
@@ -106,13 +111,6 @@ class DivergenceWatch:
             reason = f"the validation loss after the last step, {step}, is not finite; the training loss is {loss:.4g}"
             return Divergence(step, reason, fatal=False)
         return None
-
-    def _is_spike(self, loss: float) -> bool:
-        if self._mads == 0 or len(self._losses) < LEAST:
-            return False
-        middle = median(self._losses)
-        spread = median(abs(value - middle) for value in self._losses)
-        return loss > middle + self._mads * max(spread, 1e-3 * abs(middle))  # the losses may be almost equal
 
     def state(self) -> dict[str, Any]:
         """Returns the state to save in a checkpoint."""

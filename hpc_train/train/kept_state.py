@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -129,7 +129,7 @@ def _restorer(value: Any) -> Callable[[], object] | None:
             if any(isinstance(element, nn.Parameter) for element in content):  # which FSDP exchanges
                 return None
             if issubclass(kind, dict):
-                content = [*dict.items(value)]
+                content = [*dict.items(cast(dict[Any, Any], value))]
             return partial(_refill, value, kind, content)
     return None
 

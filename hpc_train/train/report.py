@@ -205,7 +205,11 @@ class Report:
             result["ended_early"] = ended_early
         self.events.record(self.run, result=result, memory=memory.as_json())
         print(memory)
-        print("finished: " + ", ".join(f"{key} {_short(value)}" for key, value in result.items() if key != "attempt"))
+        shown = {key: value for key, value in result.items() if key != "attempt"}
+        for key, value in shown.items():
+            if isinstance(value, float):
+                shown[key] = f"{value:,.4f}".rstrip("0").rstrip(".")
+        print("finished: " + ", ".join(f"{key} {value}" for key, value in shown.items()))
         self.end("training_finished", step, result, rates)
 
     def _result(self, step: int, last: dict[str, Any], weights_sha256: str | None) -> dict[str, Any]:
@@ -242,12 +246,6 @@ def open_report(run: RunDirectory, mesh: Mesh, events: EventLog, total: int) -> 
     """Opens the report of this rank; only rank 0 writes metrics."""
     metrics = MetricsLog(run, events.attempt, events) if mesh.rank == 0 else None
     return Report(run, events, mesh.device, mesh.layout.world_size, total, metrics)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.4f}".rstrip("0").rstrip(".")
-    return str(value)
 
 
 def weights_sha256(engine: Engine) -> str:

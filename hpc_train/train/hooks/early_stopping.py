@@ -23,7 +23,9 @@ class EarlyStopping(Hook):
     def __init__(
         self, monitor: str = "val_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "auto"
     ) -> None:
-        self._monitor, self._patience, self._min_delta = monitor, patience, min_delta
+        self._monitor = monitor
+        self._patience = patience
+        self._min_delta = min_delta
         self._sign = -1.0 if highest_is_best(monitor, mode, "hooks.early_stopping.args.mode") else 1.0
         self._best: float | None = None
         self._best_step = 0
@@ -32,13 +34,19 @@ class EarlyStopping(Hook):
     def evaluation(self, context: HookContext) -> None:
         value = context.metrics.get(self._monitor)
         if value is None:
-            raise ValueError(f"the evaluation has no {self._monitor}, but {', '.join(_values(context.metrics))}")
-        if self._improves(value):
-            self._best, self._best_step, self._without = value, context.step, 0
+            metrics = context.metrics.items()
+            names = sorted(name for name, other in metrics if name.startswith("val_") and other is not None)
+            raise ValueError(f"the evaluation has no {self._monitor}, but {', '.join(names)}")
+        if math.isfinite(value) and (self._best is None or self._sign * (self._best - value) > self._min_delta):
+            self._best = value
+            self._best_step = context.step
+            self._without = 0
             return
         self._without += 1
         if self._without >= self._patience:
-            best = "was never finite" if self._best is None else f"was best at step {self._best_step}: {self._best:.6g}"
+            best = "was never finite"
+            if self._best is not None:
+                best = f"was best at step {self._best_step}: {self._best:.6g}"
             context.stop(f"{self._monitor} has not improved in {self._without} evaluations; it {best}")
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -49,13 +57,6 @@ class EarlyStopping(Hook):
         """Continues with the best value, unless it is that of another metric or mode."""
         if (state.get("monitor", self._monitor), state.get("sign", self._sign)) != (self._monitor, self._sign):
             return
-        self._best, self._best_step, self._without = state["best"], state["best_step"], state["without"]
-
-    def _improves(self, value: float) -> bool:
-        if not math.isfinite(value):
-            return False
-        return self._best is None or self._sign * (self._best - value) > self._min_delta
-
-
-def _values(metrics: Mapping[str, Any]) -> list[str]:
-    return sorted(name for name, value in metrics.items() if name.startswith("val_") and value is not None)
+        self._best = state["best"]
+        self._best_step = state["best_step"]
+        self._without = state["without"]

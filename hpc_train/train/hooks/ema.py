@@ -58,9 +58,9 @@ class EMA(Hook):
     @torch.no_grad()
     def _swap(self, context: HookContext) -> None:
         for average, weight in zip(*self._pairs(context), strict=True):
-            held = weight.clone()
+            before = weight.clone()
             weight.copy_(average)
-            average.copy_(held)
+            average.copy_(before)
 
     def _pairs(self, context: HookContext) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the local shards of the averages and of the weights, in the same order."""

@@ -30,14 +30,13 @@ class Samples(Hook):
 
     def evaluation(self, context: HookContext) -> None:
         decoder = Decoder(context.engine, context.mesh, context.config.data.sequence_length)
-        prompts = [self._encode(prompt) for prompt in self._prompts]
-        found = decoder.run(prompts, self._new_tokens)
-        assert found is not None, "nothing stops the loop"
-        texts = [self._text(*each) for each in zip(self._prompts, prompts, found, strict=True)]
+        prompts = [self._codec.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in self._prompts]
+        continued = decoder.run(prompts, self._new_tokens)
+        assert continued is not None, "nothing stops the loop"
+        texts = []
+        for prompt, tokens, new in zip(self._prompts, prompts, continued, strict=True):
+            if isinstance(prompt, str):
+                texts.append(self._codec.decode([*tokens, *new]))
+            else:
+                texts.append(f"{tokens} -> {new}")
         context.log_text("samples", "\n".join(texts))
-
-    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
-        return self._codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
-
-    def _text(self, prompt: str | Sequence[int], tokens: list[int], new: list[int]) -> str:
-        return self._codec.decode([*tokens, *new]) if isinstance(prompt, str) else f"{tokens} -> {new}"

@@ -175,11 +175,7 @@ def _update_together(
 
 
 def _update(
-    tensors: Sequence[Tensor],
-    terms: _Terms,
-    finite: Tensor,
-    decay: Tensor,
-    constants: tuple[float, float, float],
+    tensors: Sequence[Tensor], terms: _Terms, finite: Tensor, decay: Tensor, constants: tuple[float, float, float]
 ) -> None:
     """Updates a flat tensor and its moments in place unless ``finite`` is false.
 

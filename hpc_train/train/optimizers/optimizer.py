@@ -53,7 +53,8 @@ class Optimizer:
         for name in trained:
             members.setdefault(self._target(name).where, {})[name] = self._group(name)
         self._parts = [_part(config, self._target(next(iter(some))), some, self._held) for some in members.values()]
-        self._named: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}  # (tensor of the optimizer, its DTensor view)
+        # name, key -> (tensor of the optimizer, its DTensor view), as a DTensor takes 0.1 ms to make in each save
+        self._named: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         self._before_update: list[Callable[[], None]] = []
 
     @torch.no_grad()
@@ -129,8 +130,11 @@ class Optimizer:
             for name in part.names if part.inner is not None else ():
                 local = self._held[name].local
                 assert local is not None and part.inner is not None, "the built-in optimizers are elementwise"
-                tensors = part.inner.state[local]
-                states[name] = {key: self._named_like(name, key, value) for key, value in tensors.items()}
+                states[name] = {}
+                for key, value in part.inner.state[local].items():
+                    if (name, key) not in self._named or self._named[name, key][0] is not value:
+                        self._named[name, key] = value, self._held[name].as_saved(value)
+                    states[name][key] = self._named[name, key][1]
         return states
 
     def tensors(self) -> Iterator[Tensor]:
@@ -148,12 +152,6 @@ class Optimizer:
         for part in self._parts:
             if part.user is not None:
                 part.user.loaded()
-
-    def _named_like(self, name: str, key: str, value: Tensor) -> Tensor:
-        """Returns ``value`` sharded like the parameter; cached, since a DTensor takes 0.1 ms to make in each save."""
-        if (name, key) not in self._named or self._named[name, key][0] is not value:
-            self._named[name, key] = value, self._held[name].as_saved(value)
-        return self._named[name, key][1]
 
 
 def _updated_together(held: Iterable[Held]) -> Iterator[list[Held]]:
@@ -241,20 +239,33 @@ def _part(
     Args:
         members: the names of the parameters of ``target`` on this rank, with their groups.
     """
-    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}  # torch's parameter groups
     factors: dict[int, float] = {}
     for decays in (True, False):
         for name, group in members.items():
             local = held[name].local
             if local is None or (held[name].parameter.ndim >= 2) is not decays:
                 continue
+            settings: dict[str, Any] = {"params": [], "weight_decay": config.weight_decay if decays else 0.0}
+            if group is not None and group.weight_decay is not None:
+                settings["weight_decay"] = group.weight_decay
+            if group is not None and group._target_ is None:
+                settings |= group.args
             key = (group.name if group is not None else "", decays)
-            groups.setdefault(key, _settings(config, group, decays))["params"].append(local)
+            groups.setdefault(key, settings)["params"].append(local)
             factors[id(local)] = group.lr_factor if group is not None else 1.0
-    inner = None
+
+    inner: torch.optim.Optimizer | None = None
     lr_factors: list[float] = []
     if groups:
-        inner = _build(config, target, [*groups.values()], held, members)
+        if target.path is not None:
+            inner = own.build(target, [*groups.values()], config.lr, config.weight_decay)
+        else:
+            inner = _built_in(config, [*groups.values()])
+            for group in members.values():
+                if group is not None:
+                    allowed = [str(key) for key in ("betas", "eps", "momentum") if key in inner.defaults]
+                    refuse_unknown(f"the optimizer {config.name}", [*group.args], allowed, f"{group.where}.args")
         lr_factors = [factors[id(group["params"][0])] for group in inner.param_groups]
     if target.path is None:
         return _Part([*members], inner, lr_factors, None, waits=False)
@@ -264,57 +275,32 @@ def _part(
     return _Part([*members], inner, lr_factors, state, waits)
 
 
-def _settings(config: OptimConfig, group: ParameterGroup | None, decays: bool) -> dict[str, Any]:
-    """Returns a parameter group of torch without parameters."""
-    settings: dict[str, Any] = {"params": [], "weight_decay": config.weight_decay if decays else 0.0}
-    if group is not None and group.weight_decay is not None:
-        settings["weight_decay"] = group.weight_decay
-    if group is not None and group._target_ is None:
-        settings |= group.args
-    return settings
-
-
-def _build(
-    config: OptimConfig,
-    target: Target,
-    groups: list[dict[str, Any]],
-    held: Mapping[str, Held],
-    members: Mapping[str, ParameterGroup | None],
-) -> torch.optim.Optimizer:
-    if target.path is not None:
-        return own.build(target, groups, config.lr, config.weight_decay)
-    inner = _built_in(config, groups)
-    for group in members.values():
-        if group is not None:
-            allowed = [str(key) for key in ("betas", "eps", "momentum") if key in inner.defaults]
-            refuse_unknown(f"the optimizer {config.name}", [*group.args], allowed, f"{group.where}.args")
-    for name in members:
-        local = held[name].local
-        assert local is not None, "the built-in optimizers are elementwise"
-        inner.state[local] = _initial_state(inner, local)
-    return inner
-
-
 def _built_in(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Builds AdamW or SGD with the state of all parameters, as it is before the first step."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
     if config.name == "adamw":
         first, second = config.betas
         if config.moments == "bf16":
-            return CompactAdamW(groups, lr=config.lr, betas=(first, second), eps=config.eps)
-        return torch.optim.AdamW(groups, lr=config.lr, betas=(first, second), eps=config.eps, fused=True)
+            compact = CompactAdamW(groups, lr=config.lr, betas=(first, second), eps=config.eps)
+            for parameter in parameters:
+                compact.state[parameter] = compact.initial_state(parameter)
+            return compact
+        adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(first, second), eps=config.eps, fused=True)
+        for parameter in parameters:
+            adamw.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        return adamw
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+        sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+        # the first step from zeros gives the same result: momentum x 0 + gradient
+        has_momentum = any(group["momentum"] for group in sgd.param_groups)
+        for parameter in parameters:
+            sgd.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)} if has_momentum else {}
+        return sgd
     raise UserError(f"unknown optimizer {config.name!r}", where="optim.name", fix="use adamw or sgd")
-
-
-def _initial_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    if isinstance(optimizer, CompactAdamW):
-        return optimizer.initial_state(parameter)
-    if isinstance(optimizer, torch.optim.AdamW):
-        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-    # the first step from zeros gives the same result: momentum x 0 + gradient
-    has_momentum = any(group["momentum"] for group in optimizer.param_groups)
-    return {"momentum_buffer": torch.zeros_like(parameter)} if has_momentum else {}
 
 
 def check_groups(optim: OptimConfig, engine: Engine, mesh: Mesh) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -57,14 +56,10 @@ def check(model: Any, optim: OptimConfig, steps: int) -> None:
     }
     optimizer = Optimizer(optim, small)
     with suppress(ImportError, NotImplementedError, RuntimeError):  # such as kernels that only a GPU has
-        _update(optimizer, small)
-
-
-def _update(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-    for _ in range(UPDATES):
-        for parameter in parameters.values():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step(1e-3, torch.tensor(True))
+        for _ in range(UPDATES):
+            for parameter in small.values():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step(1e-3, torch.tensor(True))
 
 
 def main() -> None:

@@ -55,7 +55,9 @@ class Advice:
     @property
     def message(self) -> str:
         problem = WORDS[self.limit].format(self.value)
-        return f"{problem}; this may help: " + ", or ".join(map(str, self.fixes)) if self.fixes else problem
+        if not self.fixes:
+            return problem
+        return f"{problem}; this may help: " + ", or ".join(map(str, self.fixes))
 
     def details(self) -> dict[str, Any]:
         """Returns the details of the event."""
@@ -129,7 +131,15 @@ class Suggestion:
     why: str
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={_override_value(value)}" for key, value in self.overrides.items()) + f" ({self.why})"
+        values = {
+            key: str(value).lower() if isinstance(value, bool) else value for key, value in self.overrides.items()
+        }
+        return " ".join(f"{key}={value}" for key, value in values.items()) + f" ({self.why})"
+
+
+BALANCED = Suggestion(
+    {"strategy.pp_split": "measured"}, "splits stages by the measured time and memory of their layers"
+)
 
 
 def fixes(limit: str, setting: SuggestedSetting) -> list[Suggestion]:
@@ -146,7 +156,8 @@ def _data(setting: SuggestedSetting) -> Iterator[Suggestion]:
 
 
 def _communication(setting: SuggestedSetting) -> Iterator[Suggestion]:
-    layout, batch = setting.layout, setting.config.batch
+    layout = setting.layout
+    batch = setting.config.batch
     shards = layout.kind.shards
     if "parameters" in shards and layout.micro_batches > 1:
         yield _larger_micro_batches(layout, "parameters are gathered for each micro-batch")
@@ -161,15 +172,17 @@ def _communication(setting: SuggestedSetting) -> Iterator[Suggestion]:
     if layout.tp > 1:
         yield Suggestion({"strategy.tp": layout.tp // 2}, "fewer ranks exchange activations in every layer")
     if layout.dp > 1 and layout.pp == 1:
-        stages = setting.nodes if setting.nodes > 1 else 2
-        yield Suggestion({"strategy.pp": stages}, "stages exchange activations, and replicas fewer gradients")
-    if layout.cp > 1:
         yield Suggestion(
-            {"strategy.cp": layout.cp // 2}, "fewer ranks exchange heads in every layer; needs more memory"
+            {"strategy.pp": max(2, setting.nodes)}, "stages exchange activations, and replicas fewer gradients"
         )
+    if layout.cp > 1:
+        why = "fewer ranks exchange heads in every layer; needs more memory"
+        yield Suggestion({"strategy.cp": layout.cp // 2}, why)
     if layout.dp_cp > 1:
-        follow = {"batch.micro_batches": 2 * layout.micro_batches} if batch.micro_size == "auto" else {}
-        size = {"batch.global_size": 2 * batch.global_size, **follow, "run.fork": "NAME"}
+        size: dict[str, Any] = {"batch.global_size": 2 * batch.global_size}
+        if batch.micro_size == "auto":
+            size["batch.micro_batches"] = 2 * layout.micro_batches
+        size["run.fork"] = "NAME"
         yield Suggestion(size, "accumulates twice as many samples between reductions; needs a new run")
 
 
@@ -178,7 +191,7 @@ def _bubble(setting: SuggestedSetting) -> Iterator[Suggestion]:
     if layout.micro_size > 1:
         more = {"batch.micro_batches": 2 * layout.micro_batches, "batch.micro_size": "auto"}
         yield Suggestion(more, "the pipeline fills and drains less often")
-    yield _balanced()
+    yield BALANCED
     if layout.stages_per_rank == 1:
         shape = PipelineShape(layout.pp, 2, layout.micro_batches)
         several = [row for row in SCHEDULES.values() if row.stages_per_rank[0] == 2]
@@ -198,14 +211,13 @@ def _host(setting: SuggestedSetting) -> Iterator[Suggestion]:
 
 def _imbalance(setting: SuggestedSetting) -> Iterator[Suggestion]:
     if setting.layout.pp > 1:
-        yield _balanced()
+        yield BALANCED
 
 
 def _memory(setting: SuggestedSetting) -> Iterator[Suggestion]:
-    layout = setting.layout
-    if layout.pp > 1:
-        yield _balanced()
-        yield Suggestion({"strategy.tp": 2 * layout.tp}, "splits every layer over more ranks")
+    if setting.layout.pp > 1:
+        yield BALANCED
+        yield Suggestion({"strategy.tp": 2 * setting.layout.tp}, "splits every layer over more ranks")
 
 
 LIMITS: dict[str, Callable[[SuggestedSetting], Iterator[Suggestion]]] = {
@@ -219,22 +231,16 @@ LIMITS: dict[str, Callable[[SuggestedSetting], Iterator[Suggestion]]] = {
 
 
 def _larger_micro_batches(layout: Layout, why: str) -> Suggestion:
-    return Suggestion(
-        {"batch.micro_size": 2 * layout.micro_size, "batch.micro_batches": "auto"}, f"{why}; needs more memory"
-    )
-
-
-def _balanced() -> Suggestion:
-    return Suggestion(
-        {"strategy.pp_split": "measured"}, "splits stages by the measured time and memory of their layers"
-    )
+    sizes = {"batch.micro_size": 2 * layout.micro_size, "batch.micro_batches": "auto"}
+    return Suggestion(sizes, f"{why}; needs more memory")
 
 
 def _is_allowed(fix: Suggestion, setting: SuggestedSetting) -> bool:
     """Returns whether the suggestion changes the config and the result is valid for this run."""
     config = setting.config
-    for key, value in fix.overrides.items():
-        config = _with(config, key.split("."), value)
+    for override, value in fix.overrides.items():
+        group, _, key = override.partition(".")
+        config = replace(config, **{group: replace(getattr(config, group), **{key: value})})
     if config == setting.config:
         return False
     try:
@@ -242,13 +248,3 @@ def _is_allowed(fix: Suggestion, setting: SuggestedSetting) -> bool:
     except UserError:
         return False
     return True
-
-
-def _with(config: Any, path: list[str], value: Any) -> Any:
-    if len(path) == 1:
-        return replace(config, **{path[0]: value})
-    return replace(config, **{path[0]: _with(getattr(config, path[0]), path[1:], value)})
-
-
-def _override_value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
