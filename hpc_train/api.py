@@ -227,7 +227,9 @@ def submit(
         UserError: a mistake in the config, or the jobs do not fit the site; nothing was submitted.
     """
     _check_types(overrides, entry, args, config_dir)
-    console = Terminal() if verbose else Terminal(file=io.StringIO(), force_jupyter=False)
+    console = Terminal()
+    if not verbose:
+        console = Terminal(file=io.StringIO(), force_jupyter=False)
     try:
         paths = _submit([*overrides, *_own_code(entry, args or {})], config_dir, console, trust_owner)
     except Exception as error:
@@ -236,8 +238,9 @@ def submit(
             raise
         raise mistake from error
     runs = [Run(path) for path in paths]
-    for run in [] if detach else runs:
-        run.wait()
+    if not detach:
+        for run in runs:
+            run.wait()
     return runs[0] if len(runs) == 1 else runs
 
 
@@ -285,8 +288,10 @@ def _submit(overrides: list[str], config_dir: str | Path | None, console: Consol
         raise UserError(
             "submit has no dry run", where="launch.dry_run", fix="python -m hpc_train ... launch.dry_run=true -m"
         )
-    directory = [] if config_dir is None else ["--config-dir", os.fspath(config_dir)]
-    line = parse_line([*overrides, "--multirun", *directory])
+    arguments = [*overrides, "--multirun"]
+    if config_dir is not None:
+        arguments += ["--config-dir", os.fspath(config_dir)]
+    line = parse_line(arguments)
     refuse_search(line, "submit")
     jobs_overrides = expand(line.overrides)
     with own_files_checked(line), line.composer() as compose:

@@ -25,9 +25,12 @@ class UserError(Exception):
         self.fix = fix
 
     def __str__(self) -> str:
-        where = f"\n  set in: {self.where}" if self.where else ""
-        fix = f"\n  fix:    {self.fix}" if self.fix else ""
-        return f"{self.what}{where}{fix}"
+        text = self.what
+        if self.where:
+            text += f"\n  set in: {self.where}"
+        if self.fix:
+            text += f"\n  fix:    {self.fix}"
+        return text
 
 
 class UserErrors(UserError):
@@ -66,11 +69,11 @@ class Mistakes:
         Raises:
             UserError: something was collected. Several mistakes are a ``UserErrors``, which has each once.
         """
-        found = [*{str(mistake): mistake for mistake in self._found}.values()]
-        if len(found) == 1:
-            raise found[0]
-        if found:
-            raise UserErrors(found)
+        mistakes = [*{str(mistake): mistake for mistake in self._found}.values()]
+        if len(mistakes) == 1:
+            raise mistakes[0]
+        if mistakes:
+            raise UserErrors(mistakes)
 
 
 def check_all(*checks: Callable[[], object]) -> None:
@@ -91,11 +94,8 @@ class UserCodeError(RuntimeError):
 
     @classmethod
     def of(cls, what: str, error: BaseException) -> UserCodeError:
-        """Returns an exception whose message ends with the traceback of ``error``, without the first frames, which are
-        those of hpc_train.
-
-        Args:
-            what: what the code was called for.
+        """Returns an exception whose message ends with the traceback of ``error``, without the frames of hpc_train that
+        called the code. ``what`` says what it was called for.
         """
         frames = error.__traceback__
         while frames is not None and Path(frames.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
@@ -110,7 +110,7 @@ _PACKAGE = Path(__file__).parent
 def nearest(value: object, allowed: Sequence[str]) -> str:
     """Returns ``did you mean X? (X | Y | Z)``, or only the allowed values if none is similar to ``value``."""
     choices = " | ".join(allowed)
+    if len(allowed) < 2:
+        return choices
     close = difflib.get_close_matches(str(value), allowed, n=1)
-    if close and len(allowed) > 1:
-        return f"did you mean {close[0]}? ({choices})"
-    return f"one of {choices}" if len(allowed) > 1 else choices
+    return f"did you mean {close[0]}? ({choices})" if close else f"one of {choices}"

@@ -92,9 +92,11 @@ def resolved_below(path: Path, folders: Sequence[Path]) -> tuple[Path, Path] | N
     for folder in folders:
         if path.is_relative_to(folder) and path != folder:
             return path, folder
-    found = Path(os.path.realpath(path))
-    resolved = (Path(os.path.realpath(folder)) for folder in folders)
-    return next(((found, folder) for folder in resolved if found.is_relative_to(folder) and found != folder), None)
+    real = Path(os.path.realpath(path))
+    for folder in map(Path, map(os.path.realpath, folders)):
+        if real.is_relative_to(folder) and real != folder:
+            return real, folder
+    return None
 
 
 @cache
@@ -105,9 +107,9 @@ def tell_once(note: str) -> None:
 
 def _descriptor(path: Path, below: Path, flags: int) -> int:
     """Returns a descriptor of the regular file ``path`` below the directory ``below``."""
-    names = path.relative_to(below).parts if path.is_relative_to(below) else ()
-    if not names or ".." in names:
+    if path == below or not path.is_relative_to(below) or ".." in path.relative_to(below).parts:
         raise _damaged(path, f"is not a file below {below}")
+    names = path.relative_to(below).parts
     folder = os.open(below, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name in names[:-1]:

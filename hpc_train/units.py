@@ -11,22 +11,24 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B")
 
 def format_bytes(count: float) -> str:
     """Three digits and a binary unit: ``1.5 GiB``, ``1023 MiB``, ``12 bytes``."""
-    value, unit = float(count), 0
+    value = float(count)
+    unit = 0
     while value >= 1024 and unit < len(_BYTES) - 1:
-        value, unit = value / 1024, unit + 1
-    digits = f"{value:.0f}" if value >= 999.5 or unit == 0 else f"{value:.3g}"
-    return f"{digits} {_BYTES[unit]}"
+        value /= 1024
+        unit += 1
+    if unit == 0 or value >= 999.5:
+        return f"{value:.0f} {_BYTES[unit]}"
+    return f"{value:.3g} {_BYTES[unit]}"
 
 
 def parse_bytes(text: str) -> int | None:
-    """Returns the bytes of a size with a unit, binary or decimal: ``8GiB``, ``1.5 TiB``, ``500MB``; None if ``text`` is
-    none.
-    """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
+    """Returns the bytes of a size with a unit, binary or decimal: ``8GiB``, ``1.5 TiB``, ``500MB``; else None."""
+    size = _SIZE.fullmatch(text.strip())
+    if size is None:
         return None
-    number, prefix, binary = found.groups()
-    return round(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1))
+    number, prefix, binary = size.groups()
+    base = 1024 if binary else 1000
+    return round(float(number) * base ** ("KMGT".index(prefix) + 1))
 
 
 def format_duration(seconds: float) -> str:
@@ -41,9 +43,9 @@ def format_hours(hours: float) -> str:
     return f"{float(f'{hours:.3g}'):,.0f}" if hours >= 100 else f"{hours:.3g}"
 
 
-def counted(number: int | str, one: str, several: str) -> str:
+def counted(number: int | str, singular: str, plural: str) -> str:
     """Returns ``1 job`` or ``2 jobs``."""
-    return f"{number} {one if str(number) == '1' else several}"
+    return f"{number} {singular if str(number) == '1' else plural}"
 
 
 def milliseconds(seconds: float) -> str:

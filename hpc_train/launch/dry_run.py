@@ -122,7 +122,9 @@ def _plan(job: Job) -> str:
     layout = job.layout
     executor = select_executor(config.cluster)
     nodes = counted(config.cluster.nodes, "node", "nodes")
-    device = f"{counted(job.gpus, 'GPU', 'GPUs')} per node" if job.gpus else "CPU"
+    device = "CPU"
+    if job.gpus:
+        device = f"{counted(job.gpus, 'GPU', 'GPUs')} per node"
     lines = [
         f"job {job.number} to {executor.name}: {config.strategy.name}: {' '.join(job.overrides)}",
         f"  run directory: {job.run.path}{' (resumes)' if job.run.config.exists() else ''}",
@@ -143,7 +145,8 @@ def _plan(job: Job) -> str:
         )
     lines += _memory(job)
     lines += [f"  note: {note}" for note in layout.notes]
-    lines += [f"  {line}" for line in (job.choice.lines if job.choice is not None else ())]
+    if job.choice is not None:
+        lines += [f"  {line}" for line in job.choice.lines]
     return "\n".join(lines)
 
 

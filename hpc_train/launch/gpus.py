@@ -86,7 +86,7 @@ def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
             f"{suitable} of the {nodes} nodes of {where} have GPUs, and the job runs on these;"
             " cluster.gpus_per_node=0 trains on the CPUs of any node"
         )
-    return AskedGpus(counts[0] if counts else 0, f"note: {'; '.join(notes)}" if notes else None)
+    return AskedGpus(min(counts, default=0), f"note: {'; '.join(notes)}" if notes else None)
 
 
 def _beside_slices(cluster: ClusterConfig, where: str, with_gpus: list[NodeKind]) -> AskedGpus:

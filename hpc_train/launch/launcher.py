@@ -439,7 +439,6 @@ def _objective(job: Job, metrics: dict[str, Any]) -> tuple[str, Any]:
     checkpoint = job.config.checkpoint
     best = best_metric(checkpoint.keep_best, checkpoint.best_mode)
     if best is not None:
-        name = best.name
-    else:
-        name = "val_loss" if "val_loss" in metrics else "loss"
+        return best.name, metrics.get(best.name)
+    name = "val_loss" if "val_loss" in metrics else "loss"
     return name, metrics.get(name)

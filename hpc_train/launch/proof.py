@@ -87,8 +87,9 @@ def _own_lease(run: RunDirectory) -> LockOwner | None:
         status = lock.path.lstat()
     except OSError:
         return None
-    is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
-    return lock.owner() if is_own else None
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1:
+        return lock.owner()
+    return None
 
 
 def _unproven_jobs(item: RunHandle) -> list[str]:
@@ -98,21 +99,19 @@ def _unproven_jobs(item: RunHandle) -> list[str]:
         return [str(job_id) for job_id in item.job_ids]
     if not ids:
         return []
-    clusters = on_clusters(item.clusters)
-    present = ask([f"--jobs={','.join(ids)}", *clusters])
-    own = ask(["--me", f"--jobs={','.join(ids)}", *clusters])
-    if present is None or own is None:
+    selection = [f"--jobs={','.join(ids)}", *on_clusters(item.clusters)]
+    present = ask(selection)
+    of_caller = ask(["--me", *selection])
+    if present is None or of_caller is None:
         return ids
-    comments = {f"{COMMENT}{path}" for path in (item.run.path, item.run.path.parent)}
+    comments = [f"{COMMENT}{path}" for path in (item.run.path, item.run.path.parent)]
     unproven = []
     for job_id in ids:
         status = status_of(job_id, present)
-        mine = status_of(job_id, own)
-        if status is not None and status.present and (mine is None or not _names(mine.comment, comments)):
+        if status is None or not status.present:
+            continue
+        mine = status_of(job_id, of_caller)
+        # the user's comment may follow
+        if mine is None or not any(f"{mine.comment} ".startswith(f"{comment} ") for comment in comments):
             unproven.append(job_id)
     return unproven
-
-
-def _names(comment: str, expected: set[str]) -> bool:
-    """Returns whether a job's comment is one of ``expected``, which the user's own comment may follow."""
-    return any(comment == each or comment.startswith(f"{each} ") for each in expected)

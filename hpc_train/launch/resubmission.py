@@ -9,8 +9,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import select_executor
@@ -34,7 +32,7 @@ from hpc_train.telemetry.terminal import Terminal
 
 
 def resubmit(
-    found: Sequence[RunHandle],
+    handles: Sequence[RunHandle],
     sweep: Path,
     *,
     detach: bool,
@@ -47,29 +45,36 @@ def resubmit(
     Args:
         as_json: whether to print one JSON object per run at the end, and everything else to standard error.
         code_now: whether they run the code that is now in the work tree from which they were frozen.
-        comparison: that of the whole sweep, if ``found`` is a part of one.
+        comparison: that of the whole sweep, if ``handles`` is a part of one.
 
     Raises:
         UserError: a run is live, or its executor refuses it. Nothing was submitted.
     """
-    warn_if_open(found[0].run, found[0].config)  # those of a sweep are alike
-    copies = {str(item.run.record().get("snapshot")): item.run for item in found}  # those of a sweep share one
-    for run in () if code_now else copies.values():
-        check_copy(run)
+    warn_if_open(handles[0].run, handles[0].config)  # those of a sweep are alike
+    copies = {str(item.run.record().get("snapshot")): item.run for item in handles}  # those of a sweep share one
+    if not code_now:
+        for run in copies.values():
+            check_copy(run)
     console = Terminal(stderr=as_json)
     until = time.monotonic() + ENDING_JOB_WAIT_S
-    for item in found:
-        refuse_live(item.run, is_ending=_is_ending, until=until, tell=partial(_tell, console))
-    jobs = [_job(item) for item in found]
+    show = partial(console.print, markup=False, highlight=False)
+    for item in handles:
+        refuse_live(item.run, is_ending=_is_ending, until=until, tell=show)
+    jobs = []
+    for item in handles:
+        shape = select_executor(item.config.cluster).shape(item.config)
+        layout = resolve_layout(item.config, shape.nodes, shape.workers, shape.device_bytes)
+        jobs.append(Job(item.number, (), item.config, layout, shape, item.run, item.trusts_owner))
     executor = select_executor(jobs[0].config.cluster)
     for line in executor.check(jobs):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        show(line, soft_wrap=True)
     executor.confirm(jobs, console)
     for job in jobs:
         claim_run(job.run)
-    runs = [(item.run, item.config) for item in found]
-    for line in take_code_again(runs) if code_now else notes_on_changed_code(runs):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    runs = [(item.run, item.config) for item in handles]
+    lines = take_code_again(runs) if code_now else notes_on_changed_code(runs)
+    for line in lines:
+        show(line, soft_wrap=True)
     queue = JobQueue(jobs, executor, sweep, console)
     if detach:
         hand_over(queue, console)
@@ -77,23 +82,9 @@ def resubmit(
         wait(queue, console, comparison)
     if as_json:
         print("\n".join(outcome(job.run, view) for job, view in zip(queue.jobs, queue.views, strict=True)))
-        return Exit.DONE if detach else worst(queue.views)
-    return Exit.DONE if detach else report(queue, console, comparison)
-
-
-def _job(item: RunHandle) -> Job:
-    """Returns the job of a frozen run.
-
-    Raises:
-        UserError: the cluster or machine here cannot run it.
-    """
-    shape = select_executor(item.config.cluster).shape(item.config)
-    layout = resolve_layout(item.config, shape.nodes, shape.workers, shape.device_bytes)
-    return Job(item.number, (), item.config, layout, shape, item.run, item.trusts_owner)
-
-
-def _tell(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False)
+    if detach:
+        return Exit.DONE
+    return worst(queue.views) if as_json else report(queue, console, comparison)
 
 
 def _is_ending(run: RunDirectory) -> bool:
@@ -113,27 +104,23 @@ def take_code_again(runs: Sequence[tuple[RunDirectory, Config]]) -> list[str]:
     Raises:
         UserError: a work tree does not exist any more, or cannot be copied.
     """
-    before = [frozen_code(run) for run, _ in runs]
-    old = {code.origin: code for code in before if code is not None}
+    frozen = [(run, frozen_code(run)) for run, _ in runs]
     configs = [config for _, config in runs]
+    old = {code.origin: code for _, code in frozen if code is not None}
     new = {origin: _taken_again(code, configs, runs[0][0].code) for origin, code in old.items()}
-    changed = {origin for origin, code in new.items() if not _is_same(code, old[origin])}
-    for (run, _), code in zip(runs, before, strict=True):
-        if code is not None and not _is_same(code, new[code.origin]):
+    # the content of a copy is its name; its directory may differ
+    changed = {origin for origin in old if Path(new[origin].snapshot).name != Path(old[origin].snapshot).name}
+    for run, code in frozen:
+        if code is not None and Path(code.snapshot).name != Path(new[code.origin].snapshot).name:
             after = new[code.origin]
             run.update_record(snapshot=asdict(after))
             events = EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", run.newest_attempt() + 1)
             events.write("warning", message=f"continues with other code: {code.snapshot} -> {after.snapshot}")
     lines = [f"code: the present code of {origin[0]}, copied to {new[origin].snapshot}" for origin in changed]
     lines += [f"code: {tree} has not changed since its code was frozen" for tree, *_ in old.keys() - changed]
-    if None in before:
+    if any(code is None for _, code in frozen):
         lines.append("code: no code was frozen for these runs, so they import your present code")
     return lines
-
-
-def _is_same(one: FrozenCode, other: FrozenCode) -> bool:
-    """Returns whether two copies have the same content, which names them; their directories may differ."""
-    return Path(one.snapshot).name == Path(other.snapshot).name
 
 
 def notes_on_changed_code(runs: Sequence[tuple[RunDirectory, Config]]) -> list[str]:
@@ -147,11 +134,14 @@ def notes_on_changed_code(runs: Sequence[tuple[RunDirectory, Config]]) -> list[s
     ]
 
 
-def _taken_again(code: FrozenCode, configs: Sequence[Config], own: Path) -> FrozenCode:
-    """Returns a snapshot of the present code; the directory of the run or sweep that has its own copy keeps it."""
+def _taken_again(code: FrozenCode, configs: Sequence[Config], directory: Path) -> FrozenCode:
+    """Returns a snapshot of the present code; ``directory``, that of a run or sweep which has a copy, keeps it."""
     before = Path(code.snapshot).parent
-    into = before if before.name == own.name else own
-    taken = snapshot_code(configs, into, code.directory) if code.directory.is_dir() else None
+    if before.name == directory.name:
+        directory = before
+    taken = None
+    if code.directory.is_dir():
+        taken = snapshot_code(configs, directory, code.directory)
     if taken is None or taken.work_tree != code.work_tree:
         raise UserError(
             f"the code was frozen from {code.work_tree}, which is not a git work tree any more",

@@ -42,7 +42,7 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
     fewest, most = asked_nodes(job.config)
     gpus = None
     if job.gpus and not gpus_of(cluster.gres or ""):
-        gpus = f"{cluster.gpu_type}:{job.gpus}" if cluster.gpu_type else job.gpus
+        gpus = ":".join(filter(None, [cluster.gpu_type, str(job.gpus)]))
     values: dict[str, Any] = {
         "clusters": other_clusters(cluster.clusters, site),
         "partition": cluster.partition,
@@ -119,7 +119,8 @@ def array(count: int, cap: int | str) -> dict[str, str | None]:
     """Returns the option for an array of ``count`` jobs, of which ``cap`` run at a time; empty for a single job."""
     if count == 1:
         return {}
-    return {"array": f"0-{count - 1}" + (f"%{cap}" if isinstance(cap, int) else "")}
+    tasks = f"0-{count - 1}"
+    return {"array": f"{tasks}%{cap}" if isinstance(cap, int) else tasks}
 
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")

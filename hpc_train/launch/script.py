@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,7 +44,9 @@ def shell_word(value: str) -> str:
         raise UserError(
             f"{value!r} contains a NUL character", where="the config", fix="remove it; programs cannot receive it"
         )
-    return shlex.quote(value) if value.isprintable() else f"$'{''.join(map(_escaped, value))}'"
+    if value.isprintable():
+        return shlex.quote(value)
+    return f"$'{''.join(map(_escaped, value))}'"
 
 
 def shell_command(parts: Sequence[str]) -> str:
@@ -89,12 +91,14 @@ def setup_lines(lines: Iterable[str]) -> list[str]:
     Raises:
         UserError: as ``own_lines``.
     """
-    own = own_lines(lines, "cluster.setup")
+    commands = own_lines(lines, "cluster.setup")
+    if not commands:
+        return []
     # the line of the script and not BASH_COMMAND, which is a command inside of a function such as `module`
     report = """failed=$? line=$(sed -n "${LINENO}p" "$0" 2> /dev/null)"""
     report = f"""trap '{report}; echo "cluster.setup: a line failed with status $failed: $line" >&2' ERR"""
     ended = """trap 'code=$?; [ -n "$set_up" ] || echo "cluster.setup ended the job with status $code" >&2' EXIT"""
-    return ["# setup", report, "set_up=", ended, *own, "trap - ERR", "set_up=yes"] if own else []
+    return ["# setup", report, "set_up=", ended, *commands, "trap - ERR", "set_up=yes"]
 
 
 def _escaped(char: str) -> str:
@@ -121,14 +125,18 @@ class Container:
 
     def srun_options(self, binds: str) -> list[str]:
         """Returns the options of ``srun`` for pyxis."""
-        return [f"--container-image={self.image}", f"--container-mounts={binds}"] if self.pyxis else []
+        if not self.pyxis:
+            return []
+        return [f"--container-image={self.image}", f"--container-mounts={binds}"]
 
     def command(self, binds: str) -> list[str]:
         """Returns the prefix of a command that runs inside the container."""
         if self.pyxis:
             return []
-        libraries = ["--rocm" if self.rocm else "--nv"] if self.gpus else []
-        return ["apptainer", "exec", *libraries, "--bind", binds, self.image]
+        command = ["apptainer", "exec"]
+        if self.gpus:
+            command.append("--rocm" if self.rocm else "--nv")
+        return [*command, "--bind", binds, self.image]
 
     def seen(self, environment: Mapping[str, str] = os.environ) -> str:
         """Returns the mounts, including the node-local directories of this job."""
@@ -138,21 +146,15 @@ class Container:
     def lines(self) -> list[str]:
         """Returns bash lines that set the variable BINDS."""
         names = " ".join(f'"${{{name}:-}}"' for name in LOCAL)
-        return [
+        lines = [
             "# what the container sees of a node: the runs with their code, data, and node-local space",
             f"BINDS={shell_word(','.join(self.binds))}",
             f'for local in {names}; do [ ! -d "$local" ] || BINDS="$BINDS,$local:$local"; done',
-            *([_ROCM] if self.gpus and not self.pyxis and not self.rocm else []),
         ]
-
-
-# at submission the nodes' kind of GPU may be unknown; the variable is the option --rocm
-_ROCM = "[ ! -e /dev/kfd ] || [ -e /dev/nvidiactl ] || export APPTAINER_ROCM=1  # AMD GPUs"
-
-
-def _of_amd(gpu_type: str | None) -> bool:
-    """Returns whether the GPUs are AMD's, by the type requested or else by those of this machine."""
-    return amd_memory(gpu_type) is not None if gpu_type is not None else Machine.this().amd() is not None
+        if self.gpus and not self.pyxis and not self.rocm:
+            # at submission the nodes' kind of GPU may be unknown; the variable is the option --rocm
+            lines.append("[ ! -e /dev/kfd ] || [ -e /dev/nvidiactl ] || export APPTAINER_ROCM=1  # AMD GPUs")
+        return lines
 
 
 def container_of(config: Config, gpus: int) -> Container | None:
@@ -161,24 +163,31 @@ def container_of(config: Config, gpus: int) -> Container | None:
     Raises:
         UserError: the image is a file that does not exist.
     """
-    asked = config.cluster.container
-    if asked.image is None:
+    settings = config.cluster.container
+    image = settings.image
+    if image is None:
         return None
-    image = asked.image
     if image.startswith(("/", ".", "~")) or image.endswith((".sif", ".sqsh")):
         image = str(Path(image).expanduser().absolute())
         if not Path(image).exists():
             raise UserError(
                 f"image {image} does not exist", where="cluster.container.image", fix="the path of a .sif or .sqsh file"
             )
-    auto = asked.runtime == "auto"
-    pyxis = (not image.endswith(".sif") and srun_has_pyxis()) if auto else asked.runtime == "pyxis"
+    pyxis = settings.runtime == "pyxis"
+    if settings.runtime == "auto":
+        pyxis = not image.endswith(".sif") and srun_has_pyxis()
+    gpu_type = config.cluster.gpu_type
+    rocm = False
+    if gpus and gpu_type is not None:
+        rocm = amd_memory(gpu_type) is not None
+    elif gpus:
+        rocm = Machine.this().amd() is not None
     sources = getattr(config.data, "sources", {}).values()
     paths = [getattr(config.data, "path", None), *(source.get("path") for source in sources)]
     inputs = [str(Path(path).absolute()) for path in paths if path and Path(path).is_dir()]
     root = str(Path(config.run.root).expanduser().absolute())
-    binds = tuple(dict.fromkeys(map(_same, [root, *inputs, *asked.binds])))
-    return Container(image, pyxis, binds, gpus > 0, gpus > 0 and _of_amd(config.cluster.gpu_type))
+    binds = tuple(dict.fromkeys(map(_same, [root, *inputs, *settings.binds])))
+    return Container(image, pyxis, binds, gpus > 0, rocm)
 
 
 def quoted(parts: Sequence[str]) -> str:
@@ -297,7 +306,7 @@ def render(script: Script) -> str:
         title.append("# SBATCH_* variables override these lines, and options on sbatch's command line override both")
         for argument in arguments(script.header):
             name, equals, value = argument.partition("=")
-            title.append(f"#SBATCH {name}{equals}{shell_word(value) if equals else ''}")
+            title.append(f"#SBATCH {name}={shell_word(value)}" if equals else f"#SBATCH {name}")
     else:
         title.append(
             "# the resources are on sbatch's command line, because SBATCH_* variables override lines of a script"
@@ -326,9 +335,10 @@ def render(script: Script) -> str:
     blocks += [_step(agent, script.survives_node_loss), on_event_lines(script.on_event)]
     if cluster.teardown:
         blocks.append(["# teardown", *own_lines(cluster.teardown, "cluster.teardown")])
-    blocks.append(
-        requeue_script_lines() if script.chain is None else [*REQUEUE_END.splitlines(), *CHAIN_AFTER.splitlines()]
-    )
+    if script.chain is None:
+        blocks.append(requeue_script_lines())
+    else:
+        blocks.append([*REQUEUE_END.splitlines(), *CHAIN_AFTER.splitlines()])
     return _text(blocks)
 
 
@@ -366,9 +376,10 @@ def run_of_task(listing: Path) -> list[str]:
 def freezing(cluster: ClusterConfig, overrides: Sequence[str], container: Container | None = None) -> list[str]:
     """Returns bash lines that freeze the run and set RUN; a restarted job finds the run frozen."""
     parts = [python(cluster, container), "-m", "hpc_train", "freeze", *overrides]
-    if container is not None:
-        options = container.srun_options(IN_SHELL)
-        parts = [*(["srun", "--nodes=1", "--ntasks=1", *options] if options else container.command(IN_SHELL)), *parts]
+    if container is not None and container.pyxis:
+        parts = ["srun", "--nodes=1", "--ntasks=1", *container.srun_options(IN_SHELL), *parts]
+    elif container is not None:
+        parts = [*container.command(IN_SHELL), *parts]
     command = quoted(parts)
     return [
         "# writes the run directory and prints its path; in a requeued job, the directory stays unchanged",
@@ -391,7 +402,9 @@ def step_on_nodes(nodes: int | str, *words: str) -> list[str]:
 
 def python(cluster: ClusterConfig, container: Container | None = None) -> str:
     """Returns the interpreter on the nodes, or in the container."""
-    return cluster.python or (sys.executable if container is None else "python")
+    if cluster.python:
+        return cluster.python
+    return sys.executable if container is None else "python"
 
 
 def python_lines(cluster: ClusterConfig) -> list[str]:
@@ -409,7 +422,8 @@ def python_lines(cluster: ClusterConfig) -> list[str]:
 
 def node_loss_options(survives: bool) -> tuple[str, ...]:
     """Returns the options of ``srun`` that keep (``survives``) or end the other agents when a node is lost."""
-    return (*(["--no-kill"] if survives else []), "--kill-on-bad-exit=0", "--wait=0")
+    options = ("--kill-on-bad-exit=0", "--wait=0")
+    return ("--no-kill", *options) if survives else options
 
 
 def _step(agent: Sequence[str], survives: bool) -> list[str]:
@@ -494,7 +508,9 @@ fi
 
 def on_event_lines(command: str | None) -> list[str]:
     """Returns the lines after the agents' step that call ``run.on_event`` if no agent has recorded an end."""
-    return [] if command is None else ON_EVENT.format(command=shell_word(command)).splitlines()
+    if command is None:
+        return []
+    return ON_EVENT.format(command=shell_word(command)).splitlines()
 
 
 def requeue_script_lines() -> list[str]:
@@ -537,11 +553,3 @@ exit "$status"
 def chain_file(run: RunDirectory) -> Path:
     """Returns the file with the ids of the chain that is submitted next, one per line."""
     return run.attempts / f"chain-{len(run.record().get('submissions', [])):03d}"
-
-
-def submit_chain(count: int, one: Callable[[str | None], str]) -> list[str]:
-    """Submits ``count`` jobs by ``one``, which takes a dependency; returns their ids in order."""
-    ids = [one(None)]
-    while len(ids) < count:
-        ids.append(one(f"afterany:{ids[-1]}"))
-    return ids

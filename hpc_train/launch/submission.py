@@ -101,8 +101,10 @@ class JobQueue:
         self._waiting = []
         for item in self._open():
             record_stop_request(item.job.run)
-        end = self.executor.cancel if cancel else self.executor.stop
-        end(self.open_ids)
+        if cancel:
+            self.executor.cancel(self.open_ids)
+        else:
+            self.executor.stop(self.open_ids)
 
     def _open(self) -> list[Submitted]:
         return [

@@ -26,7 +26,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze
 from tests.config.composing import config_of as config_with
 from tests.doors.command import environment
-from tests.schedulers.test_shell_variables import command as write_command
+from tests.schedulers.test_variables import command as write_command
 
 CPUS = ["cluster.gpus_per_node=0", "cluster.cpu_workers=2"]
 

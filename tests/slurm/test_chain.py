@@ -40,7 +40,7 @@ def test_a_run_that_needs_two_of_three_jobs_cancels_the_third(cluster: Cluster, 
 
 
 @pytest.mark.beside
-@pytest.mark.long_form(25)  # tests/launch/test_chain.py
+@pytest.mark.long_form(25)  # tests/launch/test_slurm.py
 def test_a_failure_ends_the_chain(cluster: Cluster, tmp_path: Path) -> None:
     done = cluster.hpc_train(*FAULTY, *ONE_NODE, "launch.chain=2", "run.name=run", "-m", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -51,7 +51,7 @@ def test_a_failure_ends_the_chain(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.beside
-@pytest.mark.long_form(25)  # tests/launch/test_chain.py
+@pytest.mark.long_form(25)  # tests/launch/test_slurm.py
 def test_scancel_of_one_job_ends_the_chain(cluster: Cluster, tmp_path: Path) -> None:
     case = [*SLOW, *ONE_NODE, "train.steps=600", "launch.chain=3", "launch.detach=true"]
     assert cluster.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path).returncode == 0

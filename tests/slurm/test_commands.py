@@ -163,7 +163,7 @@ def test_the_failed_runs_of_a_sweep_are_tried_again(cluster: Cluster, tmp_path: 
 
 @pytest.mark.beside
 @pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=IN_LONG_FORM)])
-@pytest.mark.long_form(30)  # tests/launch/test_waiting.py
+@pytest.mark.long_form(30)  # tests/launch/test_submission.py
 def test_who_leaves_a_waiting_submission_leaves_the_job_alone(
     cluster: Cluster, tmp_path: Path, how: signal.Signals
 ) -> None:

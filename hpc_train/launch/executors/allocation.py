@@ -75,8 +75,9 @@ class AllocationExecutor(ProcessExecutor):
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         ids = []
-        inner = is_in_step() or has_several_tasks()
-        environment = environment_for(Receiver.INNER_STEP if inner else Receiver.SCRIPT)
+        receiver = Receiver.SCRIPT
+        if is_in_step() or has_several_tasks():
+            receiver = Receiver.INNER_STEP
         for job in jobs:
             output = self.output(job, "")
             output.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +88,7 @@ class AllocationExecutor(ProcessExecutor):
                     stdout=file,
                     stderr=file,
                     start_new_session=True,
-                    env=environment,
+                    env=environment_for(receiver),
                 )
             self._steps[str(step.pid)] = step
             ids.append(str(step.pid))

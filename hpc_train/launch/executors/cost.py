@@ -43,7 +43,9 @@ def cost_lines(jobs: Sequence[Job], site: Site) -> list[str]:
     kinds = Counter(_line(job, site) for job in jobs)
     config = jobs[0].config
     starts = max(map(_starts, jobs))
-    how = f"a chain of {starts} jobs" if config.launch.chain > 1 else f"with up to {starts - 1} requeues"
+    how = f"with up to {starts - 1} requeues"
+    if config.launch.chain > 1:
+        how = f"a chain of {starts} jobs"
     total = f"at most {gpu_hours(jobs):g} GPU-hours ({how})"
     prices = Prices.of_config(config.cluster.price)
     if prices.gpu_hour is not None:
@@ -74,8 +76,9 @@ def confirm_cost(jobs: Sequence[Job], site: Site, console: Console) -> None:
 
 
 def _starts(job: Job) -> int:
-    chain = job.config.launch.chain
-    return chain if chain > 1 else 1 + job.config.elastic.max_requeues
+    if job.config.launch.chain > 1:
+        return job.config.launch.chain
+    return 1 + job.config.elastic.max_requeues
 
 
 def _is_much(jobs: Sequence[Job]) -> bool:
@@ -97,16 +100,13 @@ def _line(job: Job, site: Site) -> str:
         account = next(defaults, "the site's default")
     if name is None:
         name = partition.name if partition else "the site's default"
-    spares = job.config.elastic.spares
-    nodes = f"{cluster.nodes} and {spares} spare nodes" if spares else counted(cluster.nodes, "node", "nodes")
-    count = cores(job, partition)
-    amount = memory(job, partition)
-    per_node = [f"{job.gpus} GPUs"] if job.gpus else []
-    per_node.append("all cores" if count is None else f"{count} cores")
-    if amount == "0":
-        per_node.append("all memory")
-    else:
-        per_node.append(f"{amount or 'default'} memory")
+    nodes = counted(cluster.nodes, "node", "nodes")
+    if job.config.elastic.spares:
+        nodes = f"{cluster.nodes} and {job.config.elastic.spares} spare nodes"
+    amount = memory(job, partition) or "default"
+    per_node = [f"{cores(job, partition) or 'all'} cores", f"{'all' if amount == '0' else amount} memory"]
+    if job.gpus:
+        per_node.insert(0, f"{job.gpus} GPUs")
     return f"account {account}, partition {name}, {nodes} with {', '.join(per_node)}, {cluster.time}"
 
 

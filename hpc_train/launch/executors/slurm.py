@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from subprocess import CalledProcessError
 from typing import Any
 
 from rich.console import Console
@@ -41,7 +40,7 @@ from hpc_train.launch.sbatch import (
     stop_note,
     survives_node_loss,
 )
-from hpc_train.launch.script import Script, chain_file, container_of, one_run, render, run_of_task, submit_chain
+from hpc_train.launch.script import Script, chain_file, container_of, one_run, render, run_of_task
 from hpc_train.launch.storage import check_room, check_shared
 from hpc_train.layout.layout import JobShape, Place
 from hpc_train.machine.allocation import workers_per_node
@@ -91,8 +90,7 @@ class ScriptExecutor(SlurmExecutor):
         try:
             return str(self._submit_command("").job_id)
         except FailedJobError as error:
-            failed = error.__cause__
-            output = failed.output if isinstance(failed, CalledProcessError) else ""
+            output = getattr(error.__cause__, "output", "")  # of a CalledProcessError
             raise client.failure("sbatch", str(error), output) from error
 
     @staticmethod
@@ -171,10 +169,13 @@ class SlurmJobExecutor:
                     write_text(folder / _listing(group), "".join(f"{job.run.path}\n" for job in group))
                 main = self._submit_chain(group, folder, text, sbatch_options, submitted)
                 submitted.append(main)
-                self._record_estimate(group[0], f"{main}_0" if len(group) > 1 else main)
-                for index, job in enumerate(group):
+                tasks = [main]
+                if len(group) > 1:
+                    tasks = [f"{main}_{index}" for index in range(len(group))]
+                self._record_estimate(group[0], tasks[0])
+                for job, job_id in zip(group, tasks, strict=True):
                     write_text(job.run.path / "job.sbatch", text, file_mode(job.config), flush=False)  # to be read
-                    ids[job.number] = job_id = f"{main}_{index}" if len(group) > 1 else main
+                    ids[job.number] = job_id
                     pattern = str(sbatch_options["output"]).rpartition("/")[2]
                     self._outputs[job_id] = folder / pattern.replace("%j", job_id).replace("%A_%a", job_id)
         except BaseException:  # also an interrupt
@@ -240,8 +241,7 @@ class SlurmJobExecutor:
         recorded = [entry for job in group for entry in job.run.record().get("submissions", [])]
         earlier = {str(job_id).partition("_")[0] for entry in recorded for job_id in job_ids(entry)}  # arrays as one
 
-        def submit_one(dependency: str | None) -> str:
-            more = {} if dependency is None else {"dependency": dependency}
+        def submit_one(more: Options) -> str:
             executor = ScriptExecutor(folder, text, {**sbatch_options, **more}, file_mode(job.config))
             others = {*earlier, *self._all(submitted), *ids}
             comment = str(sbatch_options["comment"])
@@ -255,7 +255,9 @@ class SlurmJobExecutor:
             return job_id
 
         try:
-            submit_chain(count, submit_one)
+            job_id = submit_one({})
+            for _ in range(count - 1):
+                job_id = submit_one({"dependency": f"afterany:{job_id}"})
             if count > 1:
                 write_text(chain_file(job.run), "".join(f"{job_id}\n" for job_id in ids))
         except BaseException:
@@ -290,17 +292,19 @@ class SlurmJobExecutor:
     def _submission(self, group: list[Job], folder: Path, sweep: Path) -> tuple[str, Options]:
         """Returns script and options of an array or a single job."""
         job = group[0]
-        chain = chain_file(job.run) if job.config.launch.chain > 1 else None
-        if len(group) == 1:
-            title = f"{job.config.strategy.name}: {job.layout}"
-            directory = job.run.path
-            name = "%j" if chain is None else chain.name
-            run = one_run(directory)
-        else:
+        chain = None
+        title = f"{job.config.strategy.name}: {job.layout}"
+        directory = job.run.path
+        name = "%j"
+        run = one_run(directory)
+        if len(group) > 1:
             title = f"{len(group)} runs of one shape"
             directory = sweep
             name = "%A_%a"
             run = run_of_task(folder / _listing(group))
+        elif job.config.launch.chain > 1:
+            chain = chain_file(job.run)
+            name = chain.name
         sbatch_options = {
             **options(job, self.site),
             **identity(group, directory, output_file(folder, f"{name}.out")),

@@ -12,7 +12,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import select_executor
 from hpc_train.schedulers.slurm.client import in_allocation
 from tests.launch.jobs import make_job
-from tests.schedulers.test_shell_variables import command
+from tests.schedulers.test_variables import command
 
 AUTO, LOCAL, SLURM = (ClusterConfig(kind=kind) for kind in ("auto", "local", "slurm"))
 
