@@ -66,8 +66,7 @@ class Mistakes:
     def report(self) -> None:
         """Raises what was collected, if there is anything.
 
-        Raises:
-            UserError: something was collected. Several mistakes are a ``UserErrors``, which has each once.
+        Raises UserError if something was collected. Several mistakes are a ``UserErrors``, which has each once.
         """
         mistakes = [*{str(mistake): mistake for mistake in self._found}.values()]
         if len(mistakes) == 1:
@@ -79,8 +78,7 @@ class Mistakes:
 def check_all(*checks: Callable[[], object]) -> None:
     """Calls all ``checks``, which do not depend on each other.
 
-    Raises:
-        UserError: one or several of them have raised one. The message reports all.
+    Raises UserError if one or several of them have raised one. The message reports all.
     """
     mistakes = Mistakes()
     for check in checks:

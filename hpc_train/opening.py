@@ -57,8 +57,7 @@ def open_file(path: Path, below: Path, largest: int = LARGEST) -> BinaryIO:
 def open_to_append(path: Path, below: Path) -> BinaryIO:
     """Opens ``path``, which is created if it does not exist, for unbuffered appending.
 
-    Raises:
-        OSError: it cannot be opened, is not a regular file, or lies behind a link.
+    Raises OSError if it cannot be opened, is not a regular file, or lies behind a link.
     """
     try:
         descriptor = _descriptor(path, below, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

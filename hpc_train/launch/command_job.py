@@ -39,13 +39,12 @@ class CommandJob:
 def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[str] = ()) -> CommandJob:
     """Submits ``python -m hpc_train WORDS``.
 
+    Raises UserError if Slurm does not respond, or refuses the job.
+
     Args:
         config: sets partition, account, time limit, environment and container.
         folder: directory for the output of the job.
         extra: further options of sbatch, which take precedence.
-
-    Raises:
-        UserError: Slurm does not respond, or refuses the job.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = "-".join(word for word in words[:2] if word.isalpha())  # the command without overrides, which may be paths

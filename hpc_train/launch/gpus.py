@@ -35,8 +35,7 @@ class AskedGpus:
 def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
     """Returns the GPUs per node of a job. ``auto`` is the number that all nodes with GPUs in its partition have.
 
-    Raises:
-        UserError: no node has a GPU of ``cluster.gpu_type``, or ``cluster.extra`` requests GPUs besides ``auto``.
+    Raises UserError if no node has a GPU of ``cluster.gpu_type``, or ``cluster.extra`` requests GPUs besides ``auto``.
     """
     if isinstance(cluster.gpus_per_node, int):
         return AskedGpus(cluster.gpus_per_node)

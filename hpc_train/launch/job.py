@@ -97,8 +97,7 @@ class Job:
 def local_shape(config: Config, place: Place) -> JobShape:
     """Returns the shape of a job on this machine.
 
-    Raises:
-        UserError: more nodes or GPUs are requested than this machine has.
+    Raises UserError if more nodes or GPUs are requested than this machine has.
     """
     cluster = config.cluster
     if node_range(cluster) != (1, 1):

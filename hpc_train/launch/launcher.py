@@ -173,11 +173,10 @@ def prepare_all(
 ) -> list[Job]:
     """Composes and checks the jobs ``first``, ``first`` + 1, ... of ``count`` below ``sweep``; writes nothing.
 
+    Raises UserError if jobs are wrong; the message names them, with their overrides.
+
     Args:
         trust_owner: whether the runs may have files of other users.
-
-    Raises:
-        UserError: jobs are wrong; the message names them, with their overrides.
     """
     jobs: list[Job] = []
     refused: list[RefusedJob] = []
@@ -248,12 +247,11 @@ def enqueue(
 ) -> JobQueue:
     """Checks all ``jobs``, then freezes them; the returned queue submits them.
 
+    Raises UserError if a job is refused; nothing was written then.
+
     Args:
         multirun: the config of the sweep, with ``hydra.overrides``, which is kept in the directory of the sweep.
         code: the snapshot from which agents and workers start; None takes one.
-
-    Raises:
-        UserError: a job is refused; nothing was written then.
     """
     executor = select_executor(jobs[0].config.cluster)
     for line in executor.check(jobs):
@@ -369,10 +367,8 @@ class Trials:
     def launch(self, batch: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
         """Runs the trials ``first``, ``first`` + 1, ... of the search and returns their results, in order.
 
-        Trials of an earlier search in the same directory are kept: the numbers of the runs continue after them.
-
-        Raises:
-            JobFailed: no trial has succeeded yet, and several have failed.
+        Trials of an earlier search in the same directory are kept: the numbers of the runs continue after them. Raises
+        JobFailed if no trial has succeeded yet, and several have failed.
         """
         numbered = list(enumerate(batch, start=self._first + first))
         jobs: list[Job] = []

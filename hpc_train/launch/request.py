@@ -86,8 +86,7 @@ def tolerate_failed_trials() -> None:
 def complete_arguments(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments of a training as Hydra requires them, with the overrides of an imported model.
 
-    Raises:
-        UserError: an option or override is wrong.
+    Raises UserError if an option or override is wrong.
     """
     register_launcher()
     return with_imported_model(with_right_plus(arguments))
@@ -101,12 +100,11 @@ def parse_line(arguments: Sequence[str]) -> CommandLine:
 def compose_job(line: CommandLine, what: str, instead: str = "", task: int | None = None) -> ComposedJob:
     """Composes the job of ``line``, or job ``task`` of the sweep that it describes.
 
+    Raises UserError if the config is wrong, or ``line`` describes several jobs and no ``task`` is given.
+
     Args:
         what: what the command does with the job, for the refusal of a sweep: ``script prints one job``.
         instead: how the command does it for a sweep.
-
-    Raises:
-        UserError: the config is wrong, or ``line`` describes several jobs and no ``task`` is given.
     """
     jobs = expand(line.overrides)
     if task is None and (line.multirun or len(jobs) > 1):
@@ -137,13 +135,12 @@ def check_job(
 ) -> Job:
     """Checks ``config`` and returns its job, which ``freeze_job`` can freeze; writes nothing.
 
+    Raises UserError if a value is wrong, the job cannot run in ``shape``, or the run cannot be frozen. The message
+    reports all independent mistakes.
+
     Args:
         shape: of the job; None takes that of the executor to which ``-m`` submits it.
         trust_owner: whether the run, or the run to fork, may have files of other users.
-
-    Raises:
-        UserError: a value is wrong, the job cannot run in ``shape``, or the run cannot be frozen. The message reports
-            all independent mistakes.
     """
     shape = shape or select_executor(config.cluster).shape(config)
     mistakes = Mistakes()
@@ -159,10 +156,8 @@ def choose_and_check(config: Config, run: RunDirectory, shape: JobShape) -> tupl
     """Returns ``config`` with the layout that ``strategy=auto`` chooses, the layout, and the choice.
 
     A run that continues keeps its choice while the question is the same. With another strategy the choice is None.
-
-    Raises:
-        UserError: as ``check_config``; or the machine or the size of the model is unknown to ``strategy=auto``, or no
-            layout is possible or fits.
+    Raises UserError as ``check_config``; or the machine or the size of the model is unknown to ``strategy=auto``, or no
+    layout is possible or fits.
     """
     if runs_own_code(config):
         check_chosen(config)
@@ -176,9 +171,8 @@ def choose_and_check(config: Config, run: RunDirectory, shape: JobShape) -> tupl
 def check_config(config: Config, shape: JobShape) -> Layout:
     """Checks that ``config`` can run in ``shape``, and returns the layout on the most nodes.
 
-    Raises:
-        UserError: a value is wrong, there is no layout on the most or on the fewest nodes, or the GPUs do not support
-            what the config requests. The message reports all independent mistakes.
+    Raises UserError if a value is wrong, there is no layout on the most or on the fewest nodes, or the GPUs do not
+    support what the config requests. The message reports all independent mistakes.
     """
     mistakes = Mistakes()
     with mistakes.collected():

@@ -34,8 +34,7 @@ NO_SITE = Site("")
 def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
     """Returns the resources of ``job``, which are equal for jobs that may share an array.
 
-    Raises:
-        UserError: ``cluster.extra`` has an option that another key sets.
+    Raises UserError if ``cluster.extra`` has an option that another key sets.
     """
     cluster = job.config.cluster
     partition = site.partition(cluster.partition or preset("partition"))
@@ -103,8 +102,7 @@ def identity(jobs: Sequence[Job], directory: Path, output: str) -> dict[str, str
 def output_file(folder: Path, name: str) -> str:
     """Returns the value of ``--output`` for a file in ``folder``; Slurm replaces patterns (``%j``) in ``name`` only.
 
-    Raises:
-        UserError: the path has a backslash, which Slurm removes.
+    Raises UserError if the path has a backslash, which Slurm removes.
     """
     if "\\" in f"{folder}":
         raise UserError(
@@ -129,8 +127,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 def arguments(sbatch_options: Options) -> list[str]:
     """Returns options as command-line arguments, each of which may also be a ``#SBATCH`` line.
 
-    Raises:
-        UserError: a name is not that of an option, or a value is more than one line.
+    Raises UserError if a name is not that of an option, or a value is more than one line.
     """
     for name, value in sbatch_options.items():
         if not _NAME.fullmatch(name):

@@ -37,8 +37,7 @@ from hpc_train.schedulers.slurm.variables import unset_lines
 def shell_word(value: str) -> str:
     """Returns ``value`` as one word of bash on one line.
 
-    Raises:
-        UserError: it contains a NUL character, which no argument or variable can hold.
+    Raises UserError if it contains a NUL character, which no argument or variable can hold.
     """
     if "\0" in value:
         raise UserError(
@@ -57,8 +56,7 @@ def shell_command(parts: Sequence[str]) -> str:
 def exports(variables: Mapping[str, str]) -> list[str]:
     """Returns the lines that export ``cluster.env``.
 
-    Raises:
-        UserError: a name is not that of a variable, or a value contains a NUL character.
+    Raises UserError if a name is not that of a variable, or a value contains a NUL character.
     """
     return [f"export {name}={shell_word(value)}" for name, value in job_environment(variables).items()]
 
@@ -71,8 +69,7 @@ def comment(text: str) -> str:
 def own_lines(lines: Iterable[str], key: str) -> list[str]:
     """Returns the lines of bash that the user has set as ``key``, of which each may have several lines.
 
-    Raises:
-        UserError: they contain a character with which sbatch refuses a script.
+    Raises UserError if they contain a character with which sbatch refuses a script.
     """
     text = list(lines)
     for line in text:
@@ -88,8 +85,7 @@ def own_lines(lines: Iterable[str], key: str) -> list[str]:
 def setup_lines(lines: Iterable[str]) -> list[str]:
     """Returns the lines of ``cluster.setup``. Bash goes on after a line that fails, and so the line is named.
 
-    Raises:
-        UserError: as ``own_lines``.
+    Raises UserError as ``own_lines``.
     """
     commands = own_lines(lines, "cluster.setup")
     if not commands:
@@ -160,8 +156,7 @@ class Container:
 def container_of(config: Config, gpus: int) -> Container | None:
     """Returns the container of ``cluster.container``; None without an image.
 
-    Raises:
-        UserError: the image is a file that does not exist.
+    Raises UserError if the image is a file that does not exist.
     """
     settings = config.cluster.container
     image = settings.image

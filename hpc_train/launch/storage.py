@@ -49,8 +49,7 @@ class Checkpoints:
 def check_room(jobs: Sequence[Job], rooms: Sequence[Room] | None = None) -> list[str]:
     """Returns one line with the space that the checkpoints of ``jobs`` may need; none if their size is unknown.
 
-    Raises:
-        UserError: they do not fit; the fix names the largest ``checkpoint.keep`` that does.
+    Raises UserError if they do not fit; the fix names the largest ``checkpoint.keep`` that does.
     """
     estimates = [(job, Checkpoints.of(job)) for job in jobs]
     sized = [(job, checkpoints) for job, checkpoints in estimates if checkpoints is not None]
@@ -86,11 +85,10 @@ def check_shared(
 ) -> list[str]:
     """Returns a note if the nodes of a Slurm job may not see ``path``.
 
+    Raises UserError if they cannot see it, since it is in memory or in the temporary directory of this machine.
+
     Args:
         nodes: returns the nodes that Slurm knows.
-
-    Raises:
-        UserError: they cannot see it, since it is in memory or in the temporary directory of this machine.
     """
     system = system or file_system_of(path)
     if system is None or not (system.in_memory or system.on_a_disk_here) or is_exported(path):

@@ -199,14 +199,12 @@ def wait(
     """Follows the jobs until all have ended.
 
     Ctrl-C or a lost terminal detaches and leaves them running. At a terminal, a second Ctrl-C within three seconds
-    offers to cancel them; if accepted, this continues to wait.
+    offers to cancel them; if accepted, this continues to wait. Raises SystemExit if detached by Ctrl-C or hang-up, with
+    code 130.
 
     Args:
         comparison: that of the whole sweep, if the jobs are a part of one.
         display: by default the progress of a single job, or a table of several.
-
-    Raises:
-        SystemExit: detached by Ctrl-C or hang-up, with code 130.
     """
     if display is None and len(queue.jobs) == 1:
         display = JobProgress(queue.jobs[0], console)

@@ -25,8 +25,7 @@ class HpcTrainSweeper(BasicSweeper):
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
         """Launches the jobs of ``arguments``; returns the launcher's results, one list per batch.
 
-        Raises:
-            SystemExit: a job did not end well; the jobs of later batches have run nevertheless.
+        Raises SystemExit if a job did not end well; the jobs of later batches have run nevertheless.
         """
         assert self.hydra_context is not None and self.launcher is not None
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)

@@ -161,10 +161,7 @@ def shape_in_script(config: Config) -> JobShape:
     """Returns the shape of a run that the batch script around this process trains on the nodes of its job.
 
     The script requests the nodes, so their number replaces that of ``cluster.nodes``, unless this is a range: Slurm may
-    then start the script again on fewer of them.
-
-    Raises:
-        UserError: as ``shape_in_job``.
+    then start the script again on fewer of them. Raises UserError as ``shape_in_job``.
     """
     nodes = max(1, _nodes_here() - config.elastic.spares)
     fewest, most = node_range(config.cluster)

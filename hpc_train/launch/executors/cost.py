@@ -63,8 +63,7 @@ def cost_lines(jobs: Sequence[Job], site: Site) -> list[str]:
 def confirm_cost(jobs: Sequence[Job], site: Site, console: Console) -> None:
     """Asks for confirmation at a terminal if the submission may cost more than ``launch.confirm_gpu_hours``.
 
-    Raises:
-        UserError: the answer is no, or there is no terminal and ``launch.yes`` is not set.
+    Raises UserError if the answer is no, or there is no terminal and ``launch.yes`` is not set.
     """
     if not _is_much(jobs):
         return

@@ -36,16 +36,11 @@ class Executor(Protocol):
     def check(self, jobs: Sequence[Job]) -> list[str]:
         """Checks ``jobs`` and returns lines with their resources and maximum cost. Writes nothing.
 
-        Raises:
-            UserError: one of them would be refused, or would never start.
+        Raises UserError if one of them would be refused, or would never start.
         """
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
-        """Asks the user for confirmation if ``jobs`` may cost much.
-
-        Raises:
-            UserError: the user declines.
-        """
+        """Asks the user for confirmation if ``jobs`` may cost much. Raises UserError if the user declines."""
 
     def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
         """Returns the command line and batch script of each submission; empty if the executor submits no scripts."""
@@ -53,10 +48,7 @@ class Executor(Protocol):
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         """Submits ``jobs``, whose runs are frozen; returns their ids in order.
 
-        ``at_once`` limits all jobs of the directory ``sweep`` together.
-
-        Raises:
-            UserError: the scheduler refuses them.
+        ``at_once`` limits all jobs of the directory ``sweep`` together. Raises UserError if the scheduler refuses them.
         """
 
     def identity(self, job_id: str) -> dict[str, Any]:
@@ -78,8 +70,7 @@ class Executor(Protocol):
 def select_executor(cluster: ClusterConfig) -> Executor:
     """Returns the executor for ``cluster.kind``; ``auto`` tries the surrounding allocation, Slurm and this machine.
 
-    Raises:
-        UserError: Slurm is requested, and ``sbatch`` is missing; or as ``check_shell`` and ``uses_slurm``.
+    Raises UserError if Slurm is requested, and ``sbatch`` is missing; or as ``check_shell`` and ``uses_slurm``.
     """
     check_shell(cluster)
     if cluster.kind == "auto" and in_allocation():

@@ -83,8 +83,7 @@ class ScriptExecutor(SlurmExecutor):
     def submit_script(self) -> str:
         """Submits the script; returns the id of the job or the array.
 
-        Raises:
-            SlurmError: sbatch has failed, or has not printed an id.
+        Raises SlurmError if sbatch has failed, or has not printed an id.
         """
         JobPaths.get_first_id_independent_folder(self.folder).mkdir(parents=True, exist_ok=True)
         try:

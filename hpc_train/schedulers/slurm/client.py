@@ -84,11 +84,10 @@ def run(
 ) -> str:
     """Runs a command of Slurm and returns its standard output.
 
+    Raises SlurmError if it is missing, takes longer than ``timeout_s`` seconds, or exits with another code than 0.
+
     Args:
         environment: the variables of the command; without it, those of this process that reach a query.
-
-    Raises:
-        SlurmError: it is missing, takes longer than ``timeout_s`` seconds, or exits with another code than 0.
     """
     return _completed(command, stdin, environment, timeout_s).stdout
 
@@ -332,8 +331,7 @@ def on_clusters(clusters: str | None) -> list[str]:
 def cancel(ids: Collection[str], *, signal: str | None = None, clusters: str | None = None) -> None:
     """Cancels jobs, or sends their steps ``signal`` (``USR1``).
 
-    Raises:
-        SlurmError: Slurm refuses, or does not respond twice in a row.
+    Raises SlurmError if Slurm refuses, or does not respond twice in a row.
     """
     if not ids:
         return
@@ -353,11 +351,10 @@ def cancel(ids: Collection[str], *, signal: str | None = None, clusters: str | N
 def submit(options: Sequence[str], script: str, comment: str, clusters: str | None = None) -> str:
     """Submits a batch script and returns the id of the job.
 
+    Raises SlurmError if Slurm does not take it.
+
     Args:
         comment: the comment of this job and of no other.
-
-    Raises:
-        SlurmError: Slurm does not take it.
     """
 
     def send() -> str:
@@ -373,8 +370,7 @@ PARSABLE = re.compile(r"^\s*(\d+)(?:;\S*)?\s*$", re.MULTILINE)
 def job_in_answer(printed: str) -> str:
     """Returns the id of the job in what ``sbatch --parsable``, or a site's wrapper of it, prints among other lines.
 
-    Raises:
-        SlurmError: there is none, or it is not clear which number it is.
+    Raises SlurmError if there is none, or it is not clear which number it is.
     """
     ids = set(SENTENCE.findall(printed)) or set(PARSABLE.findall(printed))
     if len(ids) != 1:
@@ -471,8 +467,7 @@ class Check:
 def check_submission(options: Sequence[str], timeout_s: float = PATIENT_S) -> Check:
     """Asks the controller whether it would take a job with these options, and when the job would start.
 
-    Raises:
-        SlurmError: it would not.
+    Raises SlurmError if it would not.
     """
     done = _sbatch([*options, "--test-only"], "#!/bin/sh\ntrue\n", timeout_s)
     lines = [line for line in done.stderr.splitlines() if line.strip() and not ESTIMATE.match(line)]
@@ -502,12 +497,9 @@ def in_allocation() -> bool:
 
 
 def check_shell(cluster: ClusterConfig) -> None:
-    """Rejects the shell of a job that has ended, as one of tmux, for ``cluster=auto``, which would use the job.
+    """Raises UserError for the shell of a job that has ended, as one of tmux, if ``cluster=auto`` would use the job.
 
     With another kind, the variables of the job are removed from this process, since a run would take it for its own.
-
-    Raises:
-        UserError: as said.
     """
     if not _has_job() or not _job_has_ended():
         return
@@ -557,8 +549,7 @@ def _note_once(text: str, path: str | None, conf: str | None) -> None:
 def uses_slurm() -> bool:
     """Returns whether ``cluster=auto`` submits to Slurm outside of an allocation: a controller responds.
 
-    Raises:
-        UserError: there is a cluster whose controller does not respond, so that this may be a login node.
+    Raises UserError if there is a cluster whose controller does not respond, so that this may be a login node.
     """
     controller, said = _cached_controller(*_selection())
     if controller is Controller.UNCONFIGURED:

@@ -57,11 +57,10 @@ class Estimate:
 def starts_of(shapes: Iterable[Sequence[str]]) -> dict[tuple[str, ...], Start]:
     """Returns the start of a job of each shape, with one ``sbatch --test-only`` for each that is not in the cache.
 
+    Raises SlurmError if Slurm is missing or does not respond; it is not asked about the other shapes.
+
     Args:
         shapes: the options of sbatch that determine when a job starts.
-
-    Raises:
-        SlurmError: Slurm is missing or does not respond; it is not asked about the other shapes.
     """
     file = user_cache() / "queue-starts.json"
     now = time.time()
