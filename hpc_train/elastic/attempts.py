@@ -6,9 +6,10 @@ import os
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc_train.checkpoint.space import UNKNOWN_S, stop_time
 from hpc_train.config.schema import Config
@@ -21,7 +22,6 @@ from hpc_train.elastic.rendezvous.messages import FailureReport, Leave, Start
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import (
     JobEnd,
-    KilledStep,
     find_killed_step,
     is_announcement,
     progress_of,
@@ -39,6 +39,8 @@ from hpc_train.run.files import in_time, patiently, read_or
 from hpc_train.run.record import with_digest
 from hpc_train.schedulers.slurm.client import is_current_start, show_topology, unavailable_nodes
 from hpc_train.telemetry.tracebacks import own_frames
+
+Result = TypeVar("Result")
 
 REPLACED = "Slurm has ended or requeued the job"
 
@@ -95,15 +97,11 @@ class Attempts:
         if code is not Exit.GAVE_UP or action is Action.GIVE_UP:
             self._report_end(leave, code, events)
         try:
-            in_time(lambda: self._record_end(code))
+            in_time(lambda: None if self.end is None else self.end.record(code))
+            in_time(lambda: withdraw(self.run, self.allocation.launch_id))
         except OSError as error:  # the agents know the exit code anyway
             print(f"cannot record the end of the job in the run directory: {error}", file=sys.stderr)
         return code
-
-    def _record_end(self, code: Exit) -> None:
-        if self.end is not None:
-            self.end.record(code)
-        withdraw(self.run, self.allocation.launch_id)
 
     def superseded(self) -> str | None:
         """Returns why this server must not decide any more: its agent was frozen and another agent has taken over."""
@@ -143,7 +141,7 @@ class Attempts:
         if refusal is None:
             events.write("requeued", reason=reason)
             return replace(leave, decision=RestartDecision(action, reason)), Exit.STOPPED
-        reason = f"{reason}; {refusal}. {_resume_hint(self.run)}"
+        reason = f"{reason}; {refusal}. Resume with: python -m hpc_train resume {self.run.path}"
         return replace(leave, decision=RestartDecision(Action.FAIL, reason)), Exit.FAILED
 
     def _events(self) -> EventLog:
@@ -186,40 +184,27 @@ class Attempts:
         events.write(
             "started", layout=str(spec.layout), world_size=spec.layout.world_size, gpus=gpus, began=began,
             job_id=spec.job_id, launch=spec.launch_id, nodes=[node.name for node in start.nodes],
-            record=self._record(),
+            record=_read(lambda: with_digest(self.run.record())),
         )  # fmt: skip
         if start.before:
             self._report_change(start, events)
-        elif self.end is not None and (killed := self._killed_step(spec.attempt - 1)) is not None:
+        elif self.end is not None and (
+            killed := _read(lambda: find_killed_step(self.run, spec.launch_id, spec.attempt - 1))
+        ):
             events.write("agents_killed", **killed.details(self.config.cluster.mem))
         elif self.end is not None and self.end.was_requeued_externally():
-            events.write("requeued_by_slurm", **self._why_requeued(spec.attempt))
+            # the job did not ask for it: has Slurm lost nodes of the attempt before?
+            begun = [
+                event for event in self.run.read_events() if event.name == "started" and event.attempt < spec.attempt
+            ]
+            lost = unavailable_nodes(begun[-1]["nodes"]) if begun else {}
+            details: dict[str, Any] = {"reason": "requeued by a person (scontrol requeue) or by Slurm (a preemption)"}
+            if lost:
+                words = ", ".join(f"node {node} is {state}" for node, state in lost.items())
+                message = f"Slurm requeued the job: {words}"
+                details = {"class": Failure.NODE_LOST, "rank": None, "node": next(iter(lost)), "message": message}
+            events.write("requeued_by_slurm", **details)
         report_placement(start, self.config.cluster.switches, events)
-
-    def _record(self) -> dict[str, Any] | None:
-        """Returns the record of the run, which is rebuilt from the event if ``run.json`` and its copy are lost."""
-        try:
-            return in_time(lambda: with_digest(self.run.record()))
-        except (OSError, UserError):
-            return None
-
-    def _killed_step(self, attempt: int) -> KilledStep | None:
-        try:
-            return in_time(lambda: find_killed_step(self.run, self.allocation.launch_id, attempt))
-        except (OSError, UserError):
-            return None
-
-    def _why_requeued(self, attempt: int) -> dict[str, Any]:
-        """Returns the details of a requeue that the job did not ask for: the nodes that Slurm has lost, if any."""
-        before = [event for event in self.run.read_events() if event.name == "started" and event.attempt < attempt]
-        lost = {}
-        if before:
-            lost = unavailable_nodes(before[-1]["nodes"])
-        if not lost:
-            return {"reason": "requeued by a person (scontrol requeue) or by Slurm (a preemption)"}
-        words = ", ".join(f"node {node} is {state}" for node, state in lost.items())
-        details = {"class": Failure.NODE_LOST, "rank": None, "node": next(iter(lost))}
-        return details | {"message": f"Slurm requeued the job: {words}"}
 
     def _report_change(self, start: Start, events: EventLog) -> None:
         assert start.cause is not None
@@ -290,8 +275,12 @@ def report_placement(start: Start, switches: str | None, events: EventLog) -> No
         print(*(f"warning: {problem}" for problem in problems), f"  {fix}", sep="\n", file=sys.stderr, flush=True)
 
 
-def _resume_hint(run: RunDirectory) -> str:
-    return f"Resume with: python -m hpc_train resume {run.path}"
+def _read(call: Callable[[], Result]) -> Result | None:
+    """Returns the result of ``call``; None if the file system fails or what it reads is damaged."""
+    try:
+        return in_time(call)
+    except (OSError, UserError):
+        return None
 
 
 def _details(cause: FailureReport) -> dict[str, Any]:

@@ -22,10 +22,8 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from hpc_train.config.schema import Config
-from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous.messages import Start
 from hpc_train.machine.network.decision import FabricDecision, FabricJob, decide, site_profile
 from hpc_train.machine.network.facts import NodeFacts, Setting, by_machine, format_cpu_list, local_facts
@@ -64,20 +62,26 @@ class Fabric:
         if now != self._reported:
             self._reported = now
             self._write(start, gpus, decision, messages, settings, events)
-            self._print(decision, messages, events, quiet=len(facts) == 1 and not gpus)
+            for message in messages:
+                events.write("warning", message=message)
+                print(f"warning: {message}", flush=True)
+            if gpus or len(facts) > 1:  # otherwise run.json records it
+                print(f"network between nodes: {decision.fabric}")
+                for variable in decision.variables:
+                    print(f"  set {variable.name}={variable.value}: {variable.reason}")
+                for unset in decision.not_set:
+                    print(f"  not set {unset.name}: {unset.reason}")
+                for note in decision.unknown:
+                    print(f"  unknown: {note}", flush=True)
         variables = {variable.name: variable.value for variable in decision.variables}
         if gpus and DUMP_FILES.isdisjoint(settings):
-            return variables | self._dump_file(events.attempt)
+            # the beginning of the names of the files to which torch writes NCCL's flight recorder when a collective
+            # times out; it appends the rank. By default, the files stay in a cache on each node
+            path = self.run.logs.absolute() / "stacks" / f"nccl-{events.attempt:03d}-rank-"
+            with suppress(OSError):  # then torch prints the records to the log
+                path.parent.mkdir(exist_ok=True)
+            variables["TORCH_FR_DUMP_TEMP_FILE"] = str(path)
         return variables
-
-    def _dump_file(self, attempt: int) -> dict[str, str]:
-        """Returns the variable with the beginning of the file names to which torch writes NCCL's flight recorder when a
-        collective times out; it appends the rank. By default, the files stay in a cache on each node.
-        """
-        path = self.run.logs.absolute() / "stacks" / f"nccl-{attempt:03d}-rank-"
-        with suppress(OSError):  # then torch prints the records to the log
-            path.parent.mkdir(exist_ok=True)
-        return {"TORCH_FR_DUMP_TEMP_FILE": str(path)}
 
     def _write(
         self,
@@ -91,9 +95,23 @@ class Fabric:
         ranks = min(start.layout.world_size, *(node.workers for node in start.nodes))
         common = asdict(decision)
         environment = common.pop("variables")
-        machines = [_machine(alike[0], ranks) for alike in by_machine(node.facts for node in start.nodes)]
+        machines = []
+        nodes = {}  # a line of JSON for each
+        for number, alike in enumerate(by_machine(node.facts for node in start.nodes)):
+            first = alike[0]
+            bound = [
+                {"cpus": None if binding.cpus is None else format_cpu_list(binding.cpus), "reason": binding.reason}
+                for binding in bindings(first, ranks)
+            ]
+            gpu_nics = [asdict(matched) for matched in match(first)]
+            machine = {"facts": first.to_json(), "gpu_nics": gpu_nics, "bindings": bound, "rate_gbps": rate_gbps(first)}
+            machines.append(machine)
+            for facts in alike:
+                nodes[id(facts)] = {"machine": number} | local_facts(facts, first)
         decided = {"gpus_per_node": gpus, "environment": environment, "warnings": messages} | common
-        text = _text(decided | {"machines": machines}, _by_node(start.nodes))
+        head = json.dumps(decided | {"machines": machines}, indent=2).removesuffix("}").rstrip()
+        lines = ",\n    ".join(json.dumps({"name": node.name} | nodes[id(node.facts)]) for node in start.nodes)
+        text = f'{head},\n  "nodes": [\n    {lines}\n  ]\n}}\n'
         events.writer.put(self.run.fabric, lambda again: write_text(self.run.fabric, text))
         set_already = [
             {"name": name, "value": setting.value, "reason": f"set by {setting.source}"}
@@ -107,61 +125,14 @@ class Fabric:
         }
         events.record(self.run, **record)
 
-    def _print(self, decision: FabricDecision, messages: list[str], events: EventLog, quiet: bool) -> None:
-        for message in messages:
-            events.write("warning", message=message)
-            print(f"warning: {message}", flush=True)
-        if quiet:  # run.json records it
-            return
-        print(f"network between nodes: {decision.fabric}")
-        for variable in decision.variables:
-            print(f"  set {variable.name}={variable.value}: {variable.reason}")
-        for alone in decision.not_set:
-            print(f"  not set {alone.name}: {alone.reason}")
-        for note in decision.unknown:
-            print(f"  unknown: {note}", flush=True)
-
-
-def _machine(facts: NodeFacts, ranks: int) -> dict[str, Any]:
-    bound = [
-        {"cpus": None if binding.cpus is None else format_cpu_list(binding.cpus), "reason": binding.reason}
-        for binding in bindings(facts, ranks)
-    ]
-    return {
-        "facts": facts.to_json(),
-        "gpu_nics": [asdict(matched) for matched in match(facts)],
-        "bindings": bound,
-        "rate_gbps": rate_gbps(facts),
-    }
-
-
-def _by_node(nodes: Sequence[Node]) -> list[dict[str, Any]]:
-    """Returns the name, machine and own facts of each node."""
-    machines = by_machine(node.facts for node in nodes)
-    number = {id(alike[0].results): index for index, alike in enumerate(machines)}
-    numbered = ((node, number[id(node.facts.results)]) for node in nodes)
-    return [{"name": node.name, "machine": at} | local_facts(node.facts, machines[at][0]) for node, at in numbered]
-
-
-def _text(common: dict[str, Any], nodes: Sequence[dict[str, Any]]) -> str:
-    """Returns the JSON text with one line per node."""
-    lines = ",\n    ".join(json.dumps(node) for node in nodes)
-    return f'{json.dumps(common, indent=2).removesuffix("}").rstrip()},\n  "nodes": [\n    {lines}\n  ]\n}}\n'
-
 
 def _warnings(nodes: Sequence[NodeFacts]) -> list[str]:
-    ports = [f"{facts.node}: {warning}" for facts in nodes for warning in port_warnings(facts)]
-    sick = sick_lines(nodes) if len(nodes) > 1 else ()
-    gpus = [f"{facts.node}: {gpu.name}: {problem}" for facts in nodes for gpu in facts.gpus for problem in gpu.problems]
-    locking = [
-        f"{facts.node}: {facts.limits.locking}: RDMA NICs cannot register their buffers"
-        for facts in nodes
-        if facts.nics and facts.limits.locking
-    ]
-    return [
-        *sick,
-        *gpus,
-        *ports,
-        *locking,
-        *(f"GPUs and NICs are matched differently: {line}" for line in different_rails(nodes)),
-    ]
+    messages = [*sick_lines(nodes)] if len(nodes) > 1 else []
+    for facts in nodes:
+        messages += [f"{facts.node}: {gpu.name}: {problem}" for gpu in facts.gpus for problem in gpu.problems]
+    for facts in nodes:
+        messages += [f"{facts.node}: {warning}" for warning in port_warnings(facts)]
+    for facts in nodes:
+        if facts.nics and facts.limits.locking:
+            messages.append(f"{facts.node}: {facts.limits.locking}: RDMA NICs cannot register their buffers")
+    return messages + [f"GPUs and NICs are matched differently: {line}" for line in different_rails(nodes)]

@@ -160,7 +160,7 @@ THREADS = {  # module: whether its threads may call CUDA
     "checkpoint/manager.py": "copies and saves tensors",
     "checkpoint/store.py": "no",
     "data/build.py": "no",
-    "bench/doctor/reach.py": "no",
+    "bench/doctor/nodes.py": "no",
     "elastic/gpu_errors.py": "no",
     "elastic/on_event.py": "no",
     "elastic/rendezvous/client.py": "no",

@@ -131,8 +131,9 @@ class ServerAddress:
         path = _address_file(run, launch_id)
         # in a directory of a group, nobody else can have made or know this file
         temporary = path.with_name(f".{path.stem}-{secrets.token_hex(16)}.new")
+        for_group = run.path.stat().st_mode & stat.S_ISGID
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(temporary, flags, 0o660 if _for_group(run) else 0o600), "w") as file:
+        with os.fdopen(os.open(temporary, flags, 0o660 if for_group else 0o600), "w") as file:
             json.dump(asdict(self), file)
             file.flush()
             os.fsync(file.fileno())
@@ -155,7 +156,3 @@ def withdraw(run: RunDirectory, launch_id: str) -> None:
 
 def _address_file(run: RunDirectory, launch_id: str) -> Path:
     return run.attempts / f"server-{launch_id}.json"
-
-
-def _for_group(run: RunDirectory) -> bool:
-    return bool(run.path.stat().st_mode & stat.S_ISGID)

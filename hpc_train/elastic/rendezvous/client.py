@@ -80,7 +80,7 @@ class RendezvousClient:
         self._to_save = self._saved = -1  # the newest attempt whose stacks all nodes are to save, and have saved
         self.stacks_requested = 0  # number of the newest request for stacks that node 0 has found
         self.progress = 0  # newest change in run.progress_dir that node 0 has found, in nanoseconds since 1970
-        threading.Thread(target=self._serve, name="rendezvous-client", daemon=True).start()
+        threading.Thread(target=self._follow, name="rendezvous-client", daemon=True).start()
 
     @classmethod
     def connect(
@@ -174,33 +174,30 @@ class RendezvousClient:
             time.sleep(0.02)
         self._channel.close()
 
-    def _serve(self) -> None:
+    def _follow(self) -> None:
+        heard = looked = time.monotonic()
+        next_beat = 0.0
         try:
-            self._follow()
+            while not self.silent:
+                now = time.monotonic()
+                # e.g. a suspended job: the server stalled too
+                if has_stalled(now - looked, self._silent_node_s, self._nodes):
+                    heard = now
+                    self.pauses.put(Pause(now - looked, time.time()))
+                looked = now
+                if now >= next_beat:
+                    next_beat = now + beat_s(self._silent_node_s, self._nodes)
+                    self._channel.send({"kind": "beat"})
+                if self._channel.wait(max(0.0, next_beat - now)):
+                    for message in self._channel.read():
+                        self._handle(message)
+                    heard = time.monotonic()
+                self.silent = now - heard > self._silent_node_s + SERVER_BUSY_S
         except (ConnectionError, OSError, ValueError):
             pass
         finally:
             self.lost = True
             self._channel.close()
-
-    def _follow(self) -> None:
-        heard = looked = time.monotonic()
-        next_beat = 0.0
-        while not self.silent:
-            now = time.monotonic()
-            # e.g. a suspended job: the server stalled too
-            if has_stalled(now - looked, self._silent_node_s, self._nodes):
-                heard = now
-                self.pauses.put(Pause(now - looked, time.time()))
-            looked = now
-            if now >= next_beat:
-                next_beat = now + beat_s(self._silent_node_s, self._nodes)
-                self._channel.send({"kind": "beat"})
-            if self._channel.wait(max(0.0, next_beat - now)):
-                for message in self._channel.read():
-                    self._handle(message)
-                heard = time.monotonic()
-            self.silent = now - heard > self._silent_node_s + SERVER_BUSY_S
 
     def _handle(self, message: Message) -> None:
         if message["kind"] == "end":
@@ -252,18 +249,15 @@ def wait_for_server(
         now = time.monotonic()
         if now >= next_look:
             next_look = now + interval_s * random.uniform(0.5, 1.5)
-            if (address := _address(run, allocation.launch_id)) is not None or has_ended():
+            address = None
+            with suppress(OSError):  # it may be readable later
+                address = ServerAddress.find(run, allocation.launch_id)
+            if address is not None or has_ended():
                 return address
         if now > until:
             message = f"the agent of node 0 published no rendezvous address within {timeout:.0f} s"
             raise ServerLost(message, frozen=True)
         time.sleep(RETRY_S)
-    return None
-
-
-def _address(run: RunDirectory, launch_id: str) -> ServerAddress | None:
-    with suppress(OSError):  # it may be readable later
-        return ServerAddress.find(run, launch_id)
     return None
 
 
@@ -280,7 +274,10 @@ def requeue_after_server_loss(
         return Exit.STOPPED
     # Slurm ends this job's tasks when it requeues the job, and the commands below must survive that
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    events = log.of(_newest_attempt(run))
+    attempt = 0
+    with suppress(OSError):
+        attempt = in_time(run.newest_attempt)
+    events = log.of(max(0, attempt))
     host = allocation.node_names[0]
     details: dict[str, Any] = {"class": Failure.NODE_LOST, "message": str(lost), "rank": None, "node": host}
     events.write("node_lost", **details)
@@ -292,7 +289,12 @@ def requeue_after_server_loss(
     except OSError as error:  # no other agent asks Slurm, and the job would keep running without workers
         print(f"cannot record why the job is requeued: {error}", file=sys.stderr)
     events.close()
-    _ask_slurm(_end_of_job(code, config))
+    command = ["scontrol", "requeue", "incomplete", own_job()]  # the job has no agents from now on
+    if code is not Exit.STOPPED:
+        command = ["scancel", own_job()]
+    elif config.launch.chain > 1:  # the next job continues a run whose job reached its limit, not a cancelled one
+        command = ["scontrol", "update", f"JobId={own_job()}", "TimeLimit=1"]
+    _ask_slurm(command)
     if code is Exit.STOPPED and end.exclude_file.exists():
         query(["scontrol", "update", f"JobId={own_job()}", f"ExcNodeList={end.excluded()}"], PATIENT_S)
     with suppress(OSError):
@@ -310,22 +312,6 @@ def _is_decided(end: JobEnd, lost: ServerLost) -> bool:
     except OSError as error:
         print(f"{lost}; requesting a requeue of the job without the run directory: {error}", file=sys.stderr)
         return False
-
-
-def _newest_attempt(run: RunDirectory) -> int:
-    try:
-        return max(0, in_time(run.newest_attempt))
-    except OSError:
-        return 0
-
-
-def _end_of_job(code: Exit, config: Config) -> list[str]:
-    """Returns how the job ends, which has no agents from now on."""
-    if code is not Exit.STOPPED:
-        return ["scancel", own_job()]
-    if config.launch.chain > 1:  # the next job continues a run whose job reached its limit, not a cancelled one
-        return ["scontrol", "update", f"JobId={own_job()}", "TimeLimit=1"]
-    return ["scontrol", "requeue", "incomplete", own_job()]
 
 
 def _ask_slurm(command: list[str]) -> None:

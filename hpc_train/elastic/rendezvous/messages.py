@@ -43,18 +43,15 @@ def report_of(message: Message) -> NodeReport:
         TypeError, ValueError, KeyError: a field has a wrong type or value, or is missing.
     """
     value: dict[str, Any] | None = message["failure"]
-    report = NodeReport(Exit(typed(message["exit"], int)), None if value is None else _failure(value), message["step"])
+    failure = None
+    if value is not None:
+        for state in value["states"]:
+            check_fields(RankState.parse(state))
+        checked = {"failure": Failure(value["failure"]), "states": tuple(value["states"]), "gpus": tuple(value["gpus"])}
+        failure = WorkerFailure(**value | checked)
+    report = NodeReport(Exit(typed(message["exit"], int)), failure, message["step"])
     check_fields(report)
     return report
-
-
-def _failure(value: dict[str, Any]) -> WorkerFailure:
-    for state in value["states"]:
-        check_fields(RankState.parse(state))
-    failure = Failure(value["failure"])
-    states = tuple(value["states"])
-    gpus = tuple(value["gpus"])
-    return WorkerFailure(**value | {"failure": failure, "states": states, "gpus": gpus})
 
 
 def typed(value: Any, type_: type) -> Any:
@@ -72,14 +69,13 @@ LONGEST_TEXT = 100_000  # characters of a traceback; the log of the node has all
 
 
 def report_message(attempt: int, report: NodeReport) -> Message:
-    """Returns the message that an agent sends when the workers of its node have ended."""
-    failure = None if report.failure is None else asdict(_shortened(report.failure))
+    """Returns the message that an agent sends when the workers of its node have ended, with texts that fit into it."""
+    failure = None
+    if report.failure is not None:
+        failure = asdict(report.failure)
+        for name in ("message", "traceback"):
+            failure[name] = _head_and_tail(failure[name])
     return {"kind": "ended", "attempt": attempt, "exit": int(report.exit), "failure": failure, "step": report.step}
-
-
-def _shortened(failure: WorkerFailure) -> WorkerFailure:
-    """Returns ``failure`` with texts that fit into a message."""
-    return replace(failure, message=_head_and_tail(failure.message), traceback=_head_and_tail(failure.traceback))
 
 
 def _head_and_tail(text: str) -> str:
@@ -107,16 +103,12 @@ def primary_cause(causes: Sequence[FailureReport]) -> FailureReport | None:
     if len(causes) > 1 and all(cause.failure.states for cause in causes):
         hang = find_culprit([cause.failure for cause in causes])
         return next(replace(cause, failure=hang) for cause in causes if cause.failure.states == hang.states)
-    return min(causes, key=_order, default=None)
 
+    def order(cause: FailureReport) -> tuple[bool, bool, bool, float]:
+        is_device = cause.failure.failure is Failure.DEVICE
+        return not is_loss(cause), is_secondary(cause.failure), not is_device, cause.noticed
 
-def _order(cause: FailureReport) -> tuple[bool, bool, bool, float]:
-    return (
-        not is_loss(cause),
-        is_secondary(cause.failure),
-        cause.failure.failure is not Failure.DEVICE,
-        cause.noticed,
-    )
+    return min(causes, key=order, default=None)
 
 
 def is_loss(cause: FailureReport) -> bool:

@@ -266,7 +266,7 @@ def read_ports(rdma: Path = Path("/sys/class/infiniband")) -> tuple[PortState, .
 
 def _port(path: Path) -> PortState:
     layer = read_text(path / "link_layer")
-    keys = []
+    keys: list[int] = []
     while layer != "Ethernet" and (text := read_text(path / f"pkeys/{len(keys)}")):
         keys.append(int(text, 16))  # in the order of their index; 0 marks an empty entry
     mtus = [int(text) for text in map(read_text, path.parent.parent.glob("device/net/*/mtu")) if text.isdigit()]
