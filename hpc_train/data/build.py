@@ -14,7 +14,7 @@ import os
 import signal
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from hpc_train.config.schema import (
 )
 from hpc_train.config.schema.data import OwnKeys
 from hpc_train.data.custom import CustomDataset, load_collate, with_random_access
-from hpc_train.data.dataset import SPLITS, Array, Dataset, Sample, next_token_sample
+from hpc_train.data.dataset import SPLITS, Array, Dataset, Sample, check_positive, next_token_sample
 from hpc_train.data.images import generator
 from hpc_train.data.mixture import MixtureDataset
 from hpc_train.data.sources import mixed_sources
@@ -120,13 +120,14 @@ class SyntheticDataset(Dataset):
             raise UserError(f"unknown task {config.task!r}", where="data.task", fix="use tokens or images")
         self._config = config
         self._seed = seed
-        self._stream = _TRAIN if split == "train" else _VALIDATION
-        self._samples = config.samples if split == "train" else config.validation_samples
-        if self._samples < 1:
-            key = "samples" if split == "train" else "validation_samples"
-            raise UserError(
-                f"data.{key} is {self._samples}, but must be at least 1", where=f"data.{key}", fix=f"data.{key}=1000"
-            )
+        if split == "train":
+            self._stream = _TRAIN
+            self._samples = config.samples
+            check_positive("samples", config.samples, 1000)
+        else:
+            self._stream = _VALIDATION
+            self._samples = config.validation_samples
+            check_positive("validation_samples", config.validation_samples, 1000)
         self._patterns = self._class_patterns() if config.task == "images" else None
 
     def __len__(self) -> int:
@@ -168,10 +169,7 @@ class OpenFile(NamedTuple):
 
 def open_files() -> frozenset[OpenFile]:
     """Returns the regular files that this process has open for reading; none without ``/proc``."""
-    return frozenset(_open_files())
-
-
-def _open_files() -> Iterator[OpenFile]:
+    files = set[OpenFile]()
     for entry in _DESCRIPTORS.iterdir() if _DESCRIPTORS.is_dir() else []:
         descriptor = int(entry.name)
         try:
@@ -181,7 +179,8 @@ def _open_files() -> Iterator[OpenFile]:
         except OSError:  # it was closed meanwhile
             continue
         if stat.S_ISREG(status.st_mode) and access != os.O_WRONLY:
-            yield OpenFile(descriptor, status.st_dev, status.st_ino, path)
+            files.add(OpenFile(descriptor, status.st_dev, status.st_ino, path))
+    return frozenset(files)
 
 
 def shared_file(dataset: Dataset, before: frozenset[OpenFile]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hpc_train.config.schema import CIFAR100DataConfig
-from hpc_train.data.dataset import Array, Dataset, Sample
+from hpc_train.data.dataset import Array, Dataset, Sample, check_positive
 from hpc_train.data.images import flip, generator, pixel_scale, resize, shifted_crop
 from hpc_train.errors import UserError
 
@@ -83,12 +83,7 @@ class CIFAR100Dataset(Dataset):
                 raise UserError(
                     f"data.{key} is {value}, but CIFAR-100 has {right}", where=f"data.{key}", fix=f"data.{key}={right}"
                 )
-        if config.image_size < 1:
-            raise UserError(
-                f"data.image_size is {config.image_size}, but must be at least 1",
-                where="data.image_size",
-                fix="data.image_size=32",
-            )
+        check_positive("image_size", config.image_size, 32)
         directory = Path(config.path)
         if not directory.is_dir():
             raise UserError(f"{directory} is not a directory", where="data.path", fix=_FIX)

@@ -119,12 +119,11 @@ class SampleError(UserCodeError):
     """Reports that a sample could not be read; the message names its index and file and includes the traceback."""
 
 
-def check_sequence_length(length: int) -> None:
-    if length < 1:
+def check_positive(key: str, value: int, example: int) -> None:
+    """Raises UserError if ``value``, that of ``data.key``, is not at least 1."""
+    if value < 1:
         raise UserError(
-            f"data.sequence_length is {length}, but must be at least 1",
-            where="data.sequence_length",
-            fix="data.sequence_length=1024",
+            f"data.{key} is {value}, but must be at least 1", where=f"data.{key}", fix=f"data.{key}={example}"
         )
 
 

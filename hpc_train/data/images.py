@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from hpc_train.config.schema import ImagesDataConfig, ShardsDataConfig
-from hpc_train.data.dataset import Array, Dataset, PixelScale, Sample, hash_of
+from hpc_train.data.dataset import Array, Dataset, PixelScale, Sample, check_positive, hash_of
 from hpc_train.data.files import FIX, check_classes, class_names, image_names
 from hpc_train.errors import UserError
 
@@ -45,12 +45,7 @@ class DecodedImages(Dataset):
                 where="data.channels",
                 fix="1 (gray) or 3 (RGB)",
             )
-        if config.image_size < 1:
-            raise UserError(
-                f"data.image_size is {config.image_size}, but must be at least 1",
-                where="data.image_size",
-                fix="data.image_size=224",
-            )
+        check_positive("image_size", config.image_size, 224)
         self._labels = labels
         if split == "train":
             self.notice = _empty_classes(self.classes, labels)

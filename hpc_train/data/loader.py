@@ -110,7 +110,7 @@ class MicroBatchReader:
         loader: DataLoader[Stacked | Exception] = DataLoader(
             _MicroBatches(StackedSamples(dataset) if read is None else read),
             batch_size=None,
-            sampler=_RecordedRequests(requests, self._requested),
+            sampler=_recorded(requests, self._requested),
             num_workers=workers,
             collate_fn=_identity,
             pin_memory=pin,
@@ -173,17 +173,10 @@ class MicroBatchReader:
         )
 
 
-class _RecordedRequests:
-    """Iterates over the requests and records those that were sent to loader processes."""
-
-    def __init__(self, requests: Iterable[Request], requested: deque[Request]) -> None:
-        self._requests = requests
-        self._requested = requested
-
-    def __iter__(self) -> Iterator[Request]:
-        for request in self._requests:
-            self._requested.append(request)
-            yield request
+def _recorded(requests: Iterable[Request], requested: deque[Request]) -> Iterator[Request]:
+    for request in requests:
+        requested.append(request)  # it was sent to a loader process
+        yield request
 
 
 class _MicroBatches(TorchDataset[Stacked | Exception]):

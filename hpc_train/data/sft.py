@@ -43,7 +43,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config.schema import SFTDataConfig
-from hpc_train.data.dataset import IGNORED, Array, Dataset, Indices, Sample, check_sequence_length, hash_of
+from hpc_train.data.dataset import IGNORED, Array, Dataset, Indices, Sample, check_positive, hash_of
 from hpc_train.data.sft_inputs import (
     SETTINGS,
     Part,
@@ -93,9 +93,7 @@ class Encoder:
                 where=_COLUMNS,
                 fix="use strings, or the column messages for turns",
             )
-        return self._completion(parts[0], parts[1])
-
-    def _completion(self, prompt: str, completion: str) -> Tokens:
+        prompt, completion = parts
         encoded = self._tokenizer(prompt + completion, return_offsets_mapping=True)
         ids = list(encoded["input_ids"])
         learnt = _inside(encoded["offset_mapping"], [(len(prompt), len(prompt) + len(completion))])
@@ -402,7 +400,7 @@ class AnswersDataset(Dataset):
     loads_cheaply = True
 
     def __init__(self, config: SFTDataConfig, split: str) -> None:
-        check_sequence_length(config.sequence_length)
+        check_positive("sequence_length", config.sequence_length, 1024)
         from_validation_path = split == "validation" and config.validation_path is not None
         where = "data.validation_path" if from_validation_path else "data.path"
         path = str(config.validation_path) if from_validation_path else config.path

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from hpc_train.config.schema import TextDataConfig
-from hpc_train.data.dataset import Array, Dataset, Sample, check_sequence_length, hash_of, next_token_sample, position
+from hpc_train.data.dataset import Array, Dataset, Sample, check_positive, hash_of, next_token_sample, position
 from hpc_train.data.files import check_is_text
 from hpc_train.errors import UserError
 
@@ -172,7 +172,7 @@ class TextDataset(Dataset):
                 where="data.vocab_size",
                 fix="data.vocab_size=256",
             )
-        check_sequence_length(config.sequence_length)
+        check_positive("sequence_length", config.sequence_length, 1024)
         self._length = config.sequence_length
         self.files = split_files(find_files(config.path, config.pattern), config.validation_share)[split]
         self._ends = np.array(list(accumulate(file.size for file in self.files)), dtype=np.int64)

@@ -24,7 +24,7 @@ from hpc_train.data.dataset import (
     Dataset,
     Indices,
     Sample,
-    check_sequence_length,
+    check_positive,
     hash_of,
     next_token_sample,
 )
@@ -94,7 +94,7 @@ class TokensDataset(Dataset):
     loads_cheaply = True
 
     def __init__(self, config: TokensDataConfig, split: str) -> None:
-        check_sequence_length(config.sequence_length)
+        check_positive("sequence_length", config.sequence_length, 1024)
         directory = Path(config.path)
         self._documents = documents_file(directory, split)
         if not directory.is_dir():

@@ -12,7 +12,7 @@ import pickle
 import resource
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hpc_train.config.schema import Config, HFModelConfig
 from hpc_train.data.build import build_dataset
-from hpc_train.data.dataset import Batch, Ragged, map_leaves
+from hpc_train.data.dataset import Batch, Ragged
 from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
 from hpc_train.layout.counted import Block, Counts, file_hash, has_own_samples, sample_shape, versions
@@ -89,7 +89,7 @@ def _without_values(config: Config, batch: Batch) -> Counts:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         with keep_shared(model):
             model.to_empty(device=torch.device("cpu"))
-        batch = _converted(batch, mode)
+        batch = batch.map(mode.from_tensor)
         return _counts(model, batch, *_traces(config, model, batch))
 
 
@@ -116,13 +116,6 @@ def _batch(config: Config) -> Batch:
     if len(shape) > 2:
         return Batch(torch.zeros(shape), torch.zeros(SAMPLES, dtype=torch.int64))
     return Batch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
-
-
-def _converted(batch: Batch, mode: FakeTensorMode) -> Batch:
-    convert: Callable[[Tensor], Tensor] = mode.from_tensor
-    return Batch(
-        map_leaves(convert, batch.inputs), map_leaves(convert, batch.targets), map_leaves(convert, batch.context)
-    )
 
 
 class _Block:

@@ -124,8 +124,8 @@ def scale(
         predicted = best.prediction.step_s
         low, high = next(((low, high) for most, low, high in ERRORS if best.devices <= most), ERRORS[-1][1:])
         step = Range(low * predicted, predicted, high * predicted)
-        failing = _failing(scaled, machine, best, assumed)
-        useful = Range(*(shares(failing.saves, between).useful for between in reversed(failing.between)))
+        saves, between = _saves_and_failures(scaled, machine, best, assumed)
+        useful = Range(*(shares(saves, seconds).useful for seconds in reversed(between)))
         speed = step.inverse(batch).times(useful)
         first = first or (count, speed.middle)
         speedup = speed.middle / first[1]
@@ -133,8 +133,8 @@ def scale(
             candidate=best,
             batch=batch,
             step_s=step,
-            failures_per_day=Range(*(86400 / between for between in failing.between)),
-            save_every_s=failing.saves.every_s,
+            failures_per_day=Range(*(86400 / seconds for seconds in between)),
+            save_every_s=saves.every_s,
             useful=useful,
             samples_per_s=speed,
             speedup=speedup,
@@ -149,20 +149,15 @@ def scale(
         )
 
 
-@dataclass(frozen=True)
-class _Failing:
-    saves: Saves
-    between: tuple[float, float, float]  # seconds between failures, from few to many failures
-
-
-def _failing(config: Config, machine: Machine, best: Candidate, assumed: Assumed) -> _Failing:
-    """Returns what saves and failures take. A save blocks while ranks agree and copy their shares to host memory."""
+def _saves_and_failures(
+    config: Config, machine: Machine, best: Candidate, assumed: Assumed
+) -> tuple[Saves, list[float]]:
+    """Returns what saves take, and the seconds between failures, from few to many failures. A save blocks while ranks
+    agree and copy their shares to host memory."""
     size, rates = float(state_bytes(config) or 0), machine.rates
     blocked = AGREE_S + size / best.devices / rates.host_bytes_per_s
     durable = blocked + size / assumed.storage_bytes_per_s
-    rare, usual, often = (between_failures(rate, best.devices) for rate in assumed.failures_per_gpu_hour)
     every = best_interval(blocked, durable, assumed.failures_per_gpu_hour[1], best.devices)
     every = max(every, best.prediction.step_s)
-    return _Failing(
-        Saves(every, blocked, durable, RECOVERY_S + size / assumed.storage_bytes_per_s), (rare, usual, often)
-    )
+    saves = Saves(every, blocked, durable, RECOVERY_S + size / assumed.storage_bytes_per_s)
+    return saves, [between_failures(rate, best.devices) for rate in assumed.failures_per_gpu_hour]

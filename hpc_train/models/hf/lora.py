@@ -72,7 +72,19 @@ def adapt(module: Any, config: HFModelConfig, tied: Mapping[str, str]) -> None:
         raise UserError(f"peft cannot add adapters: {error}", where="model.lora.targets", fix=_TARGETS) from error
     for name in saved:
         module.get_submodule(name).requires_grad_(True)
-    _check_trained(module, {*tied, *tied.values()})
+    shared = {*tied, *tied.values()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and "lora_embedding_" in name:
+            what = f"{name.partition('.lora_')[0]} is an embedding"
+        elif (parameter.requires_grad or _BASE in name) and name.replace(_BASE, ".") in shared:
+            what = f"{name.replace(_BASE, '.')} is shared by two layers"
+        else:
+            continue
+        raise UserError(
+            f"{what}, and adapters are supported for linear layers that own their weight",
+            where="model.lora.targets, model.lora.modules_to_save",
+            fix=_TARGETS,
+        )
 
 
 _TARGETS = "the names of linear layers, or model.lora.targets=null for all of them"
@@ -96,21 +108,6 @@ def _saved_modules(module: Any, config: HFModelConfig) -> list[str]:
             fix=f"full names, such as {names[-1]}",
         )
     return list(named)
-
-
-def _check_trained(module: nn.Module, tied: set[str]) -> None:
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad and "lora_embedding_" in name:
-            what = f"{name.partition('.lora_')[0]} is an embedding"
-        elif (parameter.requires_grad or _BASE in name) and name.replace(_BASE, ".") in tied:
-            what = f"{name.replace(_BASE, '.')} is shared by two layers"
-        else:
-            continue
-        raise UserError(
-            f"{what}, and adapters are supported for linear layers that own their weight",
-            where="model.lora.targets, model.lora.modules_to_save",
-            fix=_TARGETS,
-        )
 
 
 def _peft_config(module: Any, config: HFModelConfig) -> Any:
