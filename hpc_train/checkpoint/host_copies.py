@@ -98,15 +98,14 @@ class HostArena:
         self._pinned = None
         self._memory = None
 
+    def _clear_error(self) -> None:
+        with suppress(RuntimeError):  # takes the error of the failed call, which CUDA would report for the next kernel
+            torch.zeros((), device=self._device).add_(1)
+
     @property
     def _address(self) -> int:
         assert self._memory is not None
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
-
-    def _clear_error(self) -> None:
-        """Takes the error of the failed call, which CUDA would report for the next kernel."""
-        with suppress(RuntimeError):
-            torch.zeros((), device=self._device).add_(1)
 
 
 class SideStream:
@@ -209,7 +208,12 @@ class HostCopies:
         """
         self._arena.reserve(self.bytes_of(state))
         self._arena.pin()
-        places = list(self._placed(state))
+        places = []  # the name of each tensor that this rank writes, its place in the arena, and its local shard
+        offset = 0
+        for name in self._written(state):
+            local = local_shard(state[name])
+            places.append((name, self._arena.view(offset, local), local))
+            offset += _room(local)
         tensors = {name: target for name, target, _ in places}
         if self._side is None:
             for _, target, source in places:
@@ -234,14 +238,6 @@ class HostCopies:
     def _written(self, state: Mapping[str, Tensor]) -> list[str]:
         assert self._planned is not None and self.is_planned(state), "the save is not planned"
         return [name for name in state if name in self._planned[1]]
-
-    def _placed(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yields the name of each tensor that this rank writes, its place in the arena, and its local shard."""
-        offset = 0
-        for name in self._written(state):
-            local = local_shard(state[name])
-            yield name, self._arena.view(offset, local), local
-            offset += _room(local)
 
 
 class _Streamed(Mapping[str, Tensor]):

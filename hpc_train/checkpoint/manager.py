@@ -278,8 +278,9 @@ class CheckpointManager:
         if verified is None and on_first(self._appears_late, self._group):
             verified = self._search(self.store)
         forked_from = self.run.record().get("forked_from")
-        forked = verified is None and forked_from is not None
-        if forked:
+        forked = False
+        if verified is None and forked_from is not None:
+            forked = True
             verified = self._search(CheckpointStore(RunDirectory(Path(forked_from)).checkpoints), writable=False)
             if verified is None:
                 raise UserError(

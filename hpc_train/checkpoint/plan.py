@@ -308,21 +308,16 @@ def _choose_writers(held: _Held, load: Ints) -> WrittenTensor:
     rows: list[int] = []
     writers: list[int] = []
     for begin, end in pairwise([*begins.tolist(), len(order)]):
-        same = order[begin:end].tolist()
-        row, writer = _least_loaded(same, held.ranks, load)
+        choices = []  # (load, rank, holding), of which the lowest rank of several counts
+        for holding in order[begin:end].tolist():
+            ranks = held.ranks[holding]
+            least = load[ranks].argmin()
+            choices.append((load[ranks[least]], int(ranks[least]), holding))
+        _, writer, row = min(choices)
         load[writer] += sizes[row]
         rows.append(row)
         writers.append(writer)
     return WrittenTensor(held.tensor, held.boxes[rows], np.array(writers, dtype=np.int64), held.part[rows])
-
-
-def _least_loaded(rows: Sequence[int], ranks: Sequence[Ints], load: Ints) -> tuple[int, int]:
-    """Returns the holding and the rank with the least load among ``rows``; the lowest rank of several."""
-    if len(rows) == 1 and len(ranks[rows[0]]) == 1:
-        return rows[0], int(ranks[rows[0]][0])
-    choices = [(load[ranks[row]].min(), int(ranks[row][load[ranks[row]].argmin()]), row) for row in rows]
-    _, rank, row = min(choices)
-    return row, rank
 
 
 def _check_tiling(written: WrittenTensor) -> None:

@@ -82,7 +82,8 @@ def stop_time(config: Config, run: RunDirectory, nodes: int) -> StopTime:
         return StopTime(float(setting), "elastic.stop_grace_s")
     save_s = _slowest_save(run)
     if save_s is not None:
-        step_s = _newest_step_s(run)
+        newest = (run.newest_metrics(attempt).step_s for attempt in range(run.newest_attempt(), -1, -1))
+        step_s = next((seconds for seconds in newest if seconds is not None), 0.0)  # of the last attempt with a step
         reason = f"{SAVE_SAFETY_FACTOR} x the slowest save so far ({save_s:.3g} s) plus a step ({step_s:.3g} s)"
         return StopTime(_rounded(SAVE_SAFETY_FACTOR * save_s + step_s + LEAVING_S), reason)
     size = state_bytes(config)
@@ -103,15 +104,6 @@ def _slowest_save(run: RunDirectory) -> float | None:
         if saves:
             return max(saves)
     return None
-
-
-def _newest_step_s(run: RunDirectory) -> float:
-    """Returns the step time of the newest attempt that has logged a step; 0 before the first."""
-    for attempt in range(run.newest_attempt(), -1, -1):
-        line = run.newest_metrics(attempt)
-        if line.step_s is not None:
-            return line.step_s
-    return 0.0
 
 
 def _rounded(seconds: float) -> int:

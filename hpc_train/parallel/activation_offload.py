@@ -59,15 +59,11 @@ def offload_activations(model: nn.Module, least_bytes: int, device: torch.device
     offload = _Offload(least_bytes, device)
     for position, layer in enumerate(layers):
         stays = ends and position == len(layers) - 1
-        _wrap(layer, partial(offload.layer, layer, position == 0, stays))
-
-
-def _wrap(layer: nn.Module, saving: Callable[[], AbstractContextManager[None]]) -> None:
-    """Runs the forward passes of ``layer`` in the context ``saving``, which a compiled graph does not contain."""
-    if layer._compiled_call_impl is not None:
-        layer._compiled_call_impl = partial(_run, layer._compiled_call_impl, saving)
-    else:
-        layer.forward = partial(_run, layer.forward, saving)  # type: ignore[method-assign]
+        saving = partial(offload.layer, layer, position == 0, stays)
+        if layer._compiled_call_impl is not None:  # a compiled graph does not contain the context
+            layer._compiled_call_impl = partial(_run, layer._compiled_call_impl, saving)
+        else:
+            layer.forward = partial(_run, layer.forward, saving)  # type: ignore[method-assign]
 
 
 def _run(

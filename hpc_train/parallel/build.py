@@ -50,7 +50,10 @@ def build_engine(config: Config, mesh: Mesh, layers: Sequence[range] | None = No
     if batch_norm.has_batch_statistics(model):
         batch_norm.check_batch(config.batch, config.data, mesh.layout)
     if model.mixes_samples:
-        for refusal in refusals(COMPARED_SAMPLES, config, mesh.layout, place(_loss_of(model))):
+        owner = model.head if isinstance(model, Model) else model
+        assert owner is not None, "a whole model has a head"
+        loss: Loss = owner.loss
+        for refusal in refusals(COMPARED_SAMPLES, config, mesh.layout, place(loss)):
             raise refusal
         model.gather = partial(gather, group=mesh.group("dp"))
     if isinstance(model, WrappedModel) and model.balances_experts:
@@ -92,13 +95,6 @@ def _check_z_loss(model: Model | WrappedModel) -> None:
         fix="train.z_loss=0, or a head that derives from hpc_train.models.transformer.CrossEntropyHead and keeps its "
         "loss",
     )
-
-
-def _loss_of(model: Model | WrappedModel) -> Loss:
-    owner = model if isinstance(model, WrappedModel) else model.head
-    assert owner is not None, "a whole model has a head"
-    loss: Loss = owner.loss
-    return loss
 
 
 def _check_parts(model: nn.Module, mesh: Mesh) -> Model:

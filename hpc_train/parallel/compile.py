@@ -102,19 +102,6 @@ def _compiled_part(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def compile_and_capture(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compiles as ``compile_in_turns`` does, into code that records a CUDA graph when it first runs, and replays it."""
-    return compile_in_turns(graph, inputs, {"triton.cudagraphs": True})
-
-
-def compile_and_overlap(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compiles as ``compile_in_turns`` does, and joins products with the collectives of their operands and results.
-
-    torch 2.11 and 2.13 find the two gathers and the two scatters of each pass of a GPT's layer.
-    """
-    return compile_in_turns(graph, inputs, {"_micro_pipeline_tp": True})
-
-
 def share_memory(group: dist.ProcessGroup) -> None:
     """Lets the compiled code of the ranks of ``group`` use symmetric memory. Collective when that first runs.
 
@@ -171,16 +158,18 @@ def _attention(inputs: Sequence[Any]) -> AbstractContextManager[None]:
     Before 2.13 the compiler expects fp32 where the fused kernel keeps fp64, and the backward pass of its code fails.
     """
     in_fp64 = any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in inputs)
-    on_cpu = _device(inputs).type == "cpu"
-    if in_fp64 and on_cpu and not FUSES_FP64:
+    if in_fp64 and _device(inputs).type == "cpu" and not FUSES_FP64:
         return sdpa_kernel(SDPBackend.MATH)
     return nullcontext()
 
 
 BACKENDS: dict[CompilerMode, Callable[..., Any]] = {
     CompilerMode.PLAIN: compile_in_turns,
-    CompilerMode.CUDA_GRAPHS: compile_and_capture,
-    CompilerMode.ASYNC_TP: compile_and_overlap,
+    # records a CUDA graph when it first runs, and replays it
+    CompilerMode.CUDA_GRAPHS: partial(compile_in_turns, options={"triton.cudagraphs": True}),
+    # joins products with the collectives of their operands and results; torch 2.11 and 2.13 find the two gathers and
+    # the two scatters of each pass of a GPT's layer
+    CompilerMode.ASYNC_TP: partial(compile_in_turns, options={"_micro_pipeline_tp": True}),
 }
 
 
@@ -233,15 +222,18 @@ class KeptArtifacts:
             content = self._path.read_bytes()
             with _without_traceback():
                 info = torch.compiler.load_cache_artifacts(content)
-            self.loaded = info is not None
-            self._kept = set() if info is None else _keys(info)
-            problem = None if self.loaded else "the file is damaged"
         except FileNotFoundError:
             return
         except Exception as error:  # unpickling a damaged file may raise anything
+            info = None
             problem = repr(error)
-        if problem is not None:
+        else:
+            problem = "the file is damaged"
+        if info is None:
             print(f"the compiler's artifacts cannot be loaded from {self._path}, so it compiles again: {problem}")
+            return
+        self.loaded = True
+        self._kept = _keys(info)
 
     def save(self) -> None:
         """Replaces the file atomically if this rank writes it and has used artifacts that are not in it.
@@ -256,10 +248,22 @@ class KeptArtifacts:
             with _without_traceback():
                 artifacts = _used_artifacts()
             if artifacts is not None and not _keys(artifacts[1]) <= self._kept:
-                _replace(self._path, artifacts[0])
+                self._replace(artifacts[0])
                 self._kept = _keys(artifacts[1])
         except Exception as error:
             print(f"the compiler's artifacts cannot be saved to {self._path}: {error!r}")
+
+    def _replace(self, content: bytes) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_name(f".{self._path.name}.{os.uname().nodename}.{os.getpid()}")
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self._path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _used_artifacts() -> tuple[bytes, CacheInfo] | None:
@@ -291,19 +295,6 @@ def _without_traceback() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def kept_artifacts(config: Config, mesh: Mesh, folder: Path) -> KeptArtifacts | None:
@@ -379,14 +370,10 @@ def _with_described_meshes(plain: Any) -> Any:
     class MeshPickler(plain):  # type: ignore[misc]
         def _reduce_fake_script_object(self, wrapped: Any) -> Any:
             mesh = wrapped.real_obj
-            if isinstance(mesh, DeviceMesh):
-                return str, (_description(mesh),)
-            return super()._reduce_fake_script_object(wrapped)
+            if not isinstance(mesh, DeviceMesh):
+                return super()._reduce_fake_script_object(wrapped)
+            groups = [group.group_name for group in mesh.get_all_groups()]
+            kind = (mesh.device_type, mesh.mesh_dim_names, mesh._layout, mesh._flatten_rank_map)
+            return str, (repr((*kind, mesh.get_rank(), groups)),)
 
     return MeshPickler
-
-
-def _description(mesh: DeviceMesh) -> str:
-    """Returns the ranks of ``mesh``, this rank's place in it, and the names of its process groups."""
-    groups = [group.group_name for group in mesh.get_all_groups()]
-    return repr((mesh.device_type, mesh.mesh_dim_names, mesh._layout, mesh._flatten_rank_map, mesh.get_rank(), groups))

@@ -145,9 +145,12 @@ class TopK(Exchange):
         indices = []
         start = 0
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            value, index = self._choose(parameter, gradient.reshape(-1))
-            values.append(value)
+            corrected = self.residual[parameter].view(-1) + gradient.reshape(-1)
+            # topk treats NaN as the largest
+            index = corrected.abs().topk(math.ceil(self._share * corrected.numel()), sorted=False).indices
+            values.append(corrected[index])
             indices.append(index + start)
+            self.residual.set_next(parameter, corrected.index_fill_(0, index, 0))
             start += gradient.numel()
         value, index = flatten(values), flatten(indices).to(torch.int32)
         sent = torch.cat([value.view(torch.int32), index, used.to(torch.int32)])  # one message
@@ -161,15 +164,6 @@ class TopK(Exchange):
             total.index_add_(0, where, theirs.clone().view(value.dtype))
             used += uses
         unflatten(total, gradients)
-
-    def _choose(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the largest elements of gradient plus residual and their indices, ``[k]`` each; keeps the others."""
-        corrected = self.residual[parameter].view(-1) + gradient
-        # topk treats NaN as the largest
-        index = corrected.abs().topk(math.ceil(self._share * corrected.numel()), sorted=False).indices
-        value = corrected[index]
-        self.residual.set_next(parameter, corrected.index_fill_(0, index, 0))
-        return value, index
 
 
 class PowerSGD(Exchange):
@@ -191,7 +185,8 @@ class PowerSGD(Exchange):
         pairs = list(zip(parameters, gradients, strict=True))
         others = [gradient for parameter, gradient in pairs if parameter not in self.basis]
         matrices = [(parameter, gradient) for parameter, gradient in pairs if parameter in self.basis]
-        corrected = [_as_matrix(self.residual[parameter] + gradient) for parameter, gradient in matrices]
+        # [rows, columns]; a convolution's columns are its input channels and kernel
+        corrected = [(self.residual[parameter] + gradient).flatten(1) for parameter, gradient in matrices]
         lefts = [matrix @ self.basis[p] for matrix, (p, _) in zip(corrected, matrices, strict=True)]  # [rows, rank]
         flat = flatten([*lefts, *others, used])
         yield dist.all_reduce(flat, group=self._group, async_op=True)
@@ -216,11 +211,6 @@ def pays(shape: Sequence[int], rank: int) -> bool:
         return False
     rows, columns = shape[0], math.prod(shape[1:])
     return (rows + columns) * min(rank, rows, columns) < rows * columns
-
-
-def _as_matrix(gradient: Tensor) -> Tensor:
-    """Returns the gradient as ``[rows, columns]``; a convolution's columns are its input channels and kernel."""
-    return gradient.reshape(gradient.shape[0], -1)
 
 
 def _first_basis(parameter: nn.Parameter, rank: int, seed: int) -> Tensor:

@@ -69,24 +69,17 @@ class HeadExchange:
             key, value: the same with fewer heads, if queries are grouped. If these are fewer than the ranks, each is
                 sent to several ranks.
         """
-        parts = [self._by_rank(heads) for heads in (query, *map(self._for_all_ranks, (key, value)))]
+        parts = []
+        for heads in (query, key, value):
+            times = max(1, self._ranks // heads.shape[2])  # each rank needs a head; equal ones are beside their queries
+            repeated = heads.repeat_interleave(times, dim=2) if times > 1 else heads
+            parts.append(repeated.unflatten(2, (self._ranks, -1)).movedim(2, 0))  # [receiver, micro, seq, heads, dim]
         widths = [part.shape[3] for part in parts]
         received = _AllToAll.apply(torch.cat(parts, dim=3), self._group)  # [sender, micro, seq / cp, heads, head_dim]
         mixed = attend(*received.movedim(0, 1).flatten(1, 2).split(widths, dim=2))
         sent = mixed.unflatten(1, (self._ranks, -1)).movedim(1, 0)
         returned: Tensor = _AllToAll.apply(sent, self._group)
         return returned.movedim(0, 2).flatten(2, 3)
-
-    def _for_all_ranks(self, heads: Tensor) -> Tensor:
-        """Returns keys or values with at least one head for each rank; equal ones are adjacent, as their queries."""
-        times = self._ranks // heads.shape[2]
-        if times > 1:
-            return heads.repeat_interleave(times, dim=2)
-        return heads
-
-    def _by_rank(self, heads: Tensor) -> Tensor:
-        """Returns ``[micro, seq, heads, head_dim]`` as ``[receiver, micro, seq, heads / cp, head_dim]``."""
-        return heads.unflatten(2, (self._ranks, -1)).movedim(2, 0)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -127,25 +120,17 @@ def own_tokens(batch: Batch, model: Model, mesh: Mesh) -> Batch:
     ranks = mesh.layout.cp
     if ranks == 1:
         return batch
-    check_length(batch.inputs.shape[1], ranks, model.sequence_shards)
-    inputs, targets = (_own(full, ranks, mesh.cp_rank) for full in (batch.inputs, batch.targets))
-    return replace(batch, inputs=inputs, targets=targets)
-
-
-def check_length(tokens: int, ranks: int, sequence_shards: int) -> None:
-    """Raises UserError if a sequence of ``tokens`` cannot be split into equal shards."""
-    parts = ranks * sequence_shards
+    tokens = batch.inputs.shape[1]
+    parts = ranks * model.sequence_shards
     if tokens % parts:
-        split = f" of {sequence_shards} tensor-parallel ranks each" if sequence_shards > 1 else ""
+        split = f" of {model.sequence_shards} tensor-parallel ranks each" if model.sequence_shards > 1 else ""
         raise UserError(
             f"{tokens} tokens cannot be split over {ranks} context-parallel ranks{split}",
             where="data, strategy.cp",
             fix=f"sequences of a multiple of {parts} tokens, by data.sequence_length or by padding in your dataset",
         )
-
-
-def _own(tensor: Tensor, ranks: int, rank: int) -> Tensor:
-    return tensor.chunk(ranks, dim=1)[rank].contiguous()
+    inputs, targets = (full.chunk(ranks, dim=1)[mesh.cp_rank].contiguous() for full in (batch.inputs, batch.targets))
+    return replace(batch, inputs=inputs, targets=targets)
 
 
 def whole_sequence(outputs: Tensor, mesh: Mesh) -> Tensor:

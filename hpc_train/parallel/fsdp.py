@@ -175,16 +175,16 @@ class SharedGroups:
 
     def _completing(self, group: Any, post_backward: Callable[..., None], number: int) -> Callable[..., None]:
         def complete_and_reduce(*unused: Any) -> None:
-            if group.reduce_grads and group.is_unsharded and _is_trained(group):
-                self._complete(group)
+            trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+            if group.reduce_grads and group.is_unsharded and trained:
+                self._complete(trained)
                 self._next(number)
             post_backward(*unused)
 
         return complete_and_reduce
 
-    def _complete(self, group: Any) -> None:
+    def _complete(self, trained: Sequence[Any]) -> None:
         """Adds zeros for missing gradients, so that all ranks reduce the same parameters."""
-        trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
         # earlier micro-batches may have added up in another dtype, and all gradients of a message need the same
         is_wide = any(parameter.unsharded_accumulated_grad is not None for parameter in trained)
         for parameter in trained:
@@ -244,23 +244,15 @@ class SharedGroups:
     def _refuse(self) -> NoReturn:
         done: list[list[int]] = [[] for _ in range(dist.get_world_size(self._control))]
         dist.all_gather_object(done, self._done, group=self._control)
+        numbers = next(numbers for numbers in zip_longest(*done, fillvalue=0) if len({*numbers}) > 1)
+        rank = next(rank for rank, number in enumerate(numbers) if number != numbers[0])
+        difference = f"rank 0 {self._texts[numbers[0]]} while rank {rank} {self._texts[numbers[rank]]}"
         raise UserError(
-            f"the ranks do not use the same blocks of the model: {_first_difference(done, self._texts)}",
+            f"the ranks do not use the same blocks of the model: {difference}",
             where=f"strategy.data_parallel={self._kind}, model.wrap",
             fix="model.wrap=[] shards the model as one group, which may use any of its parts on any rank; or "
             "strategy.data_parallel=allreduce; or name in model.wrap only classes of blocks that every rank calls",
         )
-
-
-def _first_difference(done: Sequence[Sequence[int]], texts: Sequence[str]) -> str:
-    """Returns what two ranks do at the first difference between the ranks."""
-    numbers = next(numbers for numbers in zip_longest(*done, fillvalue=0) if len({*numbers}) > 1)
-    rank = next(rank for rank, number in enumerate(numbers) if number != numbers[0])
-    return f"rank 0 {texts[numbers[0]]} while rank {rank} {texts[numbers[rank]]}"
-
-
-def _is_trained(group: Any) -> bool:
-    return any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
 
 
 class _CheckedAllGather:

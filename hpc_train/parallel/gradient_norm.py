@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train.errors import UserError
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.precision.masters import local_part
 
 
 @torch.no_grad()  # otherwise autograd records the local part of each DTensor
@@ -49,14 +50,20 @@ def clip_(
         gradient = parameter.grad
         if gradient.is_sparse:
             raise sparse_gradient(name)
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local = local_part(gradient)
         gradients.append(local)
         if name not in skip:
             counted.setdefault(1.0 / _holders(parameter, mesh), []).append(local)
     inverse_scale = None if loss_scale is None else loss_scale.reciprocal()
     dtype = _sum_dtype(parameters.values())  # also of a stage without gradients, which is frozen
     norm = _global_norm(counted, inverse_scale, mesh, dtype)
-    multiply_(gradients, _factor(norm, max_norm, inverse_scale))
+    factor = inverse_scale
+    if max_norm > 0:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch computes it
+        if inverse_scale is not None:
+            factor = factor * inverse_scale
+    if factor is not None:
+        multiply_(gradients, factor)
     return norm
 
 
@@ -124,33 +131,21 @@ def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     On a CPU torch adds the squares of a tensor in fp32: of 2^27 elements the norm is 2 % too small. There a large
     gradient is the norm of the norms of its chunks.
     """
-    narrow = any(gradient.dtype is torch.bfloat16 for gradient in gradients)
-    dtype = torch.float32 if narrow else None
-    large = [gradient.device.type == "cpu" and gradient.numel() > _CHUNK for gradient in gradients]
-    if not any(large):
+    dtype = None
+    if any(gradient.dtype is torch.bfloat16 for gradient in gradients):
+        dtype = torch.float32
+    if not any(gradient.device.type == "cpu" and gradient.numel() > _CHUNK for gradient in gradients):
         return list(torch._foreach_norm(list(gradients), dtype=dtype))
-    return [
-        torch.stack(torch._foreach_norm(list(gradient.flatten().split(_CHUNK)), dtype=dtype)).norm()
-        if in_chunks
-        else torch._foreach_norm([gradient], dtype=dtype)[0]
-        for gradient, in_chunks in zip(gradients, large, strict=True)
-    ]
+    found = []
+    for gradient in gradients:
+        chunks = list(gradient.flatten().split(_CHUNK)) if gradient.device.type == "cpu" else [gradient]
+        of_chunks = torch._foreach_norm(chunks, dtype=dtype)
+        found.append(of_chunks[0] if len(of_chunks) == 1 else torch.stack(of_chunks).norm())
+    return found
 
 
-def _factor(norm: Tensor, max_norm: float, inverse_scale: Tensor | None) -> Tensor | None:
-    """Returns the same factor as torch: max_norm / (norm + 1e-6), at most 1."""
-    if max_norm <= 0:
-        return inverse_scale
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if inverse_scale is None:
-        return factor
-    return factor * inverse_scale
-
-
-def multiply_(gradients: Iterable[Tensor], factor: Tensor | None) -> None:
+def multiply_(gradients: Iterable[Tensor], factor: Tensor) -> None:
     """Multiplies local gradients of any dtypes and devices in place by a scalar on the device."""
-    if factor is None:
-        return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hpc_train.config.import_path import locate
-from hpc_train.config.schema import Config, OptimConfig
+from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.loss_chunks import LossForm, loss_form
@@ -38,7 +38,7 @@ from hpc_train.parallel.gradient_norm import sparse_gradient
 from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.parallel.precision.dtypes import parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.precision.float8 import use_float8
-from hpc_train.parallel.precision.masters import narrow_weights
+from hpc_train.parallel.precision.masters import local_part, narrow_weights
 from hpc_train.parallel.tensor import apply_tensor_parallel
 
 AnyModel = TypeVar("AnyModel", bound=Model | WrappedModel)
@@ -58,9 +58,15 @@ def parallelize(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
     values = dict[str, Tensor]()
     initializes = isinstance(model, Model | HFWhole) and is_meta(model)
     check_no_complex(model)
-    check_no_sparse(model)
-    if sharder is not None or _has_compact_moments(config.optim):
-        make_contiguous(model)
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise sparse_gradient(f"{canonical_name(name)}.weight")
+    optim = config.optim
+    has_compact_moments = optim._target_ is None and optim.name == "adamw" and optim.moments != "fp32"
+    if sharder is not None or has_compact_moments:
+        # FSDP refuses other memory formats, such as channels_last, and moments in bf16 are those of flat parameters
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()
     split_and_wrap(config, mesh, model)
     batch_norm.join(model, mesh.device, mesh.group("dp"))
     batch_norm.keep_weights_fp32(model)
@@ -83,10 +89,6 @@ def parallelize(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
         narrow_weights(model)
     begin_training(model)
     return model
-
-
-def _has_compact_moments(optim: OptimConfig) -> bool:
-    return optim._target_ is None and optim.name == "adamw" and optim.moments != "fp32"
 
 
 def sharder_of(layout: Layout) -> str | None:
@@ -114,13 +116,12 @@ def _hand_out(model: nn.Module, mesh: Mesh, values: dict[str, Tensor], home: tor
     with keep_shared(model):
         model.to_empty(device=home)
     group = mesh.group("dp_cp")
-    first = mesh.dp_cp_rank == 0
     source = dist.get_global_rank(group, 0)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for name, held in tensors.items():
             full = torch.empty(held.shape, dtype=held.dtype, device=mesh.device)
-            if first:
+            if mesh.dp_cp_rank == 0:
                 full.copy_(values.pop(name))
             dist.broadcast(full, source, group=group)
             if isinstance(held, DTensor):
@@ -131,9 +132,8 @@ def _hand_out(model: nn.Module, mesh: Mesh, values: dict[str, Tensor], home: tor
                 owner, _, attribute = name.rpartition(".")
                 part = model.get_submodule(owner)
                 if isinstance(held, nn.Parameter):
-                    part._parameters[attribute] = nn.Parameter(full, requires_grad=held.requires_grad)
-                else:
-                    part._buffers[attribute] = full
+                    full = nn.Parameter(full, requires_grad=held.requires_grad)
+                setattr(part, attribute, full)
 
 
 def _shard_of(full: Tensor, held: DTensor) -> Tensor:
@@ -177,26 +177,6 @@ def check_no_complex(model: nn.Module) -> None:
                 where=f"model, {name}",
                 fix="store torch.view_as_real(tensor), and call torch.view_as_complex on it in the forward",
             )
-
-
-def check_no_sparse(model: nn.Module) -> None:
-    """Checks that no embedding makes sparse gradients, which neither the reduction nor the clipping supports.
-
-    Raises:
-        UserError: one does.
-    """
-    for name, part in model.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            raise sparse_gradient(f"{canonical_name(name)}.weight")
-
-
-def make_contiguous(model: nn.Module) -> None:
-    """Makes parameters contiguous that are not, such as weights in channels_last, with the same values.
-
-    FSDP refuses other memory formats, and moments in bf16 are those of flat parameters.
-    """
-    for parameter in model.parameters():
-        parameter.data = parameter.data.contiguous()
 
 
 def take_first_replica(model: nn.Module, mesh: Mesh) -> None:
@@ -248,28 +228,16 @@ def materialize(
         for raw, parameter in module.named_parameters():
             name = canonical_name(raw)
             name = module.tied.get(name, name)
-            if replicas is not None and module.is_stored(name):
-                _fill_first(module, name, parameter, seed, device, replicas)
-            else:
+            if replicas is None or not module.is_stored(name):
                 _fill(module, name, parameter, seed, device)
+                continue
+            if replicas.rank() == 0:
+                _fill(module, name, parameter, seed, device)
+            local = local_part(parameter)
+            if local.numel():  # a rank of tensor parallelism may hold no rows
+                dist.broadcast(local, dist.get_global_rank(replicas, 0), group=replicas)
+                synchronize(device)  # else the timeout of NCCL would begin for all parameters before the first is read
     module.init_buffers(device)
-
-
-def _fill_first(
-    model: Model | HFWhole,
-    name: str,
-    parameter: Tensor,
-    seed: int,
-    device: torch.device,
-    replicas: dist.ProcessGroup,
-) -> None:
-    """Fills a parameter on the first rank of ``replicas`` and broadcasts it."""
-    if replicas.rank() == 0:
-        _fill(model, name, parameter, seed, device)
-    held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if held.numel():  # a rank of tensor parallelism may hold no rows
-        dist.broadcast(held, dist.get_global_rank(replicas, 0), group=replicas)
-        synchronize(device)  # otherwise the timeout of NCCL would begin for all parameters before the first is read
 
 
 def _fill(model: Model | HFWhole, name: str, parameter: Tensor, seed: int, device: torch.device) -> None:

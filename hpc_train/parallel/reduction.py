@@ -129,17 +129,14 @@ class GradientReduction:
         for following in sent.rest:
             following.wait()
         if not sent.is_whole:
-            self._withdraw_unused(sent)
+            # an optimizer would decay parameters that have no gradient on any rank and move them by their momentum, and
+            # one process does not; the host waits for the device here
+            for parameter, uses in zip(sent.bucket, sent.used.tolist(), strict=True):
+                if uses == 0:
+                    parameter.grad = None
+                    self._exchange.withdraw(parameter)
         if self._reduced is not None:
             self._reduced(sent.bucket)
-
-    def _withdraw_unused(self, sent: _Sent) -> None:
-        """Removes the zeros of parameters that have no gradient on any rank: an optimizer would decay these and move
-        them by their momentum, and one process does not. The host waits for the device."""
-        for parameter, uses in zip(sent.bucket, sent.used.tolist(), strict=True):
-            if uses == 0:
-                parameter.grad = None
-                self._exchange.withdraw(parameter)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_train.config.import_path import locate
@@ -30,6 +29,7 @@ from hpc_train.parallel.engine import Replicas
 from hpc_train.parallel.fsdp import SharedGroups
 from hpc_train.parallel.gradient_norm import UpdatesInBackward, multiply_
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.precision.masters import local_part
 from hpc_train.parallel.reduction import GradientReduction, SendOrder, sum_partial_gradients
 
 
@@ -48,14 +48,12 @@ class LocalReplicas:
         updates: UpdatesInBackward | None = None,
         **_: object,
     ) -> None:
-        self.module, self._updates = module, updates
+        self.module = module
+        self._updates = updates
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if updates is not None:
-            self._watch(updates)
-
-    def _watch(self, updates: UpdatesInBackward) -> None:
-        for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(lambda final: updates.use([final]))
+            for parameter in self._parameters:
+                parameter.register_post_accumulate_grad_hook(lambda final: updates.use([final]))
 
     def begin(self, step: int, backwards: int) -> None:
         assert backwards == 1 or self._updates is None or not self._updates.active, "no gradient would be final"
@@ -89,10 +87,15 @@ class AllReduceReplicas(LocalReplicas):
     ) -> None:
         super().__init__(module, mesh, strategy)
         named = {canonical_name(raw): p for raw, p in module.named_parameters() if p.requires_grad}
-        group, compresses = mesh.group("dp_cp"), strategy.compression != "none"
-        waits = compresses and own_count  # the division by the count precedes the compression
-        order, reduced = None if waits else send_order, None if updates is None else updates.use
-        self.reduction = GradientReduction(named.values(), group, strategy.bucket_cap_mb, order, reduced)
+        group = mesh.group("dp_cp")
+        compresses = strategy.compression != "none"
+        self.reduction = GradientReduction(
+            named.values(),
+            group,
+            strategy.bucket_cap_mb,
+            None if compresses and own_count else send_order,  # the division by the count precedes the compression
+            None if updates is None else updates.use,
+        )
         if compresses:
             self.compression = Compression(strategy, named, group, tied, cut=mesh.layout.pp > 1)
 
@@ -107,21 +110,34 @@ class AllReduceReplicas(LocalReplicas):
 
 
 class DDPReplicas:
-    """Implements the kind ``ddp`` with DistributedDataParallel, which does not accept a frozen module."""
+    """Implements the kind ``ddp`` with DistributedDataParallel, which does not accept a frozen module.
+
+    It averages the gradients. Buffers are not broadcast, since no forward pass depends on those of another rank;
+    ``models/batch_norm.py`` averages statistics.
+    """
 
     compression: Compression | None = None
 
     def __init__(self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig, **_: object) -> None:
         self.loss_factor = mesh.layout.dp_cp
-        trains = any(parameter.requires_grad for parameter in module.parameters())
-        self._wrapped = replicate(module, mesh, strategy) if trains else None
-        self.module: nn.Module = module if self._wrapped is None else self._wrapped
+        self.module = module
+        self._wrapped: DistributedDataParallel | None = None
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            self.module = self._wrapped = DistributedDataParallel(
+                module,
+                process_group=mesh.group("dp_cp"),
+                bucket_cap_mb=strategy.bucket_cap_mb,
+                gradient_as_bucket_view=True,
+                **_KEEP_BUFFERS,
+            )
 
     def begin(self, step: int, backwards: int) -> None:
         pass
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if self._wrapped is None else accumulating(self._wrapped, last)
+        if self._wrapped is None:
+            return nullcontext()
+        return explaining_unused(nullcontext() if last else self._wrapped.no_sync())
 
     def backward_done(self) -> None:
         pass
@@ -129,7 +145,7 @@ class DDPReplicas:
     def finish(self) -> None:
         """Raises UserError before the gradients are used if DDP has not reduced all of them."""
         if self._wrapped is not None:
-            with explaining_unused():
+            with explaining_unused(nullcontext()):
                 self._wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
 
     def evaluated(self) -> None:
@@ -146,7 +162,8 @@ class Sharded:
         self.loss_factor = mesh.layout.dp_cp
         self._kind = mesh.layout.kind
         self._modules = fsdp.sharded_modules(module)
-        self._whole = [each for each in module.parameters() if each.requires_grad and fsdp.is_replicated(each)]
+        trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+        self._whole = [parameter for parameter in trained if fsdp.is_replicated(parameter)]
         self._reduction = GradientReduction(self._whole, mesh.group("dp_cp"), strategy.bucket_cap_mb)
         self._shared = SharedGroups(module, mesh) if isinstance(module, WrappedModel) else None
         self._last: bool | None = None  # for which micro-batches they are configured
@@ -196,11 +213,12 @@ def make_replicas(
         own_count: whether the loss has its own count; compressed gradients are then sent by ``finish``.
         updates: uses each gradient as soon as it is that of the global batch; only for kinds that support it.
     """
-    layout = mesh.layout
-    served = replica_class(layout) if layout.dp_cp > 1 else LocalReplicas
-    order = [] if send_order is None else send_order
-    used: dict[str, Any] = {} if updates is None else {"updates": updates}
-    replicas: Replicas = served(module, mesh, strategy, tied=tied, send_order=order, own_count=own_count, **used)
+    kind = replica_class(mesh.layout) if mesh.layout.dp_cp > 1 else LocalReplicas
+    order = [] if send_order is None else send_order  # which the stages share and extend
+    options: dict[str, Any] = {"tied": tied, "send_order": order, "own_count": own_count}
+    if updates is not None:
+        options["updates"] = updates
+    replicas: Replicas = kind(module, mesh, strategy, **options)
     return replicas
 
 
@@ -210,16 +228,16 @@ def replica_class(layout: Layout) -> Any:
     Raises:
         UserError: the class cannot be imported, or lacks a method that the kind requires.
     """
-    kind, where = layout.kind, f"strategy.data_parallel={layout.data_parallel}"
-    found = locate(kind.replicas, where)
-    missing = [name for name in _METHODS if not callable(getattr(found, name, None))]
+    where = f"strategy.data_parallel={layout.data_parallel}"
+    imported = locate(layout.kind.replicas, where)
+    missing = [name for name in _METHODS if not callable(getattr(imported, name, None))]
     if missing:
         raise UserError(
-            f"{kind.replicas} has no method {' and no method '.join(missing)}",
+            f"{layout.kind.replicas} has no method {' and no method '.join(missing)}",
             where=where,
             fix="implement the methods of hpc_train.parallel.engine.Replicas",
         )
-    return found
+    return imported
 
 
 _METHODS = ("begin", "micro_batch", "backward_done", "finish", "evaluated")
@@ -230,33 +248,12 @@ _RENAMED = "forward_sync_buffers" in signature(DistributedDataParallel.__init__)
 _KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 
-def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig) -> DistributedDataParallel:
-    """Wraps ``model``, which has its values already, in DDP for the ``dp_cp`` ranks.
-
-    The gradients are averaged over these ranks, so scale the loss by their number for a sum. Buffers are not
-    broadcast, since no forward pass depends on those of another rank; ``models/batch_norm.py`` averages statistics.
-    """
-    return DistributedDataParallel(
-        model,
-        process_group=mesh.group("dp_cp"),
-        bucket_cap_mb=strategy.bucket_cap_mb,
-        gradient_as_bucket_view=True,
-        **_KEEP_BUFFERS,
-    )
-
-
 @contextmanager
-def accumulating(model: DistributedDataParallel, last: bool) -> Iterator[None]:
-    """Runs forward and backward pass of a micro-batch; gradients are reduced only in the ``last`` one."""
-    with explaining_unused(), nullcontext() if last else model.no_sync():
-        yield
-
-
-@contextmanager
-def explaining_unused() -> Iterator[None]:
-    """Raises UserError for the error of DDP about parameters that are not used."""
+def explaining_unused(inner: AbstractContextManager[object]) -> Iterator[None]:
+    """Enters ``inner``, and raises UserError for the error of DDP about parameters that are not used."""
     try:
-        yield
+        with inner:
+            yield
     except RuntimeError as error:
         if "Expected to have finished reduction" not in str(error):
             raise
@@ -300,5 +297,4 @@ def divide_by_count_(parameters: Iterable[nn.Parameter], mesh: Mesh, own_count: 
     if mesh.layout.world_size > 1:
         dist.all_reduce(count)
     ratio = max(1, target_count) / torch.where(count == 0, 1.0, count)
-    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
-    multiply_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients], ratio)
+    multiply_([local_part(parameter.grad) for parameter in parameters if parameter.grad is not None], ratio)

@@ -16,8 +16,8 @@ and each level of the tree that a rank sums needs a copy of the gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from itertools import compress
+from collections.abc import Callable, Mapping
+from itertools import chain, compress
 
 import torch
 import torch.distributed as dist
@@ -75,9 +75,15 @@ class ReproducibleEngine(ReplicaEngine):
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         *pieces, loss_sum, counted, used = total.split([*sizes, 1, int(self._own_count), len(sizes)])
         for parameter, piece in zip(self._parameters.values(), pieces, strict=True):
-            parameter.grad = _with_strides_of(parameter, piece) if parameter.requires_grad else None
-        if self._unused:
-            self._withdraw_unused(used.tolist())
+            parameter.grad = None
+            if parameter.requires_grad:  # fused optimizers expect the memory format of the parameter
+                shaped = piece.view_as(parameter)
+                contiguous = parameter.is_contiguous()
+                parameter.grad = shaped if contiguous else torch.empty_like(parameter).copy_(shaped)
+        if self._unused:  # one process does not update parameters without a gradient in any micro-batch
+            for parameter, uses in zip(self._parameters.values(), used.tolist(), strict=True):
+                if uses == 0:
+                    parameter.grad = None
         first = self._mesh.rank == 0
         if self._own_count:
             count = counted.view(()) * first
@@ -112,16 +118,6 @@ class ReproducibleEngine(ReplicaEngine):
         ]
         return torch.cat([*flat, torch.tensor(with_gradient, dtype=dtype, device=loss_sum.device)])
 
-    def _withdraw_unused(self, used: Sequence[float]) -> None:
-        """Removes the zeros of parameters that have no gradient in any micro-batch, which one process does not update.
-
-        Args:
-            used: the number of micro-batches in which each parameter has a gradient.
-        """
-        for parameter, uses in zip(self._parameters.values(), used, strict=True):
-            if uses == 0:
-                parameter.grad = None
-
     def _check_buffers(self, before: Mapping[str, Tensor]) -> None:
         """Raises UserError if the forward pass has changed buffers, since each rank would have its own values."""
         self._checked = True
@@ -134,17 +130,6 @@ class ReproducibleEngine(ReplicaEngine):
                 where="train.reproducible, model",
                 fix="train.reproducible=null, or use a model whose forward pass changes no buffers",
             )
-
-
-_all_to_all = dist.all_to_all_single
-
-
-def _with_strides_of(parameter: Tensor, values: Tensor) -> Tensor:
-    """Returns the flat ``values`` in the shape and memory format of ``parameter``, which fused optimizers expect."""
-    shaped = values.view_as(parameter)
-    if parameter.is_contiguous():
-        return shaped
-    return torch.empty_like(parameter).copy_(shaped)
 
 
 def halves(node: range) -> tuple[range, range]:
@@ -204,17 +189,10 @@ class TreeReduction:
         for index, node_sum in enumerate(sums):
             padded = torch.nn.functional.pad(node_sum, (0, ranks * share - size))
             sent[:, index] = padded.view(ranks, share)
-        sums_by_node = self._exchange(sent)
+        counts = [len(nodes) for nodes in self._rank_nodes]
+        received = sent.new_empty(sum(counts), share)  # this rank's share of the sum of every node
+        dist.all_to_all_single(received, sent.flatten(0, 1), counts, [len(sums)] * ranks, group=self._group)
+        sums_by_node = dict(zip(chain.from_iterable(self._rank_nodes), received, strict=True))
         gathered = sums[0].new_empty(ranks * share)
         all_gather_tensor(gathered, tree_sum(self._root, sums_by_node.get), group=self._group)
         return gathered[:size]
-
-    def _exchange(self, sent: Tensor) -> dict[range, Tensor]:
-        """Returns this rank's share of the sum of every node, received from all ranks."""
-        ranks, nodes_per_rank, share = sent.shape
-        counts = [len(nodes) for nodes in self._rank_nodes]
-        received = sent.new_empty(sum(counts), share)
-        _all_to_all(
-            received, sent.view(ranks * nodes_per_rank, share), counts, [nodes_per_rank] * ranks, group=self._group
-        )
-        return dict(zip((node for nodes in self._rank_nodes for node in nodes), received, strict=True))

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from hpc_train.data.dataset import IGNORED, Batch, leaves
@@ -48,25 +47,13 @@ def _condition(error: BaseException | None, model: nn.Module) -> IsWrong | None:
             target = int(named[1])
             return lambda targets: targets == target
         if isinstance(error, RuntimeError) and re.search(r"\bindex\b.*out of bounds", str(error)):
-            return _outside(_classes(model))
+            parts = model.head.modules() if isinstance(model, Model) and model.head is not None else ()
+            widths = [part.out_features for part in parts if isinstance(part, nn.Linear)]
+            if not widths:
+                return None
+            # the last matrix of the head has one output for each class
+            return lambda targets: (targets != IGNORED) & ((targets < 0) | (targets >= widths[-1]))
         error = error.__cause__
-    return None
-
-
-def _outside(classes: int | None) -> IsWrong | None:
-    if classes is None:
-        return None
-    return lambda targets: (targets != IGNORED) & ((targets < 0) | (targets >= classes))
-
-
-def _classes(model: nn.Module) -> int | None:
-    """Returns the outputs of the last matrix of the head; None if the model has no head, or one without matrices."""
-    head = model.head if isinstance(model, Model) else None
-    widths = []
-    if head is not None:
-        widths = [part.out_features for part in head.modules() if isinstance(part, nn.Linear)]
-    if widths:
-        return widths[-1]
     return None
 
 
@@ -76,28 +63,23 @@ _NO_FLOATS = re.compile(r"(same dtype|should be the same|expected scalar type|mi
 _INTEGERS = re.compile(r"\b(torch\.)?(Long|Int|Short|Char|Byte|Bool|long|int|short|char|unsigned char|bool)(Tensor)?\b")
 
 
-def _is_about_integers(message: str) -> bool:
-    return bool(_NO_FLOATS.search(message) and _INTEGERS.search(message))
-
-
 def _refuse_dtypes(error: BaseException, micro: Batch) -> None:
     """Raises UserError if torch's ``error`` is about the dtype of the inputs or of the targets of ``micro``."""
     message = str(error).partition("\n")[0]
-    inputs, targets = ({value.dtype for value in leaves(part)} for part in (micro.inputs, micro.targets))
+    inputs = {value.dtype for value in leaves(micro.inputs)}
+    targets = {value.dtype for value in leaves(micro.targets)}
+    has_float_inputs = any(dtype.is_floating_point for dtype in inputs)
+    part = "inputs"
     if _NO_LABELS.search(message) and any(dtype.is_floating_point for dtype in targets):
         part = "targets"
-        dtypes = targets
         fix = "return integers as class labels, or use model.loss=mse for other targets"
-    elif _NO_INDICES.search(message) and any(dtype.is_floating_point for dtype in inputs):
-        part = "inputs"
-        dtypes = inputs
+    elif _NO_INDICES.search(message) and has_float_inputs:
         fix = "return integers as token ids"
-    elif inputs and not any(dtype.is_floating_point for dtype in inputs) and _is_about_integers(message):
-        part = "inputs"
-        dtypes = inputs
+    elif inputs and not has_float_inputs and _NO_FLOATS.search(message) and _INTEGERS.search(message):
         fix = "return floating-point inputs, such as pixels divided by 255"
     else:
         return
+    dtypes = targets if part == "targets" else inputs
     names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     raise UserError(
         f"the model or its loss does not accept the {part} of the data, which are {names}: {message}",
@@ -109,10 +91,9 @@ def _refuse_dtypes(error: BaseException, micro: Batch) -> None:
 def _refuse(error: BaseException, micro: Batch, is_wrong: IsWrong) -> None:
     """Raises UserError if ``micro`` has such a target; the loss may have made its own."""
     for targets in leaves(micro.targets):
-        positions = is_wrong(targets).nonzero() if not targets.is_floating_point() else torch.empty(0)
-        if not len(positions):
+        if targets.is_floating_point() or not is_wrong(targets).any():
             continue
-        place = positions[0].tolist()
+        place = is_wrong(targets).nonzero()[0].tolist()
         fix = f"number the classes from 0, set a target that does not count to {IGNORED}, or add outputs to the model"
         if micro.samples:
             sample = f"sample {micro.samples[place[0]]}"

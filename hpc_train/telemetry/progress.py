@@ -387,7 +387,7 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
         lines.append(f"W&B:             {_wandb(run, record)}")
         lines.append(f"train longer:    {train_longer(record, command)}")
     if not code:
-        kind = None
+        kind = ""
         with suppress(KeyError, TypeError):
             kind = run.plain_config("model")["model"]["kind"]
         lines.append(f"next:            {NEXT.format(strategies=STRATEGIES.get(kind, 'dp,pp,hybrid'))}")
@@ -403,7 +403,7 @@ def _profiled(run: RunDirectory) -> str:
     if not is_profile(profile):
         return "the summary is damaged"
     ranks = list(profile["ranks"].values())
-    names = next(iter(ranks), {})
+    names: dict[str, float] = next(iter(ranks), {})
     breakdown = ", ".join(f"{name} {fmean(rank.get(name, 0.0) for rank in ranks):.0%}" for name in names)
     return f"steps {profile['first']} to {profile['last']}: {breakdown}; traces in {run.profile}"
 

@@ -13,7 +13,7 @@ from hpc_train.checkpoint.state import compression_state
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.run.directory import RunDirectory
-from tests.checkpoint.training import Training, join
+from tests.checkpoint.training import Training, join_again
 from tests.config.composing import compose
 from tests.ranks import run_ranks
 from tests.train.runs import TINY
@@ -28,7 +28,7 @@ def config_of(*overrides: str) -> Config:
 
 
 def train_and_save(rank: int, world_size: int, path: str, config: Config) -> dict[str, list[float]]:
-    training = Training.of(RunDirectory(Path(path)), config, join(config, rank, world_size))
+    training = Training.of(RunDirectory(Path(path)), config, join_again(config, rank, world_size))
     training.steps(0, STEPS)
     training.manager.save(STEPS, {})
     return as_lists(compression_state(training.engine))
@@ -37,7 +37,7 @@ def train_and_save(rank: int, world_size: int, path: str, config: Config) -> dic
 def load(rank: int, world_size: int, path: str, configs: list[Config]) -> list[dict[str, list[float]]]:
     found = []
     for config in configs:
-        training = Training.of(RunDirectory(Path(path)), config, join(config, rank, world_size))
+        training = Training.of(RunDirectory(Path(path)), config, join_again(config, rank, world_size))
         for value in compression_state(training.engine).values():
             value.fill_(7.0)  # what was there before does not count
         restored = training.manager.restore()

@@ -24,7 +24,7 @@ from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.progress import LONG
 from tests.checkpoint.tiny import LIMIT_S, commit
 from tests.checkpoint.training import make_manager
-from tests.ranks import run_ranks
+from tests.ranks import run_on_world, run_ranks
 from tests.train.runs import frozen
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 50)
@@ -181,7 +181,7 @@ def wake_up_late(rank: int, world_size: int, path: str) -> list[str]:
 def test_an_overtaken_attempt_changes_nothing(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp", "model.n_layers=1")
     words = "attempt 1 has taken over the run from attempt 0"
-    assert run_ranks(2, wake_up_late, str(run.path)) == [[words] * 2] * 2
+    assert run_on_world(2, wake_up_late, str(run.path)) == [[words] * 2] * 2
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000001"]
 
 
@@ -213,7 +213,7 @@ def damage(checkpoints: CheckpointManager, step: int, rank: int) -> None:
 def test_a_damaged_one_is_set_aside_and_none_left_is_an_error(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=zero2", "model.n_layers=1")
     none = "all checkpoints of this run are damaged:"
-    assert run_ranks(2, damage_and_restore, str(run.path)) == [[1, none, none]] * 2
+    assert run_on_world(2, damage_and_restore, str(run.path)) == [[1, none, none]] * 2
     reported = [
         (event["step"], event["message"]) for event in run.read_events() if event["event"] == "checkpoint_set_aside"
     ]

@@ -12,7 +12,7 @@ from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.tensors import assert_same_bits, read_tensors
 from tests.checkpoint.training import make_manager
-from tests.ranks import run_ranks
+from tests.ranks import run_on_world
 from tests.train.runs import frozen
 
 TIED = "model.tied_embeddings=true"
@@ -38,7 +38,7 @@ def restore_and_save(rank: int, world_size: int, path: str) -> dict[str, Any]:
 
 def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=pp", TIED)
-    run_ranks(2, save_made_up, str(run.path))
+    run_on_world(2, save_made_up, str(run.path))
     names = read_tensors(run.checkpoints / "step-00000007")
     assert "model.stem.embedding.weight" in names
     assert not [name for name in names if "head.output" in name]
@@ -52,10 +52,10 @@ def fork(path: Path, source: RunDirectory, *overrides: str) -> RunDirectory:
 
 def test_a_fork_begins_with_the_state_of_its_source(tmp_path: Path) -> None:
     source = frozen(tmp_path / "source", "+strategy=single")
-    run_ranks(1, save_made_up, str(source.path))
+    run_on_world(1, save_made_up, str(source.path))
     run = fork(tmp_path / "fork", source, "+strategy=dp")
     everything = {"step": 7, "extra": {"tokens": 9, "loss_scale": None}, "with_optimizer": True}
-    assert run_ranks(2, restore_and_save, str(run.path)) == [everything] * 2
+    assert run_on_world(2, restore_and_save, str(run.path)) == [everything] * 2
     assert_same_bits(source.checkpoints / "step-00000007", run.checkpoints / "step-00000008")
     assert [path.name for path in source.checkpoints.iterdir()] == ["step-00000007"]
 
@@ -64,9 +64,9 @@ def test_a_fork_begins_with_the_state_of_its_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optimizer", ["optim=sgd", "optim._target_=torch.optim.RMSprop"])
 def test_a_fork_with_another_optimizer_takes_the_model_only(tmp_path: Path, optimizer: str) -> None:
     source = frozen(tmp_path / "source", "+strategy=single")
-    run_ranks(1, save_made_up, str(source.path))
+    run_on_world(1, save_made_up, str(source.path))
     run = fork(tmp_path / "fork", source, "+strategy=dp", optimizer)
-    assert run_ranks(2, restore_and_save, str(run.path))[0]["with_optimizer"] is False
+    assert run_on_world(2, restore_and_save, str(run.path))[0]["with_optimizer"] is False
     before = read_tensors(source.checkpoints / "step-00000007")
     after = read_tensors(run.checkpoints / "step-00000008")
     assert all(torch.equal(before[name], after[name]) for name in after if name.startswith("model."))
@@ -82,10 +82,10 @@ def restore_error(rank: int, world_size: int, path: str) -> str:
 
 def test_another_model_is_refused_with_all_differences_in_one_message(tmp_path: Path) -> None:
     source = frozen(tmp_path / "source", "+strategy=single")
-    run_ranks(1, save_made_up, str(source.path))
+    run_on_world(1, save_made_up, str(source.path))
     changes = ("model.n_layers=3", "model.vocab_size=64", TIED)
     run = fork(tmp_path / "fork", source, "+strategy=dp", *changes)
-    first, second = run_ranks(2, restore_error, str(run.path))
+    first, second = run_on_world(2, restore_error, str(run.path))
     assert first == second
     assert "only in the checkpoint" in first
     assert "layers.3." in first

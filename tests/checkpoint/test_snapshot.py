@@ -13,6 +13,7 @@ from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,9 +32,9 @@ from hpc_train.machine.kernel_counters import NODE, FreeMemory
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze, load
 from tests.checkpoint.tensors import read_tensors
-from tests.checkpoint.training import Training, join, make_manager
+from tests.checkpoint.training import Training, join_again, make_manager
 from tests.config.composing import compose
-from tests.ranks import run_ranks
+from tests.ranks import run_on_world, run_ranks
 from tests.train.runs import frozen
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 3)
@@ -63,7 +64,7 @@ def save_replicas(rank: int, world_size: int, path: str) -> list[int]:
 
 def test_replicas_copy_together_one_state_from_the_first_save_on(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp", "checkpoint.asynchronous=true", "checkpoint.keep=9")
-    first, second = run_ranks(2, save_replicas, str(run.path))
+    first, second = run_on_world(2, save_replicas, str(run.path))
     assert len({*first}) == len({*second}) == 1
     for step in (1, 2, 3):
         found = read_tensors(run.checkpoints / f"step-{step:08d}")
@@ -240,7 +241,7 @@ def test_tensors_that_a_forward_changes_are_copied_first() -> None:
 def save_before_a_step(rank: int, world_size: int, path: str) -> None:
     run = RunDirectory(Path(path))
     config = load(run)
-    training = Training.of(run, config, join(config, rank, world_size))
+    training = Training.of(run, config, join_again(config, rank, world_size))
     slow = SlowStream()
     training.manager._copies = HostCopies(CPU, slow)
     training.steps(0, 1)
@@ -268,14 +269,14 @@ def test_the_optimizer_waits_for_the_copies(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     overrides = ["+strategy=single", "checkpoint.asynchronous=true", *IMAGES]
     freeze(typed(compose(overrides)), run)
-    run_ranks(1, save_before_a_step, str(run.path))
+    run_on_world(1, save_before_a_step, str(run.path))
 
 
 def fail_a_save(rank: int, world_size: int, path: str) -> tuple[bool, bool]:
     """Returns whether copies run when an asynchronous save has begun, and when it has failed without a directory."""
     run = RunDirectory(Path(path))
     config = load(run)
-    training = Training.of(run, config, join(config, rank, world_size))
+    training = Training.of(run, config, join_again(config, rank, world_size))
     slow = SlowStream()
     manager = training.manager
     manager._copies = HostCopies(CPU, slow)
@@ -284,12 +285,12 @@ def fail_a_save(rank: int, world_size: int, path: str) -> tuple[bool, bool]:
     def begin(self: CheckpointStore, step: int, attempt: int) -> Path:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    CheckpointStore.begin = begin  # type: ignore[method-assign]
-    manager.save(1, {})
-    begun = any(copy.runs for copy in slow.pending)
-    gpu = threading.Timer(0.5, lambda: [copy.run() for copy in slow.pending])
-    gpu.start()
-    manager.wait()
+    with mock.patch.object(CheckpointStore, "begin", begin):
+        manager.save(1, {})
+        begun = any(copy.runs for copy in slow.pending)
+        gpu = threading.Timer(0.5, lambda: [copy.run() for copy in slow.pending])
+        gpu.start()
+        manager.wait()
     ended = any(copy.runs for copy in slow.pending)
     gpu.join()
     return begun, ended
@@ -298,13 +299,13 @@ def fail_a_save(rank: int, world_size: int, path: str) -> tuple[bool, bool]:
 def test_no_copy_runs_when_a_save_has_failed(tmp_path: Path) -> None:
     """It would overwrite what the next save puts into the arena."""
     run = frozen(tmp_path / "run", "+strategy=single", "checkpoint.asynchronous=true")
-    assert run_ranks(1, fail_a_save, str(run.path)) == [(True, False)]
+    assert run_on_world(1, fail_a_save, str(run.path)) == [(True, False)]
 
 
 def save_with_a_late_rank(rank: int, world_size: int, path: str) -> None:
     run = RunDirectory(Path(path))
     config = load(run)
-    mesh = replace(join(config, rank, world_size), timeout=timedelta(seconds=1))
+    mesh = replace(join_again(config, rank, world_size), timeout=timedelta(seconds=1))
     manager = Training.of(run, config, mesh).manager
     write = manager._writer.write
 
@@ -340,7 +341,7 @@ def save_on_a_gpu(rank: int, world_size: int, path: str) -> tuple[list[tuple[Any
     """
     run = RunDirectory(Path(path))
     config = load(run)
-    training = Training.of(run, config, join(config, rank, world_size))
+    training = Training.of(run, config, join_again(config, rank, world_size))
     cuda = FakeCuda()
     cuda.calls = calls = ThreadRecord()
     torch.cuda.is_available = lambda: True
@@ -371,14 +372,11 @@ def save_with_little_memory(rank: int, world_size: int, path: str) -> list[bool]
     """Saves while the last rank's node is short of memory, twice, and then when it is not."""
     manager = make_manager(rank, world_size, path)
     short = rank == world_size - 1
-    copying.free_memory = lambda: FreeMemory(2500 if short else 1 << 40, NODE)
+    free = [2500 if short else 1 << 40] * 2 + [1 << 40, 0]  # at the end the arena is there
     background = []
-    for step in (1, 2, 3, 4):
-        if step == 3:
-            copying.free_memory = lambda: FreeMemory(1 << 40, NODE)
-        if step == 4:
-            copying.free_memory = lambda: FreeMemory(0, NODE)  # the arena is there
-        manager.save(step, {})
+    for step, size in enumerate(free, start=1):
+        with mock.patch.object(copying, "free_memory", lambda size=size: FreeMemory(size, NODE)):
+            manager.save(step, {})
         background.append(manager._thread is not None)
     manager.wait()
     return background
@@ -386,7 +384,7 @@ def save_with_little_memory(rank: int, world_size: int, path: str) -> list[bool]
 
 def test_a_save_is_synchronous_where_host_memory_is_short(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=zero2", "checkpoint.asynchronous=true", "checkpoint.keep=9")
-    assert run_ranks(2, save_with_little_memory, str(run.path)) == [[False, False, True, True]] * 2
+    assert run_on_world(2, save_with_little_memory, str(run.path)) == [[False, False, True, True]] * 2
     (warning,) = [event for event in run.read_events() if event["event"] == "warning"]
     assert warning["step"] == 1
     assert "checkpoint.asynchronous=true: checkpoints are saved synchronously" in warning["message"]

@@ -15,7 +15,7 @@ from hpc_train.run.freeze import freeze
 from tests.checkpoint.test_hf import quiet_bar
 from tests.checkpoint.training import make_manager
 from tests.config.composing import compose
-from tests.ranks import run_ranks
+from tests.ranks import run_on_world
 from tests.train.runs import TINY
 
 
@@ -45,7 +45,7 @@ def test_the_file_has_every_name_and_each_tensor_once(tmp_path: Path, strategy: 
     model = ["model=custom", f"model._target_={Tied.__module__}.Tied", "model.class_dim=last"]
     others = [override for override in TINY if not override.startswith("model.")]
     freeze(typed(compose([*others, *model, f"+strategy={strategy}"])), run)
-    run_ranks(2, save, str(run.path))
+    run_on_world(2, save, str(run.path))
     export(run, None, tmp_path / "model.pt", None, None, quiet_bar)
     state = torch.load(tmp_path / "model.pt", weights_only=True)
     module = Tied()

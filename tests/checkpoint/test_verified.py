@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,11 +25,13 @@ from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.checkpoint.verified import VerifiedSearch, on_network
 from hpc_train.checkpoint.writer import quiet
+from hpc_train.errors import UserError
 from tests.checkpoint.made import is_complete
+from tests.checkpoint.progress import LONG, Progress
 from tests.checkpoint.tensors import read_tensors
-from tests.checkpoint.tiny import commit, state_of
+from tests.checkpoint.tiny import LIMIT_S, commit, newest_good, state_of
 from tests.checkpoint.training import make_manager
-from tests.ranks import run_ranks
+from tests.ranks import run_on_world, run_ranks
 from tests.train.runs import frozen
 
 
@@ -98,17 +104,15 @@ def search_in_vain(rank: int, world_size: int, folder: str, code: int) -> tuple[
             raise OSError(code, os.strerror(code))
         return opened(path, *args)
 
-    os.open = fails
-    try:
-        VerifiedSearch(CheckpointStore(Path(folder)), group, True, 0.0, lambda found, why: bad.append(why)).newest()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", bad
-    return "found one", bad
+    search = VerifiedSearch(CheckpointStore(Path(folder)), group, True, 0.0, lambda found, why: bad.append(why))
+    with mock.patch.object(os, "open", fails), pytest.raises((UserError, OSError)) as raised:
+        search.newest()
+    return f"{raised.typename}: {raised.value}", bad
 
 
 @pytest.mark.parametrize(("code", "kind"), [(errno.EACCES, "UserError"), (errno.ENOTCONN, "OSError")])
 def test_a_checkpoint_that_cannot_be_read_now_is_not_called_bad(checkpoint: Checkpoint, code: int, kind: str) -> None:
-    ((reported, bad),) = run_ranks(1, search_in_vain, str(checkpoint.path.parent), code)
+    ((reported, bad),) = run_on_world(1, search_in_vain, str(checkpoint.path.parent), code)
     assert reported.startswith(kind) and "rank 0 cannot read a checkpoint" in reported
     assert bad == [] and is_complete(checkpoint)
 
@@ -151,19 +155,21 @@ def hashed_bytes(rank: int, world_size: int, folder: str) -> list[int]:
         read[-1] += os.fstat(file.fileno()).st_size
         return original(file, on_bytes)
 
-    manifest._hash = counted
-    for full in (True, True, False):
+    def search(full: bool) -> None:
         read.append(0)
         assert VerifiedSearch(store, group, full, 0.0, lambda bad, why: None).newest() is not None
-    verified.process = lambda pid: {"pid": "of another job"}  # type: ignore[assignment]
-    read.append(0)
-    assert VerifiedSearch(store, group, True, 0.0, lambda bad, why: None).newest() is not None
+
+    with mock.patch.object(manifest, "_hash", counted):
+        for full in (True, True, False):
+            search(full)
+        with mock.patch.object(verified, "process", lambda pid: {"pid": "of another job"}):
+            search(full=True)
     return read
 
 
 def test_a_restart_in_the_same_job_does_not_read_everything_again(checkpoint: Checkpoint) -> None:
     size = checkpoint.manifest().size
-    one, two = run_ranks(2, hashed_bytes, str(checkpoint.path.parent))
+    one, two = run_on_world(2, hashed_bytes, str(checkpoint.path.parent))
     assert [a + b for a, b in zip(one, two, strict=True)] == [size, 0, 0, size]
 
 
@@ -189,3 +195,93 @@ def test_a_save_in_the_background_is_of_the_moment_of_its_request(tmp_path: Path
     for step, value in ((1, 1), (2, 2), (3, 3), (4, -1)):
         found = read_tensors(run.checkpoints / f"step-{step:08d}")
         assert all((tensor == value).all() for name, tensor in found.items() if name.startswith("model.")), step
+
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 50)
+
+CASES = 5000 if LONG else 100
+
+
+def flip(victim: Path, other: Path, choose: random.Random) -> None:
+    data = bytearray(victim.read_bytes())
+    data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
+    victim.write_bytes(data)
+
+
+def truncate(victim: Path, other: Path, choose: random.Random) -> None:
+    victim.write_bytes(victim.read_bytes()[: choose.randrange(victim.stat().st_size)])
+
+
+def fill_with_zeros(victim: Path, other: Path, choose: random.Random) -> None:
+    data = bytearray(victim.read_bytes())
+    at = choose.choice([index for index, byte in enumerate(data) if byte])
+    length = min(len(data) - at, choose.randrange(1, 512))
+    data[at : at + length] = bytes(length)
+    victim.write_bytes(data)
+
+
+def delete(victim: Path, other: Path, choose: random.Random) -> None:
+    victim.unlink()
+
+
+def append(victim: Path, other: Path, choose: random.Random) -> None:
+    with victim.open("ab") as file:
+        file.write(bytes(choose.randrange(1, 9)))
+
+
+def swap_with_the_one_before(victim: Path, other: Path, choose: random.Random) -> None:
+    same = victim.read_bytes() == (other / victim.name).read_bytes()  # as the metadata of the same tensors
+    name = "__0_0.distcp" if same else victim.name
+    shutil.copyfile(other / name, victim.parent / name)
+
+
+def swap_inside(victim: Path, other: Path, choose: random.Random) -> None:
+    second = choose.choice([path for path in victim.parent.iterdir() if path != victim])
+    one, two = victim.read_bytes(), second.read_bytes()
+    victim.write_bytes(two)
+    second.write_bytes(one)
+
+
+def swap_the_directory(victim: Path, other: Path, choose: random.Random) -> None:
+    shutil.rmtree(victim.parent)
+    shutil.copytree(other, victim.parent)
+
+
+def leave_a_foreign_file(victim: Path, other: Path, choose: random.Random) -> None:
+    (victim.parent / f"__{choose.randrange(9)}_7.distcp").write_bytes(b"x")
+
+
+DAMAGES: tuple[Callable[[Path, Path, random.Random], None], ...] = (
+    flip, flip, flip, truncate, fill_with_zeros, delete, append,
+    swap_with_the_one_before, swap_inside, swap_the_directory, leave_a_foreign_file,
+)  # fmt: skip
+
+
+def damage_many(rank: int, world_size: int, folder: str, progress: Progress) -> list[str]:
+    template = Path(folder) / "template"
+    for step in (1, 2):
+        commit(CheckpointStore(template), step)
+    wrong = []
+    os.fsync = lambda descriptor: None  # of thousands of directories that nobody needs after a crash
+    for seed in map(int, progress.open(range(CASES))):
+        root = Path(folder) / "case"
+        shutil.copytree(template, root)
+        choose = random.Random(seed)
+        damage = choose.choice(DAMAGES)
+        victim = choose.choice(sorted((root / "step-00000002").iterdir()))
+        damage(victim, root / "step-00000001", choose)
+        found = newest_good(CheckpointStore(root))
+        names = sorted(path.name for path in root.iterdir() if path.name != ".verified.json")
+        harmless = damage is leave_a_foreign_file
+        if harmless and found == 2 and names == ["step-00000001", "step-00000002"]:
+            progress.passed(seed)
+        elif found != 1 or names != ["bad.step-00000002.attempt-009", "step-00000001"]:
+            wrong.append(f"seed {seed}, {damage.__name__} of {victim.name}: {found}, {names}")
+        else:
+            progress.passed(seed)
+        shutil.rmtree(root)
+    return wrong
+
+
+def test_no_damaged_checkpoint_is_loaded(tmp_path: Path) -> None:
+    assert run_ranks(1, damage_many, str(tmp_path), Progress.of("damage"), timeout=LIMIT_S) == [[]]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from hpc_train.checkpoint.manager import CheckpointManager
@@ -18,13 +17,13 @@ from hpc_train.data.feed import TrainFeed
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
-from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.freeze import load
 from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.step import Control, TrainStep
-from tests.ranks import kept
+from tests.parallel.oracle import kept_mesh
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,8 @@ class Training:
     def steps(self, start: int, end: int) -> list[float]:
         """Takes the steps from ``start`` to ``end - 1`` and returns the loss of each."""
         config, mesh = self.config, self.mesh
-        data, seed, total = (
-            build_dataset(config.data, "train", config.train.seed),
-            config.train.seed,
-            config.train.steps,
-        )
+        seed, total = config.train.seed, config.train.steps
+        data = build_dataset(config.data, "train", seed)
         assert total is not None
         feed = TrainFeed(data, config.batch, mesh.layout, mesh.dp_rank, seed, mesh.device, start)
         take_step, control = TrainStep(config, mesh, self.engine, self.optimizer, total), Control(mesh)
@@ -71,21 +67,13 @@ class Training:
         return training_state(self.engine, self.optimizer)
 
 
-def join(config: Config, rank: int, world_size: int) -> Mesh:
-    """Returns the mesh of the layout of ``config``. Collective."""
-    return join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
-
-
 def join_again(config: Config, rank: int, world_size: int) -> Mesh:
-    """Returns the same mesh for all configs of one shape, for ``run_on_world``. Collective."""
-    layout = resolve_layout(config, 1, world_size)
-    shape = (layout.dp, layout.pp, layout.cp, layout.tp, layout.shard)
-    mesh: Mesh = kept(shape, lambda: join_mesh(layout, rank, torch.device("cpu")))
-    return replace(mesh, layout=layout)
+    """Returns the mesh of the layout of ``config``, see ``kept_mesh``. Collective."""
+    return kept_mesh(resolve_layout(config, 1, world_size), rank)
 
 
 def make_manager(rank: int, world_size: int, path: str) -> CheckpointManager:
     """Returns the checkpoint manager of a frozen run. Collective."""
     run = RunDirectory(Path(path))
     config = load(run)
-    return Training.of(run, config, join(config, rank, world_size)).manager
+    return Training.of(run, config, join_again(config, rank, world_size)).manager

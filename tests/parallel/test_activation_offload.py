@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,11 +34,10 @@ from hpc_train.layout.resolve import resolve_layout
 from hpc_train.layout.techniques import KINDS, SCHEDULES
 from hpc_train.parallel import activation_offload as offload_module
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.mesh import join_mesh
 from tests.parallel.cells import Cell, Form, in_two_forms
 from tests.parallel.memory import Allocations, PeakMemory, norms_of_gpus
-from tests.parallel.oracle import check_cells
-from tests.ranks import run_ranks
+from tests.parallel.oracle import check_cells, kept_mesh, mesh_of
+from tests.ranks import run_on_world, run_ranks
 
 LAYERS, SEQUENCE, VOCABULARY = 8, 64, 64
 TINY = "0.1KiB"  # smaller than the hidden states of the cells
@@ -86,7 +86,7 @@ def moved_by_compiled_layers(rank: int, world_size: int, config: Config) -> tupl
     """
     host = HostMemory()
     offload_module.host_buffer = host  # type: ignore[assignment]
-    mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
+    mesh = kept_mesh(resolve_layout(config, 1, world_size), rank)
     engine: Any = build_engine(config, mesh)
     waiting = list[int]()
     engine.parts[0].head.register_forward_pre_hook(lambda *_: waiting.append(host.alive))
@@ -147,12 +147,12 @@ def kept_in_step(rank: int, world_size: int, configs: list[Config]) -> list[tupl
     found = []
     for config in configs:
         host = HostMemory()
-        offload_module.host_buffer = host  # type: ignore[assignment]
-        mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
+        mesh = kept_mesh(resolve_layout(config, 1, world_size), rank)
         engine: Any = build_engine(config, mesh)
         layers = [*engine.parts[0].layers.values()]
         before, after = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
-        with norms_of_gpus(), Allocations() as allocations:
+        buffers = mock.patch.object(offload_module, "host_buffer", host)
+        with buffers, norms_of_gpus(), Allocations() as allocations:
             layers[0].register_forward_pre_hook(partial(_look, allocations, host, before))
             layers[-1].register_forward_hook(partial(_look, allocations, host, after))
             engine.train_step(0, StepBatch((Batch(tokens, tokens),) * mesh.layout.micro_batches, 8 * SEQUENCE))
@@ -178,7 +178,7 @@ def layout_of(config: Config) -> Layout:
 def test_a_real_step_keeps_on_the_device_and_in_host_memory_what_the_formula_says(strategy: dict[str, Any]) -> None:
     configs = [config_of(mode, "fp32", **strategy) for mode in ("none", "full", "ops")]
     layout = layout_of(configs[0])
-    found = run_ranks(layout.world_size, kept_in_step, configs)[0]
+    found = run_on_world(layout.world_size, kept_in_step, configs)[0]
     hidden = 2 * SEQUENCE * 64 * 4
     for config, (device, waiting, left, _) in zip(configs, found, strict=True):
         mode = config.train.activation_checkpointing
@@ -196,7 +196,7 @@ def test_weights_stay_and_what_layers_share_is_moved_once() -> None:
     """Two norms with their inputs and results, queries, keys, values, attention, and of the feed-forward branch the
     gate before and after its activation, its factor and the product: 12 per layer.
     """
-    (found,) = run_ranks(1, kept_in_step, [config_of("none", name) for name in ("fp32", "bf16")])
+    (found,) = run_on_world(1, kept_in_step, [config_of("none", name) for name in ("fp32", "bf16")])
     assert [moved for *_, moved in found] == [12, 12], "besides the tables of the rotation, two for all layers"
 
 
@@ -205,13 +205,13 @@ def peaks(rank: int, world_size: int, configs: list[Config]) -> list[int]:
     tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % VOCABULARY
     found = []
     for config in configs:
-        offload_module.host_buffer = HostMemory()  # type: ignore[assignment]
-        mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
+        mesh = kept_mesh(resolve_layout(config, 1, world_size), rank)
         engine = build_engine(config, mesh)
         batch = StepBatch((Batch(tokens, tokens),) * mesh.layout.micro_batches, 8 * SEQUENCE)
-        engine.train_step(0, batch)  # which creates the gradients
-        with norms_of_gpus(), PeakMemory() as memory:
-            engine.train_step(0, batch)
+        with mock.patch.object(offload_module, "host_buffer", HostMemory()):
+            engine.train_step(0, batch)  # which creates the gradients
+            with norms_of_gpus(), PeakMemory() as memory:
+                engine.train_step(0, batch)
         found.append(memory.peak)
     return found
 
@@ -219,7 +219,7 @@ def peaks(rank: int, world_size: int, configs: list[Config]) -> list[int]:
 @pytest.mark.long_form(8)
 def test_the_peak_of_a_step_falls_to_that_of_two_layers() -> None:
     configs = [config_of("none", "fp32", offload) for offload in ("none", "4KiB")]
-    ((plain, moved),) = run_ranks(1, peaks, configs)
+    ((plain, moved),) = run_on_world(1, peaks, configs)
     before, after = (estimate(config, layout_of(config)) for config in configs)
     assert before is not None and after is not None
     assert plain - moved == pytest.approx(before.total - after.total, rel=0.05)
@@ -281,12 +281,15 @@ class LateTransfers(offload_module._Transfers):
 def with_late_transfers(rank: int, world_size: int, config: Config) -> tuple[list[str], int, float]:
     """What was gone, the number of copies, and the largest difference of a gradient to those without offload."""
     made = list[LateTransfers]()
-    offload_module._Transfers = lambda device: made.append(LateTransfers(device)) or made[-1]  # type: ignore
-    mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
+    late = mock.patch.object(
+        offload_module, "_Transfers", lambda device: made.append(LateTransfers(device)) or made[-1]
+    )
+    mesh = kept_mesh(resolve_layout(config, 1, world_size), rank)
     tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % VOCABULARY
     found = []
     for offload in (config.train.activation_offload, "none"):
-        engine = build_engine(replace(config, train=replace(config.train, activation_offload=offload)), mesh)
+        with late:
+            engine = build_engine(replace(config, train=replace(config.train, activation_offload=offload)), mesh)
         engine.train_step(0, StepBatch((Batch(tokens, tokens),) * mesh.layout.micro_batches, 8 * SEQUENCE))
         found.append([parameter.grad for parameter in engine.named_parameters().values()])
     (transfers,) = made
@@ -299,7 +302,7 @@ def with_late_transfers(rank: int, world_size: int, config: Config) -> tuple[lis
 
 def test_memory_lives_until_a_late_copy_has_used_it() -> None:
     """Several tensors of a layer are views of one storage, which is copied once."""
-    ((gone, copies, difference),) = run_ranks(1, with_late_transfers, config_of("none", "fp32"))
+    ((gone, copies, difference),) = run_on_world(1, with_late_transfers, config_of("none", "fp32"))
     assert gone == [] and difference == 0
     assert copies > 8 * LAYERS
 
@@ -311,9 +314,10 @@ def test_what_offload_does_not_go_with_is_refused() -> None:
     ):
         with pytest.raises(UserError, match=reason):
             Cell(1, train=train).layout()
-    with pytest.raises(AssertionError, match="no repeated blocks were found"):
-        run_ranks(1, _build, Cell(1, "custom", train={"activation_offload": TINY}))
+    run_on_world(1, without_blocks)
 
 
-def _build(rank: int, world_size: int, cell: Cell) -> None:
-    build_engine(cell.config(), join_mesh(cell.layout(), rank, torch.device("cpu")))
+def without_blocks(rank: int, world_size: int) -> None:
+    cell = Cell(1, "custom", train={"activation_offload": TINY})
+    with pytest.raises(UserError, match="no repeated blocks were found"):
+        build_engine(cell.config(), mesh_of(cell, rank))

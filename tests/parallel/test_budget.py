@@ -32,8 +32,8 @@ from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.precision.dtypes import kept_by
 from tests.parallel.cells import Cell, Form, in_two_forms
 from tests.parallel.memory import Allocations, norms_of_gpus
-from tests.parallel.oracle import check_cells
-from tests.ranks import run_ranks
+from tests.parallel.oracle import check_cells, kept_mesh
+from tests.ranks import run_on_world, run_ranks
 
 LAYERS, SEQUENCE, KEY = 12, 32, "activation_checkpointing"
 
@@ -124,7 +124,7 @@ def kept_in_step(rank: int, world_size: int, configs: list[Config]) -> list[int]
     tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % 64
     found = []
     for config in configs:
-        mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
+        mesh = kept_mesh(resolve_layout(config, 1, world_size), rank)
         engine: Any = build_engine(config, mesh)
         layers = [*engine.parts[0].layers.values()]
         before, after = list[int](), list[int]()
@@ -150,7 +150,7 @@ def test_a_real_step_keeps_what_the_formula_says_and_no_more_than_the_budget(str
     layout = layout_of(whole)
     sizes = kept_by_layers(whole, layout, 0)
     configs = [with_budget(whole, share * sizes + 1) for share in SHARES]
-    found = run_ranks(layout.world_size, kept_in_step, configs)[0]
+    found = run_on_world(layout.world_size, kept_in_step, configs)[0]
     for share, config, kept in zip(SHARES, configs, found, strict=True):
         stated = kept_by_layers(config, layout, 0)
         assert 0.9 * share * sizes < stated <= share * sizes + 1

@@ -23,7 +23,6 @@ from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine, StepResult
 from hpc_train.parallel.fsdp import SharedGroups
-from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import materialize, take_first_replica
 from hpc_train.parallel.pipeline.balance import measure_blocks
 from hpc_train.train.optimizers.optimizer import Optimizer
@@ -36,14 +35,10 @@ SPLITS: list[dict[str, Any]] = [{"dp": 2, "data_parallel": kind} for kind in KIN
 SPLITS += [{"tp": 2}]
 
 
-def join(cell: Cell, rank: int) -> Mesh:
-    return mesh_of(cell, rank)
-
-
 def losses_and_norms(rank: int, world_size: int, cells: list[Cell], scale: float | None) -> list[tuple[float, ...]]:
     found = []
     for cell in cells:
-        mesh = join(cell, rank)
+        mesh = mesh_of(cell, rank)
         engine = build_engine(cell.config(), mesh)
         loss_scale = None if scale is None else torch.tensor(scale)
         result = engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0), loss_scale)
@@ -72,7 +67,7 @@ def test_half_precision_stays_near_single_precision(precision: str, scale: float
 
 def step_without_waiting(rank: int, world_size: int, cells: list[Cell]) -> None:
     for cell in cells:
-        mesh = join(cell, rank)
+        mesh = mesh_of(cell, rank)
         engine = build_engine(cell.config(), mesh)
         batches = [local_batch(cell, mesh.layout, mesh.dp_rank, step) for step in range(3)]
         engine.train_step(0, batches[0])  # torch sets itself up in the first step
@@ -90,7 +85,7 @@ def step_without_waiting(rank: int, world_size: int, cells: list[Cell]) -> None:
 def test_no_step_waits_for_the_device() -> None:
     chosen = [Cell(2, "gpt", "fp32", split) for split in SPLITS]
     chosen += [Cell(2, model, "fp32", SPLITS[2]) for model in ("gpt-weighted", "custom-weighted")]
-    run_ranks(2, step_without_waiting, chosen)
+    run_on_world(2, step_without_waiting, chosen)
 
 
 def hand_out_transposed(rank: int, world_size: int) -> tuple[list[list[float]], bool]:
@@ -104,7 +99,7 @@ def hand_out_transposed(rank: int, world_size: int) -> tuple[list[list[float]], 
 
     accepted = dist.broadcast
     with mock.patch.object(dist, "broadcast", broadcast):
-        take_first_replica(model, join(Cell(2, strategy={"dp": 2}), rank))
+        take_first_replica(model, mesh_of(Cell(2, strategy={"dp": 2}), rank))
     return model.weight.tolist(), model.weight.is_contiguous()
 
 
@@ -114,7 +109,7 @@ def test_parameters_of_any_strides_are_those_of_the_first_rank() -> None:
 
 def modes(rank: int, world_size: int, cells: list[Cell]) -> None:
     for cell in cells:
-        mesh = join(cell, rank)
+        mesh = mesh_of(cell, rank)
         engine = build_engine(cell.config(), mesh)
         (part,) = engine.parts
         before = {name: whole(value.detach()) for name, value in engine.named_parameters().items()}
@@ -141,7 +136,7 @@ def values(rank: int, world_size: int, cells: list[Cell]) -> None:
         config = cell.config()
         plain: Any = build_model(config.model, config.train.seed)
         materialize(plain, torch.device("cpu"), config.train.seed, torch.float64)
-        engine = build_engine(config, join(cell, rank))
+        engine = build_engine(config, mesh_of(cell, rank))
         expected = dict(plain.named_parameters())
         found = engine.named_parameters()
         assert set(found) == set(expected)
@@ -161,7 +156,7 @@ def test_every_layout_starts_from_the_same_weights(form: Form) -> None:
 
 
 def norm_without_some_gradients(rank: int, world_size: int) -> float:
-    mesh = join(Cell(2, strategy={"dp": 2}), rank)
+    mesh = mesh_of(Cell(2, strategy={"dp": 2}), rank)
     used, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     used.grad = torch.tensor([30.0, 40.0])
     scale = torch.tensor(10.0)
@@ -172,7 +167,7 @@ def norm_without_some_gradients(rank: int, world_size: int) -> float:
     assert nothing.item() == 0.0
     used.grad = torch.tensor([30.0, 40.0])
     assert gradient_norm.clip_({"used": used}, mesh, 1.0, skip=frozenset({"used"})).item() == 0.0
-    stages = join(Cell(2, strategy={"pp": 2}), rank)  # here no rank knows the others' gradients
+    stages = mesh_of(Cell(2, strategy={"pp": 2}), rank)  # here no rank knows the others' gradients
     used.grad = torch.tensor([float("inf"), 1.0]) if rank == 1 else torch.tensor([1.0, 1.0])
     assert not gradient_norm.clip_({"used": used}, stages, 1.0).isfinite()
     return norm.item()
@@ -186,7 +181,7 @@ def unused_parameters(rank: int, world_size: int, cells: list[Cell]) -> None:
     for cell in cells:
         config = cell.config()
         config.model = custom(unused=True)
-        mesh = join(cell, rank)
+        mesh = mesh_of(cell, rank)
         engine = build_engine(config, mesh)
         for step in range(2):
             engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
@@ -206,7 +201,7 @@ def compiled(rank: int, world_size: int, cells: list[Cell], cache: str) -> list[
 
     found = []
     for cell in cells:
-        mesh = join(cell, rank)
+        mesh = mesh_of(cell, rank)
         engine = build_engine(cell.config(), mesh)
         loss = engine.reduce(engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))).loss
         misses = counters["inductor"]["fxgraph_cache_miss"]
@@ -241,7 +236,7 @@ def batch_statistics(rank: int, world_size: int, kinds: list[str], synchronized:
         config = cell.config()
         config.model = custom(batch_norm=True)
         config.model.sync_batch_norm = synchronized
-        mesh = join(cell, rank)
+        mesh = mesh_of(cell, rank)
         engine = build_engine(config, mesh)
         engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
         norm = engine.clip_grad_norm_(0.0).item()
@@ -260,7 +255,7 @@ def test_batch_statistics_are_the_same_on_every_rank(synchronized: bool) -> None
 
 def after_steps(rank: int, cell: Cell, config: Config, steps: int) -> tuple[Engine, StepResult]:
     """Returns the engine and the result of the last of some steps of the optimizer."""
-    mesh = join(cell, rank)
+    mesh = mesh_of(cell, rank)
     engine = build_engine(config, mesh)
     optimizer = Optimizer(config.optim, engine.named_parameters())
     for step in range(steps):
@@ -305,7 +300,7 @@ def statistics_in_parts(rank: int, world_size: int, chosen: list[tuple[dict[str,
         args = {"width": 16, "image_size": IMAGE, "n_classes": CLASSES}
         target = "tests.parallel.module.NormedNet"
         config.model = CustomModelConfig(_target_=target, args=args, sync_batch_norm=True)
-        mesh = join(cell, rank)
+        mesh = mesh_of(cell, rank)
         engine = build_engine(config, mesh)
         engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
         norm = engine.clip_grad_norm_(0.0).item()
@@ -334,7 +329,7 @@ def statistics_of_a_skipped_step(
     args = {"width": 16, "image_size": IMAGE, "n_classes": CLASSES}
     target = "tests.parallel.module.NormedNet"
     config.model = CustomModelConfig(_target_=target, args=args, sync_batch_norm=synchronized)
-    mesh = join(cell, rank)
+    mesh = mesh_of(cell, rank)
     engine = build_engine(config, mesh)
     kept = []
     for step, poisoned in enumerate((False, True, False)):
@@ -364,7 +359,7 @@ def norm_of_half_a_model(rank: int, world_size: int, strategy: dict[str, Any]) -
     config = cell.config()
     args = {"width": 16, "image_size": IMAGE, "n_classes": CLASSES}
     config.model = CustomModelConfig(_target_="tests.parallel.module.FrozenNet", args=args)
-    mesh = join(cell, rank)
+    mesh = mesh_of(cell, rank)
     engine = build_engine(config, mesh)
     batch = local_batch(cell, mesh.layout, mesh.dp_rank, 0)
     engine.train_step(0, batch)
@@ -404,7 +399,7 @@ def refusal(rank: int, world_size: int, cell: Cell, model: CustomModelConfig, re
     config = cell.config()
     config.model, config.precision.residual = model, residual
     try:
-        build_engine(config, join(cell, rank))
+        build_engine(config, mesh_of(cell, rank))
     except UserError as error:
         return str(error)
     return "nothing was refused"
@@ -428,7 +423,7 @@ def test_what_a_module_without_parts_cannot_do() -> None:
 
 def odd_sequence(rank: int, world_size: int, strategy: dict[str, Any]) -> None:
     cell = Cell(world_size, strategy=strategy)
-    engine = build_engine(cell.config(), join(cell, rank))
+    engine = build_engine(cell.config(), mesh_of(cell, rank))
     tokens = torch.zeros(2, 7, dtype=torch.int64)
     batch = StepBatch((Batch(tokens, tokens),) * 2, 28)
     for step in (engine.eval_step, partial(engine.train_step, 0)):
@@ -443,7 +438,7 @@ def test_a_sequence_that_does_not_divide_over_tensor_parallel_ranks(strategy: di
 
 def several_inputs(rank: int, world_size: int) -> None:
     cell = Cell(world_size, strategy={"pp": 2})
-    engine = build_engine(cell.config(), join(cell, rank))
+    engine = build_engine(cell.config(), mesh_of(cell, rank))
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     for batch in (Batch({"tokens": tokens}, tokens), Batch(tokens, {"next": tokens})):
         for step in (engine.eval_step, partial(engine.train_step, 0)):
@@ -457,7 +452,7 @@ def test_several_inputs_are_refused_by_pipelines() -> None:
 
 def only_padding(rank: int, world_size: int) -> tuple[float, int]:
     cell = Cell(1)
-    engine = build_engine(cell.config(), join(cell, rank))
+    engine = build_engine(cell.config(), mesh_of(cell, rank))
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     numbers = engine.reduce(engine.train_step(0, StepBatch((Batch(tokens, tokens.new_full((2, 8), IGNORED)),), 0)))
     assert engine.clip_grad_norm_(1.0).item() == 0.0

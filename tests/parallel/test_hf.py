@@ -207,7 +207,7 @@ def test_blocks_of_a_plain_module_train_as_one_process(saved: Path) -> None:
             assert error(tensors, parameters) < 1e-10, cell
 
 
-@pytest.mark.long_form(10)  # tests/parallel/test_z_loss.py has native models
+@pytest.mark.long_form(10)  # tests/parallel/test_loss.py has native models
 def test_a_decoder_has_the_z_loss_of_a_bare_loop(saved: Path) -> None:
     train_keys: list[dict[str, Any]] = [
         {"z_loss": 0.3, "loss_chunks": 2},

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +15,10 @@ from torch import nn
 
 from hpc_train.config.schema import CustomModelConfig
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.reduction import GradientReduction, _plan
 from tests.parallel.cells import VOCABULARY, Cell, Form, in_two_forms
 from tests.parallel.oracle import check_cells, local_batch, mesh_of
-from tests.ranks import run_on_world, run_ranks
+from tests.ranks import run_on_world
 
 SMALL = {"data_parallel": "allreduce", "bucket_cap_mb": 0.002}
 
@@ -41,7 +41,6 @@ def backwards_to_come(rank: int, world_size: int, cells: list[Cell]) -> list[lis
         found.setdefault(self, []).append(sum(stage._backwards for stage in self._send_order or ()))
         send(self)
 
-    GradientReduction._send_next = noted  # type: ignore[method-assign]
     of_cells = []
     for cell in cells:
         mesh = mesh_of(cell, rank)
@@ -49,7 +48,8 @@ def backwards_to_come(rank: int, world_size: int, cells: list[Cell]) -> list[lis
         steps = []
         for step in range(2):
             found.clear()
-            engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
+            with mock.patch.object(GradientReduction, "_send_next", noted):
+                engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
             steps.append([*found.values()])
         of_cells.append(steps)
     return of_cells
@@ -65,7 +65,7 @@ SPLIT = [pipeline("interleaved_zero_bubble", 2), pipeline("zbv", 2)]
 def test_buckets_are_sent_as_soon_as_they_are_final(world_size: int, form: Form) -> None:
     """During the last backward of a stage, or after it while the rank's other stages go on."""
     cells = form([cell for cell in (*WHOLE, *SPLIT) if cell.world_size == world_size], "dp", "stages_per_rank")
-    for of_cells in run_ranks(world_size, backwards_to_come, cells):
+    for of_cells in run_on_world(world_size, backwards_to_come, cells):
         for cell, steps in zip(cells, of_cells, strict=True):
             assert len(steps) == 2
             for stages in steps:
@@ -108,12 +108,12 @@ def test_ranks_that_use_other_parameters_send_in_one_order() -> None:
     once = [4.0, 4.0, 6.0, 16.0]  # 2 x value, of both ranks or of one
     twice = [2 * value for value in once]
     late = "a gradient changed after all backward passes of the step"
-    assert run_ranks(2, uses_less) == [[once, twice, late]] * 2
+    assert run_on_world(2, uses_less) == [[once, twice, late]] * 2
 
 
 def gathered_ahead(rank: int, world_size: int, cell: Cell) -> list[bool]:
     """Whether the parameters of the following layer were asked for when a layer began its forward pass."""
-    mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
+    mesh = mesh_of(cell, rank)
     engine = build_engine(cell.config(), mesh)
     layers = [*engine.parts[0].layers.values()]
     found = []
@@ -135,13 +135,13 @@ def sizes_of_buckets(rank: int, world_size: int) -> list[list[int]]:
 
 def test_tensor_parallel_ranks_cut_buckets_at_the_same_parameters() -> None:
     """Else their collectives would have another order: the sums of partial gradients are part of a bucket."""
-    first, second = run_ranks(2, sizes_of_buckets)
+    first, second = run_on_world(2, sizes_of_buckets)
     assert first == second
 
 
 def test_zero3_gathers_the_next_layer_while_one_computes() -> None:
     cell = Cell(2, strategy={"dp": 2, "data_parallel": "zero3"}, batch={"micro_batches": 2})
-    for found in run_ranks(cell.world_size, gathered_ahead, cell):
+    for found in run_on_world(cell.world_size, gathered_ahead, cell):
         assert found and all(found)
 
 

@@ -16,23 +16,19 @@ from hpc_train.config.schema import CustomModelConfig
 from hpc_train.data.dataset import IGNORED, Batch, StepBatch
 from hpc_train.layout.techniques import KINDS, SCHEDULES
 from hpc_train.models.build import build_model
-from hpc_train.parallel import compression as exchanges
 from hpc_train.parallel.build import build_engine
 from tests.parallel.cells import CLASSES, Cell, Form, in_two_forms
 from tests.parallel.oracle import (
-    Outcome,
     check_cells,
-    compare_cells,
     error,
-    line,
     local_batch,
-    merge,
     mesh_of,
     relative,
     train_engine,
     train_plainly,
 )
-from tests.ranks import run_on_world, run_ranks
+from tests.parallel.test_compression import check_whole
+from tests.ranks import run_on_world
 
 ACCUMULATED = {"micro_batches": 3}
 SMALL = {"bucket_cap_mb": 0.001}
@@ -122,12 +118,6 @@ def test_the_count_of_the_loss_divides_under_every_strategy(
     record(check_cells(form(chosen, "data_parallel", "model", "reproducible", "pp", "loss_scale")), [])
 
 
-def compare_whole(rank: int, world_size: int, chosen: list[Cell]) -> list[Outcome]:
-    """With factors that are no smaller than the matrix: nothing is left out."""
-    exchanges.pays = lambda shape, rank: len(shape) > 1
-    return compare_cells(rank, world_size, chosen)
-
-
 @pytest.mark.long_form(10, cases=["4"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_compressed_gradients_are_divided_too(world_size: int, record: Callable[..., None]) -> None:
@@ -138,9 +128,7 @@ def test_compressed_gradients_are_divided_too(world_size: int, record: Callable[
         Cell(world_size, "gpt-weighted", strategy=split | compression, batch={"micro_batches": 4})
         for compression in (EVERYTHING, FULL_RANK)
     ]
-    outcomes = [merge(list(found)) for found in zip(*run_ranks(world_size, compare_whole, chosen), strict=True)]
-    assert all(outcome.worst < 1e-10 for outcome in outcomes), "\n".join(map(line, outcomes))
-    record(outcomes, [])
+    record(check_whole(chosen), [])
 
 
 def difference_of_a_growing_count(rank: int, world_size: int, cells: list[Cell]) -> list[float]:

@@ -14,13 +14,12 @@ from hpc_train.config.schema import CustomModelConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import seed_step
-from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.reproducible_engine import cover, tree_sum
 from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.report import weights_sha256
 from tests.parallel.cells import CLASSES, Cell
 from tests.parallel.oracle import check_cells, local_batch, mesh_of
-from tests.ranks import run_on_world, run_ranks
+from tests.ranks import run_on_world
 
 ON = {"reproducible": "any_world_size"}
 STEPS = 8
@@ -83,7 +82,7 @@ def devices_of_a_result(rank: int, world_size: int, cell: Cell) -> set[str]:
 
 
 def test_what_a_step_returns_is_on_the_device() -> None:
-    assert run_ranks(2, devices_of_a_result, cell(2)) == [{"cpu"}] * 2
+    assert run_on_world(2, devices_of_a_result, cell(2)) == [{"cpu"}] * 2
 
 
 def strides_of_gradients(rank: int, world_size: int, cell: Cell) -> bool:
@@ -99,7 +98,7 @@ def strides_of_gradients(rank: int, world_size: int, cell: Cell) -> bool:
 
 def test_gradients_have_the_memory_format_of_their_parameters() -> None:
     """Fused optimizers update memory, whatever the strides are."""
-    assert run_ranks(2, strides_of_gradients, cell(2)) == [True] * 2
+    assert run_on_world(2, strides_of_gradients, cell(2)) == [True] * 2
 
 
 def test_the_ordinary_sum_depends_on_the_number_of_ranks() -> None:
@@ -148,12 +147,12 @@ def build_with_batch_norm(rank: int, world_size: int) -> str:
     config = whole.config()
     config.model = CustomModelConfig(_target_="hpc_train.models.resnet.resnet18", args={"n_classes": 4})
     with pytest.raises(UserError) as error:
-        build_engine(config, join_mesh(whole.layout(), rank, torch.device("cpu")))
+        build_engine(config, mesh_of(whole, rank))
     return error.value.what
 
 
 def test_batch_statistics_are_refused() -> None:
-    assert run_ranks(1, build_with_batch_norm) == [
+    assert run_on_world(1, build_with_batch_norm) == [
         "batch statistics depend on the number of ranks, so the bits of the weights would depend on it too"
     ]
 
@@ -170,5 +169,5 @@ def step_of_a_model_that_counts(rank: int, world_size: int) -> str:
 
 
 def test_forward_passes_that_change_buffers_are_refused() -> None:
-    (what,) = run_ranks(1, step_of_a_model_that_counts)
+    (what,) = run_on_world(1, step_of_a_model_that_counts)
     assert what.startswith("the forward pass changes the buffer passes, whose values then depend on the number of")

@@ -6,6 +6,7 @@ An optimizer leaves parameters without a gradient as they are, in one process an
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.checkpoint.progress import LONG
 from tests.parallel.cells import Cell
 from tests.parallel.oracle import error, mesh_of, whole
 from tests.parallel.strangers import CLASSES, INPUTS
-from tests.ranks import run_on_world, run_ranks
+from tests.ranks import run_on_world
 
 STEPS, RATE, SIZE = 8, 1e-2, 4
 OPTIM: dict[str, Any] = {"lr": RATE, "warmup_steps": 0, "schedule": "constant", "clip_norm": 1.0}
@@ -165,14 +166,15 @@ def test_zero_refuses_blocks_that_only_some_ranks_use() -> None:
 
 def refused_late(rank: int, world_size: int) -> str:
     """What is said in a step that does not check each call."""
-    fsdp.STEADY_STEPS = 0
-    (found,) = refusals(rank, world_size, [("Swapped", cell_of(ZERO[2]))])
-    return found
+    with mock.patch.object(fsdp, "STEADY_STEPS", 0):
+        (answer,) = refusals(rank, world_size, [("Swapped", cell_of(ZERO[2]))])
+    return answer
 
 
 def test_ranks_that_gather_other_blocks_of_one_size_do_not_update() -> None:
     """The collectives of both blocks fit each other, so that nothing waits and each rank gets a mixture."""
-    assert all("rank 0 gathers blocks.0 while rank 1 gathers blocks.2" in each for each in run_ranks(2, refused_late))
+    for answer in run_on_world(2, refused_late):
+        assert "rank 0 gathers blocks.0 while rank 1 gathers blocks.2" in answer
 
 
 def test_they_are_refused_before_the_first_update() -> None:

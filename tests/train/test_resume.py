@@ -84,7 +84,7 @@ def test_six_steps_are_three_and_three(tmp_path: Path, workers: int, overrides: 
 
 
 @pytest.mark.parametrize("later", [True, False])
-@pytest.mark.long_form(8)  # tests/parallel/test_in_backward.py
+@pytest.mark.long_form(8)  # tests/parallel/test_gradient_norm.py
 def test_a_run_may_begin_or_end_updates_inside_the_backward(tmp_path: Path, later: bool) -> None:
     """The checkpoints and the numbers are the same."""
     overrides = ["+strategy=dp", "strategy.data_parallel=allreduce", "optim.clip_norm=0", "model.n_layers=2"]

@@ -46,6 +46,7 @@ from hpc_train.parallel.precision.dtypes import (
     kept_dtype,
     parameter_dtype,
 )
+from hpc_train.parallel.precision.masters import local_part
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
 from hpc_train.run.files import write_json
 from hpc_train.units import format_bytes
@@ -83,7 +84,7 @@ class SplitPlan:
 
     def describe(self) -> str:
         """Returns one line for the log."""
-        stages = "|".join(str(len(held)) for held in self.layers)
+        stages = "|".join(str(len(numbers)) for numbers in self.layers)
         reused = ", reused from an earlier attempt" * self.reused
         text = f"pipeline split ({self.how}{reused}): {stages} layers per stage; predicted: the slowest stage takes "
         text += f"{self.predicted.imbalance:.2f} x the mean, bubble {self.predicted.bubble_share:.1%}"
@@ -115,9 +116,27 @@ def plan_split(config: Config, mesh: Mesh, dataset: Dataset, run: RunDirectory |
     example = example_micro_batch(dataset, mesh.layout, mesh.device)
     refuse_ragged(example)
     if how == "measured":
-        blocks = _measured(config, mesh, model, example)
+        if has_batch_statistics(model):
+            raise UserError(
+                "the blocks of a model with batch statistics cannot be measured separately, since they wait for all "
+                "ranks",
+                where=_WHERE,
+                fix="strategy.pp_split=even, or a list with the number of layers of each stage",
+            )
+        check_hidden_shape(model, example.inputs, example.context)  # the shape of the blocks' inputs
+        blocks = measure_blocks(config, mesh, model, example)
     else:
-        blocks = _counted(model, example)
+        flops = model.block_flops(example.inputs)
+        if flops is None:
+            raise UserError(
+                f"{type(model).__name__} does not count the operations of its blocks (block_flops)",
+                where=_WHERE,
+                fix="strategy.pp_split=measured, or a list with the number of layers of each stage",
+            )
+        names = block_names(model)
+        # a tied table counts in stem and head, which each hold a copy
+        parameters = [sum(value.numel() for value in model.get_submodule(name).parameters()) for name in names]
+        blocks = tuple(map(BlockCost, names, flops, parameters))
     plan = _plan(how, _partition(config, mesh, blocks), blocks, mesh.layout)
     if run is not None and mesh.rank == 0:
         try:
@@ -125,28 +144,6 @@ def plan_split(config: Config, mesh: Mesh, dataset: Dataset, run: RunDirectory |
         except OSError as error:  # e.g. a full disk
             print(f"cannot record the split of the pipeline; the next attempt computes it again: {error}")
     return plan
-
-
-def _counted(model: Model, example: Batch) -> tuple[BlockCost, ...]:
-    flops = model.block_flops(example.inputs)
-    if flops is None:
-        raise UserError(
-            f"{type(model).__name__} does not count the operations of its blocks (block_flops)",
-            where=_WHERE,
-            fix="strategy.pp_split=measured, or a list with the number of layers of each stage",
-        )
-    return tuple(map(BlockCost, block_names(model), flops, block_parameters(model)))
-
-
-def _measured(config: Config, mesh: Mesh, model: Model, example: Batch) -> tuple[BlockCost, ...]:
-    if has_batch_statistics(model):
-        raise UserError(
-            "the blocks of a model with batch statistics cannot be measured separately, since they wait for all ranks",
-            where=_WHERE,
-            fix="strategy.pp_split=even, or a list with the number of layers of each stage",
-        )
-    check_hidden_shape(model, example.inputs, example.context)  # the shape of the blocks' inputs
-    return measure_blocks(config, mesh, model, example)
 
 
 def _partition(config: Config, mesh: Mesh, blocks: Sequence[BlockCost]) -> tuple[range, ...]:
@@ -199,7 +196,9 @@ def _plan(
         return predict(seconds, blocks_of(split), layout.placement, layout.micro_batches)
 
     n_layers = len(blocks) - 2
-    even = prediction(split_layers(n_layers, layout.stages)) if n_layers >= layout.stages else None
+    even = None
+    if n_layers >= layout.stages:
+        even = prediction(split_layers(n_layers, layout.stages))
     return SplitPlan(how, layers, blocks, prediction(layers), even, reused)
 
 
@@ -251,12 +250,6 @@ def block_names(model: Model) -> list[str]:
     return ["stem", *(f"layers.{key}" for key in model.layers), "head"]
 
 
-def block_parameters(model: Model) -> list[int]:
-    """Returns the number of parameters of each block; a tied table counts in stem and head, which each hold a copy."""
-    blocks = (model.get_submodule(name) for name in block_names(model))
-    return [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
-
-
 def measure_blocks(config: Config, mesh: Mesh, model: Model, example: Batch) -> tuple[BlockCost, ...]:
     """Measures the cost of every block of ``model``; the result is the same on every rank. Collective.
 
@@ -273,19 +266,22 @@ def measure_blocks(config: Config, mesh: Mesh, model: Model, example: Batch) -> 
         visits.append(_visit(config, mesh, model, (number * columns + mesh.rank // together) % blocks, example))
     gathered: list[list[_Visit]] = [[]] * mesh.layout.world_size
     dist.all_gather_object(gathered, visits, group=mesh.control)
-    return tuple(
-        _merged(name, [visit for visited in gathered for visit in visited if visit.block == block])
-        for block, name in enumerate(block_names(model))
-    )
-
-
-def _merged(name: str, visits: list[_Visit]) -> BlockCost:
-    seconds = min(value for visit in visits for value in visit.seconds)  # other load only makes a pass longer
-    return BlockCost(name, seconds, visits[0].parameters, max(visit.activation_bytes for visit in visits))
+    costs = []
+    for block, name in enumerate(block_names(model)):
+        of_block = [visit for visited in gathered for visit in visited if visit.block == block]
+        seconds = min(value for visit in of_block for value in visit.seconds)  # other load only makes a pass longer
+        activation_bytes = max(visit.activation_bytes for visit in of_block)
+        costs.append(BlockCost(name, seconds, of_block[0].parameters, activation_bytes))
+    return tuple(costs)
 
 
 def _visit(config: Config, mesh: Mesh, model: Model, block: int, example: Batch) -> _Visit:
-    part = _build_block(config, mesh, model, block)
+    # the block as a separate stage, like that of a rank that trains it but without sharded state
+    layers = [range(0), *(range(layer, layer + 1) for layer in range(len(model.layers))), range(0)]
+    part = cut(model, block, layers)
+    split_and_wrap(config, mesh, part)
+    materialize(part, mesh.device, config.train.seed, parameter_dtype(config.precision.name))
+    part.train()
     example = own_tokens(example, part, mesh)
     hidden = example.inputs
     if block > 0:
@@ -296,9 +292,7 @@ def _visit(config: Config, mesh: Mesh, model: Model, block: int, example: Batch)
     seconds = []
     clock = time.perf_counter if mesh.device.type == "cuda" else time.process_time
     with KeptCasts([part], kept_dtype(config.precision, mesh.layout)).step():
-        saved_size = _pass(
-            part, hidden, example, config.precision.name
-        )  # also warms up the allocator and compiled code
+        saved_size = _pass(part, hidden, example, config.precision.name)  # which also warms up allocator and compiler
         for _ in range(PASSES):
             synchronize(mesh.device)
             begin = clock()
@@ -306,7 +300,7 @@ def _visit(config: Config, mesh: Mesh, model: Model, block: int, example: Batch)
             synchronize(mesh.device)
             seconds.append(clock() - begin)
     saved_size += _fused_bytes(part, hidden, compute_dtype(config.precision.name))
-    return _Visit(block, tuple(seconds), sum(_local(p).numel() for p in part.parameters()), saved_size)
+    return _Visit(block, tuple(seconds), sum(local_part(p).numel() for p in part.parameters()), saved_size)
 
 
 def _fused_bytes(part: Model, hidden: Tensor, dtype: torch.dtype | None) -> int:
@@ -315,30 +309,19 @@ def _fused_bytes(part: Model, hidden: Tensor, dtype: torch.dtype | None) -> int:
     """
     if not isinstance(part.head, LinearHead) or not part.head.fused:
         return 0
-    weight = _local(part.head.output.weight)
+    weight = local_part(part.head.output.weight)
     of_weight = weight.numel() * max(4, weight.itemsize) if weight.requires_grad else 0
     return of_weight + hidden.numel() * (dtype or hidden.dtype).itemsize
 
 
-def _build_block(config: Config, mesh: Mesh, model: Model, block: int) -> Model:
-    """Builds the block as a separate stage, like a rank that trains it but without sharded state."""
-    layers = [range(0), *(range(layer, layer + 1) for layer in range(len(model.layers))), range(0)]
-    part = cut(model, block, layers)
-    split_and_wrap(config, mesh, part)
-    materialize(part, mesh.device, config.train.seed, parameter_dtype(config.precision.name))
-    return part.train()
-
-
 def _pass(part: Model, hidden: Tensor, example: Batch, precision: str, measure: bool = True) -> int:
     """Runs forward and backward pass; returns the bytes that the forward pass keeps if ``measure``, else 0."""
-    saved: AbstractContextManager[dict[int, int]]
-    if measure:
-        saved = _saved_bytes(part, hidden)
-    else:
-        saved = nullcontext({})
+    saved: AbstractContextManager[dict[int, int]] = _saved_bytes(part, hidden) if measure else nullcontext({})
     with saved as saved_sizes, autocast(precision, hidden.device):
         output = part(hidden, example.context, example.targets)
-    result = output if isinstance(output, Tensor) else output[0]
+    result = output
+    if not isinstance(output, Tensor):
+        result = output[0]
     if result.requires_grad:  # a frozen stem has no backward pass
         result.backward(torch.ones_like(result))
     part.zero_grad(set_to_none=True)
@@ -351,13 +334,14 @@ def _saved_bytes(part: Model, hidden: Tensor) -> Iterator[dict[int, int]]:
     """Yields address -> bytes for the memory of the input and of the tensors that autograd saves, without parameters
     and their casts.
     """
-    parameter_memory = {_local(tensor).untyped_storage().data_ptr() for tensor in (*part.parameters(), *kept_by(part))}
+    weights = (*part.parameters(), *kept_by(part))
+    weight_memory = {local_part(weight).untyped_storage().data_ptr() for weight in weights}
     sizes = {hidden.untyped_storage().data_ptr(): hidden.untyped_storage().nbytes()}
     alive = []  # keeps the memory, so that no address is used twice
 
     def pack(saved: Tensor) -> Tensor:
-        storage = _local(saved).untyped_storage()
-        if storage.data_ptr() not in parameter_memory:
+        storage = local_part(saved).untyped_storage()
+        if storage.data_ptr() not in weight_memory:
             sizes[storage.data_ptr()] = storage.nbytes()
             alive.append(storage)
         return saved
@@ -365,9 +349,3 @@ def _saved_bytes(part: Model, hidden: Tensor) -> Iterator[dict[int, int]]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         yield sizes
     alive.clear()
-
-
-def _local(value: Tensor) -> Tensor:
-    if hasattr(value, "to_local"):
-        return value.to_local()
-    return value

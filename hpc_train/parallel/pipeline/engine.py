@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -82,13 +82,7 @@ class PipelineEngine:
 
     updates: UpdatesInBackward | None = None
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        model: Model,
-        layers: Sequence[range] | None = None,
-    ) -> None:
+    def __init__(self, config: Config, mesh: Mesh, model: Model, layers: Sequence[range] | None = None) -> None:
         layout = mesh.layout
         check_extension(layout)
         self._mesh = mesh
@@ -105,22 +99,14 @@ class PipelineEngine:
         self._copies = [parameter for part in models.values() for parameter in part.parameters()]
         send_order: SendOrder = []
         self._replicas = {  # in the order in which gradients are complete: the last stage is first in every schedule
-            stage: make_replicas(
-                models[stage],
-                mesh,
-                config.strategy,
-                model.tied,
-                send_order,
-                self._own_count,
-            )
+            stage: make_replicas(models[stage], mesh, config.strategy, model.tied, send_order, self._own_count)
             for stage in reversed(held)
         }
         dtype = hidden_dtype(config.precision)
-        self._parts = [
-            Part(stage, part, replicas.module, self._precision, dtype, replicas.backward_done)
-            for stage, part in models.items()
-            for replicas in [self._replicas[stage]]
-        ]
+        self._parts = []
+        for stage, part in models.items():
+            replicas = self._replicas[stage]
+            self._parts.append(Part(stage, part, replicas.module, self._precision, dtype, replicas.backward_done))
         self._statistics = batch_norm.RunningStatistics(self.parts)
         self._buffers = SharedBuffers(self.parts, config.train.buffers, mesh.group("dp_cp"))
         self._casts = KeptCasts(models.values(), kept_dtype(config.precision, layout))
@@ -128,11 +114,6 @@ class PipelineEngine:
         self._schedule: Schedule | None = None
         self._schedule_shape: tuple[int, torch.Size] | None = None
         self._forward = ForwardPass(self._parts, placement, mesh.group("pp"))
-
-    @property
-    def _last(self) -> nn.Module:
-        """Returns the last stage of this rank, which may be that with the head."""
-        return self._parts[-1].model
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
@@ -164,22 +145,18 @@ class PipelineEngine:
         self._loss.begin(factor / max(1, batch.target_count), loss_scale)
         for replicas in self._replicas.values():
             replicas.begin(step, len(micro_batches))
-        with refusing_wrong_targets(self._last, batch.micro_batches), self._casts.step():
+        with refusing_wrong_targets(self._parts[-1].model, batch.micro_batches), self._casts.step():
             schedule.step(micro_batches)
         result = self._result(self._loss.sums, self._loss.counts)
-        self._finish(result, batch.target_count)
+        if self._own_count:
+            finish_own_count(self._replicas.values(), self._copies, self._mesh, result.target_count, batch.target_count)
+        else:
+            for replicas in self._replicas.values():
+                replicas.finish()
         self._tied.add_gradients()
         self._statistics.average(self._mesh.group("dp"))
         self._buffers.share()
         return result
-
-    def _finish(self, result: StepResult, target_count: int) -> None:
-        replicas = self._replicas.values()
-        if self._own_count:
-            finish_own_count(replicas, self._copies, self._mesh, result.target_count, target_count)
-            return
-        for replica in replicas:
-            replica.finish()
 
     def commit(self, finite: Tensor) -> None:
         """See ``Engine.commit``."""
@@ -190,15 +167,17 @@ class PipelineEngine:
     def eval_step(self, batch: StepBatch) -> StepResult:
         """See ``Engine.eval_step``."""
         self._tied.refresh()
-        with ExitStack() as modes, refusing_wrong_targets(self._last, batch.micro_batches):
+        with ExitStack() as modes, refusing_wrong_targets(self._parts[-1].model, batch.micro_batches):
             for part in self.parts:
                 modes.enter_context(evaluating(part))
             sums = self._forward.run(self._own_tokens(batch))
         for replicas in self._replicas.values():
             replicas.evaluated()
-        correct = [right for _, _, right in sums if right is not None]
         result = self._result([total for total, _, _ in sums], [count for _, count, _ in sums])
-        return StepResult(result.loss_sum, result.target_count, torch.stack(correct).sum() if correct else None)
+        correct = [right for _, _, right in sums if right is not None]
+        if correct:
+            return replace(result, correct=torch.stack(correct).sum())
+        return result
 
     def outputs(self, inputs: Tensor, context: Mapping[str, Tensor] | None = None) -> Tensor:
         """See ``Engine.outputs``."""
@@ -308,9 +287,15 @@ class ForwardPass:
             batch = micro_batches[micro]
             part = self._parts[stage]
             if action == "receive":
-                arriving[stage, micro] = self._receive(part, batch)
+                empty = torch.empty(part.hidden_shape(batch.inputs), dtype=part.dtype, device=batch.inputs.device)
+                work = dist.irecv(empty, group=self._group, group_src=self._placement[stage - 1])
+                arriving[stage, micro] = (empty, work)
                 continue
-            hidden = batch.inputs if stage == 0 else _wait_for(*arriving.pop((stage, micro)))
+            hidden = batch.inputs
+            if stage > 0:
+                hidden, work = arriving.pop((stage, micro))
+                if work is not None:
+                    work.wait()
             if stage == last:
                 results.append(part.forward(hidden, batch.context, batch.targets))
                 continue
@@ -318,24 +303,11 @@ class ForwardPass:
             if self._placement[stage + 1] == self._placement[stage]:
                 arriving[stage + 1, micro] = (output, None)
             else:
-                sending.append((output, self._send(stage, output)))
+                sent = dist.isend(output, group=self._group, group_dst=self._placement[stage + 1])
+                assert sent is not None  # None is returned outside the group
+                sending.append((output, sent))
             while len(sending) > last:  # limits the memory; these messages have usually arrived
                 sending.popleft()[1].wait()
-        for _, work in sending:
-            work.wait()
+        for _, sent in sending:
+            sent.wait()
         return results
-
-    def _receive(self, part: Part, batch: Batch) -> tuple[Tensor, dist.Work | None]:
-        hidden = torch.empty(part.hidden_shape(batch.inputs), dtype=part.dtype, device=batch.inputs.device)
-        return hidden, dist.irecv(hidden, group=self._group, group_src=self._placement[part.stage - 1])
-
-    def _send(self, stage: int, output: Tensor) -> dist.Work:
-        work = dist.isend(output, group=self._group, group_dst=self._placement[stage + 1])
-        assert work is not None  # None is returned outside the group
-        return work
-
-
-def _wait_for(hidden: Tensor, work: dist.Work | None) -> Tensor:
-    if work is not None:
-        work.wait()
-    return hidden

@@ -83,13 +83,17 @@ class _Stage(PipelineStage):
         inputs = torch.empty_like(example.inputs, device="meta")
         shape = part.hidden_shape(inputs)
         hidden = torch.empty(shape, dtype=part.dtype, device="meta", requires_grad=True)
+        outputs: tuple[Tensor, ...] = (hidden,)
+        if part.stage == stages - 1:  # the sum of losses and the number of targets
+            loss_sum = torch.empty(1, device="meta", requires_grad=True)
+            outputs = loss_sum, torch.empty(1, device="meta", dtype=torch.int64)
         super().__init__(
             part.module,
             part.stage,
             stages,
             example.inputs.device,
             input_args=(inputs if part.stage == 0 else hidden,),
-            output_args=_sums_on_meta() if part.stage == stages - 1 else (hidden,),
+            output_args=outputs,
             group=group,
         )
         self._part = part
@@ -145,11 +149,6 @@ class _Stage(PipelineStage):
         self._part.backward_done()
 
 
-def _sums_on_meta() -> tuple[Tensor, Tensor]:
-    """Returns the shapes of the last stage's output: the sum of losses and the number of targets."""
-    return torch.empty(1, device="meta", requires_grad=True), torch.empty(1, device="meta", dtype=torch.int64)
-
-
 class Schedule:
     """Runs one of torch's schedules for a fixed number of equally shaped micro-batches.
 
@@ -176,7 +175,8 @@ class Schedule:
     def step(self, micro_batches: Sequence[Batch]) -> None:
         """Runs forward and backward pass over all micro-batches; gradients accumulate in ``.grad``."""
         inputs = (_join([batch.inputs for batch in micro_batches]),) if self._is_first else ()
-        context = _join_context([batch.context for batch in micro_batches])
+        contexts = with_equal_numbers([batch.context for batch in micro_batches])
+        context = {name: _join([context[name] for context in contexts]) for name in contexts[0]}
         targets = _join([batch.targets for batch in micro_batches])
         # torch cannot split keywords without a tensor, so every stage gets the targets; only the head uses them
         self._schedule.step(*inputs, target=targets, context=context, targets=targets, return_outputs=False)
@@ -186,11 +186,6 @@ def _join(values: list[Tensor]) -> Tensor:
     if len(values) == 1:
         return values[0]
     return torch.cat(values)
-
-
-def _join_context(contexts: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    equal = with_equal_numbers(contexts)
-    return {name: _join([context[name] for context in equal]) for name in equal[0]}
 
 
 def schedule_class(layout: Layout) -> Any:
@@ -234,26 +229,25 @@ def recorded_actions(layout: Layout) -> list[list[Action]]:
 def planned_schedule(layout: Layout) -> Any:
     """Returns torch's schedule of ``layout`` with the plan of a step, on rank 0, which cannot run."""
     kind = schedule_class(layout)
-    planned = [_planned_stage(stage, layout) for stage, rank in enumerate(layout.placement) if rank == 0]
-    held = planned[0] if issubclass(kind, PipelineScheduleSingle) else planned
-    return kind(held, layout.micro_batches, loss_fn=lambda *_: None)
-
-
-def _planned_stage(stage: int, layout: Layout) -> Any:
-    """Returns an object with the attributes that torch's schedules read from a stage to plan a step."""
-    return SimpleNamespace(
-        stage_index=stage,
-        num_stages=layout.stages,
-        group_rank=0,
-        group_size=layout.pp,
-        group=None,
-        stage_index_to_group_rank={},
-        submod=None,
-        has_backward=True,
-        is_first=stage == 0,
-        is_last=stage == layout.stages - 1,
-        device=torch.device("cpu"),
-    )
+    stages = [
+        SimpleNamespace(  # the attributes that torch's schedules read from a stage to plan a step
+            stage_index=stage,
+            num_stages=layout.stages,
+            group_rank=0,
+            group_size=layout.pp,
+            group=None,
+            stage_index_to_group_rank={},
+            submod=None,
+            has_backward=True,
+            is_first=stage == 0,
+            is_last=stage == layout.stages - 1,
+            device=torch.device("cpu"),
+        )
+        for stage, rank in enumerate(layout.placement)
+        if rank == 0
+    ]
+    planned = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+    return kind(planned, layout.micro_batches, loss_fn=lambda *_: None)
 
 
 def count_in_flight(actions: Sequence[Action], stages: Sequence[int]) -> set[tuple[int, ...]]:
@@ -300,7 +294,7 @@ def _check_rank(layout: Layout, rank: int, actions: Sequence[Action], where: str
     if not wrong["placement"]:
         stated = tuple(layout.in_flight(stage) for stage in stages)
         wrong["in_flight"] = stated not in count_in_flight(actions, stages)
-    wrong["splits_backward"] = row.splits_backward != _splits(actions)
+    wrong["splits_backward"] = row.splits_backward != any(action == "BACKWARD_WEIGHT" for action, _ in actions)
     if row.order is not None:
         shape = PipelineShape(layout.pp, layout.stages_per_rank, layout.micro_batches)
         wrong["order"] = [(action.work, action.stage) for action in row.order(shape, rank)] != [*actions]
@@ -311,10 +305,6 @@ def _check_rank(layout: Layout, rank: int, actions: Sequence[Action], where: str
                 where=where,
                 fix=f"correct {fact}; hpc_train.parallel.pipeline.schedules.recorded_actions returns the actions",
             )
-
-
-def _splits(actions: Sequence[Action]) -> bool:
-    return any(action == "BACKWARD_WEIGHT" for action, _ in actions)
 
 
 class DualPipeV(ScheduleDualPipeV):

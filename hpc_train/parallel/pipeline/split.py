@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from hpc_train.layout.partition import check_split, layer_counts
 from hpc_train.models.model import Model, canonical_name
 from hpc_train.parallel.mesh import Mesh, split_world
+from hpc_train.parallel.precision.masters import local_part
 from hpc_train.parallel.reduction import local_gradient
 
 
 def split_layers(n_layers: int, stages: int, split: Any = "even") -> tuple[range, ...]:
-    """Returns the layers of each stage; ``plan.stages.layer_counts`` defines an even split.
+    """Returns the layers of each stage; ``layout.partition.layer_counts`` defines an even split.
 
     Args:
         split: ``even``, or the number of layers of each stage; ``balance.py`` implements ``flops`` and ``measured``.
@@ -55,11 +55,11 @@ def cut(model: Model, stage: int, layers: Sequence[range]) -> Model:
 def stage_of(name: str, layers: Sequence[range]) -> int:
     """Returns the stage of the parameter with the global ``name``."""
     part, *rest = name.split(".")
-    if part != "layers":
-        if part == "stem":
-            return 0
-        return len(layers) - 1
-    return next(stage for stage, held in enumerate(layers) if int(rest[0]) in held)
+    if part == "stem":
+        return 0
+    if part == "layers":
+        return next(stage for stage, numbers in enumerate(layers) if int(rest[0]) in numbers)
+    return len(layers) - 1
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,15 @@ class TiedWeights:
             ranks = tuple(sorted({placement[stage] for stage in stages}))
             if ranks not in groups:
                 groups[ranks] = _group_across(ranks, mesh)
-            held = [_find(parts[s], name) for s, name in zip(stages, names, strict=True) if s in parts]
-            unique = list({id(parameter): parameter for parameter in held}.values())
-            if unique:
-                self._ties.append(_Tie(unique[0], tuple(unique[1:]), groups[ranks]))
-            if unique and placement[stages[0]] != mesh.pp_rank:
-                copies.add(canonical)
+            local: dict[nn.Parameter, None] = {}  # each once, in the order of the stages
+            for stage, name in zip(stages, names, strict=True):
+                named = parts[stage].named_parameters(remove_duplicate=False) if stage in parts else ()
+                local |= dict.fromkeys(parameter for raw, parameter in named if canonical_name(raw) == name)
+            if local:
+                trained, *others = local
+                self._ties.append(_Tie(trained, tuple(others), groups[ranks]))
+                if placement[stages[0]] != mesh.pp_rank:
+                    copies.add(canonical)
         self.copies = frozenset(copies)
 
     @torch.no_grad()
@@ -114,7 +117,7 @@ class TiedWeights:
         """Copies the trained value to the other copies on this rank. Call it before a forward."""
         for tie in self._ties:
             for other in tie.others:
-                _local(other).copy_(_local(tie.trained))
+                local_part(other).copy_(local_part(tie.trained))
 
     @torch.no_grad()
     def add_gradients(self) -> None:
@@ -142,14 +145,3 @@ def _group_across(pp_ranks: tuple[int, ...], mesh: Mesh) -> dist.ProcessGroup | 
     if mesh.pp_rank in pp_ranks:
         return group
     return None
-
-
-def _find(part: nn.Module, name: str) -> nn.Parameter:
-    named = part.named_parameters(remove_duplicate=False)
-    return next(parameter for raw, parameter in named if canonical_name(raw) == name)
-
-
-def _local(parameter: nn.Parameter) -> Tensor:
-    if isinstance(parameter, DTensor):
-        return parameter.to_local()
-    return parameter

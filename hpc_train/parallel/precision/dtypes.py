@@ -101,10 +101,6 @@ def hidden_dtype(precision: PrecisionConfig) -> torch.dtype:
 _FIRST = torch.iinfo(torch.int64).max  # the priority in autograd's queue; only the accumulation of gradients is higher
 
 
-def _linear(module: nn.Linear, input: Tensor) -> Tensor:
-    return F.linear(input, *_operands(module, input))
-
-
 def _convolution(module: Any, input: Tensor) -> Tensor:
     result: Tensor = module._conv_forward(input, *_operands(module, input))
     return result
@@ -120,7 +116,7 @@ def _operands(module: Any, input: Tensor) -> tuple[Tensor, Tensor | None]:
 
 # by the forward of the class, since a subclass that overrides it may read its weight as it likes
 _FORWARDS: dict[Any, Callable[[Any, Tensor], Tensor]] = {
-    nn.Linear.forward: _linear,
+    nn.Linear.forward: lambda module, input: F.linear(input, *_operands(module, input)),
     Float8Linear.forward: Float8Linear.forward,  # which reads its casts itself
     nn.Conv1d.forward: _convolution,
     nn.Conv2d.forward: _convolution,

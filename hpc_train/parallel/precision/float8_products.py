@@ -59,15 +59,9 @@ def multiply(products: Products, splits_backward: bool, rows: Tensor, weight: Te
     if not splits_backward:
         return _apply(_Product, rows, weight, products)
     result = _apply(_ForRows, rows, weight.detach(), products)
-    return _join(result, _apply(_ForWeight, weight, rows.detach(), products))
-
-
-def _join(result: Tensor, nothing: Tensor) -> Tensor:
-    """Returns ``result`` from the node at which a schedule splits the backward; its gradient goes to both nodes.
-
-    Torch before 2.13 frees a Python function's node that only a schedule still refers to. Adding zeros has a node in
-    C++, and costs one pass over the result.
-    """
+    nothing = _apply(_ForWeight, weight, rows.detach(), products)
+    # A schedule splits the backward at this node, whose gradient goes to both. Torch before 2.13 frees the node of a
+    # Python function that only a schedule still refers to. Adding zeros has a node in C++, and costs one pass.
     if KEEPS_NODES:
         return _apply(_Joined, result, nothing)
     return result.add_(nothing)

@@ -61,15 +61,10 @@ def narrow_weights(model: nn.Module) -> None:
         )
     values = {name: local_part(value.detach()).float() for name, value in model.named_parameters()}
     with keep_shared(model):
-        model._apply(_narrow)  # FSDP takes over the new shards
+        # buffers stay as they are, and FSDP takes over the new shards
+        model._apply(lambda value: value.to(torch.bfloat16) if isinstance(value, nn.Parameter) else value)
     for name, parameter in model.named_parameters():
         keep_master(parameter, values[name])
-
-
-def _narrow(value: Tensor) -> Tensor:
-    if isinstance(value, nn.Parameter):
-        return value.to(torch.bfloat16)
-    return value
 
 
 def keep_master(parameter: nn.Parameter, local: Tensor) -> None:

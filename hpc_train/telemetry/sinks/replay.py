@@ -34,13 +34,9 @@ class NewOfAttempts:
 
     def read(self) -> list[Line]:
         """Returns the new lines in the order of the attempts."""
-        paths = sorted(self._folder.glob("attempt-*.jsonl"), key=_attempt)
+        paths = sorted(self._folder.glob("attempt-*.jsonl"), key=lambda path: int(re.sub(r"\D", "", path.stem) or -1))
         new = (line for path in paths for line in self._files.setdefault(path, self._run.follow(path)).read())
         return list(new)
-
-
-def _attempt(path: Path) -> int:
-    return int(re.sub(r"\D", "", path.stem) or -1)
 
 
 class Replay:
@@ -159,18 +155,11 @@ class Session:
         return Identity.of(self.config, self.run, self.output)
 
 
-def _wandb(session: Session) -> Tracker:
-    settings = session.config.telemetry.wandb
-    return Wandb(settings, session.identity, session.tell, session.first_attempt, session.checkpoint)
-
-
-def _mlflow(session: Session) -> Tracker:
-    return Mlflow(session.config.telemetry.mlflow, session.identity, session.tell, session.live)
-
-
 # whether or not the config asks for them
 BACKENDS: dict[str, Callable[[Session], Tracker]] = {
-    Wandb.name: _wandb,
-    Mlflow.name: _mlflow,
+    Wandb.name: lambda session: Wandb(
+        session.config.telemetry.wandb, session.identity, session.tell, session.first_attempt, session.checkpoint
+    ),
+    Mlflow.name: lambda session: Mlflow(session.config.telemetry.mlflow, session.identity, session.tell, session.live),
     TensorBoard.name: lambda session: TensorBoard(RunDirectory(session.identity.directory), session.live),
 }

@@ -1,14 +1,19 @@
-"""What saves memory does so, and changes no gradient."""
+"""Options that save memory: what is kept, what the estimate says, and what a recomputation repeats and leaves alone."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_train.config.schema import (
     BatchConfig,
@@ -20,14 +25,16 @@ from hpc_train.config.schema import (
     TrainConfig,
     ViTConfig,
 )
+from hpc_train.config.values import parse_recomputation
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.layout.memory import estimate
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.layout.sizes import sizes_of
+from hpc_train.parallel.activation_checkpointing import apply_activation_checkpointing
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
-from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
 from hpc_train.train.hooks import HookContext
 from hpc_train.train.hooks.ema import EMA
@@ -35,7 +42,8 @@ from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.watch.memory import MemoryReport, report_memory
 from tests.parallel.cells import Cell, Form, in_two_forms
 from tests.parallel.memory import Allocations, norms_of_gpus
-from tests.ranks import run_ranks
+from tests.parallel.oracle import kept_mesh, local_batch, mesh_of
+from tests.ranks import run_on_world
 
 LAYERS, SEQUENCE, VOCABULARY, DIM = 6, 32, 512, 16
 
@@ -52,7 +60,7 @@ def config_of(layers: int = LAYERS, model: dict[str, Any] | None = None, **train
 
 
 def engine_of(config: Config) -> Engine:
-    return build_engine(config, join_mesh(resolve_layout(config, 1, 1), 0, torch.device("cpu")))
+    return build_engine(config, kept_mesh(resolve_layout(config, 1, 1), 0))
 
 
 def kept_by(rank: int, world_size: int, cases: list[tuple[int, str, dict[str, Any]]]) -> list[int]:
@@ -70,7 +78,7 @@ def kept_by(rank: int, world_size: int, cases: list[tuple[int, str, dict[str, An
 
 
 def test_activation_checkpointing_keeps_less() -> None:
-    ((none, selective, third, ops, full),) = run_ranks(
+    ((none, selective, third, ops, full),) = run_on_world(
         1, kept_by, [(LAYERS, mode, {}) for mode in ("none", "selective", "selective:3", "ops", "full")]
     )
     hidden = 2 * SEQUENCE * DIM * 4
@@ -102,7 +110,7 @@ def test_the_estimate_is_what_the_layers_keep(mode: str) -> None:
         return found.activations
 
     cases = [(layers, mode, options) for options in OPTIONS for layers in (LAYERS, 2 * LAYERS)]
-    (found,) = run_ranks(1, kept_by, cases)
+    (found,) = run_on_world(1, kept_by, cases)
     for options, few, many in zip(OPTIONS, found[::2], found[1::2], strict=True):
         stated = estimated(2 * LAYERS, options) - estimated(LAYERS, options)
         assert stated == pytest.approx(many - few, rel=0.03), options
@@ -121,7 +129,7 @@ def kept_by_split(rank: int, world_size: int, cases: list[tuple[str, int, str]])
     found = []
     for case in cases:
         config = split_config(*case)
-        mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
+        mesh = kept_mesh(resolve_layout(config, 1, world_size), rank)
         model: Any = build_engine(config, mesh).parts[0]
         hidden = torch.randn(2, SEQUENCE if case[0] == "gpt" else 17, DIM)
         own = hidden[:, : len(hidden[0]) // model.sequence_shards].clone().requires_grad_()
@@ -139,7 +147,7 @@ def test_the_estimate_counts_what_tensor_parallel_ranks_gather(family: str) -> N
     """A collective may hold a tensor of hidden states a little longer than the layer that made it."""
     modes, few, many = ("none", "full", "ops"), LAYERS, 4 * LAYERS
     cases = [(family, layers, mode) for mode in modes for layers in (few, many)]
-    found, _ = run_ranks(2, kept_by_split, cases)
+    found, _ = run_on_world(2, kept_by_split, cases)
     hidden = 2 * SEQUENCE * DIM * 4
     for place, mode in enumerate(modes):
         kept = found[2 * place + 1] - found[2 * place]  # with the statistics of norms, which are not in the estimate
@@ -163,7 +171,7 @@ def held_by(rank: int, world_size: int, configs: list[Config]) -> list[tuple[Mem
     tokens = torch.arange(SEQUENCE).view(1, SEQUENCE) % VOCABULARY
     found = []
     for config in configs:
-        mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
+        mesh = kept_mesh(resolve_layout(config, 1, world_size), rank)
         engine = build_engine(config, mesh)
         optimizer = Optimizer(config.optim, engine.named_parameters())
         batch = Batch(tokens.repeat(mesh.layout.micro_size, 1), tokens.repeat(mesh.layout.micro_size, 1))
@@ -199,7 +207,7 @@ def test_the_estimate_is_what_the_rank_with_most_holds(form: Form) -> None:
         )
         for index, split in enumerate(form(SPLITS, "dp", "tp", "pp_split", "stages_per_rank"))
     ]
-    for config, *held_of_ranks in zip(configs, *run_ranks(2, held_by, configs), strict=True):
+    for config, *held_of_ranks in zip(configs, *run_on_world(2, held_by, configs), strict=True):
         wanted = estimate(config, resolve_layout(config, 1, 2))
         assert wanted is not None
         assert wanted.hooks == pytest.approx(max(held for _, held in held_of_ranks), rel=0.02), config.strategy
@@ -228,7 +236,7 @@ def largest_tensor(rank: int, world_size: int, chunks: list[int]) -> list[tuple[
 
 
 def test_the_logits_of_a_loss_in_chunks_never_exist_whole() -> None:
-    (((whole, loss, evaluated), *chunked),) = run_ranks(1, largest_tensor, [1, 3, 8])
+    (((whole, loss, evaluated), *chunked),) = run_on_world(1, largest_tensor, [1, 3, 8])
     logits, matrix = 2 * SEQUENCE * VOCABULARY, VOCABULARY * DIM
     assert whole == evaluated == logits
     for chunks, (trained, its_loss, its_evaluated) in zip((3, 8), chunked, strict=True):
@@ -245,3 +253,131 @@ def test_a_loss_that_cannot_be_cut_is_refused() -> None:
         Cell(2, strategy={"tp": 2}, train={"loss_chunks": 999}).layout()
     with pytest.raises(UserError, match=r"selective:N \(every N-th\)"):
         Cell(1, train={"activation_checkpointing": "selective:0"}).layout()
+
+
+class Mean(nn.Module):
+    """Subtracts a running mean, which the forward pass changes first."""
+
+    mean: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("mean", torch.zeros(width))
+        self.constant = nn.Module()
+        self.constant.register_buffer("table", torch.ones(width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            self.mean = self.mean * 0.9 + hidden.detach().mean(0) * 0.1
+        return hidden + torch.sin(self.linear(hidden) * (1 + self.mean) * self.constant.table)
+
+
+class Normed(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.relu(self.norm(self.linear(hidden)))
+
+
+class Spectral(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = spectral_norm(nn.Linear(width, width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.linear(hidden))
+
+
+class Net(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(kind(8) for _ in range(3)))
+        self.block_names = [f"blocks.{number}" for number in range(3)]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.blocks(hidden)
+
+
+def trained(kind: type[nn.Module], mode: str, in_flight: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Returns the gradients and the buffers after evaluations and steps of ``in_flight`` forward passes each."""
+    torch.manual_seed(0)
+    net = Net(kind).double()
+    apply_activation_checkpointing(net, parse_recomputation(mode))
+    samples = torch.randn(4, in_flight, 16, 8, dtype=torch.float64)
+    for step in samples:
+        net.eval()(step[0])
+        net.train()
+        losses = [net(each).square().mean() for each in step]
+        for loss in losses:
+            loss.backward()
+    gradients = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+    buffers = {name.replace("_checkpoint_wrapped_module.", ""): buffer for name, buffer in net.named_buffers()}
+    return gradients, buffers
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("mode", ["full", "ops", "selective:2"])
+@pytest.mark.parametrize("kind", [Mean, Normed, Spectral])
+def test_gradients_and_buffers_are_those_without_recomputation(
+    kind: type[nn.Module], mode: str, in_flight: int
+) -> None:
+    if kind is Spectral and in_flight > 1:
+        pytest.skip("torch refuses a backward pass after the vectors have changed")
+    plain, recomputed = trained(kind, "none", in_flight), trained(kind, mode, in_flight)
+    assert all(torch.equal(one, other) for one, other in zip(plain[0], recomputed[0], strict=True))
+    assert plain[1].keys() == recomputed[1].keys()
+    assert [name for name, value in plain[1].items() if not torch.equal(value, recomputed[1][name])] == []
+
+
+def test_constant_buffers_are_copied_once() -> None:
+    net = Net(Mean)
+    apply_activation_checkpointing(net, parse_recomputation("full"))
+    copied: list[str] = []
+    for name, buffer in net.named_buffers():
+        buffer.clone = lambda name=name: copied.append(name) or torch.zeros(8)  # type: ignore[method-assign, assignment]
+    for _ in range(3):
+        net(torch.randn(4, 8))
+    assert [name for name in copied if name.endswith("table")] == [
+        f"blocks.{n}._checkpoint_wrapped_module.constant.table" for n in range(3)
+    ]
+
+
+GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+
+
+class _Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.calls[str(function).split(".")[1]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def collectives(rank: int, _: int, one: Cell, layers: int) -> dict[str, int]:
+    """Returns the calls of collectives in a step of a model with so many layers."""
+    config, mesh = one.config(), mesh_of(one, rank)
+    model: Any = replace(config.model, n_layers=layers)  # type: ignore[call-arg]
+    engine = build_engine(replace(config, model=model), mesh)
+    batch = local_batch(one, mesh.layout, mesh.dp_rank, 0)
+    with _Counted() as counted:
+        engine.train_step(0, batch)
+    return {name: counted.calls[name] // len(batch.micro_batches) for name in (GATHER, SCATTER)}
+
+
+@pytest.mark.long_form(6)
+def test_cheap_operations_repeat_the_collectives_of_a_layer_as_a_whole_layer_does() -> None:
+    strategy = {"tp": 2, "data_parallel": "allreduce"}
+    of_layer = {}
+    for mode in ("none", "ops", "full"):
+        one = Cell(2, "gpt", strategy=strategy, train={"activation_checkpointing": mode})
+        few, many = (run_on_world(2, collectives, one, layers)[0] for layers in (2, 3))
+        of_layer[mode] = {name: many[name] - few[name] for name in many}
+    assert of_layer["none"] == {GATHER: 4, SCATTER: 4}
+    assert of_layer["ops"] == of_layer["full"] == {GATHER: 6, SCATTER: 5}
