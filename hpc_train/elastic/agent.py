@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpc_train.config.schema import Config
 from hpc_train.elastic.nodes import Node, Unfit
@@ -186,7 +186,7 @@ def _refuse_third_kill(run: RunDirectory, config: Config, allocation: Allocation
     except UserError as error:
         assert killed is not None
         with closing(EventLog.open(run, f"agent-{allocation.node_name}", attempt)) as events:
-            details = {"class": Failure.OUT_OF_MEMORY, "rank": None, "node": killed.node}
+            details: dict[str, Any] = {"class": Failure.OUT_OF_MEMORY, "rank": None, "node": killed.node}
             events.write("failed", exit_code=int(Exit.REFUSED), message=str(error), **details)
         raise
 

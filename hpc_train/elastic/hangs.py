@@ -11,7 +11,7 @@ continue by themselves (``proof``); ``hang_bounds`` says when workers are examin
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,29 +107,21 @@ def _group_state(collectives: Sequence[Collective]) -> GroupState:
     return GroupState(last.number, inside, operation, operations.count(operation) - 1, reached)
 
 
-def _waits(collectives: Sequence[Collective]) -> bool:
-    return any(
-        not collective.is_finished and (collective.description != CONTROL or collective.operation != AGREEMENT)
-        for collective in collectives
-    )
-
-
-def _with_stopped_children(states: Sequence[RankState]) -> Iterator[tuple[str, list[RankState]]]:
-    for state in states:
-        if state.stopped_child is not None:
-            yield f"waits for its child process {state.stopped_child} (a loader), which is stopped by a signal", [state]
-
-
 def culprit(states: Sequence[RankState]) -> tuple[int | None, str]:
     """Returns the rank that the others wait for and the reason; None if no rank of ``states`` is behind the others."""
+    first = min(((state.step, state.arrived_step) for state in states), default=None)
     for word, suspects in (
         ("is stopped by a signal", [state for state in states if state.process in ("T", "t")]),
-        *_with_stopped_children(states),
+        *(
+            (f"waits for its child process {state.stopped_child} (a loader), which is stopped by a signal", [state])
+            for state in states
+            if state.stopped_child is not None
+        ),
         (
             "does not respond in its interpreter, while others do",
             _minority(states, [s for s in states if not s.answered]),
         ),
-        ("is behind the other ranks", _minority(states, _behind(states))),
+        ("is behind the other ranks", _minority(states, [s for s in states if (s.step, s.arrived_step) == first])),
         ("did not enter the collective that the others are in", _not_in_collective(states)),
         ("entered a different collective than the others", _in_other_collective(states)),
         ("has a GPU that did not reach the collective that the others are in", _not_reached(states)),
@@ -148,24 +140,16 @@ def find_culprit(hangs: Sequence[WorkerFailure]) -> WorkerFailure:
         if rank is not None and rank in (state["rank"] for state in hang.states):
             if hang.rank == rank and not hang.waits:
                 return hang
-            return _named(hang, rank, reason)
+            message = f"{hang.message.partition(';')[0]}; rank {rank} {reason}"
+            text = f"{message}\n{hang.traceback}"
+            return replace(hang, rank=rank, message=message, traceback=text, waits=False)
     return min(hangs, key=lambda hang: (hang.waits, hang.noticed))
-
-
-def _named(hang: WorkerFailure, rank: int, reason: str) -> WorkerFailure:
-    message = f"{hang.message.partition(';')[0]}; rank {rank} {reason}"
-    return replace(hang, rank=rank, message=message, traceback=f"{message}\n{hang.traceback}", waits=False)
 
 
 def _minority(states: Sequence[RankState], suspects: list[RankState]) -> list[RankState]:
     if len(suspects) < len(states):
         return suspects
     return []
-
-
-def _behind(states: Sequence[RankState]) -> list[RankState]:
-    first = min((state.step, state.arrived_step) for state in states)
-    return [state for state in states if (state.step, state.arrived_step) == first]
 
 
 def _not_in_collective(states: Sequence[RankState]) -> list[RankState]:
@@ -241,7 +225,19 @@ def proof(now: Sequence[RankState], before: Sequence[RankState], messages: bool)
     for state in now:
         if state.process == "T":
             return Proof(state.rank, "is stopped by a signal")
-    if (other := _mismatched(now)) is not None:
+    # the shapes may differ between the ranks of one operation
+    inside = [
+        replace(
+            state,
+            groups={
+                name: replace(group, operation=group.operation.partition(" ")[0])
+                for name, group in state.groups.items()
+                if group.inside
+            },
+        )
+        for state in now
+    ]
+    for other in _in_other_collective(inside):
         return Proof(other.rank, "entered a different collective than the others")
     earlier = {state.rank: state for state in before}
     if messages or earlier.keys() != {state.rank for state in now} or any(state.phase != "step" for state in now):
@@ -249,26 +245,17 @@ def proof(now: Sequence[RankState], before: Sequence[RankState], messages: bool)
     if any(state.groups != earlier[state.rank].groups for state in now):
         return None
     for state in now:
-        if _is_idle(earlier[state.rank], state) and _is_awaited(state, now):
+        others = [other.groups for other in now if other.rank != state.rank]
+        is_awaited = bool(others) and any(  # in a collective of a group that it has not entered
+            all(name in groups and groups[name].inside and groups[name].entered > group.entered for groups in others)
+            for name, group in state.groups.items()
+        )
+        if is_awaited and _is_idle(earlier[state.rank], state):
             seconds = state.seconds - earlier[state.rank].seconds
             return Proof(
                 state.rank, f"was idle for {seconds:.0f} s and did not enter the collective that the others are in"
             )
     return None
-
-
-def _mismatched(states: Sequence[RankState]) -> RankState | None:
-    """Returns the rank inside an operation of another kind than that of others at the same number of a group."""
-    inside = [
-        replace(state, groups={name: _kind(group) for name, group in state.groups.items() if group.inside})
-        for state in states
-    ]
-    return next(iter(_in_other_collective(inside)), None)
-
-
-def _kind(group: GroupState) -> GroupState:
-    """Drops the shapes, which may differ between the ranks of one operation."""
-    return replace(group, operation=group.operation.partition(" ")[0])
 
 
 def _is_idle(before: RankState, now: RankState) -> bool:
@@ -282,15 +269,6 @@ def _is_idle(before: RankState, now: RankState) -> bool:
             for sample in (before, now)
         )
         and now.cpu_s - before.cpu_s < IDLE_SHARE * elapsed
-    )
-
-
-def _is_awaited(state: RankState, states: Sequence[RankState]) -> bool:
-    """Returns whether all other ranks are inside a collective of a group of this rank that it has not entered."""
-    others = [other.groups for other in states if other.rank != state.rank]
-    return bool(others) and any(
-        all(name in groups and groups[name].inside and groups[name].entered > group.entered for groups in others)
-        for name, group in state.groups.items()
     )
 
 
@@ -373,7 +351,10 @@ def _evidence(question: _Question, node: str) -> Evidence:
         process=process_state(pid),
         answered=answer is not None,
         groups=group_states(collectives, saves=beat.phase is Phase.CHECKPOINT),
-        waits=_waits(collectives),
+        waits=any(
+            not collective.is_finished and (collective.description != CONTROL or collective.operation != AGREEMENT)
+            for collective in collectives
+        ),
         cpu_s=cpu_seconds(pid),
         storage=is_reading_or_writing(pid),
         stopped_child=stopped_child(pid),

@@ -124,12 +124,11 @@ def arrivals_of(dumps: Mapping[int, bytes], since: float = 0.0, pipeline: bool =
                 and collective.is_on_host == on_host
             ):
                 entered.setdefault((collective.group, collective.number), {})[rank] = collective
-    arrivals = {key: on_host_clock(ranks) if on_host else on_device(ranks) for key, ranks in entered.items()}
+    arrivals = {
+        key: {rank: c.created_s for rank, c in ranks.items()} if on_host else on_device(ranks)
+        for key, ranks in entered.items()
+    }
     return {key: times for key, times in arrivals.items() if len(times) > 1 and min(times.values()) > since}
-
-
-def on_host_clock(ranks: Mapping[int, Collective]) -> dict[int, float]:
-    return {rank: collective.created_s for rank, collective in ranks.items()}
 
 
 def on_device(ranks: Mapping[int, Collective]) -> dict[int, float]:
@@ -248,11 +247,17 @@ class Watch:
                 return
             for straggler in self.stragglers.check(workers.alive, now):
                 self._event("straggler", rank=straggler.rank, **straggler.details())
-        elif not self._timeout_reported and workers.alive and (late := _timed_out(workers.failures)) is not None:
-            self._timeout_reported = True
-            self._report_timeout(late, collect(workers, self.node))
+        elif not self._timeout_reported and workers.alive:
+            for failure in workers.failures:  # of a collective by its timeout, in the words of gloo or NCCL
+                if failure.failure is Failure.COMMUNICATION and TIMED_OUT.search(failure.message):
+                    self._timeout_reported = True
+                    self._report_timeout(failure, collect(workers, self.node))
+                    break
         if self.stacks_requested != self._answered and workers.alive:
-            self._show_stacks(workers, self.stacks_requested)
+            self._answered = number = self.stacks_requested
+            text = "\n".join(item.text() for item in collect(workers, self.node))
+            path = self.run.logs / "stacks" / "answers"
+            self._write(path, lambda: answer_stacks_request(self.run, number, self.node, text), len(text))
 
     def _ends_attempt(self, silence: Silence, workers: Workers, now: float) -> bool:
         """Examines silent workers; returns whether they hang or have ended."""
@@ -272,14 +277,12 @@ class Watch:
             self._wait_for_others(workers)
             workers.fail(failure)
             return True
-        if silence.stage is Stage.SLOW and not self._slow_steps_throttled(now):
-            self._slow_reported_at.append(now)
-            self._report_slow_step(silence, evidence)
+        if silence.stage is Stage.SLOW:
+            reported_at = self._slow_reported_at
+            if len(reported_at) < SLOW_STEPS or now - reported_at[0] >= SLOW_EVERY_S:
+                reported_at.append(now)
+                self._report_slow_step(silence, evidence)
         return False
-
-    def _slow_steps_throttled(self, now: float) -> bool:
-        """Returns whether enough slow steps have been reported recently."""
-        return len(self._slow_reported_at) == SLOW_STEPS and now - self._slow_reported_at[0] < SLOW_EVERY_S
 
     def keep_stacks(self) -> None:
         """Saves the stacks of this node once for a hang that another node reported."""
@@ -306,12 +309,6 @@ class Watch:
         self._hang_saved = True
         if self._others is not None:
             self._others.tell_saved()
-
-    def _show_stacks(self, workers: Workers, number: int) -> None:
-        self._answered = number
-        text = "\n".join(item.text() for item in collect(workers, self.node))
-        path = self.run.logs / "stacks" / "answers"
-        self._write(path, lambda: answer_stacks_request(self.run, number, self.node, text), len(text))
 
     def _report_quiet(self, quiet: Silence, evidences: Sequence[Evidence]) -> None:
         """Says in the log and the events what a rank does that has shown no progress, whether that is usual or not."""
@@ -371,7 +368,13 @@ class Watch:
         for item in evidences if collectives else ():
             name = f"collectives-{attempt:03d}-rank-{item.state.rank:04d}.json"
             contents[folder / name] = item.collectives or b""
-        self._write(path, lambda: _write_files(folder, contents), sum(map(len, contents.values())))
+
+        def write() -> None:
+            folder.mkdir(exist_ok=True)
+            for file, content in contents.items():
+                file.write_bytes(content)
+
+        self._write(path, write, sum(map(len, contents.values())))
         return path
 
     def _write(self, path: Path, write: Callable[[], None], size: int) -> None:
@@ -381,19 +384,3 @@ class Watch:
     def _event(self, event: str, *, step: int | None = None, **details: object) -> None:
         if self._events is not None:
             self._events.write(event, step=step, node=self.node, **details)
-
-
-def _timed_out(failures: Sequence[WorkerFailure]) -> WorkerFailure | None:
-    """Returns the first failure of a collective by its timeout, in the words of gloo or NCCL."""
-    late = (
-        failure
-        for failure in failures
-        if failure.failure is Failure.COMMUNICATION and TIMED_OUT.search(failure.message)
-    )
-    return next(late, None)
-
-
-def _write_files(folder: Path, contents: Mapping[Path, bytes]) -> None:
-    folder.mkdir(exist_ok=True)
-    for path, content in contents.items():
-        path.write_bytes(content)

@@ -210,40 +210,41 @@ class Workers:
                     continue
                 worker.end = report
                 if report["kind"] == "failed":
-                    self._failures[worker.rank] = _reported(worker.rank, report)
+                    fields = report["message"], report["traceback"], report["time"]
+                    self._failures[worker.rank] = WorkerFailure(
+                        worker.rank, Failure(report["class"]), *fields, waits=report.get("secondary", False)
+                    )
         except (EOFError, OSError):
             worker.reports.close()
 
     def _note_end(self, worker: Worker) -> None:
-        if isinstance(worker.process, ScriptProcess):
-            if not worker.ended_by_agent:
-                self._note_script_end(worker, worker.process)
-            worker.process.close()
-        elif worker.end is None and not worker.ended_by_agent:
-            tail = self._log.tail(worker.rank)
-            code = worker.process.exitcode or 0
+        process = worker.process
+        is_silent = worker.end is None and not worker.ended_by_agent
+        if is_silent:
+            code = process.exitcode or 0
             output = self._log.tail(worker.rank, RETAINED_LINES)
-            end = class_of_end(code, OomKills.now() - self._killed_before, died_with_warm_parent(code), output)
-            self._failures[worker.rank] = ended_without_report(worker.rank, code, end, tail, time.time())
+            killed = OomKills.now() - self._killed_before
+            end = None
+            if isinstance(process, ScriptProcess):
+                if code != 0:
+                    process.kill_session()  # what it has started; now, since its id may soon be that of another process
+                outcome = end_of_script(code, asked_to_stop=worker.stop_forwarded or self._stopped_with_agent(code))
+                if isinstance(outcome, Exit):
+                    worker.end = {"kind": REPORTS[outcome]}
+                else:
+                    end = class_of_script_end(code, outcome, killed, output)
+            else:
+                end = class_of_end(code, killed, died_with_warm_parent(code), output)
+            if end is not None:
+                tail = self._log.tail(worker.rank)
+                self._failures[worker.rank] = ended_without_report(worker.rank, code, end, tail, time.time())
+        if isinstance(process, ScriptProcess):
+            process.close()
         worker.output.close()
         beat = worker.block.beat()
         worker.step = 0 if beat is None else beat.step
         worker.block.close()
         worker.gone = True
-
-    def _note_script_end(self, worker: Worker, process: ScriptProcess) -> None:
-        """Records how a script ended, by its exit code and the last lines of its output."""
-        code = process.exitcode or 0
-        if code != 0:
-            process.kill_session()  # what it has started; now, since its id may soon be that of another process
-        outcome = end_of_script(code, asked_to_stop=worker.stop_forwarded or self._stopped_with_agent(code))
-        if isinstance(outcome, Exit):
-            worker.end = {"kind": REPORTS[outcome]}
-            return
-        output = self._log.tail(worker.rank, RETAINED_LINES)
-        end = class_of_script_end(code, outcome, OomKills.now() - self._killed_before, output)
-        tail = self._log.tail(worker.rank)
-        self._failures[worker.rank] = ended_without_report(worker.rank, code, end, tail, time.time())
 
     def _stopped_with_agent(self, code: int) -> bool:
         """Returns whether a script died of a stop signal that its agent got as well: Slurm signals all processes."""
@@ -263,11 +264,6 @@ def _writers(pipes: Sequence[int]) -> list[int]:
             if held & names and int(process.name) != os.getpid():
                 pids += [int(process.name)]
     return pids
-
-
-def _reported(rank: int, report: dict[str, Any]) -> WorkerFailure:
-    fields = report["message"], report["traceback"], report["time"]
-    return WorkerFailure(rank, Failure(report["class"]), *fields, waits=report.get("secondary", False))
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -297,9 +293,15 @@ def class_of_end(
         failure, message = _killed(name, killed)
         return failure, message if failure is Failure.OUT_OF_MEMORY else f"{message}{cpu_limit()}"
     if exit_code == -signal.SIGABRT:
-        return _aborted(name, output)
-    if exit_code == -signal.SIGBUS and _is_full(SHARED_MEMORY):
-        return Failure.DISK_FULL, f"{name}: {SHARED_MEMORY} is full (batch.loader_workers=0 does not use it)"
+        # NCCL's watchdog thread prints an error of the rank's GPU and aborts the process
+        for line in output:
+            failure = classify_message(line)
+            if failure in (Failure.DEVICE, Failure.KERNEL):
+                return failure, f"{name}: {line.strip()}"
+    if exit_code == -signal.SIGBUS and SHARED_MEMORY.is_dir():
+        status = os.statvfs(SHARED_MEMORY)
+        if status.f_blocks > 0 and status.f_bavail < FULL * status.f_blocks:
+            return Failure.DISK_FULL, f"{name}: {SHARED_MEMORY} is full (batch.loader_workers=0 does not use it)"
     return Failure.KILLED, name
 
 
@@ -362,25 +364,6 @@ def _killed(name: str, killed: OomKills) -> tuple[Failure, str]:
     return Failure.KILLED, name + (" (the kernel killed a process for memory on this node)" if killed.node > 0 else "")
 
 
-def _aborted(name: str, output: Sequence[str]) -> tuple[Failure, str]:
-    """Classifies an abort by its output: NCCL's watchdog thread prints an error of the rank's GPU and aborts the
-    process.
-    """
-    for line in output:
-        failure = classify_message(line)
-        if failure in (Failure.DEVICE, Failure.KERNEL):
-            return failure, f"{name}: {line.strip()}"
-    return Failure.KILLED, name
-
-
-def _is_full(path: Path) -> bool:
-    try:
-        status = os.statvfs(path)
-    except OSError:
-        return False
-    return status.f_blocks > 0 and status.f_bavail < FULL * status.f_blocks
-
-
 LIMIT_BYTES = 100 * 2**20
 RETAINED_LINES = 500  # per rank; an aborting worker prints the stacks of all threads after the cause
 TAIL_LINES = 50  # per rank, appended to a log that reached its limit
@@ -407,7 +390,9 @@ class WorkerLog:
         self._partial[rank] = rest
         if lines:
             self._tails.setdefault(rank, deque(maxlen=RETAINED_LINES)).extend(lines)
-            head = b"%s [%d] " % (_now(), rank)
+            # in UTC, so that files of several nodes can be merged: 2026-01-31T12:00:00.000
+            now = datetime.now(UTC).isoformat(timespec="milliseconds").encode()[:23]
+            head = b"%s [%d] " % (now, rank)
             self._append(b"".join(b"%s%s\n" % (head, line) for line in lines))
 
     def tail(self, rank: int, lines: int = 20) -> list[str]:
@@ -452,7 +437,8 @@ class WorkerLog:
     def _write(self, data: memoryview) -> int:
         """Writes a part of ``data``, returns its size; opens the file again after an error: it may be stale."""
         if self._file is None:
-            self._file = _open(self.path)
+            self.path.parent.mkdir(exist_ok=True)
+            self._file = open_to_append(self.path, self.path.parent)
         try:
             return self._file.write(data) or 0
         except OSError:
@@ -479,13 +465,3 @@ def prune_logs(run: RunDirectory, attempt: int) -> None:
             match = _OF_ATTEMPT.match(path.name)
             if match is not None and int(match[1]) <= attempt - RETAINED_ATTEMPTS:
                 path.unlink(missing_ok=True)
-
-
-def _open(path: Path) -> BinaryIO:
-    path.parent.mkdir(exist_ok=True)
-    return open_to_append(path, path.parent)
-
-
-def _now() -> bytes:
-    """Returns the time in UTC, so that files of several nodes can be merged: 2026-01-31T12:00:00.000."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").encode()[:23]

@@ -104,7 +104,8 @@ class Coordinator:
             message = f"node {node.name} is lost: {why}"
             rank = self._team.index(node) * node.workers
             self._working.discard(number)
-            self._fail(WorkerFailure(rank, Failure.NODE_LOST, message, message, 0.0), node, now)
+            failure = WorkerFailure(rank, Failure.NODE_LOST, message, message, 0.0)
+            self._causes.append(FailureReport(failure, node.name, now))
 
     def reported(self, number: int, report: NodeReport, now: float) -> None:
         """Notes that the workers of a node have ended; a node without workers has nothing to report."""
@@ -113,7 +114,7 @@ class Coordinator:
         self._working.discard(number)
         self._reports.append(report)
         if report.failure is not None:
-            self._fail(report.failure, self.present[number], now)
+            self._causes.append(FailureReport(report.failure, self.present[number].name, now))
 
     def stacks_saved(self, number: int) -> None:
         """Notes that a node has saved the stacks of its ranks. The first node does so because its ranks hang."""
@@ -126,7 +127,8 @@ class Coordinator:
     def store_lost(self, now: float) -> None:
         message = "the store of the attempt was killed"
         node = self.present.get(0, self._team[0])
-        self._fail(WorkerFailure(0, Failure.COMMUNICATION, message, message, 0.0, -9), node, now)
+        failure = WorkerFailure(0, Failure.COMMUNICATION, message, message, 0.0, -9)
+        self._causes.append(FailureReport(failure, node.name, now))
 
     def cannot_continue(self, outage: str) -> Leave:
         """Returns how the job ends if the server cannot continue: a requeue, except after a user's stop request."""
@@ -148,9 +150,13 @@ class Coordinator:
         if self._saved and (save := SaveStacks(self._working <= self._saved)) != self._save_ordered:
             self._save_ordered = save
             return save
-        if self._end_ordered_at is None and self._is_lost(now):
-            self._end_ordered_at = now
-            return End()
+        if self._end_ordered_at is None and self._working and self._causes:
+            # the attempt cannot continue: its cause is known, or had time to arrive
+            causes = self._causes
+            known = any(not is_secondary(cause.failure) or cause.failure.exit_code == -9 for cause in causes)
+            if known or now - causes[0].noticed > SECONDARY_WAIT_S:
+                self._end_ordered_at = now
+                return End()
         if self._end_ordered_at is not None and now - self._end_ordered_at > END_TIMEOUT_S:
             for number in tuple(self._working):
                 self.left(number, "its agent cannot end its workers", now, frozen=True)
@@ -159,16 +165,6 @@ class Coordinator:
             return None
         return self._conclude()
 
-    def _fail(self, failure: WorkerFailure, node: Node, now: float) -> None:
-        self._causes.append(FailureReport(failure, node.name, now))
-
-    def _is_lost(self, now: float) -> bool:
-        """Returns whether the attempt cannot continue and its cause is known or had time to arrive."""
-        if not self._working or not self._causes:
-            return False
-        cause_known = any(not is_secondary(cause.failure) or cause.failure.exit_code == -9 for cause in self._causes)
-        return cause_known or now - self._causes[0].noticed > SECONDARY_WAIT_S
-
     def _gather(self, now: float) -> Order | None:
         if self.stop is not None:
             return Leave(self._stopped(), stop=self.stop)
@@ -176,39 +172,28 @@ class Coordinator:
         if len(joined) < self.expected and now < self.join_until:
             return None
         absent = [number for number in range(self.expected) if number not in joined]
-        if self.unfit and not self.present and not self._is_only_unhealthy():
-            return self._refuse(now)
+        reasons, fixes = why_unfit(self.unfit.values())
+        keys = [*dict.fromkeys(node.unfit.key for node in self.unfit.values() if node.unfit is not None)]
+        # a job of one node, which fails the site's check, may get another one
+        is_only_unhealthy = self.elsewhere and self.expected == 1 and keys == [HEALTH_CHECK_KEY]
+        if self.unfit and not self.present and not is_only_unhealthy:
+            # a cause that all nodes report is not the fault of one node
+            message = str(UserError(reasons, where=", ".join(keys), fix=fixes))
+            return Leave(RestartDecision(Action.REFUSE, message), self._unfit_cause(Failure.REFUSED, message, now))
         cause = self._note_absent(absent, now) if absent else None
-        if self.unfit:
-            cause = self._note_unfit(now)
+        if self.unfit:  # exclude nodes that cannot take part while others can
+            for node in self.unfit.values():
+                self.node_failures.note(node.name, Failure.UNFIT_NODE, TOO_OFTEN)
+            cause = self._unfit_cause(Failure.UNFIT_NODE, reasons, now)
         try:
             start = self._choose()
         except UserError as error:
             return Leave(RestartDecision(Action.REFUSE, str(error)))
         if start is not None:
             return self._begin(replace(start, cause=cause))
-        nowhere = self.unfit and not self.elsewhere
-        reason = cause.failure.message if cause else ""
-        return Leave(RestartDecision(Action.FAIL) if nowhere else RestartDecision(Action.REQUEUE, reason), cause)
-
-    def _is_only_unhealthy(self) -> bool:
-        """Returns whether the job has one node, which fails the site's check, and may get another one."""
-        keys = [node.unfit.key for node in self.unfit.values() if node.unfit is not None]
-        return self.elsewhere and self.expected == 1 and keys == [HEALTH_CHECK_KEY]
-
-    def _refuse(self, now: float) -> Leave:
-        """Refuses the job: a cause that all nodes report is not the fault of one node."""
-        reasons, fixes = why_unfit(self.unfit.values())
-        keys = dict.fromkeys(node.unfit.key for node in self.unfit.values() if node.unfit is not None)
-        message = str(UserError(reasons, where=", ".join(keys), fix=fixes))
-        return Leave(RestartDecision(Action.REFUSE, message), self._unfit_cause(Failure.REFUSED, message, now))
-
-    def _note_unfit(self, now: float) -> FailureReport:
-        """Excludes nodes that cannot take part while others can."""
-        for node in self.unfit.values():
-            self.node_failures.note(node.name, Failure.UNFIT_NODE, TOO_OFTEN)
-        reasons, _ = why_unfit(self.unfit.values())
-        return self._unfit_cause(Failure.UNFIT_NODE, reasons, now)
+        if self.unfit and not self.elsewhere:
+            return Leave(RestartDecision(Action.FAIL), cause)
+        return Leave(RestartDecision(Action.REQUEUE, cause.failure.message if cause else ""), cause)
 
     def _unfit_cause(self, failure: Failure, message: str, now: float) -> FailureReport:
         first = min(self.unfit)
@@ -228,7 +213,9 @@ class Coordinator:
     def _conclude(self) -> Order:
         cause = primary_cause(self._causes)
         failure = cause.failure.failure if cause else None
-        seen_on = self._seen_on(failure)
+        seen_on: set[str] = set()  # nodes on which a GPU error of this class recently ended an attempt of the run
+        if failure in (Failure.DEVICE, Failure.KERNEL):
+            seen_on = {line["node"] for line in self.node_failures.recent() if line["class"] == failure}
         decision = self._decide(cause, seen_on)
         if decision.action is Action.STOP:
             decision = self._stopped()
@@ -237,16 +224,24 @@ class Coordinator:
             return Leave(decision, cause, self.stop)
         if (refusal := self.refusal()) is not None:
             return Leave(RestartDecision(Action.GIVE_UP, refusal), cause, self.stop)
-        unfit = failure is Failure.UNFIT_NODE or self._node_fails_at_every_start(cause)
-        # a device error gets one restart on the same GPUs, in case it is transient
-        unfit |= failure is Failure.DEVICE and self.elsewhere and cause is not None and cause.node in seen_on
+
+        unfit = failure is Failure.UNFIT_NODE
+        if cause is not None and self.elsewhere:
+            # a failure after some steps would repeat on any node
+            at_starts = not self._has_stepped and self.history.without_progress >= MAX_FAILED_STARTS
+            unfit |= at_starts and cause.node in self.node_failures.failing_nodes()
+            # a device error gets one restart on the same GPUs, in case it is transient
+            unfit |= failure is Failure.DEVICE and cause.node in seen_on
+        why = "too few nodes are fit"
+        if not unfit:
+            why = f"{len(self.present)} of {self.expected} nodes left"
+            if cause is not None and failure is Failure.NODE_LOST:
+                why = f"{cause.failure.message}; {why}"
         try:
             start = self._choose(only_sound=unfit)
         except UserError as error:
             start = None
             why = str(error)
-        else:
-            why = "too few nodes are fit" if unfit else self._nodes_left(cause)
         if start is None:
             return Leave(RestartDecision(Action.REQUEUE, why), cause)
         return self._begin(replace(start, before=self._team, cause=cause))
@@ -254,32 +249,28 @@ class Coordinator:
     def _decide(self, cause: FailureReport | None, seen_on: set[str]) -> RestartDecision:
         """Returns the decision on the attempt that ended, which becomes part of the history."""
         stopped = any(report.exit is Exit.STOPPED for report in self._reports)
-        if cause:
-            exit_code = Exit.FAILED
-        elif stopped:
-            exit_code = Exit.STOPPED
-        else:
-            exit_code = Exit.DONE
         step = max((report.step for report in self._reports), default=0)
-        failure = cause.failure.failure if cause else None
-        first = failure is Failure.KERNEL and not seen_on
-        gpu_memory = failure is Failure.OUT_OF_MEMORY and cause is not None and concerns_gpu(cause.failure.message)
-        message = "" if cause is None else cause.failure.message
-        saved = self.saved() if failure in OF_DISKS else None
-        ended = Ended(exit_code, failure, step, self.stop, first, gpu_memory, message, saved)
+        ended = Ended(Exit.STOPPED if stopped else Exit.DONE, None, step, self.stop)
+        if cause is not None:
+            failure = cause.failure.failure
+            message = cause.failure.message
+            ended = Ended(
+                Exit.FAILED,
+                failure,
+                step,
+                self.stop,
+                first=failure is Failure.KERNEL and not seen_on,
+                gpu_memory=failure is Failure.OUT_OF_MEMORY and concerns_gpu(message),
+                message=message,
+                saved=self.saved() if failure in OF_DISKS else None,
+            )
         decision = decide(self.history, ended)
         before = self.history
-        self.history = before.after(step, gpu_memory)
+        self.history = before.after(step, ended.gpu_memory)
         self._has_stepped |= self.history.furthest > before.furthest
         if cause is None:
             return decision
         return self._blame(cause, decision, sorted(seen_on - {cause.node}))
-
-    def _seen_on(self, failure: Failure | None) -> set[str]:
-        """Returns the nodes on which a GPU error of this class recently ended an attempt of the run."""
-        if failure not in (Failure.DEVICE, Failure.KERNEL):
-            return set()
-        return {line["node"] for line in self.node_failures.recent() if line["class"] == failure}
 
     def _blame(self, cause: FailureReport, decision: RestartDecision, elsewhere: Sequence[str]) -> RestartDecision:
         """Counts a failure against its node, unless the code caused it; returns the decision.
@@ -289,8 +280,10 @@ class Coordinator:
         """
         failure = cause.failure.failure
         is_first = failure is Failure.KERNEL and decision.action is Action.FAIL and not elsewhere
-        if is_first and self.stop is None and self._has_sound_nodes_without(cause.node):
-            decision = RestartDecision(Action.REPLACE)
+        if is_first and self.stop is None:
+            failing = self.node_failures.failing_nodes() | {cause.node}
+            if sum(node.name not in failing for node in self.present.values()) >= self._fewest_nodes:
+                decision = RestartDecision(Action.REPLACE)
         is_codes = failure is Failure.KERNEL and (bool(elsewhere) or decision.action is Action.FAIL)
         if failure in NODE_MAY_BE_TO_BLAME and not is_codes:
             frozen = failure is Failure.NODE_LOST and cause.node in self._frozen
@@ -300,20 +293,10 @@ class Coordinator:
             return replace(decision, reason=f"{where}: {decision.reason}")
         return decision
 
-    def _has_sound_nodes_without(self, name: str) -> bool:
-        failing = self.node_failures.failing_nodes() | {name}
-        return sum(node.name not in failing for node in self.present.values()) >= self._fewest_nodes
-
     @property
     def _fewest_nodes(self) -> int:
         size = self.expected - self.config.elastic.spares
         return min(self.config.elastic.min_nodes or size, size)
-
-    def _nodes_left(self, cause: FailureReport | None) -> str:
-        left = f"{len(self.present)} of {self.expected} nodes left"
-        if cause is None or cause.failure.failure is not Failure.NODE_LOST:
-            return left
-        return f"{cause.failure.message}; {left}"
 
     def _stopped(self) -> RestartDecision:
         """Returns the decision for a stop on request; reaching the run's own GPU-hour limit is final."""
@@ -330,11 +313,6 @@ class Coordinator:
         self._save_ordered = None
         self._end_ordered_at = None
         return start
-
-    def _node_fails_at_every_start(self, cause: FailureReport | None) -> bool:
-        """Returns whether a requeue should get another node. A failure after some steps would repeat on any node."""
-        at_starts = self.elsewhere and not self._has_stepped and self.history.without_progress >= MAX_FAILED_STARTS
-        return at_starts and cause is not None and cause.node in self.node_failures.failing_nodes()
 
     def _choose(self, only_sound: bool = False) -> Start | None:
         """Chooses the nodes of the next attempt: as many as the run asks for, or fewer if it is elastic and nodes are
@@ -353,7 +331,7 @@ class Coordinator:
         sound = sum(node.name not in failing for node in nodes)
         most = min(size, sound if sound >= fewest or only_sound else len(nodes))
         workers = [*accumulate((node.workers for node in nodes), min)]  # of the first nodes
-        memory = [*accumulate((node.gpu_memory for node in nodes), _smaller)]
+        memory = [*accumulate((node.gpu_memory for node in nodes), lambda a, b: a and b and min(a, b))]  # None: unknown
         refusal: UserError | None = None
         for count in range(most, fewest - 1, -1):
             try:
@@ -367,10 +345,3 @@ class Coordinator:
         if refusal is not None:
             raise refusal
         return None
-
-
-def _smaller(bytes_: float | None, other: float | None) -> float | None:
-    """Returns the smaller of two sizes; None if one is unknown."""
-    if bytes_ is None or other is None:
-        return None
-    return min(bytes_, other)

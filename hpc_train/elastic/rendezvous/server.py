@@ -204,7 +204,9 @@ class RendezvousServer:
                 self._drop_silent(now)
             if now >= next_beat:
                 next_beat = now + beat_s(self._silent_node_s, self._coordinator.expected)
-                self._beat()
+                self._broadcast({"kind": "beat"})
+                for member in self._members.values():
+                    member.messages = 0
             self._start_prepared()
             while not self._over and self._preparation is None and (order := self._coordinator.next(now)) is not None:
                 self._execute(order)
@@ -237,7 +239,9 @@ class RendezvousServer:
         try:
             for message in member.channel.read():
                 member.heard = time.monotonic()
-                self._count(member)
+                member.messages += 1
+                if member.messages > MESSAGES_PER_S:
+                    raise BadMessage(f"more than {MESSAGES_PER_S} messages in a second")
                 self._handle(member, message)
         except Exception as error:  # a bad message affects only its sender
             why = str(error)
@@ -246,11 +250,6 @@ class RendezvousServer:
                 print(f"the rendezvous server drops {member.name}: {why}", file=sys.stderr, flush=True)
                 member.channel.send({"kind": "dropped", "why": why})
             self._drop(member, why)
-
-    def _count(self, member: Member) -> None:
-        member.messages += 1
-        if member.messages > MESSAGES_PER_S:
-            raise BadMessage(f"more than {MESSAGES_PER_S} messages in a second")
 
     def _handle(self, member: Member, message: Message) -> None:
         if member.node is None:
@@ -342,11 +341,6 @@ class RendezvousServer:
             self._attempt = message["attempt"]
             self._broadcast({"kind": "start", "spec": message})
 
-    def _beat(self) -> None:
-        self._broadcast({"kind": "beat"})
-        for member in self._members.values():
-            member.messages = 0
-
     def _while_beating(self, action: Callable[[], Result]) -> Result:
         """Returns the result of ``action``, which waits for the file system, and sends heartbeats meanwhile.
 
@@ -382,7 +376,10 @@ class RendezvousServer:
                 if member is not None:
                     member.channel.flush()
                     self._watch_writing(member)
-                    if _has_said_bye(member.channel):
+                    said_bye = True
+                    with suppress(ConnectionError):  # gone, or it sends invalid messages
+                        said_bye = any(message.get("kind") == "bye" for message in member.channel.read())
+                    if said_bye:
                         waited.discard(key.fd)
                         self._selector.unregister(key.fileobj)
         for member in self._members.values():
@@ -402,10 +399,3 @@ def has_stalled(seconds: float, heartbeat_timeout_s: float, nodes: int = 1) -> b
     nothing.
     """
     return seconds > 2 * beat_s(heartbeat_timeout_s, nodes)
-
-
-def _has_said_bye(channel: Channel) -> bool:
-    try:
-        return any(message.get("kind") == "bye" for message in channel.read())
-    except ConnectionError:  # gone, or it sends invalid messages
-        return True
