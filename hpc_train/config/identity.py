@@ -22,10 +22,7 @@ def identity(config: Config) -> dict[str, Any]:
         "model": asdict(config.model),
         "data": asdict(config.data),
         "optim": {key: value for key, value in asdict(config.optim).items() if key not in _HOW_OPTIMIZED},
-        "batch": {
-            "global_size": config.batch.global_size,
-            "logical_micro_batches": config.batch.logical_micro_batches,
-        },
+        "batch": {"global_size": config.batch.global_size, "logical_micro_batches": config.batch.logical_micro_batches},
         "train": {key: getattr(config.train, key) for key in ("seed", "reproducible", "z_loss")},
         "run": {"entry": config.run.entry, "command": None if config.run.command is None else "set"},
     }

@@ -48,9 +48,7 @@ REMOVED_VALUES: dict[tuple[str, str], RemovedValue] = {
         25.0,
     ),
     ("optim.moments", "8bit"): RemovedValue(
-        "optim.moments=bf16, or torchao's optimizer: optim=custom optim._target_=torchao.optim.AdamW8bit",
-        (),
-        "bf16",
+        "optim.moments=bf16, or torchao's optimizer: optim=custom optim._target_=torchao.optim.AdamW8bit", (), "bf16"
     ),
     ("strategy.compression", "auto"): RemovedValue(
         "strategy.compression=none, fp16, bf16, powersgd or topk; `python -m hpc_train bench step` measures them and "

@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hpc_train.layout.orders import PipelineShape
-from hpc_train.layout.techniques import (
-    TREE,
-    DataParallelKind,
-    PipelineSchedule,
-    find_kind,
-    find_schedule,
-)
+from hpc_train.layout.techniques import TREE, DataParallelKind, PipelineSchedule, find_kind, find_schedule
 from hpc_train.units import counted
 
 

@@ -29,15 +29,7 @@ from hpc_train.config.values import LayerMode, runs_own_code
 from hpc_train.layout.counted import counted
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.optimizers import averages_of_weights, values_per_parameter
-from hpc_train.layout.orders import (
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    FULL_BACKWARD,
-    Action,
-    PipelineShape,
-    Work,
-)
+from hpc_train.layout.orders import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, PipelineShape, Work
 from hpc_train.layout.partition import layer_counts
 from hpc_train.layout.recomputation import recomputation_of
 from hpc_train.layout.sizes import Sizes, parameter_count, sizes_of, trained_count
@@ -115,7 +107,9 @@ def host_copy_bytes(config: Config, replicas: int, nodes: int) -> float | None:
     Each byte of a checkpoint is copied on the one rank that writes it, and the plan of a save spreads them evenly.
     """
     size = state_bytes(config, replicas)
-    return None if size is None else size / nodes
+    if size is None:
+        return None
+    return size / nodes
 
 
 Part = Literal["parameters", "gradients", "optimizer", "activations", "hooks"]
@@ -338,7 +332,8 @@ def _actions(layout: Layout, rank: int, stages: Sequence[int]) -> tuple[Action, 
         if layout.pipeline.splits_backward:
             works = (BACKWARD_INPUT, BACKWARD_WEIGHT)
         backwards = [action._replace(work=work) for action in reversed(forwards) for work in works]
-        return (*forwards, *backwards) * (2 if layout.micro_batches > max(in_flight.values()) else 1)
+        repeats = layout.micro_batches > max(in_flight.values())
+        return (*forwards, *backwards) * (1 + repeats)
     turn = layout.pp if layout.pipeline.micro_batches == "multiple_of_ranks" else 1
     enough = -(-(max(in_flight.values()) + 2) // turn) * turn
     return order(PipelineShape(layout.pp, layout.stages_per_rank, min(layout.micro_batches, enough)), rank)
@@ -639,7 +634,7 @@ class _Step:
             yield Change("gradients", -head * per.fresh)
             yield from self._gradient(number, stem + head, stem + head)
         if self._reshards(number):
-            layers = stage.layers if self.rank.gathers == "step" else 0
+            layers = stage.layers * (self.rank.gathers == "step")
             yield Change("parameters", -(stem + head + layers * layer) * per.gathered)
 
 

@@ -20,15 +20,7 @@ from hpc_train.config.extensions import FAMILIES, SOURCES, load_family, load_sou
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import MISSING, info
 from hpc_train.layout.compatibility import OF_LAYOUT, OF_RUN
-from hpc_train.layout.techniques import (
-    AUTO,
-    KINDS,
-    SCHEDULES,
-    DataParallelKind,
-    PipelineSchedule,
-    Row,
-    supports,
-)
+from hpc_train.layout.techniques import AUTO, KINDS, SCHEDULES, DataParallelKind, PipelineSchedule, Row, supports
 
 ROWS = {"strategy.schedule": (AUTO, *SCHEDULES), "strategy.data_parallel": tuple(KINDS)}  # names of built-in rows
 

@@ -106,10 +106,12 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
     dp = _data_parallel(strategy, ranks, pp, notes)
     holders = dp * ranks.cp
     stages_per_rank = stages_of_rank(strategy) if pp > 1 else 1
-    asked = asked_kind(config)
-    synchronized = asked if holders > 1 else None
-    schedule, (micro_batches, micro_size) = _choose_schedule(config, synchronized, dp, pp, stages_per_rank, notes)
-    kind = asked if synchronized is None else _used_kind(config, asked, notes)
+    configured = asked_kind(config)
+    synchronizes = holders > 1
+    schedule, (micro_batches, micro_size) = _choose_schedule(config, synchronizes, dp, pp, stages_per_rank, notes)
+    kind = configured
+    if synchronizes:
+        kind = _used_kind(config, configured, notes)
     logical = 0
     if config.train.reproducible is not None:
         kind = TREE.name
@@ -119,7 +121,7 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
         dp=dp,
         pp=pp,
         tp=ranks.tp,
-        shard=_shard(strategy, find_kind(asked), holders, ranks.per_node // ranks.tp),
+        shard=_shard(strategy, find_kind(configured), holders, ranks.per_node // ranks.tp),
         data_parallel=kind,
         schedule=schedule,
         stages_per_rank=stages_per_rank,
@@ -256,18 +258,18 @@ def _data_parallel(strategy: StrategyConfig, ranks: Ranks, pp: int, notes: list[
     return dp
 
 
-def _used_kind(config: Config, asked: str, notes: list[str]) -> str:
-    """Returns the kind that sums the gradients, which may be another one than ``asked``."""
-    kind = find_kind(asked)
+def _used_kind(config: Config, configured: str, notes: list[str]) -> str:
+    """Returns the kind that sums the gradients, which may be another one than is ``configured``."""
+    kind = find_kind(configured)
     replacements = (
         (config.strategy.compression != "none", kind.compressed_as, "compress gradients"),
         (config.optim.in_backward, kind.updated_as, "update parameters inside the backward"),
     )
     for is_set, other, what in replacements:
-        if is_set and other is not None and other != asked:
+        if is_set and other is not None and other != configured:
             notes.append(f"the data-parallel kind {other} replaces {kind.name}, which cannot {what}")
             return other
-    return asked
+    return configured
 
 
 def _shard(strategy: StrategyConfig, kind: DataParallelKind, holders: int, per_node: int) -> int:
@@ -380,10 +382,9 @@ def _fewest_that_fit(config: Config, ranks: Ranks, device_bytes: float | None, n
         needed[pp] = needed_bytes(memory.total)
         if needed[pp] <= device_bytes:
             fewer = ", ".join(f"{number} need {format_bytes(size)}" for number, size in needed.items() if number != pp)
-            notes.append(
-                f"{pp} pipeline ranks are the fewest whose stages fit: about {format_bytes(needed[pp])} of the "
-                f"{format_bytes(device_bytes)} of a GPU" + (f" ({fewer})" if fewer else "")
-            )
+            note = f"{pp} pipeline ranks are the fewest whose stages fit: about {format_bytes(needed[pp])} of the "
+            note += f"{format_bytes(device_bytes)} of a GPU"
+            notes.append(f"{note} ({fewer})" if fewer else note)
             return pp
     if not needed:
         return candidates[0]  # its error explains why there is no layout
@@ -419,25 +420,26 @@ def _fill(config: Config, columns: int, notes: list[str]) -> int:
 
 
 def _choose_schedule(
-    config: Config, kind: str | None, dp: int, pp: int, stages_per_rank: int, notes: list[str]
+    config: Config, synchronizes: bool, dp: int, pp: int, stages_per_rank: int, notes: list[str]
 ) -> tuple[str, tuple[int, int]]:
     """Chooses the schedule. Returns its name, the number of micro-batches of a step, and the samples in each.
 
     Args:
-        kind: the data-parallel kind; None if no ranks hold the same parameters.
+        synchronizes: whether several ranks hold the same parameters.
         notes: receives the reason for the choice of ``strategy.schedule=auto``.
 
     Raises:
         UserError: the schedule does not support the stages or the micro-batches.
     """
-    asked = config.strategy.schedule
-    if asked != AUTO or pp == 1:
-        schedule = "1f1b" if asked == AUTO else asked
+    schedule = config.strategy.schedule
+    if schedule == AUTO and pp == 1:
+        schedule = "1f1b"
+    if schedule != AUTO:
         return schedule, _micro_batches(config, find_schedule(schedule), dp, pp, stages_per_rank)
     problems: list[UserError] = []
     rows = [row for row in reversed(SCHEDULES.values()) if row.auto is not None and row.has_room_for(stages_per_rank)]
     for row in rows:
-        if kind is not None and not supports(row.name, kind):
+        if synchronizes and not supports(row.name, asked_kind(config)):
             continue
         try:
             divided = _micro_batches(config, row, dp, pp, stages_per_rank)

@@ -102,7 +102,7 @@ class PerMicroBatch:
 
     def restored(self, mode: LayerMode, moves: bool) -> float:
         """Returns what comes back from host memory for the backward of a layer."""
-        return self.moved[mode] if moves else 0.0
+        return self.moved[mode] * moves
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def parameters_of(config: Config, tp: int) -> Parameters:
         stem=stem / tp,
         layer=layer / tp,
         head=(outside - stem) / tp,
-        table=stem / tp if tied else 0.0,
+        table=stem / tp * tied,
         matrix=MATRIX_SHARE * layer / tp,
         trained=trained_share(model),
     )
@@ -280,8 +280,11 @@ def layer_parameters(model: ModelConfig) -> int:
 
 def trained_share(model: ModelConfig) -> float:
     """Returns the share of the parameters that train; the others have no gradients and no optimizer state."""
-    count, trained = parameter_count(model), trained_count(model)
-    return 1.0 if not count or trained is None else trained / count
+    count = parameter_count(model)
+    trained = trained_count(model)
+    if not count or trained is None:
+        return 1.0
+    return trained / count
 
 
 def trained_count(model: ModelConfig) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -71,9 +71,10 @@ def without_effect(config: Config, layout: Layout, shape: JobShape, user: Mappin
     for key, shown in user.items():
         if runs_own_code(config) and key.partition(".")[0] in READ_BY_USER_CODE:
             continue
-        facts_of_key = _info_of(config, key)
-        conditions = facts_of_key.reads if facts_of_key is not None else ()
-        failed = next((condition for condition in conditions if not condition.holds(value_of)), None)
+        key_info = _info_of(config, key)
+        if key_info is None:
+            continue
+        failed = next((condition for condition in key_info.reads if not condition.holds(value_of)), None)
         if failed is not None:
             unread.append(WithoutEffect(key, shown, failed.fails(value_of), failed.fix))
     if OFFLOAD in user:
@@ -112,11 +113,10 @@ def _info_of(config: Config, key: str) -> KeyInfo | None:
     """Returns what the schema says about ``key``, or about the table that has it."""
     node: Any = config
     for name in key.split("."):
-        field = next((field for field in fields(node) if field.name == name), None) if is_dataclass(node) else None
-        if field is None:
+        if not is_dataclass(node) or name not in node.__dataclass_fields__:
             return None
+        facts = info(node.__dataclass_fields__[name])
         node = getattr(node, name)
-        facts = info(field)
         if facts is not None and not is_dataclass(node):
             return facts
     return None
@@ -138,9 +138,9 @@ def notices(jobs: Mapping[int, Sequence[WithoutEffect]]) -> list[str]:
     for (reason, fix, numbers_of_jobs), (*first, last) in alike.items():
         where = ""
         if len(numbers_of_jobs) < len(jobs):
-            listed = ", ".join(map(str, numbers_of_jobs[:SHOWN_JOBS]))
-            more = len(numbers_of_jobs) - SHOWN_JOBS
-            where = f" in job{'s' * (len(numbers_of_jobs) > 1)} {listed}" + (f" and {more} more" if more > 0 else "")
+            where = f" in job{'s' * (len(numbers_of_jobs) > 1)} {', '.join(map(str, numbers_of_jobs[:SHOWN_JOBS]))}"
+            if len(numbers_of_jobs) > SHOWN_JOBS:
+                where += f" and {len(numbers_of_jobs) - SHOWN_JOBS} more"
         if first:
             lines.append(f"note: {', '.join(first)} and {last} have no effect {reason}{where}; remove them, or {fix}")
         else:
@@ -227,8 +227,9 @@ def _package(path: Path, group: str, given: str | None) -> str:
 def _included(path: Path, group: str, directories: Sequence[Path]) -> Iterator[Included]:
     """Yields the files in the Defaults List of ``path``: ``NAME``, or ``[override] [/]GROUP[@PACKAGE]: NAME``."""
     content = _read_plain(path)
-    entries = content.get("defaults") if isinstance(content, Mapping) else None
-    for entry in entries or []:
+    if not isinstance(content, Mapping):
+        return
+    for entry in content.get("defaults") or []:
         ((option, names),) = entry.items() if isinstance(entry, dict) else [("", entry)]
         words = re.sub(r"^((override|optional)\s+)+", "", option)
         for name in names if isinstance(names, list) else [names]:
@@ -238,8 +239,8 @@ def _included(path: Path, group: str, directories: Sequence[Path]) -> Iterator[I
             if not choice.startswith("/"):
                 choice = f"{group}/{choice}"
             folder, _, stem = choice.strip("/").rpartition("/")
-            file = find_file(folder, stem, directories) if stem != "_self_" else None
-            if file is not None:
+            file = find_file(folder, stem, directories)
+            if file is not None and stem != "_self_":
                 yield file, folder, package or None
 
 

@@ -15,11 +15,7 @@ from hpc_train.layout.reference import reference
 from hpc_train.layout.validate import check_values
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
-SCHEMAS = [
-    Config,
-    *(load_family(kind).schema for kind in FAMILIES),
-    *(load_source(kind).schema for kind in SOURCES),
-]
+SCHEMAS = [Config, *(load_family(kind).schema for kind in FAMILIES), *(load_source(kind).schema for kind in SOURCES)]
 
 
 def test_the_page_is_up_to_date() -> None:

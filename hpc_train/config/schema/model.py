@@ -116,9 +116,7 @@ class CustomModelConfig(ModelKeys):
     _target_: str = required("The class or function that returns the module: package.module.Name.")
     args: dict[str, Any] = key({}, "The keyword arguments of _target_.")
     loss: str = key(
-        "cross_entropy",
-        "The loss of a module that has no method named loss.",
-        choices=("cross_entropy", "mse"),
+        "cross_entropy", "The loss of a module that has no method named loss.", choices=("cross_entropy", "mse")
     )
     class_dim: str = key(
         "auto",

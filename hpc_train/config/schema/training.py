@@ -153,9 +153,7 @@ class OptimConfig:
     )
     lr: float = key(3e-3, "The highest learning rate.", above=0)
     lr_scaling: str = key(
-        "none",
-        "How lr grows with the ratio of batch.global_size to base_batch.",
-        choices=("none", "linear", "sqrt"),
+        "none", "How lr grows with the ratio of batch.global_size to base_batch.", choices=("none", "linear", "sqrt")
     )
     base_batch: int = key(
         256,
