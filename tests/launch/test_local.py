@@ -41,13 +41,6 @@ def test_two_holders_never_share(tmp_path: Path) -> None:
     assert at_once(tmp_path, 3) == NAMES
 
 
-def test_waiting_ends_when_it_is_over(tmp_path: Path) -> None:
-    with take(tmp_path, NAMES, 3, never):
-        started = time.monotonic()
-        with take(tmp_path, NAMES, 1, lambda: time.monotonic() - started > 0.5) as held:
-            assert held == []
-
-
 def test_a_killed_holder_gives_back(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from hpc_train.launch.executors.local import take\n"

@@ -14,6 +14,7 @@ from hpc_train.runs.job_status import JobStatus
 from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.client import Controller, LostAnswer, Problem, SlurmError
 from hpc_train.schedulers.slurm.states import STATES, Phase, state_of
+from tests.schedulers.test_variables import command
 
 # base states and flags of https://slurm.schedmd.com/job_state_codes.html
 WAITING = {
@@ -63,11 +64,6 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(client, "REPEAT_AFTER_S", 0.01)
     return tmp_path
-
-
-def command(tools: Path, name: str, script: str) -> None:
-    (tools / name).write_text(f"#!/bin/sh\n{script}\n")
-    (tools / name).chmod(0o755)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from hpc_train.schedulers.slurm.queue_estimate import (
     starts_of,
 )
 from tests.launch.jobs import make_job
-from tests.launch.test_slurm import SITE, command
+from tests.launch.test_slurm import SITE
+from tests.schedulers.test_variables import command
 
 PARTITION = "PartitionName=gpu Default=YES State=UP TotalNodes=8 MaxNodes=8 MaxTime=UNLIMITED"
 PLAN = [
