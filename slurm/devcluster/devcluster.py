@@ -38,6 +38,8 @@ from daemons import (
     answers,
     call,
     kill_strays,
+    make_state,
+    refuse_unsafe,
     run_daemon,
     stop,
     wait_for,
@@ -54,7 +56,6 @@ from network import (
     set_link,
     write_hosts,
 )
-from state import make_state, refuse_unsafe
 
 CPUS, MEMORY_MB = 4, 4000  # of each node, as declared to Slurm
 PACKAGES = {
