@@ -7,6 +7,7 @@ the current directory off it. Modules that were still imported from the work tre
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -93,6 +94,15 @@ def frozen_code(run: RunDirectory) -> FrozenCode | None:
                 paths = (str(now / Path(path).relative_to(before)) for path in code.paths)
                 return replace(code, snapshot=str(now), paths=tuple(paths))
     return code
+
+
+def git(directory: Path | str, *arguments: str) -> str | None:
+    """Returns git's output; None if git fails, is absent, or finds no repository."""
+    try:
+        done = subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, timeout=120, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode("utf-8", "surrogateescape") if done.returncode == 0 else None
 
 
 def use_frozen_code(code: FrozenCode | None) -> None:

@@ -15,7 +15,6 @@ import pickle
 import platform
 import secrets
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -32,7 +31,7 @@ from hpc_train.config.run_path import fork_source
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import file_mode, shown_override
 from hpc_train.errors import UserError
-from hpc_train.run.code import FrozenCode
+from hpc_train.run.code import FrozenCode, git
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory, parsed_config
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.file_lock import exclusive
@@ -414,14 +413,14 @@ def project_version(code: FrozenCode | None, directory: Path) -> dict[str, Any]:
 @cache
 def _version_of_tree(directory: Path) -> dict[str, Any]:
     """Cached per process, since a sweep freezes a thousand runs."""
-    work_tree = _git(directory, "rev-parse", "--show-toplevel")
+    work_tree = git(directory, "rev-parse", "--show-toplevel")
     if not work_tree:
         return {"commit": None, "dirty": None, "work_tree": None}
-    status = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    status = git(directory, "status", "--porcelain", "--untracked-files=no")
     return {
-        "commit": _git(directory, "rev-parse", "--verify", "HEAD"),
+        "commit": (git(directory, "rev-parse", "--verify", "HEAD") or "").strip() or None,
         "dirty": None if status is None else bool(status),
-        "work_tree": work_tree,
+        "work_tree": work_tree.strip(),
     }
 
 
@@ -440,13 +439,3 @@ def environment_versions() -> dict[str, str]:
         commit = _version_of_tree(checkout)["commit"]
         versions["hpc_train"] = f"{__version__}+{commit[:8]}" if commit else __version__
     return versions
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -21,7 +21,6 @@ import secrets
 import shutil
 import stat
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +37,7 @@ from hpc_train.config.secrets import is_secret_file
 from hpc_train.config.values import command_words
 from hpc_train.errors import UserError
 from hpc_train.layout.optimizers import own_code
-from hpc_train.run.code import FrozenCode, frozen_code
+from hpc_train.run.code import FrozenCode, frozen_code, git
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.file_lock import exclusive
 from hpc_train.run.files import concurrently
@@ -108,10 +107,11 @@ def snapshot_code(configs: Sequence[Config], own: Path, directory: Path | None =
         if shared is not None:
             remove_unnamed(shared)
 
-    commit = _git(root, "rev-parse", "--verify", "HEAD").strip()
+    commit = (git(root, "rev-parse", "--verify", "HEAD") or "").strip()
     changed: list[str] = []  # also those removed from the work tree or from git's index
     if commit:
-        changed += filter(None, _git(root, "diff", "--name-only", "--no-renames", "-z", "HEAD").split("\0"))
+        names_of_changed = git(root, "diff", "--name-only", "--no-renames", "-z", "HEAD") or ""
+        changed += filter(None, names_of_changed.split("\0"))
     diff = _write_diff(root, changed, folder / f"{digest}-{commit[:12]}.patch")
     if hidden := sorted({*filter(is_secret_file, listed), *filter(is_secret_file, changed)}):
         print(_secrets_note(hidden), file=sys.stderr)
@@ -138,7 +138,7 @@ def _without_tests_of_hpc_train(root: Path, names: dict[str, int]) -> dict[str, 
 
 
 def _work_tree(directory: Path) -> Path | None:
-    root = _git(directory, "rev-parse", "--show-toplevel").strip()
+    root = (git(directory, "rev-parse", "--show-toplevel") or "").strip()
     return Path(os.path.realpath(root)) if root else None
 
 
@@ -151,7 +151,8 @@ def _listed(root: str) -> Iterator[tuple[str, int]]:
     def is_below_link(directory: str) -> bool:
         return os.path.realpath(directory) != directory
 
-    for name in _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0"):
+    listed = git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard") or ""
+    for name in listed.split("\0"):
         path = f"{root}/{name}".rstrip("/")
         try:
             status = os.lstat(path)
@@ -299,7 +300,7 @@ def _write_new(path: str, permissions: int, content: bytes) -> None:
 def _write_diff(root: Path, changed: Sequence[str], path: Path) -> str | None:
     """Writes the diff to the commit; ``changed`` names all files that differ, and those with secrets are left out."""
     without = [f":(top,exclude,literal){name}" for name in changed if is_secret_file(name)]
-    if not changed or not (text := _git(root, "diff", "--binary", "--no-renames", "HEAD", "--", ".", *without)):
+    if not changed or not (text := git(root, "diff", "--binary", "--no-renames", "HEAD", "--", ".", *without)):
         return None
     path.touch(mode=0o600)  # it may contain lines of files that only their owner may read
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
@@ -365,15 +366,6 @@ def _ignored(path: str, where: str) -> UserError:
         where=where,
         fix="remove it from .gitignore, or set run.snapshot=false to train from the live work tree",
     )
-
-
-def _git(directory: Path | str, *arguments: str) -> str:
-    """Returns git's output; "" if git fails, is absent, or finds no repository."""
-    try:
-        done = subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, timeout=120, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.decode("utf-8", "surrogateescape") if done.returncode == 0 else ""
 
 
 def has_changed(code: FrozenCode, config: Config) -> bool:

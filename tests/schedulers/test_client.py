@@ -235,8 +235,7 @@ def test_only_the_client_runs_commands_of_slurm() -> None:
     }
     assert running == {
         "bench/preflight.py", "machine/gpus.py", "machine/storage.py", "machine/network/discovery.py",
-        "machine/network/smi.py", "layout/user_code.py", "planner/work.py", "run/snapshot.py",
-        "run/freeze.py",
+        "machine/network/smi.py", "layout/user_code.py", "planner/work.py", "run/code.py",
     }  # fmt: skip
 
 
