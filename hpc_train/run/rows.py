@@ -126,7 +126,7 @@ class Line(dict[str, Any]):
     step_s = Field[float | None]("step_s", None)
     eval_s = Field[float | None]("eval_s", None)
     save_s = Field[float | None]("save_s", None)
-    peak_memory_bytes = Field[float | None]("peak_memory_bytes", None)
+    peak_memory_bytes = Field[int | None]("peak_memory_bytes", None)
     val_loss = Field[float | None]("val_loss", None)
     tokens_per_s = Field[float | None]("tokens_per_s", None)
     samples_per_s = Field[float | None]("samples_per_s", None)

@@ -118,8 +118,8 @@ def snapshot_code(configs: Sequence[Config], own: Path, directory: Path | None =
     code = FrozenCode(str(root), str(snapshot), (), commit or None, diff, content)
     # the directories in the work tree from which this process imports, the current one first
     search_path = [here, *(Path(os.path.realpath(entry or here)) for entry in sys.path), root]
-    inside = [path for path in search_path if path.is_relative_to(root) and path.is_dir()]
-    copies = [copy for path in inside if (copy := code.copied_path(path)) is not None]
+    directories = [path for path in search_path if path.is_relative_to(root) and path.is_dir()]
+    copies = [copy for path in directories if (copy := code.copied_path(path)) is not None]
     return replace(code, paths=tuple(dict.fromkeys(map(str, copies))))
 
 

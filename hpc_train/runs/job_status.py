@@ -161,7 +161,7 @@ USER_SIGNALS = ("SIGUSR1", "SIGINT", "SIGHUP")
 NOT_LAUNCHED = "JobLaunchFailure"  # Slurm's reason, e.g. if a node cannot create the job's output file
 NOT_STARTED = "not started"  # the user has ended the submission before
 TO_BE_REQUEUED = "to be requeued"  # the agents have asked for it, and Slurm has not requeued the job yet
-STATES = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.REFUSED: "refused", Exit.GAVE_UP: "given up"}
+STATES: dict[int, str] = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.REFUSED: "refused", Exit.GAVE_UP: "given up"}
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from hpc_train.run.files import write_json, write_text
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Observation
-    from prometheus_client import Metric
+    from prometheus_client import Metric as Family
 
 
 AUTO = "auto"
@@ -49,7 +49,7 @@ class _Collector:
 
     snapshot: Snapshot
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families = {COUNTER: CounterMetricFamily, GAUGE: GaugeMetricFamily}

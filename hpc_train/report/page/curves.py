@@ -118,7 +118,7 @@ def throughput(facts: RunFacts) -> Html:
     return section("Throughput", block("paragraph", words), chart, *_utilization(facts))
 
 
-def _utilization(facts: RunFacts) -> list[Html]:
+def _utilization(facts: RunFacts) -> list[Html | None]:
     heading = block("heading", "Model FLOPs utilization (MFU)")
     points = facts.values("mfu")
     if not points:

@@ -120,7 +120,7 @@ class RunFacts:
     def values(self, key: str) -> list[tuple[float, float]]:
         """Returns (step, value) of the metric in the lines that are shown."""
         if key not in self._values:
-            pairs = zip(self._steps, (line.get(key) for line in self.shown), strict=True)
+            pairs: Iterator[tuple[int, Any]] = zip(self._steps, (line.get(key) for line in self.shown), strict=True)
             self._values[key] = [pair for pair in pairs if isinstance(pair[1], int | float)]
         return self._values[key]
 
