@@ -150,12 +150,16 @@ def _call(target: Callable[..., Any], config: CustomModelConfig) -> Any:
     except UserError:
         raise
     except Exception as error:
+        where = "model.args"
+        fix = f"change model.args, which are {dict(config.args)}"
         place = _raised_in(error)
-        correct = f"correct {place}, or " if place else ""
+        if place:
+            where = f"model.args, {place}"
+            fix = f"correct {place}, or {fix}"
         raise UserError(
             f"{config._target_} could not be built: {type(error).__name__}: {error}",
-            where=f"model.args, {place}" if place else "model.args",
-            fix=f"{correct}change model.args, which are {dict(config.args)}",
+            where=where,
+            fix=fix,
         ) from error
 
 

@@ -74,7 +74,9 @@ class GatedFeedForward(nn.Module):
 
 
 def gpt_norm(config: GPTConfig, width: int) -> RMSNorm:
-    return (OffsetRMSNorm if config.norm_offset else RMSNorm)(width, eps=config.norm_eps)
+    if config.norm_offset:
+        return OffsetRMSNorm(width, eps=config.norm_eps)
+    return RMSNorm(width, eps=config.norm_eps)
 
 
 def gpt_scores(config: GPTConfig, local: bool) -> Scores:
@@ -164,7 +166,7 @@ class GPT(Model):
         """
         with torch.no_grad():
             if "norm" in name:
-                value.fill_(0.0 if self.config.norm_offset else 1.0)
+                value.fill_(1.0 - self.config.norm_offset)
                 return
             if name.endswith(".bias"):
                 value.zero_()

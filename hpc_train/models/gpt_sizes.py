@@ -47,8 +47,8 @@ def _gpt_layer_parameters(model: GPTConfig) -> int:
     queries = query_width(model)
     key_values = key_value_width(model)
     attention = 2 * model.dim * (queries + key_values)
-    biases = queries + 2 * key_values if model.qkv_bias else 0
-    norms = (4 if model.post_norms else 2) * model.dim + (2 * head_width(model) if model.qk_norm else 0)
+    biases = (queries + 2 * key_values) * model.qkv_bias
+    norms = (2 + 2 * model.post_norms) * model.dim + 2 * head_width(model) * model.qk_norm
     return attention + biases + 3 * model.dim * model.ffn_dim + norms
 
 
@@ -67,7 +67,7 @@ def gpt_linear_layers(model: GPTConfig) -> tuple[LinearLayers, ...]:
 
 def gpt_parameters(model: GPTConfig) -> int:
     """Returns the number of parameters; a tied embedding table counts once."""
-    tables = 1 if model.tied_embeddings else 2
+    tables = 2 - model.tied_embeddings
     return model.n_layers * _gpt_layer_parameters(model) + model.dim + tables * model.vocab_size * model.dim
 
 
@@ -88,18 +88,28 @@ def gpt_activations(model: GPTConfig, data: Any) -> Activations:
     key_values = key_value_width(model)
     capped = model.attention_softcap is not None
     tokens = int(getattr(data, "sequence_length", None) or _SEQUENCE)
-    normed = queries + key_values if model.qk_norm else 0
-    projected = 2 * (queries + (queries if capped else key_values))  # and the attention
+    norms = 2
+    if model.post_norms:
+        norms = 4
+    normed = (queries + key_values) * model.qk_norm
+    projected = 2 * (queries + key_values)  # and the attention
+    scores = 0
+    logits = model.vocab_size
+    if capped:
+        projected = 4 * queries
+        scores = model.n_heads * tokens
+    if model.logit_softcap is not None:
+        logits = 4 * model.vocab_size // 3
     return Activations(
         tokens=tokens,
         norm_inputs=2 * dim,
-        layer=(4 if model.post_norms else 2) * dim + projected + 4 * model.ffn_dim + normed,
+        layer=norms * dim + projected + 4 * model.ffn_dim + normed,
         products=2 * (dim + queries + key_values) + 2 * model.ffn_dim,
         layer_input=dim,
-        logits=model.vocab_size if model.logit_softcap is None else 4 * model.vocab_size // 3,
-        scores=model.n_heads * tokens if capped else 0,
+        logits=logits,
+        scores=scores,
         mixed=queries,
-        passing=(4 if model.post_norms else 2) * dim + normed,
+        passing=norms * dim + normed,
         tables=2 * head_width(model),
         fused=model.ffn_dim,
         backward=2 * model.ffn_dim,
@@ -141,12 +151,12 @@ def check_gpt(model: GPTConfig, data: Any) -> None:
     if model.head_dim is None:
         check_divides(model.n_heads, model.dim, "model.n_heads", "the width model.dim")
     if head_width(model) % 2:
-        given = model.head_dim is not None
-        raise UserError(
-            f"rotary positions need an even head width, not {head_width(model)}",
-            where="model.head_dim" if given else "model.dim, model.n_heads",
-            fix="an even model.head_dim" if given else f"a model.dim that is a multiple of {2 * model.n_heads}",
-        )
+        where = "model.head_dim"
+        fix = "an even model.head_dim"
+        if model.head_dim is None:
+            where = "model.dim, model.n_heads"
+            fix = f"a model.dim that is a multiple of {2 * model.n_heads}"
+        raise UserError(f"rotary positions need an even head width, not {head_width(model)}", where=where, fix=fix)
     _check_windows(model)
     _check_rope_scaling(model.rope_scaling)
     vocabulary = getattr(data, "vocab_size", None)

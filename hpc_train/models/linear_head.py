@@ -212,13 +212,15 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, kind: _Logits) -> tuple[
     Softmax and loss are computed on logits minus their largest, in at least fp32; half precision is copied once.
     """
     shard = kind.shard
-    wide, slope = (logits, None) if kind.cap is None else _capped(logits, kind.cap)
+    wide, slope = _capped(logits, kind.cap)
     wide, total, top, loss = _exponentials(wide, targets, shard)
     if kind.z_loss:
         normalizer = total.log() + top
         loss = loss + kind.z_loss * torch.where(targets != IGNORED, normalizer.square(), 0.0).sum()
         wide.mul_((1 + 2 * kind.z_loss * normalizer).unsqueeze(-1))
-    local_targets = targets if shard is None else shard.shard_targets(targets)
+    local_targets = targets
+    if shard is not None:
+        local_targets = shard.shard_targets(targets)
     wide[torch.arange(len(local_targets), device=local_targets.device), local_targets.clamp(min=0)] -= (
         local_targets != IGNORED
     ) * total
@@ -235,10 +237,14 @@ def compilable_chunk_loss(logits: Tensor, targets: Tensor, kind: _Logits) -> tup
     for the gradient, and writes the gradient in their place. Single operators read and write copies of them in fp32.
     """
     shard = kind.shard
-    wide, slope = (widened(logits), None) if kind.cap is None else _capped(logits, kind.cap)
+    wide, slope = _capped(logits, kind.cap)
+    wide = widened(wide)
     top = wide.amax(-1, keepdim=True)
-    top = top if shard is None else shard.largest(top)
-    local_targets = targets if shard is None else shard.shard_targets(targets)
+    if shard is not None:
+        top = shard.largest(top)
+    local_targets = targets
+    if shard is not None:
+        local_targets = shard.shard_targets(targets)
     word = torch.where(local_targets == IGNORED, 0, local_targets).unsqueeze(-1)
     chosen = torch.where(
         local_targets == IGNORED, 0.0, (wide.gather(-1, word) - top).squeeze(-1)
@@ -256,7 +262,8 @@ def compilable_chunk_loss(logits: Tensor, targets: Tensor, kind: _Logits) -> tup
     words = torch.arange(logits.shape[-1], device=logits.device)
     hit = (words == word) & (local_targets != IGNORED).unsqueeze(-1)
     gradient = torch.where(hit, gradient - total.unsqueeze(-1), gradient)
-    gradient = gradient if slope is None else gradient * slope
+    if slope is not None:
+        gradient = gradient * slope
     return loss, logits.copy_(gradient * (counts / total).unsqueeze(-1))
 
 
@@ -269,7 +276,9 @@ def _exponentials(
     if shard is not None:
         shard.largest(top)
     wide = logits.sub_(top) if logits.dtype == top.dtype else torch.sub(logits, top)
-    local_targets = targets if shard is None else shard.shard_targets(targets)
+    local_targets = targets
+    if shard is not None:
+        local_targets = shard.shard_targets(targets)
     chosen = -F.nll_loss(wide, local_targets, ignore_index=IGNORED, reduction="none")  # 0 for words of other ranks
     sums = torch.stack((wide.exp_().sum(-1), chosen))
     if shard is not None:
@@ -286,15 +295,16 @@ def _evaluate_shard(
     with torch.autocast(hidden.device.type, enabled=False):
         for rows, chunk_targets in _cut(hidden, targets, chunks):
             logits = rows @ weight.t()
-            if cap is not None:
-                logits, _ = _capped(logits, cap)
+            logits, _ = _capped(logits, cap)
             correct.append(shard.count_correct(logits, chunk_targets))
             losses.append(_exponentials(logits, chunk_targets, shard)[3])
     return torch.stack(losses).sum(), (targets != IGNORED).sum(), torch.stack(correct).sum()
 
 
-def _capped(logits: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """Returns ``soft_cap(logits, cap)`` in at least fp32, and its derivative."""
+def _capped(logits: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Returns ``soft_cap(logits, cap)`` in at least fp32, and its derivative; ``logits`` and None without a cap."""
+    if cap is None:
+        return logits, None
     bounded = torch.tanh(widened(logits) / cap)
     return bounded * cap, 1 - bounded.square()
 

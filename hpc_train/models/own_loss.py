@@ -92,8 +92,11 @@ def place(loss: Loss) -> str:
     function = inspect.unwrap(_function(loss))
     name = getattr(function, "__name__", type(loss).__name__)
     code = getattr(function, "__code__", None)
-    line = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
-    return f"{name if owner is None else f'{type(owner).__qualname__}.{name}'}{line}"
+    if owner is not None:
+        name = f"{type(owner).__qualname__}.{name}"
+    if code is None:
+        return name
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _wrong(loss: Loss, what: str) -> UserError:

@@ -56,12 +56,12 @@ class WrappedModel(nn.Module):
         super().__init__()
         for name, value in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(value):
-                part = type(module.get_submodule(name.rpartition(".")[0])).__name__
+                kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
                 raise UserError(
-                    f"{name} of {part} has no shape before the first forward pass, but the model is split, counted "
+                    f"{name} of {kind} has no shape before the first forward pass, but the model is split, counted "
                     "and given to the optimizer before that",
                     where=f"model, {name}",
-                    fix=f"{part.removeprefix('Lazy')} with its input size, or call the model once with an example at "
+                    fix=f"{kind.removeprefix('Lazy')} with its input size, or call the model once with an example at "
                     "the end of its constructor",
                 )
         if loss not in _LOSSES:
@@ -74,9 +74,9 @@ class WrappedModel(nn.Module):
         self._block_names = find_blocks(module, wrap)
         # models of transformers cache keys and values, which recomputation would add a second time
         for part in module.modules():
-            config = getattr(part, "config", None) if hasattr(part, "base_model_prefix") else None
-            if getattr(config, "use_cache", False):
-                config.use_cache = False  # type: ignore[union-attr]
+            config: Any = getattr(part, "config", None)
+            if hasattr(part, "base_model_prefix") and getattr(config, "use_cache", False):
+                config.use_cache = False
         loss_method = getattr(module, "loss", None)
         self.own_count = callable(loss_method)  # see ``Head.own_count``; the built-in losses count the targets
         self.loss: Loss = loss_method if callable(loss_method) else _LOSSES[loss]

@@ -217,9 +217,11 @@ def _chosen(which: _Question, nodes: int) -> dict[str, Any]:
     compared = [*islice(distinct(chain(close, others)), count)][1:]
     shown = (best, *nsmallest(ROWS - 1, compared, key=_seconds))
     recomputed = str(settings.get(_RECOMPUTED) or config.train.activation_checkpointing)
-    recomputes = "" if recomputed == "none" else f", activation checkpointing {recomputed}"
+    chosen = str(best.layout)
+    if recomputed != "none":
+        chosen += f", activation checkpointing {recomputed}"
     return {
-        "chosen": f"{best.layout}{recomputes}; predicted {best.prediction.step_s:.3g} s per step on {machine.name}",
+        "chosen": f"{chosen}; predicted {best.prediction.step_s:.3g} s per step on {machine.name}",
         "settings": settings,
         "rows": [candidate.to_json() | {"why": _why(candidate, best)} for candidate in shown],
     }

@@ -147,6 +147,8 @@ class Deviation:
         return self.runs >= FEWEST
 
     def __str__(self) -> str:
+        if self.runs == 1:
+            return f"{self.factor - 1:+.0%}"
         low, high = (self.factor * math.exp(sign * self.spread) - 1 for sign in (-1, 1))
         return f"{self.factor - 1:+.0%} in the median (half of them {low:+.0%} to {high:+.0%})"
 
@@ -228,13 +230,14 @@ class Calibration:
     def __str__(self) -> str:
         if self.step is None:
             return ""
-        several = "the last run" if self.step.runs == 1 else f"the last {self.step.runs} runs"
-        text = f"{several} on {self.machine} ({self.family}, {self.precision}): measured step time against predicted "
-        text += str(self.step) if self.step.runs > 1 else f"{self.step.factor - 1:+.0%}"
+        runs = "the last run" if self.step.runs == 1 else f"the last {self.step.runs} runs"
+        text = f"{runs} on {self.machine} ({self.family}, {self.precision}): measured step time against predicted "
+        text += str(self.step)
         if self.memory is not None:
-            text += f", memory {self.memory if self.memory.runs > 1 else f'{self.memory.factor - 1:+.0%}'}"
-        left = f"not corrected before {counted(FEWEST, 'run', 'runs')}"
-        return f"{text}; {'corrected' if self.step.is_known else left}"
+            text += f", memory {self.memory}"
+        if self.step.is_known:
+            return f"{text}; corrected"
+        return f"{text}; not corrected before {counted(FEWEST, 'run', 'runs')}"
 
 
 def _deviation(pairs: Iterable[tuple[Values, Values]], name: str) -> Deviation | None:
@@ -244,7 +247,9 @@ def _deviation(pairs: Iterable[tuple[Values, Values]], name: str) -> Deviation |
         if (predicted := getattr(said, name)) and (measured := getattr(true, name))
         if name == "memory_bytes" or predicted >= LEAST_SHARE * said.step_s
     ]
-    return Deviation.of(ratios) if ratios else None
+    if not ratios:
+        return None
+    return Deviation.of(ratios)
 
 
 def _scaled(said: Values, by: Mapping[str, float], of_step: float) -> float:

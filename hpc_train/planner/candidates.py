@@ -201,7 +201,9 @@ def _choices(
         if chosen["strategy.tp"] > 1 and chosen["strategy.data_parallel"] == "ddp" and kind_is_open:
             chosen["strategy.data_parallel"] = "allreduce"
         derived = {name: value for name, value in DERIVED.items() if name not in open_values}
-        chosen |= {**derived, **({**ON_CPUS, "cluster.cpu_workers": per_node} if machine.rates.cores else {})}
+        chosen |= derived
+        if machine.rates.cores:
+            chosen |= {**ON_CPUS, "cluster.cpu_workers": per_node}
         yield {name: value for name, value in chosen.items() if name in open_values or name not in fixed}
 
 
@@ -230,7 +232,9 @@ def _is_sensible(chosen: Values, devices: int, per_node: int, fixed: Collection[
 
 def refusal(config: Config, nodes: int, per_node: int, fixed: Collection[str]) -> UserError | None:
     """Returns why the simplest layout with the values of the ``fixed`` keys is refused; None if it is not."""
-    simplest = {**SIMPLEST, "strategy.dp": "fill", **({"batch.micro_size": 1} if _splits_batch(config) else {})}
+    simplest = {**SIMPLEST, "strategy.dp": "fill"}
+    if _splits_batch(config):
+        simplest["batch.micro_size"] = 1
     try:
         checked_layout(with_values(config, {k: v for k, v in simplest.items() if k not in fixed}), nodes, per_node)
     except UserError as error:
@@ -245,4 +249,4 @@ def _key(values: Values, layout: Layout) -> tuple[Any, ...]:
 def _powers(most: int) -> list[int]:
     """Returns the powers of two up to ``most``, and ``most`` itself."""
     powers = [1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most]
-    return powers if most in powers else [*powers, most]
+    return sorted({*powers, most})

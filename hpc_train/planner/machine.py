@@ -196,8 +196,7 @@ def read_machine(name: str) -> Machine:
 
 def parse_machine(content: Any, where: str) -> Machine:
     """Returns the machine that ``content`` describes; raises UserError if a number is missing, unknown or wrong."""
-    figures = content.get("figures") if isinstance(content, dict) else None
-    if not isinstance(figures, dict):
+    if not isinstance(content, dict) or not isinstance(figures := content.get("figures"), dict):
         raise UserError("the machine file has no figures", where=where, fix='{"name": ..., "figures": {...}}')
     figures = {name: asdict(figure) for name, figure in OPTIONAL.items()} | figures
     missing, unknown = (
@@ -237,7 +236,7 @@ def check_figure(name: str, value: float, where: str) -> None:
     """Raises UserError if the number ``name`` of a machine cannot be ``value``."""
     may_be_zero = name in _MAY_BE_ZERO
     if not 0 <= value < float("inf") or (value == 0 and not may_be_zero):
-        fix = f"a finite number {'of at least 0' if may_be_zero else 'above 0'}"
+        fix = "a finite number of at least 0" if may_be_zero else "a finite number above 0"
         raise UserError(f"{name} is {value:g}", where=where, fix=fix)
     if value > 1 and name in _OF_PEAK:
         raise UserError(f"{name} is {value:g}", where=where, fix="a share of the peak, at most 1")
@@ -315,7 +314,9 @@ def _of_gpus() -> list[str]:
 
 def _listed(names: Collection[str]) -> str:
     *most, last = names
-    return f"{', '.join(most)} or {last}" if most else last
+    if not most:
+        return last
+    return f"{', '.join(most)} or {last}"
 
 
 def recognized(gpu: str) -> Machine | None:

@@ -106,7 +106,9 @@ class Passes:
         device += self._cast(float8.backward) + self.accumulated(block)
         started = self._started(block, 2 * block.kernels + float8.kernels[1])
         seconds = pass_seconds(device, started, self.rates) + self._traffic(block, "backward", products)
-        return seconds + (0.0 if recomputed == "none" else self._again(block, recomputed))
+        if recomputed == "none":
+            return seconds
+        return seconds + self._again(block, recomputed)
 
     def _again(self, block: Block, recomputed: LayerMode) -> float:
         """Returns the seconds of computing the forward of ``block`` again.
@@ -126,7 +128,9 @@ class Passes:
     def _started(self, block: Block, kernels: int) -> float:
         """Returns the seconds in which the host starts the kernels of a pass."""
         replayed = self.mode == CompilerMode.CUDA_GRAPHS and id(block) in self.layers
-        return (1 if replayed else kernels) * self.rates.launch_s
+        if replayed:
+            return self.rates.launch_s
+        return kernels * self.rates.launch_s
 
     def _products(self, block: Block) -> float:
         if not block.products:
@@ -137,11 +141,14 @@ class Passes:
     def _at_full_rate(self, block: Block, operations: float) -> float:
         """Returns the seconds of ``operations`` of a sample in matrix products, part of them in fp8."""
         of_rank, share = operations * self.layout.micro_size / self.split, self._float8(block).share
-        in_fp8 = share * of_rank / self.float8_per_s if share else 0.0
-        return (1 - share) * of_rank / self.flops_per_s + in_fp8
+        if not share:
+            return of_rank / self.flops_per_s
+        return (1 - share) * of_rank / self.flops_per_s + share * of_rank / self.float8_per_s
 
     def _float8(self, block: Block) -> Float8:
-        return self.float8 if id(block) in self.in_float8 else IN_BF16
+        if id(block) in self.in_float8:
+            return self.float8
+        return IN_BF16
 
     def _cast(self, moved: float) -> float:
         return moved / self.rates.memory_bytes_per_s
@@ -387,7 +394,9 @@ def _backward(layers: Sequence[LinearLayers], beside: Sequence[float], traffic: 
 
 def pass_seconds(computed: float, started: float, rates: Rates) -> float:
     """Returns the time of a pass whose kernels take ``computed`` seconds to run and ``started`` seconds to start."""
-    return computed + started if rates.cores else max(computed, started)
+    if rates.cores:
+        return computed + started
+    return max(computed, started)
 
 
 def uncovered(traffic: float, window: float, blocks: int, rates: Rates, load: float = 1.0) -> float:
@@ -413,5 +422,6 @@ def pipeline_seconds(simulated: float, busy: float, ranks: int, rates: Rates) ->
     core per rank, but no less than all cores need for the work of all ranks. ``simulated`` are the seconds if each rank
     always has only its share of a core. ``busy`` are the seconds in which the busiest rank then computes.
     """
-    slices = ranks / rates.cores if rates.cores else 1.0
-    return simulated if slices <= 1 else max(busy, simulated / slices)
+    if ranks <= rates.cores or not rates.cores:
+        return simulated
+    return max(busy, simulated / (ranks / rates.cores))

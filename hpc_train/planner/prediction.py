@@ -222,7 +222,7 @@ class _Step:
         for count in self._counts():
             numbers = range(first, first + count)
             moved = sum(moved_bytes(config, self.layout, number) for number in numbers)
-            estimates.append(moved / self.rates.host_bytes_per_s if moved else 0.0)
+            estimates.append(moved / self.rates.host_bytes_per_s)
             first += count
         return estimates
 

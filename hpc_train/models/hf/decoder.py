@@ -248,7 +248,9 @@ def document_backend(
     ``config`` is that of a model for which ``use_kernels`` was called."""
     context = batch.context
     length = batch.inputs.shape[1]
-    scores = Scores(window=window if packed.is_narrow(Scores(window=window), length) else None)
+    scores = Scores(window=window)
+    if not packed.is_narrow(scores, length):
+        scores = Scores()
     given = _GIVEN & context.keys()
     if not given and scores.window is None:
         return None

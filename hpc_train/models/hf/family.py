@@ -30,18 +30,7 @@ def check(model: HFModelConfig, data: Any) -> None:
         raise UserError(
             f"model=hf needs transformers {oldest} or newer, and {installed} is installed", where="model", fix=INSTALL
         )
-    if data.kind == "synthetic":
-        images = getattr(data, "task", None) == IMAGES
-    else:
-        images = hasattr(data, "image_size")
-    takes_images = model.task == "image_classification"
-    if data.kind != "custom" and images != takes_images:
-        raise UserError(
-            f"model.task={model.task} learns from {'images' if takes_images else 'tokens'}, but data={data.kind} does "
-            "not provide them",
-            where="model.task, data",
-            fix="data=cifar100, images or shards" if takes_images else "data=text, tokens or sft",
-        )
+    _check_samples(model, data)
     values = sizes.values_of(model) or {}
     if model.pretrained:
         hf_config.check_weights(model.name_or_path)
@@ -82,6 +71,25 @@ def check(model: HFModelConfig, data: Any) -> None:
         )
 
 
+def _check_samples(model: HFModelConfig, data: Any) -> None:
+    if data.kind == "synthetic":
+        images = getattr(data, "task", None) == IMAGES
+    else:
+        images = hasattr(data, "image_size")
+    if data.kind == "custom" or images == (model.task == "image_classification"):
+        return
+    samples = "images"
+    fix = "data=cifar100, images or shards"
+    if images:
+        samples = "tokens"
+        fix = "data=text, tokens or sft"
+    raise UserError(
+        f"model.task={model.task} learns from {samples}, but data={data.kind} does not provide them",
+        where="model.task, data",
+        fix=fix,
+    )
+
+
 def why_not_stages(model: HFModelConfig) -> str:
     """Returns why the model cannot be cut into pipeline stages; an empty string if it can."""
     if model.lora.rank is not None:
@@ -103,9 +111,9 @@ def hf_name(name: str) -> str:
     for part_name, theirs in _PARTS.items():
         if name.startswith(part_name):
             return theirs + name.removeprefix(part_name)
-    part, index, block, *rest = name.split(".", 3) if name.count(".") > 2 else (name, "", "")
-    if (part, block) == ("layers", "block"):
-        return f"model.layers.{index}.{rest[0]}"
+    match name.split(".", 3):
+        case ["layers", index, "block", rest]:
+            return f"model.layers.{index}.{rest}"
     return name
 
 

@@ -47,10 +47,10 @@ class ConfiguredLoss:
         """
         problem = self._problem_of(targets) if self._classifies_samples else SINGLE
         if problem != SINGLE:
-            numbers = targets.reshape(logits.shape) if targets.numel() == logits.numel() else targets
-            if numbers.shape != logits.shape:
+            if targets.numel() != logits.numel():
                 raise _other_shape(logits, targets, problem)
-            return (*(squared_error if problem == REGRESSION else _binary)(logits, numbers), None)
+            compute = squared_error if problem == REGRESSION else _binary
+            return (*compute(logits, targets.reshape(logits.shape)), None)
         classes = targets.flatten() if self._classifies_samples else targets
         if classes.shape != logits.shape[:-1] or classes.is_floating_point():
             raise _other_shape(logits, targets, problem)
@@ -125,8 +125,11 @@ def _binary(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _other_shape(logits: Tensor, targets: Tensor, problem: str) -> UserError:
-    shape = list(logits.shape[:-1]) if problem == SINGLE else list(logits.shape)
-    numbers = "integers" if problem == SINGLE else "numbers"
+    shape = list(logits.shape)
+    numbers = "numbers"
+    if problem == SINGLE:
+        shape = shape[:-1]
+        numbers = "integers"
     return UserError(
         f"the targets have the shape {list(targets.shape)} and the dtype {targets.dtype}, but {problem} with outputs "
         f"of shape {list(logits.shape)} needs {numbers} of shape {shape}",

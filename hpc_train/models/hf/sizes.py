@@ -96,10 +96,11 @@ def _decoder(values: Mapping[str, Any], task: str) -> Sizes | None:
     table = vocabulary * width
     if task == "causal_lm":
         output = table
+        untied_output = table * (not ties(values))
+        logits = vocabulary
     else:
-        output = width * values.get("num_labels", len(values.get("id2label", "12")))
-    untied_output = 0 if task == "causal_lm" and ties(values) else output
-    logits = vocabulary if task == "causal_lm" else 0
+        output = untied_output = width * values.get("num_labels", len(values.get("id2label", "12")))
+        logits = 0
     return Sizes(
         values["num_hidden_layers"], layer, table, width + untied_output, width + output, width, query, key_value, ffn,
         True, None, logits,
@@ -246,16 +247,13 @@ def activations(model: HFModelConfig, data: Any) -> Activations:
     query = counts.query
     key_value = counts.key_value
     ffn = counts.ffn
-    return Activations(
-        tokens=counts.tokens or int(getattr(data, "sequence_length", None) or _SEQUENCE),
-        norm_inputs=2 * width,
-        layer=4 * width + 2 * query + 2 * key_value + 4 * ffn if counts.gated else 6 * width + 2 * ffn,
-        products=2 * width + 2 * query + 2 * key_value + 2 * ffn if counts.gated else 6 * width + ffn,
-        layer_input=width,
-        logits=counts.logits,
-        fused=ffn if counts.gated else 0,
-        backward=2 * ffn if counts.gated else ffn,
-    )
+    tokens = counts.tokens or int(getattr(data, "sequence_length", None) or _SEQUENCE)
+    common = {"tokens": tokens, "norm_inputs": 2 * width, "layer_input": width, "logits": counts.logits}
+    if not counts.gated:
+        return Activations(**common, layer=6 * width + 2 * ffn, products=6 * width + ffn, backward=ffn)
+    layer = 4 * width + 2 * (query + key_value) + 4 * ffn
+    products = 2 * (width + query + key_value + ffn)
+    return Activations(**common, layer=layer, products=products, fused=ffn, backward=2 * ffn)
 
 
 def flops_per_sample(model: HFModelConfig, shape: tuple[int, ...]) -> float | None:
