@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,15 +20,7 @@ from tests.checkpoint.tensors import read_tensors
 from tests.train.runs import frozen, run_attempt
 
 
-def poison_step_two_on_rank_one(spec: WorkerSpec, stop: StopFlag) -> None:
-    _poison(spec, {2})
-
-
-def poison_every_step(spec: WorkerSpec, stop: StopFlag) -> None:
-    _poison(spec, set(range(100)))
-
-
-def _poison(spec: WorkerSpec, steps: set[int]) -> None:
+def poison(steps: Container[int], spec: WorkerSpec, stop: StopFlag) -> None:
     """The loss of rank 1 is NaN, and that of no other rank."""
     from hpc_train.parallel.pipeline.engine import PipelineEngine
     from hpc_train.parallel.replica_engine import ReplicaEngine
@@ -55,7 +49,7 @@ def _poison(spec: WorkerSpec, steps: set[int]) -> None:
 @pytest.mark.long_form(6, cases=["2-overrides4", "2-overrides2"])
 def test_all_ranks_skip_the_step(tmp_path: Path, workers: int, overrides: list[str]) -> None:
     run = frozen(tmp_path / "run", *overrides, "checkpoint.every=1", "checkpoint.keep=9", "train.steps=5")
-    assert run_attempt(run, workers, poison_step_two_on_rank_one) == [0] * workers
+    assert run_attempt(run, workers, partial(poison, {2})) == [0] * workers
     states = [read_tensors(run.checkpoints / f"step-{step:08d}") for step in (2, 3, 4)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0]), "step 2 changed something"
     moved = [name for name in states[0] if not torch.equal(states[1][name], states[2][name])]
@@ -67,7 +61,7 @@ def test_all_ranks_skip_the_step(tmp_path: Path, workers: int, overrides: list[s
 def test_a_run_that_only_skips_ends_with_an_error(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp", "train.nonfinite_limit=3")
     with pytest.raises(AssertionError, match=r"Diverged: no gradient was finite in the last 3 steps"):
-        run_attempt(run, 2, poison_every_step)
+        run_attempt(run, 2, partial(poison, range(100)))
 
 
 # the feed-forward products of the second step overflow, on every CPU
@@ -95,15 +89,11 @@ def test_a_run_whose_loss_is_not_finite_at_its_end_has_failed(tmp_path: Path, wo
         assert "result" not in run.record()
 
 
-def last_step_overflows(spec: WorkerSpec, stop: StopFlag) -> None:
-    _poison(spec, {4})
-
-
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 @pytest.mark.long_form(4, cases=["fp32"])
 def test_one_skipped_step_at_the_end_fails_nobody(tmp_path: Path, precision: str) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp", f"precision={precision}", "train.steps=5")
-    assert run_attempt(run, 2, last_step_overflows) == [0, 0]
+    assert run_attempt(run, 2, partial(poison, {4})) == [0, 0]
     assert run.read_metrics()[-1]["grad_norm"] is None
     assert run.record()["result"]["steps"] == 5
 
@@ -138,12 +128,7 @@ def with_large_scale(spec: WorkerSpec, stop: StopFlag) -> None:
 
 
 def test_fp16_halves_its_scale_until_gradients_are_finite_and_grows_again(tmp_path: Path) -> None:
-    run = frozen(
-        tmp_path / "run",
-        "+strategy=zero2",
-        "precision=fp16",
-        "train.steps=16",
-    )
+    run = frozen(tmp_path / "run", "+strategy=zero2", "precision=fp16", "train.steps=16")
     assert run_attempt(run, 2, with_large_scale) == [0, 0]
     lines = run.read_metrics()
     scales = [line["loss_scale"] for line in lines]

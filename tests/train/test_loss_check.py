@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Config, CustomModelConfig
-from hpc_train.config.schema.data import OwnKeys
-from hpc_train.data.custom import CustomDataset
-from hpc_train.data.dataset import IGNORED, Dataset
+from hpc_train.data.dataset import IGNORED
 from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
 from hpc_train.parallel.build import build_engine
@@ -27,8 +25,9 @@ from hpc_train.train.rehearsal import rehearse
 from tests.checkpoint.progress import LONG
 from tests.parallel.cells import CLASSES, IMAGE, Cell
 from tests.parallel.module import Tiny
-from tests.parallel.oracle import Record, global_batch, mesh_of, train_engine
+from tests.parallel.oracle import Record, mesh_of, train_engine
 from tests.ranks import run_on_world
+from tests.train.test_guard import dataset_of
 
 
 class Undeclared(Tiny):
@@ -127,12 +126,6 @@ def config_of(cell: Cell, name: str | None) -> Config:
     return config
 
 
-def dataset_of(cell: Cell) -> Dataset:
-    dataset = CustomDataset(list(zip(*global_batch(cell, 0), strict=True)), OwnKeys(kind="samples"), 0)
-    dataset.floats = "float64" if cell.precision == "fp64" else "float32"
-    return dataset
-
-
 def trained(cell: Cell, mesh: Mesh, name: str | None, check: bool) -> tuple[Record, str | None]:
     torch.manual_seed(1)
     engine = build_engine(config_of(cell, name), mesh)
@@ -208,31 +201,19 @@ def test_a_loss_that_depends_on_the_split_is_reported_and_no_other() -> None:
     assert {name for name, warning in found.items() if warning} == set(), found
 
 
-def refused_counts(rank: int, world_size: int, names: list[str]) -> list[str]:
+def raised(rank: int, world_size: int, cases: dict[str, type[Exception]]) -> list[str]:
     found = []
-    for name in names:
+    for name, kind in cases.items():
         cell = Cell(1, "custom")
         mesh = mesh_of(cell, rank)
-        with pytest.raises(UserError) as problem:
+        with pytest.raises(kind) as problem:
             check_loss(build_engine(config_of(cell, name), mesh), dataset_of(cell), mesh, "fp64")
         found.append(str(problem.value))
     return found
 
 
-def test_a_count_that_cannot_divide_is_refused() -> None:
-    ((nan, negative),) = run_on_world(1, refused_counts, ["NaNCount", "NegativeCount"])
-    assert "not a number" in nan and "-3" in negative
+def test_a_count_that_cannot_divide_is_refused_and_an_error_of_the_device_is_no_warning() -> None:
+    cases = {"NaNCount": UserError, "NegativeCount": UserError, "BrokenDevice": RuntimeError}
+    ((nan, negative, broken),) = run_on_world(1, raised, cases)
+    assert "not a number" in nan and "-3" in negative and "uncorrectable ECC" in broken
     assert all("set in: the method loss of the model" in message for message in (nan, negative))
-
-
-def broken_device(rank: int, world_size: int) -> str:
-    cell = Cell(1, "custom")
-    mesh = mesh_of(cell, rank)
-    with pytest.raises(RuntimeError) as problem:
-        check_loss(build_engine(config_of(cell, "BrokenDevice"), mesh), dataset_of(cell), mesh, "fp64")
-    return str(problem.value)
-
-
-def test_an_error_of_the_device_is_no_warning() -> None:
-    (message,) = run_on_world(1, broken_device)
-    assert "uncorrectable ECC" in message

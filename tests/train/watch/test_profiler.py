@@ -59,13 +59,14 @@ def test_what_cannot_be_profiled_is_refused(steps: str, ranks: Any) -> None:
 def test_a_profile_that_cannot_be_written_does_not_end_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, asked = RunDirectory(tmp_path), Profiled(1, 1, frozenset({0}))
+    run = RunDirectory(tmp_path)
+    asked = Profiled(1, 1, frozenset({0}))
     run.profile.touch()  # a file where the folder is to be
     mesh: Any = SimpleNamespace(rank=0, device=torch.device("cpu"), layout=SimpleNamespace(pp=1))
     profiler = Profiler(asked, run, mesh, EventLog.open(run, "rank-0000", 0, 0))
     profiler.begin(1, 0.0)
-    assert profiler._begun is not None
-    profiler._report({0: profiler._stop(profiler._begun, 0.0)}, asked)
+    assert profiler._profiler is not None
+    profiler._report({0: profiler._stop(profiler._profiler, asked.name, 0.0)}, 1, 1)
     assert capsys.readouterr().out.count(f"cannot write the profile to {run.profile}: [Errno 17]") == 2
 
 
