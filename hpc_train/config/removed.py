@@ -114,46 +114,30 @@ def without_removed(config: Mapping[str, Any], record: Mapping[str, Any]) -> dic
     Raises:
         UserError: the value of a removed key changed what the run computes.
     """
-    result = _with_options_in_extra(dict(config))
+    result = {group: dict(values) if isinstance(values, Mapping) else values for group, values in config.items()}
+    cluster = result.get("cluster")
+    if isinstance(cluster, dict):
+        options = {option: cluster[key] for key, option in SBATCH_OPTIONS.items() if cluster.get(key) is not None}
+        if options:
+            cluster["extra"] = {**options, **cluster.get("extra", {})}
     for key, removed in REMOVED.items():
-        result = _without(result, key.split("."), key, removed)
-    for (key, value), instead in REMOVED_VALUES.items():
         group, name = key.split(".")
         values = result.get(group)
-        if isinstance(values, Mapping) and values.get(name) == value:
-            result[group] = {**values, name: _recorded(record, instead)}
-    return result
-
-
-def _recorded(record: Mapping[str, Any], instead: RemovedValue) -> Any:
-    node: Any = record if instead.recorded else None
-    for name in instead.recorded:
-        node = node.get(name) if isinstance(node, Mapping) else None
-    return instead.value if node is None else node
-
-
-def _with_options_in_extra(config: dict[str, Any]) -> dict[str, Any]:
-    cluster = config.get("cluster")
-    if not isinstance(cluster, Mapping):
-        return config
-    given = {option: cluster[key] for key, option in SBATCH_OPTIONS.items() if cluster.get(key) is not None}
-    return config | {"cluster": {**cluster, "extra": {**given, **cluster.get("extra", {})}}} if given else config
-
-
-def _without(node: Mapping[str, Any], names: list[str], key: str, removed: Removed) -> dict[str, Any]:
-    name, *rest = names
-    result = dict(node)
-    if name not in result:
-        return result
-    if rest:
-        if isinstance(result[name], Mapping):
-            result[name] = _without(result[name], rest, key, removed)
-        return result
-    value = result.pop(name)
-    if removed.same is not None and value not in removed.same:
-        raise UserError(
-            f"the run was frozen with {key}={value}, which this version of hpc_train does not have",
-            where=key,
-            fix="use the version that froze it, or start a new run with another run.name",
-        )
+        if not isinstance(values, dict) or name not in values:
+            continue
+        value = values.pop(name)
+        if removed.same is not None and value not in removed.same:
+            raise UserError(
+                f"the run was frozen with {key}={value}, which this version of hpc_train does not have",
+                where=key,
+                fix="use the version that froze it, or start a new run with another run.name",
+            )
+    for (key, value), replaced in REMOVED_VALUES.items():
+        group, name = key.split(".")
+        values = result.get(group)
+        if isinstance(values, dict) and values.get(name) == value:
+            recorded: Any = record if replaced.recorded else None
+            for part in replaced.recorded:
+                recorded = recorded.get(part) if isinstance(recorded, Mapping) else None
+            values[name] = replaced.value if recorded is None else recorded
     return result

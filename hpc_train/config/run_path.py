@@ -14,8 +14,6 @@ from hpc_train.users import name_of_user
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]*(/[A-Za-z0-9_][A-Za-z0-9_.+=,@-]*)*")
 LONGEST_NAME = 255  # bytes of a name on Linux file systems
 SCRATCH = ("SCRATCH", "PSCRATCH", "SCRATCHDIR", "MYSCRATCH", "CINECA_SCRATCH")  # variables that sites set
-
-
 UNSET = "unset"
 
 
@@ -36,10 +34,12 @@ def default_root(scratch: str | None = None, project: str | None = UNSET) -> str
             where="run.root",
             fix="run.root=DIR, or export HPC_TRAIN_ROOT=DIR; cluster.account=PROJECT if the project names it",
         )
+    if root:
+        return root
     if scratch is not None and project not in (None, UNSET):
         scratch = f"{scratch}/{project}"
     scratch = scratch or next((os.environ[name] for name in SCRATCH if os.environ.get(name)), None)
-    return root or (f"{scratch}/hpc_train" if scratch else "outputs")
+    return f"{scratch}/hpc_train" if scratch else "outputs"
 
 
 def run_directory(root: str, name: str | None = None, fork: str | None = None) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from fnmatch import translate
 from typing import TYPE_CHECKING, Any
@@ -48,14 +49,19 @@ FIX = "remove it from the config, which is stored in clear text; workers inherit
 def refuse_secrets(node: DictConfig, environment: Mapping[str, str] = os.environ) -> None:
     """Raises UserError if a value contains, or is taken from, a secret of the environment."""
     from omegaconf import OmegaConf  # workers hide secrets too, but read no node
+    from omegaconf.errors import OmegaConfBaseException
 
     held = _secrets(environment)
     for key, raw in leaves(OmegaConf.to_container(node, resolve=False)):
         for name in FROM_ENVIRONMENT.findall(raw):
             if SECRET_NAME.search(name):
                 raise UserError(f"{key} reads the secret {name} from the environment", where=key, fix=FIX)
-        value = _resolved(node, key) if "${" in raw else raw
-        _refuse(key, value, held)
+        if "${" in raw:
+            # the conversion of values reports what cannot be resolved
+            with suppress(OmegaConfBaseException):
+                _refuse(key, str(OmegaConf.select(node, key)), held)
+        else:
+            _refuse(key, raw, held)
 
 
 def refuse_secret_arguments(arguments: Iterable[str], environment: Mapping[str, str] = os.environ) -> None:
@@ -63,11 +69,6 @@ def refuse_secret_arguments(arguments: Iterable[str], environment: Mapping[str, 
     held = _secrets(environment)
     for argument in arguments:
         _refuse(argument.split("=", 1)[0], argument, held)
-
-
-def contains_secret(value: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether the text contains a secret of the environment."""
-    return any(secret in value for secret in _secrets(environment).values())
 
 
 def is_secret_file(name: str) -> bool:
@@ -136,15 +137,6 @@ def _refuse(key: str, value: str, held: Mapping[str, str]) -> None:
         if secret in value:
             raise UserError(f"{key} contains the value of the secret {name}", where=key, fix=FIX)
 
-
-def _resolved(node: DictConfig, key: str) -> str:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        return str(OmegaConf.select(node, key))
-    except OmegaConfBaseException:
-        return ""  # the conversion of values reports what cannot be resolved
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
