@@ -173,10 +173,8 @@ def prepare_all(
 ) -> list[Job]:
     """Composes and checks the jobs ``first``, ``first`` + 1, ... of ``count`` below ``sweep``; writes nothing.
 
-    Raises UserError if jobs are wrong; the message names them, with their overrides.
-
-    Args:
-        trust_owner: whether the runs may have files of other users.
+    Raises UserError if jobs are wrong; the message names them, with their overrides. ``trust_owner`` allows runs that
+    have files of other users.
     """
     jobs: list[Job] = []
     refused: list[RefusedJob] = []
@@ -297,11 +295,7 @@ HOPELESS = 3  # trials that fail before one succeeds
 
 
 class JobFailed(Exception):
-    """Replaces the result of a job that did not end well.
-
-    Args:
-        code: its exit code.
-    """
+    """Replaces the result of a job that did not end well."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -309,11 +303,7 @@ class JobFailed(Exception):
 
 
 class TrialLines:
-    """Prints one line for each trial when it has ended; a terminal also shows those that run.
-
-    Args:
-        line: returns the line of a trial.
-    """
+    """Prints one line for each trial when it has ended; a terminal also shows those that run."""
 
     def __init__(self, jobs: Sequence[Job], line: Callable[[Job, View], str], console: Console) -> None:
         self._jobs = jobs

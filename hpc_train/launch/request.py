@@ -195,8 +195,7 @@ def check_config(config: Config, shape: JobShape) -> Layout:
 def freeze_job(job: Job, code_directory: Path, *, claim: bool = False) -> None:
     """Writes the run directory of ``job``, with a snapshot of the code in ``code_directory``.
 
-    Args:
-        claim: whether this process trains the run now, so that no other command may.
+    With ``claim`` this process trains the run now, so that no other command may.
     """
     code = snapshot_code([job.config], code_directory)
     freeze(
@@ -214,8 +213,8 @@ def freeze_job(job: Job, code_directory: Path, *, claim: bool = False) -> None:
 def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, str]] | None = None) -> list[str]:
     """Returns the lines about keys that the user sets without an effect in some of ``jobs``.
 
-    Args:
-        reported: the keys and reasons of earlier batches of the sweep, which are left out; gets those of ``jobs``.
+    ``reported`` has the keys and reasons of earlier batches of the sweep, which are left out, and gets those of
+    ``jobs``.
     """
     reported = set() if reported is None else reported
     unread: dict[int, list[WithoutEffect]] = {}

@@ -96,10 +96,7 @@ def take_code_again(runs: Sequence[tuple[RunDirectory, Config]]) -> list[str]:
     """Replaces the frozen code of ``runs`` by a snapshot of what is now in the work trees that it was taken from.
 
     The runs must not be live. Their event logs record the change. Raises UserError if a work tree does not exist any
-    more, or cannot be copied.
-
-    Returns:
-        lines for the user.
+    more, or cannot be copied. Returns lines for the user.
     """
     frozen = [(run, frozen_code(run)) for run, _ in runs]
     configs = [config for _, config in runs]

@@ -88,11 +88,7 @@ def survives_node_loss(elastic: ElasticConfig) -> bool:
 
 
 def identity(jobs: Sequence[Job], directory: Path, output: str) -> dict[str, str | None]:
-    """Returns name, comment and output file of a submission; the comment identifies the run directory.
-
-    Args:
-        output: of ``output_file``.
-    """
+    """Returns name, comment and output file of a submission; the comment identifies the run directory."""
     config = jobs[0].config
     comment = f"hpc_train:{directory} {config.cluster.comment or ''}".rstrip()
     name = config.cluster.job_name or f"hpc_train-{directory.name}"

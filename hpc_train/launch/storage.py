@@ -86,9 +86,6 @@ def check_shared(
     """Returns a note if the nodes of a Slurm job may not see ``path``.
 
     Raises UserError if they cannot see it, since it is in memory or in the temporary directory of this machine.
-
-    Args:
-        nodes: returns the nodes that Slurm knows.
     """
     system = system or file_system_of(path)
     if system is None or not (system.in_memory or system.on_a_disk_here) or is_exported(path):

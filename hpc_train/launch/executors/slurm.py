@@ -68,11 +68,7 @@ AWAY = ("down", "drain", "fail", "maint", "reboot", "unknown", "inval")
 
 
 class ScriptExecutor(SlurmExecutor):
-    """submitit's executor with our script and options.
-
-    Args:
-        mode: the permissions of the file with the script.
-    """
+    """submitit's executor with our script and options. ``mode`` has the permissions of the file with the script."""
 
     def __init__(self, folder: Path, text: str, sbatch_options: Options, mode: int) -> None:
         super().__init__(folder)
@@ -231,8 +227,7 @@ class SlurmJobExecutor:
     ) -> str:
         """Submits a script, ``launch.chain`` times; returns the id of the first.
 
-        Args:
-            submitted: the ids of the earlier submissions for the same directory.
+        ``submitted`` has the ids of the earlier submissions for the same directory.
         """
         job = group[0]
         ids: list[str] = []
@@ -422,11 +417,7 @@ _OPTION = re.compile(r"--([a-z][a-z-]+)")
 
 
 def refusal(said: str) -> UserError:
-    """Returns the error for a refused submission, with all that was printed.
-
-    Args:
-        said: the standard error of sbatch.
-    """
+    """Returns the error for a refused submission, with all that was printed."""
     lines = [line.rstrip() for line in said.splitlines() if line.strip()]
     words = "".join(f"\n  {line}" for line in lines)
     if len(lines) < 2:

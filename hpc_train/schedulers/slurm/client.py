@@ -85,9 +85,7 @@ def run(
     """Runs a command of Slurm and returns its standard output.
 
     Raises SlurmError if it is missing, takes longer than ``timeout_s`` seconds, or exits with another code than 0.
-
-    Args:
-        environment: the variables of the command; without it, those of this process that reach a query.
+    Without ``environment`` it gets the variables of this process that reach a query.
     """
     return _completed(command, stdin, environment, timeout_s).stdout
 
@@ -197,10 +195,8 @@ def _squeue(*options: str, timeout_s: float = QUERY_S) -> list[str] | None:
 def list_jobs(selection: Sequence[str], timeout_s: float = PATIENT_S) -> list[QueuedJob] | None:
     """Returns the jobs that the options ``selection`` of ``squeue`` select, one for each task of an array (``12_3``).
 
-    ``squeue`` responds on sites without accounting too, and knows a job for minutes after its end.
-
-    Returns:
-        None if Slurm does not respond.
+    ``squeue`` responds on sites without accounting too, and knows a job for minutes after its end. Returns None if
+    Slurm does not respond.
     """
     lines = _squeue("--array", "--states=all", "--format=%i|%T|%S|%k|%r", *selection, timeout_s=timeout_s)
     if lines is None:
@@ -218,8 +214,7 @@ def list_jobs(selection: Sequence[str], timeout_s: float = PATIENT_S) -> list[Qu
 def job_state(job_id: str, clusters: str | None = None) -> JobState | None:
     """Returns the state of one job; None if Slurm does not respond.
 
-    Args:
-        clusters: other clusters than this machine's, where the same id may belong to another user's job.
+    ``clusters`` are others than that of this machine, where the same id may belong to another user's job.
     """
     others = ["--me", *on_clusters(clusters)] if clusters else []
     lines = _squeue("--jobs", job_id, "--format", "%T", *others)
@@ -292,8 +287,7 @@ def usable_nodes(partition: str) -> set[str] | None:
 def extend_comment(text: str, replaced: re.Pattern[str]) -> None:
     """Appends ``text`` to the comment of the job of this process. Without an answer of Slurm it changes nothing.
 
-    Args:
-        replaced: what an earlier start of the job has appended, which ``text`` replaces.
+    ``text`` replaces what an earlier start of the job has appended, which matches ``replaced``.
     """
     job_id = own_job()
     jobs = list_jobs([f"--jobs={job_id}"], BRIEF_S)
@@ -351,10 +345,7 @@ def cancel(ids: Collection[str], *, signal: str | None = None, clusters: str | N
 def submit(options: Sequence[str], script: str, comment: str, clusters: str | None = None) -> str:
     """Submits a batch script and returns the id of the job.
 
-    Raises SlurmError if Slurm does not take it.
-
-    Args:
-        comment: the comment of this job and of no other.
+    Raises SlurmError if Slurm does not take it. No other job has this ``comment``.
     """
 
     def send() -> str:

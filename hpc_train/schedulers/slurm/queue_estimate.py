@@ -57,10 +57,8 @@ class Estimate:
 def starts_of(shapes: Iterable[Sequence[str]]) -> dict[tuple[str, ...], Start]:
     """Returns the start of a job of each shape, with one ``sbatch --test-only`` for each that is not in the cache.
 
-    Raises SlurmError if Slurm is missing or does not respond; it is not asked about the other shapes.
-
-    Args:
-        shapes: the options of sbatch that determine when a job starts.
+    Raises SlurmError if Slurm is missing or does not respond; it is not asked about the other shapes. ``shapes`` are
+    the options of sbatch that determine when a job starts.
     """
     file = user_cache() / "queue-starts.json"
     now = time.time()
@@ -129,8 +127,7 @@ def read_estimates(root: Path, cluster: str, partition: str | None) -> list[Esti
 def accuracy_of(submissions: Sequence[Estimate]) -> Accuracy | None:
     """Compares the expected starts of ``submissions`` with the real ones, by one query of accounting.
 
-    Returns:
-        None if fewer than three of them have started, or accounting does not respond.
+    Returns None if fewer than three of them have started, or accounting does not respond.
     """
     if len(submissions) < FEWEST:
         return None

@@ -231,8 +231,7 @@ class Free:
 def rows(text: str, columns: Sequence[str], fewest: int | None = None) -> list[dict[str, str]]:
     """Returns the lines of ``sacct --parsable2`` or ``sacctmgr --parsable2`` as values by column.
 
-    Args:
-        fewest: of the columns, that a line must have; all by default.
+    A line must have all columns, or the ``fewest``.
     """
     lines = (line.split("|") for line in text.splitlines())
     fewest = fewest or len(columns)

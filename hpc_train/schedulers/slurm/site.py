@@ -134,8 +134,7 @@ def read_site(ask: Query = query) -> Site:
 def begun_site(path: str | None, conf: str | None) -> Callable[[], Site]:
     """Returns what waits for the site of this machine; the first call asks Slurm. Cached per process.
 
-    Args:
-        path, conf: PATH and SLURM_CONF, which select the commands and the controller.
+    PATH and SLURM_CONF select the commands and the controller.
     """
     return begin_site()
 
