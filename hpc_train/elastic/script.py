@@ -31,7 +31,7 @@ from hpc_train.elastic.hang_bounds import START_S
 from hpc_train.layout.user_code import PYTHONS, own_code_notes
 from hpc_train.machine.temporary import SCRIPTS, TemporaryDirectory
 from hpc_train.run.agent_worker import Beat, Phase, WorkerSpec
-from hpc_train.run.code import FrozenCode, frozen_code
+from hpc_train.run.code import frozen_code
 from hpc_train.run.directory import RUN_DIRECTORY, RunDirectory
 from hpc_train.run.event_log import Clock
 from hpc_train.run.files import BackgroundCall
@@ -83,7 +83,16 @@ class Script:
         for note in own_code_notes(config):
             print(f"note: {note}", flush=True)
         run_id = str(run.record().get("run_id") or run.path.name)
-        return cls(_frozen_words(words, code), _search_path(words, code), run_id, folder)
+        if code is None:
+            return cls(words, {}, run_id, folder)
+        files = [word for word in words if word.endswith(".py")]
+        # Python puts the current directory or that of the script first, which PYTHONSAFEPATH prevents
+        folders = [code.copied_path(Path(word).parent) for word in files if Path(word).is_file()]
+        variables = code.environment()
+        path = [*(str(copy) for copy in folders if copy is not None), variables["PYTHONPATH"]]
+        copies = {word: code.copied_path(word) for word in files}
+        frozen_words = [str(copies.get(word) or word) for word in words]
+        return cls(frozen_words, variables | {"PYTHONPATH": os.pathsep.join(path)}, run_id, folder)
 
     def start(self, spec: WorkerSpec, output: Connection) -> ScriptProcess:
         """Starts the command as the worker ``spec``; its standard output and error go to ``output``."""
@@ -128,27 +137,6 @@ def torchrun_variables(spec: WorkerSpec, run_id: str) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
-
-
-def _frozen_words(words: Sequence[str], code: FrozenCode | None) -> list[str]:
-    """Replaces each Python file of the work tree by its frozen copy."""
-    if code is None:
-        return list(words)
-    copies = {word: code.copied_path(word) for word in words if word.endswith(".py")}
-    return [str(copies.get(word) or word) for word in words]
-
-
-def _search_path(words: Sequence[str], code: FrozenCode | None) -> dict[str, str]:
-    """Returns the variables with which Python finds the modules next to a frozen script in the frozen code.
-
-    Python puts the current directory or that of the script first, which PYTHONSAFEPATH prevents.
-    """
-    if code is None:
-        return {}
-    folders = [code.copied_path(Path(word).parent) for word in words if word.endswith(".py") and Path(word).is_file()]
-    variables = code.environment()
-    path = [*(str(folder) for folder in folders if folder is not None), variables["PYTHONPATH"]]
-    return variables | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 @dataclass
@@ -270,23 +258,22 @@ class ScriptProgress:
 
     def beat(self) -> Beat | None:
         """Returns the newest sign of life; None before the first."""
-        changed = self._changes()
+        touched = 0
+        with suppress(OSError):
+            touched = self._path.stat().st_mtime_ns
+        changed = touched, max(self._began, self._folder.newest)
         if changed != self._changed:
             self._changed = changed
-            number = _number_in(self._path) if changed[0] else None
+            number = None
+            # the file may be empty, or have something else than a number
+            with suppress(OSError, ValueError), self._path.open("rb") as file:
+                number = int(file.read(64))
             if number is not None and self._metrics is not None:
                 self._metrics.note(number)
             before = 0 if self._beat is None else self._beat.step
             step = before + 1 if number is None else number
             self._beat = Beat(step, Phase.STEP, time.monotonic(), step, 0.0)
         return self._beat
-
-    def _changes(self) -> tuple[int, int]:
-        try:
-            touched = self._path.stat().st_mtime_ns
-        except OSError:
-            touched = 0
-        return touched, max(self._began, self._folder.newest)
 
     def ask(self) -> int:
         return 0
@@ -303,15 +290,6 @@ class ScriptProgress:
         if self._metrics is not None:
             self._metrics.close()
         self._path.unlink(missing_ok=True)
-
-
-def _number_in(path: Path) -> int | None:
-    """Returns the number that a script has written into its file; None for an empty or another file."""
-    try:
-        with path.open("rb") as file:
-            return int(file.read(64))
-    except (OSError, ValueError):
-        return None
 
 
 class ScriptProcess:

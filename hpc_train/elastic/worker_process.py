@@ -59,8 +59,13 @@ def main(
     die_with_warm_parent(warm_parent_pid)
     gc.freeze()  # what the warm parent has imported stays shared with it: the collector does not write to it
     gc.enable()
-    _prepare_process(spec)
-    _no_core_files()
+    sys.argv[1:] = [spec.run_dir]  # W&B records it, and the command line of the run may hold values of cluster.env
+    os.environ.update(spec.environment)
+    if spec.cpus is not None:  # before CUDA, threads and loaders start, which inherit the affinity
+        with contextlib.suppress(OSError):  # the job may have lost these CPUs: stay unbound
+            os.sched_setaffinity(0, spec.cpus)
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))  # a core file would be as large as the worker's memory
     _redirect(output)
     faulthandler.register(SHOW_STACKS, block.descriptor, all_threads=True)
     spec = replace(spec, heartbeat=block.descriptor)
@@ -69,32 +74,12 @@ def main(
     code = _run(entry, spec, stop, report, failure)
     sys.stdout.flush()
     sys.stderr.flush()
-    _remove_semaphores()
-    os._exit(code)  # skip exit handlers: after a failure they may wait for peers that are gone
-
-
-def _remove_semaphores() -> None:
-    """Removes the named semaphores of this process, such as the lock of tqdm, which torch.compile uses. An exit handler
-    would remove them; without it, multiprocessing's resource tracker warns on the console.
-    """
+    # named semaphores, such as the lock of tqdm, which torch.compile uses: an exit handler would remove them; without
+    # it, multiprocessing's resource tracker warns on the console
     for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]
         if finalizer._callback is SemLock._cleanup:  # type: ignore[attr-defined]
             finalizer()
-
-
-def _prepare_process(spec: WorkerSpec) -> None:
-    """Sets environment and CPU affinity before CUDA, threads and loaders start, which inherit both."""
-    sys.argv[1:] = [spec.run_dir]  # W&B records it, and the command line of the run may hold values of cluster.env
-    os.environ.update(spec.environment)
-    if spec.cpus is not None:
-        with contextlib.suppress(OSError):  # the job may have lost these CPUs: stay unbound
-            os.sched_setaffinity(0, spec.cpus)
-
-
-def _no_core_files() -> None:
-    """Disables core files: each would be as large as the worker's memory."""
-    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+    os._exit(code)  # skip exit handlers: after a failure they may wait for peers that are gone
 
 
 def _redirect(output: Connection) -> None:

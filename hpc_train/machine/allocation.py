@@ -49,7 +49,9 @@ class Allocation:
 def current_allocation(environment: Mapping[str, str] = os.environ) -> Allocation:
     """Reads the Slurm step that this process is a task of; any other process has one node."""
     if "SLURM_STEP_NUM_NODES" not in environment or "SLURM_NODEID" not in environment:
-        return _single_node(environment)
+        name = socket.gethostname()
+        job_id = environment.get("SLURM_JOB_ID") or environment.get("SUBMITIT_LOCAL_JOB_ID")
+        return Allocation(1, 0, name, job_id, f"{name}.{os.getpid()}", LOOPBACK, (name,), LOOPBACK)
     nodes = int(environment["SLURM_STEP_NUM_NODES"])
     # several slurmd of a test cluster share one host name; Slurm's node name is unique
     name = environment.get("SLURMD_NODENAME", socket.gethostname())
@@ -83,7 +85,16 @@ def meeting_at(allocation: Allocation, interface: str | None) -> Allocation:
     if interface is None or allocation.nodes == 1:
         return allocation
     if HOST in interface:
-        return replace(allocation, address=_resolving(interface.replace(HOST, allocation.node_name.partition(".")[0])))
+        name = interface.replace(HOST, allocation.node_name.partition(".")[0])
+        try:
+            socket.gethostbyname(name)
+        except OSError as error:
+            raise UserError(
+                f"cluster.interface: the host name {name} does not resolve: {error.strerror or error}",
+                where="cluster.interface",
+                fix="cluster.interface=null, or another pattern such as {host}-ib0; `getent hosts NAME` tests a name",
+            ) from None
+        return replace(allocation, address=name)
     addresses = {
         name: candidate.address
         for name, candidates in psutil.net_if_addrs().items()
@@ -100,18 +111,6 @@ def meeting_at(allocation: Allocation, interface: str | None) -> Allocation:
             f"{HOST}-ib0",
         )
     return replace(allocation, address=addresses[interface])
-
-
-def _resolving(name: str) -> str:
-    try:
-        socket.gethostbyname(name)
-    except OSError as error:
-        raise UserError(
-            f"cluster.interface: the host name {name} does not resolve: {error.strerror or error}",
-            where="cluster.interface",
-            fix="cluster.interface=null, or another pattern such as {host}-ib0; `getent hosts NAME` tests a name",
-        ) from None
-    return name
 
 
 def listening_at(allocation: Allocation, is_chosen: bool) -> tuple[Allocation, str | None]:
@@ -171,12 +170,6 @@ def _doubt_about(address: str, others: Sequence[str]) -> str | None:
 _ANY_PORT = 9  # nothing is sent; the kernel only looks up the route
 
 
-def _single_node(environment: Mapping[str, str]) -> Allocation:
-    name = socket.gethostname()
-    job_id = environment.get("SLURM_JOB_ID") or environment.get("SUBMITIT_LOCAL_JOB_ID")
-    return Allocation(1, 0, name, job_id, f"{name}.{os.getpid()}", LOOPBACK, (name,), LOOPBACK)
-
-
 def workers_per_node(cluster: ClusterConfig, visible: int | None = None) -> tuple[int, int]:
     """Returns the GPUs and workers of a node: one worker per GPU, or ``cpu_workers`` without GPUs.
 
@@ -217,19 +210,16 @@ _PART = re.compile(r"\[([^\]]*)\]|([^\[]+)")
 
 def expand(text: str) -> list[str]:
     """Returns the node names in order, like ``scontrol show hostnames``, which is not available in a container."""
-    return [name for item in _ITEM.findall(text) for name in _names(item)]
-
-
-def _names(item: str) -> list[str]:
-    parts = [_numbers(inside) if inside else [plain] for inside, plain in _PART.findall(item)]
-    return ["".join(pieces) for pieces in itertools.product(*parts)]
-
-
-def _numbers(ranges: str) -> list[str]:
     names = []
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        names += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+    for item in _ITEM.findall(text):
+        parts = []
+        for ranges, plain in _PART.findall(item):
+            numbers = [] if ranges else [plain]
+            for part in ranges.split(",") if ranges else ():
+                first, _, last = part.partition("-")
+                numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+            parts.append(numbers)
+        names += ["".join(pieces) for pieces in itertools.product(*parts)]
     return names
 
 

@@ -7,9 +7,10 @@ message, although the node has free memory; the counter of kills is the only tra
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from hpc_train.machine.sysfs import read_text
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESSES = Path("/proc")
@@ -35,7 +36,13 @@ def free_memory(groups: Path = CGROUPS, processes: Path = PROCESSES) -> FreeMemo
     The page cache of a group counts as free, since the kernel drops it before it kills a process.
     """
     bounds = [FreeMemory(1024 * _field(processes / "meminfo", "MemAvailable:"), NODE)]
-    bounds += [FreeMemory(size, GROUP) for size in _left_in_groups(groups, processes)]
+    group = MemoryGroup.current(groups, processes)
+    for level in (group.path, *group.path.parents):
+        left = _left(level, group.version)
+        if left is not None:
+            bounds.append(FreeMemory(left, GROUP))
+        if level == group.root:
+            break
     return min(bounds, key=lambda bound: bound.size)
 
 
@@ -65,17 +72,6 @@ class MemoryGroup:
         return cls(groups / paths.get("", "").lstrip("/"), groups, 2)
 
 
-def _left_in_groups(groups: Path, processes: Path) -> Iterator[int]:
-    """Yields the bytes left in the group of this process and in each group above it that has a limit."""
-    group = MemoryGroup.current(groups, processes)
-    for level in (group.path, *group.path.parents):
-        left = _left(level, group.version)
-        if left is not None:
-            yield left
-        if level == group.root:
-            return
-
-
 def _left(group: Path, version: int) -> int | None:
     """Returns the bytes left in one group; None without a limit."""
     old = version == 1
@@ -94,19 +90,14 @@ def _left(group: Path, version: int) -> int | None:
 
 def _number(file: Path) -> int | None:
     """Returns the number in ``file``; None for ``max`` and for an unreadable file."""
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None
+    text = read_text(file)
+    return int(text) if text.isdigit() else None
 
 
 def _field(file: Path, name: str) -> int:
     """Returns the number after ``name`` at the beginning of a line of ``file``, or 0."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(words[1]) for words in map(str.split, lines) if len(words) > 1 and words[0] == name), 0)
+    match = re.search(rf"^{re.escape(name)}\s+(\d+)", read_text(file), re.MULTILINE)
+    return int(match[1]) if match else 0
 
 
 SYSFS = Path("/sys")
@@ -130,7 +121,12 @@ class Traffic:
     def since(self, before: Traffic) -> Traffic:
         """Returns the difference to ``before``; None if a counter was reset."""
         names = self.__dataclass_fields__
-        return Traffic(**{name: _difference(getattr(self, name), getattr(before, name)) for name in names})
+        differences: dict[str, int | None] = {}
+        for name in names:
+            now = getattr(self, name)
+            then = getattr(before, name)
+            differences[name] = None if now is None or then is None or now < then else now - then
+        return Traffic(**differences)
 
 
 def read_traffic(sysfs: Path = SYSFS) -> Traffic:
@@ -147,24 +143,10 @@ def read_traffic(sysfs: Path = SYSFS) -> Traffic:
 
 def _total(files: list[Path], unit: int = 1) -> int | None:
     """Returns the sum, or None if any file is unreadable, since a partial sum would look like all traffic."""
-    values = list(_numbers(files))
-    if values and len(values) == len(files):
-        return unit * sum(values)
+    texts = [read_text(file) for file in files]  # some drivers return EINVAL or N/A
+    if texts and all(text.isdigit() for text in texts):
+        return unit * sum(map(int, texts))
     return None
-
-
-def _numbers(files: list[Path]) -> Iterator[int]:
-    for file in files:
-        try:
-            yield int(file.read_text(encoding="ascii"))
-        except (OSError, ValueError):  # some drivers return EINVAL or N/A
-            continue
-
-
-def _difference(now: int | None, before: int | None) -> int | None:
-    if now is None or before is None or now < before:
-        return None
-    return now - before
 
 
 COUNTER = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
@@ -180,23 +162,14 @@ class OomKills:
     @classmethod
     def now(cls, groups: Path = CGROUPS, processes: Path = PROCESSES) -> OomKills:
         """Reads the counters; an unreadable counter counts as 0."""
-        return cls(_counter(_events_file(groups, processes)), _counter(processes / "vmstat"))
+        group = MemoryGroup.current(groups, processes)
+        file = "memory.oom_control" if group.version == 1 else "memory.events"
+        return cls(_counter(group.path / file), _counter(processes / "vmstat"))
 
     def __sub__(self, before: OomKills) -> OomKills:
         return OomKills(self.group - before.group, self.node - before.node)
 
 
-def _events_file(groups: Path, processes: Path) -> Path:
-    """Returns the file of the counter in this process's control group."""
-    group = MemoryGroup.current(groups, processes)
-    return group.path / ("memory.oom_control" if group.version == 1 else "memory.events")
-
-
 def _counter(path: Path) -> int:
-    try:
-        match = COUNTER.search(path.read_text())
-    except OSError:
-        return 0
-    if match:
-        return int(match[1])
-    return 0
+    match = COUNTER.search(read_text(path))
+    return int(match[1]) if match else 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +97,7 @@ def room_in(path: Path, ask: Ask | None = None) -> list[Room]:
     status = os.statvfs(existing)
     rooms = [Room(status.f_bavail * status.f_frsize, status.f_favail if status.f_files else None, FILE_SYSTEM)]
     system = file_system_of(existing)
-    quota = None if system is None else _quota(system, ask or _output)
+    quota = None if system is None else _quota(system, ask or _quota_output)
     if quota is None:
         return rooms
     return [*rooms, quota]
@@ -132,21 +132,17 @@ def _room(words: Sequence[str]) -> Room | None:
     if len(words) != 8:
         return None
     numbers = [int(word.rstrip("*")) if word.rstrip("*").isdigit() else 0 for word in words]
-    size, inodes = _left(numbers[0:3]), _left(numbers[4:7])
+    left = []
+    for used, soft, hard in (numbers[0:3], numbers[4:7]):
+        limit = hard or soft
+        left.append(max(0, limit - used) if limit else None)
+    size, inodes = left
     if size is None:
         return None
     return Room(size * KIB, inodes, "your quota")
 
 
-def _left(numbers: Iterable[int]) -> int | None:
-    used, soft, hard = numbers
-    limit = hard or soft
-    if limit:
-        return max(0, limit - used)
-    return None
-
-
-def _output(command: Sequence[str]) -> str:
+def _quota_output(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=QUOTA_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

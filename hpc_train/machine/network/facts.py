@@ -51,8 +51,12 @@ def read_limits(proc: Path) -> NodeLimits:
         text = (proc / "self/limits").read_text(errors="replace")
     except OSError:
         return NodeLimits()
-    locked, files = (_soft_and_hard(text, name) for name in ("Max locked memory", "Max open files"))
-    return NodeLimits(locked[0], *files)
+    limits: list[int | None] = []
+    for name in ("Max locked memory", "Max open files"):
+        match = re.search(_LINE.format(name=name), text, re.MULTILINE)
+        words = match.groups() if match else (None, None)  # soft and hard
+        limits += [UNLIMITED if word == "unlimited" else word and int(word) for word in words]
+    return NodeLimits(limits[0], limits[2], limits[3])
 
 
 def shared_memory(directory: Path = SHARED_MEMORY) -> int | None:
@@ -62,19 +66,6 @@ def shared_memory(directory: Path = SHARED_MEMORY) -> int | None:
     except OSError:
         return None
     return status.f_blocks * status.f_frsize
-
-
-def _soft_and_hard(text: str, name: str) -> tuple[int | None, int | None]:
-    match = re.search(_LINE.format(name=name), text, re.MULTILINE)
-    if match is None:
-        return None, None
-    return _limit(match[1]), _limit(match[2])
-
-
-def _limit(word: str) -> int:
-    if word == "unlimited":
-        return UNLIMITED
-    return int(word)
 
 
 LIMIT = 1 << 16  # more than any kernel supports; protects against typos
@@ -377,6 +368,10 @@ class Machines:
 
 def _hardware(facts: NodeFacts) -> NodeFacts:
     """Returns the facts without the node's own ones; equal for nodes of the same machine."""
+
+    def without_few_flaps(port: Port) -> Port:  # no decision depends on a number below FLAPS
+        return replace(port, link_downed=0) if 0 < (port.link_downed or 0) < FLAPS else port
+
     names = {gpu.uuid: f"GPU-{gpu.index:04d}" for gpu in facts.gpus}
     names |= {uuid: f"MIG-{gpu.index:04d}-{i:04d}" for gpu in facts.gpus for i, uuid in enumerate(gpu.slices)}
     gpus = (
@@ -387,16 +382,9 @@ def _hardware(facts: NodeFacts) -> NodeFacts:
         facts,
         node=None,
         gpus=tuple(gpus),
-        nics=tuple(_with_ports(nic, _without_few_flaps) for nic in facts.nics),
+        nics=tuple(_with_ports(nic, without_few_flaps) for nic in facts.nics),
         visible=tuple(names.get(name, name) for name in facts.visible),
     )
-
-
-def _without_few_flaps(port: Port) -> Port:
-    """Removes a number of link-down events that no decision depends on."""
-    if 0 < (port.link_downed or 0) < FLAPS:
-        return replace(port, link_downed=0)
-    return port
 
 
 def _with_ports(nic: Nic, change: Callable[[Port], Port]) -> Nic:
@@ -428,9 +416,11 @@ def with_local_facts(machine: NodeFacts, name: str | None, local: dict[str, Any]
         return replace(base, uuid=uuid, slices=tuple(slices))
 
     def nic(base: Nic) -> Nic:
-        return _with_ports(
-            base, lambda port: _with_downs(port, local["link_downed"].get(f"{base.name}:{port.number}", 0))
-        )
+        def with_downs(port: Port) -> Port:
+            count = local["link_downed"].get(f"{base.name}:{port.number}", 0)
+            return port if port.link_downed in (None, count) else replace(port, link_downed=count)
+
+        return _with_ports(base, with_downs)
 
     slices = local.get("slices", [gpu_facts.slices for gpu_facts in machine.gpus])
     facts = replace(
@@ -442,9 +432,3 @@ def with_local_facts(machine: NodeFacts, name: str | None, local: dict[str, Any]
     )
     facts.__dict__["results"] = machine.results
     return facts
-
-
-def _with_downs(port: Port, count: int) -> Port:
-    if port.link_downed in (None, count):
-        return port
-    return replace(port, link_downed=count)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from hpc_train.errors import UserError
 from hpc_train.machine.network.facts import NodeFacts, Setting
+from hpc_train.machine.sysfs import read_text
 
 # variables that are sent to other nodes: communication, threads and allocator, nothing that could be a secret
 _OF_COMMUNICATION = re.compile(
@@ -155,11 +157,11 @@ def who_has_what(values: Mapping[str, str]) -> str:
     for node, value in values.items():
         nodes.setdefault(value, []).append(node)
     rarest = sorted(nodes.items(), key=lambda item: len(item[1]))
-    return ", ".join(f"{value} on {_listed(names)}" for value, names in rarest[:SHOWN])
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    parts = []
+    for value, names in rarest[:SHOWN]:
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        parts.append(f"{value} on {', '.join(names[:SHOWN])}{more}")
+    return ", ".join(parts)
 
 
 Version = tuple[int, ...]
@@ -185,40 +187,25 @@ _FOLDERS = ("usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu"
 
 def read_versions(root: Path = Path("/")) -> tuple[tuple[str, str], ...]:
     """Returns sorted (name, version) pairs; those of Python packages belong to this interpreter."""
-    return tuple(sorted([*recorded_versions(root), *_of_wheels()]))
+    versions = dict(recorded_versions(root))
+    for name, wheels in _WHEELS:
+        for wheel in reversed(wheels):
+            with suppress(PackageNotFoundError):
+                versions[name] = version(wheel)
+    return tuple(sorted(versions.items()))
 
 
 def recorded_versions(root: Path) -> tuple[tuple[str, str], ...]:
-    """Returns the versions found in a copy of a root directory."""
-    return tuple(sorted([*_of_files(root), *_of_libraries(root)]))
-
-
-def _of_files(root: Path) -> Iterator[tuple[str, str]]:
+    """Returns the versions found in a copy of a root directory; those of libraries are the end of their file names."""
+    versions = {}
     for name, path, pattern in _FILES:
-        try:
-            match = re.search(pattern, (root / path).read_text(errors="replace"), re.MULTILINE)
-        except OSError:
-            continue
-        if match:
-            yield name, match[1]
-
-
-def _of_libraries(root: Path) -> Iterator[tuple[str, str]]:
-    """Yields versions of libraries, taken from the end of their file names."""
+        if match := re.search(pattern, read_text(root / path), re.MULTILINE):
+            versions[name] = match[1]
     for name, pattern in _LIBRARIES:
         files = [path for folder in _FOLDERS for path in (root / folder).glob(pattern)]
         if files:
-            yield name, max(path.name.partition(".so.")[2] for path in files)
-
-
-def _of_wheels() -> Iterator[tuple[str, str]]:
-    for name, wheels in _WHEELS:
-        for wheel in wheels:
-            try:
-                yield name, version(wheel)
-                break
-            except PackageNotFoundError:
-                continue
+            versions[name] = max(path.name.partition(".so.")[2] for path in files)
+    return tuple(sorted(versions.items()))
 
 
 def different_versions(nodes: Sequence[NodeFacts]) -> list[str]:

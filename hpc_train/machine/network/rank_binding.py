@@ -29,31 +29,27 @@ class Binding:
 
 
 def bindings(facts: NodeFacts, ranks: int) -> tuple[Binding, ...]:
-    """Returns a binding for each of the node's ``ranks`` ranks."""
+    """Returns a binding for each of the node's ``ranks`` ranks.
+
+    On a node without GPUs each rank gets neighboring cores, but only if all visible CPUs belong to the job.
+    """
     binder = next((setting for setting in facts.settings if setting.name in BINDERS), None)
     if binder is not None:
         return _unbound(ranks, f"{binder.name} is set by {binder.source}, which takes precedence")
-    gpus = [device.gpu for device in devices(facts)[:ranks]]
     if facts.visible:
-        return _near_gpus(facts, gpus, ranks)
-    return _shares(facts, ranks)
-
-
-def _near_gpus(facts: NodeFacts, gpus: Sequence[Gpu | None], ranks: int) -> tuple[Binding, ...]:
-    known_gpus = [gpu for gpu in gpus if gpu is not None]
-    if len(known_gpus) < ranks or len({gpu.index for gpu in known_gpus}) < ranks:
-        return _unbound(ranks, "the GPU of each rank is unknown")
-    masks = {mask.gpu: mask for mask in cpu_masks(replace(facts, gpus=tuple(known_gpus)))}
-    return tuple(_binding(facts, masks[gpu.name].cpus, masks[gpu.name].reason) for gpu in known_gpus)
-
-
-def _shares(facts: NodeFacts, ranks: int) -> tuple[Binding, ...]:
-    """Gives each rank neighboring cores on a node without GPUs, but only if all visible CPUs belong to the job."""
+        gpus = {device.gpu.index: device.gpu for device in devices(facts)[:ranks] if device.gpu is not None}
+        if len(gpus) < ranks:
+            return _unbound(ranks, "the GPU of each rank is unknown")
+        masks = cpu_masks(replace(facts, gpus=tuple(gpus.values())))
+        return tuple(_binding(facts, mask.cpus, mask.reason) for mask in masks)
     if facts.allocated_cpus is None:
         return _unbound(ranks, "there is no GPU and no Slurm job, so other processes may use the CPUs")
     if facts.allocated_cpus < len(facts.allowed):
         return _unbound(ranks, f"Slurm allocated {facts.allocated_cpus} CPUs but {len(facts.allowed)} are visible")
-    cores = _numbered_cores(facts)
+    node_of = {cpu: number for number, cpus in enumerate(facts.numa) for cpu in cpus}
+    allowed = set(facts.allowed)
+    cores = [allowed_cpus for core in facts.cores if (allowed_cpus := tuple(cpu for cpu in core if cpu in allowed))]
+    cores.sort(key=lambda core: (node_of.get(core[0], 0), core))
     if len(cores) < ranks:
         return _unbound(ranks, f"{len(cores)} cores are too few for {ranks} ranks")
     cuts = [len(cores) * rank // ranks for rank in range(ranks + 1)]
@@ -61,14 +57,6 @@ def _shares(facts: NodeFacts, ranks: int) -> tuple[Binding, ...]:
         _binding(facts, sum(cores[start:end], ()), f"{end - start} of {len(cores)} cores")
         for start, end in pairwise(cuts)
     )
-
-
-def _numbered_cores(facts: NodeFacts) -> list[Core]:
-    """Returns the allowed CPUs by physical core, one NUMA node after the other."""
-    node_of = {cpu: number for number, cpus in enumerate(facts.numa) for cpu in cpus}
-    allowed = set(facts.allowed)
-    cores = [allowed_cpus for core in facts.cores if (allowed_cpus := tuple(cpu for cpu in core if cpu in allowed))]
-    return sorted(cores, key=lambda core: (node_of.get(core[0], 0), core))
 
 
 def _binding(facts: NodeFacts, cpus: tuple[int, ...] | None, reason: str) -> Binding:
@@ -149,12 +137,18 @@ class Mask:
 def cpu_masks(facts: NodeFacts) -> tuple[Mask, ...]:
     """Returns a mask for each GPU of the node, in their order."""
     cores = _cores(facts)
-    usable = {gpu.name: _usable(gpu, facts) for gpu in facts.gpus}
+    usable = {gpu.name: set(gpu.cpus).intersection(facts.allowed or gpu.cpus) for gpu in facts.gpus}
     near = {name: tuple(core for core in cores if cpus.intersection(core)) for name, cpus in usable.items()}
     masks: dict[str, Mask] = {}
     for group in _sharing(near):
         for name, share in _share(group, near).items():
-            masks[name] = _mask(name, share, usable[name], near[name])
+            cpus = tuple(sorted(cpu for core in share for cpu in core if cpu in usable[name]))
+            if cpus:
+                masks[name] = Mask(name, cpus, f"{len(share)} of the {len(near[name])} cores near it")
+            elif near[name]:
+                masks[name] = Mask(name, None, "there are fewer cores than GPUs that share them")
+            else:
+                masks[name] = Mask(name, None, "the CPUs near it are unknown or not allowed")
     return tuple(masks[gpu.name] for gpu in facts.gpus)
 
 
@@ -180,12 +174,6 @@ def _cores(facts: NodeFacts) -> tuple[Core, ...]:
             if not any(cpu in cores for cpu in core):
                 cores |= dict.fromkeys(core, core)
     return tuple(sorted(set(cores.values())))
-
-
-def _usable(gpu: Gpu, facts: NodeFacts) -> set[int]:
-    if facts.allowed:
-        return set(gpu.cpus) & set(facts.allowed)
-    return set(gpu.cpus)
 
 
 def _sharing(near: Mapping[str, Sequence[Core]]) -> list[list[str]]:
@@ -217,12 +205,3 @@ def _share(group: Sequence[str], near: Mapping[str, Sequence[Core]]) -> dict[str
     if all(shares.values()):
         return shares
     return {name: [] for name in group}
-
-
-def _mask(gpu: str, share: Sequence[Core], usable: set[int], near: Sequence[Core]) -> Mask:
-    cpus = tuple(sorted(cpu for core in share for cpu in core if cpu in usable))
-    if cpus:
-        return Mask(gpu, cpus, f"{len(share)} of the {len(near)} cores near it")
-    if not near:
-        return Mask(gpu, None, "the CPUs near it are unknown or not allowed")
-    return Mask(gpu, None, "there are fewer cores than GPUs that share them")

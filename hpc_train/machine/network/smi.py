@@ -74,43 +74,30 @@ def _unwrapped(lines: list[str]) -> list[str] | None:
             return lines
         blank = (at for at in range(start, len(lines)) if not "".join(lines[at : at + 2]).strip())
         end = next((at for at in range(start, len(lines)) if lines[at].startswith("Legend")), next(blank, len(lines)))
-        joined = _joined(lines[start:end])
+        pieces = lines[start:end]
+        longest = max(map(len, pieces))
+        # spaces at the end of the pieces may be gone
+        width = next((width for width in _TERMINAL_WIDTHS if longest <= width < longest + 8), longest)
+        joined = [pieces[0]]
+        for piece in pieces[1:]:
+            if _begins_row(piece):
+                joined.append(piece)
+            elif piece.strip():
+                joined[-1] += " " * (-len(joined[-1]) % width) + piece
+
         header = _header(joined[0])
-        if header is None or not _is_complete(header, joined):
+        heading, *rows = [line.split() for line in joined]
+        if header is None or heading != [*header.devices, *" ".join(header.side).split()]:
             return None
-        return [*lines[:start], joined[0], *(_without_gaps(row, header) for row in joined[1:]), "", *lines[end:]]
+        links = [cell for row in rows for cell in row[1 : 1 + len(rows)]]
+        if [row[0] for row in rows] != list(header.devices) or not all(map(_LINK.fullmatch, links)):
+            return None
+        count = 1 + len(header.devices)
+        for number, row in enumerate(rows, start=1):
+            if len(row) - count not in (0, len(header.side)):  # joined lines do not show which side cells are blank
+                joined[number] = " ".join(row[:count])
+        return [*lines[:start], *joined, "", *lines[end:]]
     return lines
-
-
-def _joined(pieces: Sequence[str]) -> list[str]:
-    """Returns a line for the heading and for each row; spaces at the end of the ``pieces`` may be gone."""
-    width = _terminal_width(max(len(piece) for piece in pieces))
-    joined = [pieces[0]]
-    for piece in pieces[1:]:
-        if _begins_row(piece):
-            joined.append(piece)
-        elif piece.strip():
-            joined[-1] += " " * (-len(joined[-1]) % width) + piece
-    return joined
-
-
-def _is_complete(header: _Header, joined: Sequence[str]) -> bool:
-    """Returns whether the heading is complete, and each of its devices has a row with a link to every device."""
-    heading, *rows = [line.split() for line in joined]
-    if heading != [*header.devices, *" ".join(header.side).split()]:
-        return False
-    if [row[0] for row in rows] != list(header.devices):
-        return False
-    return all(_LINK.fullmatch(cell) for row in rows for cell in row[1 : 1 + len(rows)])
-
-
-def _without_gaps(row: str, header: _Header) -> str:
-    """Removes the cells at the side if some are blank, because joined lines do not show which."""
-    words = row.split()
-    count = 1 + len(header.devices)
-    if len(words) - count in (0, len(header.side)):
-        return row
-    return " ".join(words[:count])
 
 
 def _begins_row(line: str) -> bool:
@@ -118,10 +105,7 @@ def _begins_row(line: str) -> bool:
     return len(words) > 1 and _is_device(words[0]) and bool(words[1] in _PEER_STATUS or _LINK.fullmatch(words[1]))
 
 
-def _terminal_width(longest: int) -> int:
-    """Returns the usual width above the ``longest`` line, whose spaces at the end may be gone."""
-    usual = (40, 60, 72, 80, 90, 100, 110, 120, 130, 132, 140, 150, 160, 180, 200, 220, 240)
-    return next((width for width in usual if longest <= width < longest + 8), longest)
+_TERMINAL_WIDTHS = (40, 60, 72, 80, 90, 100, 110, 120, 130, 132, 140, 150, 160, 180, 200, 220, 240)
 
 
 def _header(line: str) -> _Header | None:
@@ -146,9 +130,14 @@ def _rows(lines: Sequence[str], header: _Header, cut: bool, doubt: Callable[[str
         if heading not in header.side:
             doubt(f"the column {heading!r} is missing")
     for number, line in enumerate(lines, start=1):
-        row = _row(line, header, cut and number == len(lines))
-        if row is None or row.device in rows:
+        words = line.split()
+        if not _begins_row(line) or words[0] in rows:
             continue
+        path_types = tuple(words[1 : 1 + len(header.devices)])
+        side = _side_cells(line, words, header) if len(path_types) == len(header.devices) else ()
+        if cut and number == len(lines) and len(side) < len(header.side):
+            side = side[:-1]
+        row = _Row(words[0], path_types, side)
         if row.device not in header.devices:
             doubt(f"the row of {row.device} has no matching column")
             continue
@@ -159,16 +148,6 @@ def _rows(lines: Sequence[str], header: _Header, cut: bool, doubt: Callable[[str
         if device not in rows:
             doubt(f"the row of {device} is missing")
     return rows
-
-
-def _row(line: str, header: _Header, cut: bool) -> _Row | None:
-    words = line.split()
-    if len(words) < 2 or not _is_device(words[0]) or (words[1] not in _PEER_STATUS and not _LINK.fullmatch(words[1])):
-        return None
-    count = len(header.devices)
-    path_types = tuple(words[1 : 1 + count])
-    side = _side_cells(line, words, header) if len(path_types) == count else ()
-    return _Row(words[0], path_types, side[:-1] if cut and len(side) < len(header.side) else side)
 
 
 def _side_cells(line: str, words: list[str], header: _Header) -> tuple[str, ...]:
