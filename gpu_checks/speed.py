@@ -12,7 +12,7 @@ from benchmarks.savers import AS_IT_STANDS, ROWS, Row, measured, speed, text_of
 from gpu_checks.check import Probe
 from gpu_checks.commands import TINY, cpu_ranks, train
 from hpc_train.bench.step import LISTED
-from hpc_train.train.watch.step_gap import OPTIMIZER, WAITING
+from hpc_train.bench.step_gap import OPTIMIZER, WAITING
 
 LARGER = "twice the micro-batch"
 WANTED = (AS_IT_STANDS, "logits whole", LARGER)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpc_train.bench import step_gap
 from hpc_train.bench.bare_loop import bare_batches, build_bare_loop
 from hpc_train.bench.request import NoiseRequest, Spread, StepRequest, paired_ratio
 from hpc_train.bench.worker import BenchRank, Training, measure_on_ranks
@@ -43,7 +44,6 @@ from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.exits import Exit
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.step import Control, StepOutcome, TrainStep
-from hpc_train.train.watch import step_gap
 from hpc_train.train.watch.measures import Measures
 from hpc_train.train.watch.pipeline_watch import bubble_share
 from hpc_train.train.watch.profiler import communication_share

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from hpc_train.bench import step_gap
 from hpc_train.bench.step import report
-from hpc_train.config.compose import typed
-from hpc_train.train.watch import step_gap
-from hpc_train.train.watch.step_gap import (
+from hpc_train.bench.step_gap import (
     COMMUNICATION,
     PRODUCTS,
     RECOMPUTED,
@@ -22,6 +21,7 @@ from hpc_train.train.watch.step_gap import (
     losses,
     seconds_by_kind,
 )
+from hpc_train.config.compose import typed
 from tests.config.composing import compose
 from tests.doors.command import TINY, hpc_train
 
