@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from hpc_train.registration import RUN_ENDED, registered
 from hpc_train.run.code import frozen_code, reexec_from_snapshot
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.owner import open_run
+from hpc_train.run.requests import StopRequests
 from hpc_train.run.snapshot import check_copy
 from hpc_train.runs.job_status import PRESENT, JobStatus
 from hpc_train.units import counted
@@ -189,10 +190,9 @@ class RunAgent:
         reexec_from_snapshot(run)
         from hpc_train.elastic.agent import run_agent  # the submitter does not need the modules of the agent
 
-        reserved = None
-        if self.share is not None:
-            share = self.share
-            reserved = lambda stop: reserve(share, lambda: stop.requested)  # noqa: E731
+        def reserved(stop: StopRequests) -> AbstractContextManager[None]:
+            return nullcontext() if self.share is None else reserve(self.share, lambda: stop.requested)
+
         code = run_agent(run, reserve=reserved)
         registered(RUN_ENDED)(run)
         sys.exit(code)  # instead of returning, so that a failed run is a failed job
