@@ -7,6 +7,7 @@ run directory. ``notices_of`` names the keys that a user sets without an effect.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from omegaconf import OmegaConf
 
 from hpc_train.config.arguments import expand, own_files_checked, with_right_plus
 from hpc_train.config.command_line import CommandLine
-from hpc_train.config.compose import register, typed
+from hpc_train.config.compose import LAUNCHER, SWEEPER, register, typed
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.values import runs_own_code
@@ -71,12 +72,9 @@ def register_launcher() -> None:
     The sweepers of Optuna and Nevergrad end a search at its first failed trial by default; here they go on.
     """
     register()
-    plugins = Plugins.instance()  # searches for plugins, before which these modules must not be imported
-    from hydra_plugins.hpc_train_launcher.launcher import HpcTrainLauncher
-    from hydra_plugins.hpc_train_launcher.sweeper import HpcTrainSweeper
-
-    plugins.register(HpcTrainLauncher)
-    plugins.register(HpcTrainSweeper)
+    for target in (LAUNCHER, SWEEPER):  # by name: Hydra must have searched for plugins before they are imported
+        module, _, name = target.rpartition(".")
+        Plugins.instance().register(getattr(importlib.import_module(module), name))
     sweepers: dict[str, Any] = ConfigStore.instance().repo.get("hydra", {}).get("sweeper", {})
     for name, key in FAILURE_RATES.items():
         if f"{name}.yaml" in sweepers:
