@@ -331,7 +331,8 @@ def load_row(path: str, key: str, kind: type[Row]) -> Row:
             where=location(path),
             fix=f"{attribute} = {kind.__name__}(...) from {kind.__module__}",
         )
-    missing = [field.name for field in fields(row) if getattr(row, field.name) is _MISSING]
+    facts_of_row: Any = row
+    missing = [field.name for field in fields(facts_of_row) if getattr(row, field.name) is _MISSING]
     if missing:
         facts = ", ".join(f"{name}=..." for name in missing)
         raise UserError(
@@ -352,7 +353,8 @@ def _execute(spec: ModuleSpec, path: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look up their annotations in sys.modules
     blocks = "torch" not in sys.modules
     if blocks:
-        sys.modules["torch"] = None  # type: ignore[assignment] - makes imports of torch fail
+        # makes imports of torch fail
+        sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         if file.endswith(".py"):  # also in a process that has torch
             for statement in ast.parse(Path(file).read_text(encoding="utf-8")).body:

@@ -129,7 +129,7 @@ def _group(name: str, values: Any) -> ParameterGroup:
         if not isinstance(value, _TYPES[key]):
             kinds = ("null" if kind is type(None) else kind.__name__ for kind in _TYPES[key])
             must = f"of type {' or '.join(kinds)}"
-        elif key in ("lr_factor", "weight_decay") and value is not None and value < 0:
+        elif key in ("lr_factor", "weight_decay") and isinstance(value, int | float) and value < 0:
             must = "at least 0"
         if must:
             raise UserError(f"{where}.{key} is {value!r}, but must be {must}", where=where, fix=f"{where}.{key}=VALUE")
