@@ -62,7 +62,7 @@ def test_two_nodes_give_the_losses_of_a_local_run(cluster: Cluster, tmp_path: Pa
 
 
 @pytest.mark.beside
-@pytest.mark.long_form(25)  # tests/machine/test_placement.py
+@pytest.mark.long_form(25)  # tests/machine/test_allocation.py
 def test_nodes_of_one_switch_are_neighbors_in_rank(cluster: Cluster, tmp_path: Path) -> None:
     """Three nodes of which Slurm numbers one of another switch in between; the variable says so here."""
     shell = with_python(cluster)

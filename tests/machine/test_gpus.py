@@ -1,4 +1,4 @@
-"""How many GPUs a process trains on, and the words where it cannot use them, on machines made of files."""
+"""How many GPUs a process trains on, the words where it cannot use them, and the memory of a GPU of each kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.machine.allocation import workers_per_node
-from hpc_train.machine.gpus import Machine, UnusableGpus, allocated_gpus, gpus_to_use
+from hpc_train.machine.gpus import Machine, UnusableGpus, allocated_gpus, gpu_memory, gpus_to_use
 
 # As Slurm 22.05 sets them in a step of a job that asked for GPUs, in the batch script of such a job, in a step to
 # which srun gave none of the GPUs of its --exclusive job, and in a job without GPUs.
@@ -217,3 +217,38 @@ def test_the_cpu_is_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in GIVEN.items():
         monkeypatch.setenv(name, value)
     assert workers_per_node(ClusterConfig(gpus_per_node=0, cpu_workers=3)) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "gigabytes"),
+    [
+        ("h100", 80),
+        ("H200", 141),
+        ("nvidia_h100_80gb_hbm3", 80),
+        ("nvidia_h100_nvl", 94),
+        ("nvidia_h100_pcie", 80),
+        ("nvidia_h200", 141),
+        ("nvidia_b200", 180),
+        ("nvidia_gh200_120gb", 96),
+        ("gh200", 96),
+        ("nvidia_gb200", 186),
+        ("nvidia_a100-sxm4-80gb", 80),
+        ("nvidia_a100-sxm-64gb", 64),
+        ("nvidia_a100_80gb_pcie", 80),
+        ("a100_1g.10gb", 10),
+        ("nvidia_a100_3g.20gb", 20),
+        ("tesla_v100-sxm2-32gb", 32),
+        ("nvidia_l40s", 48),
+        ("nvidia_l40", 48),
+        ("nvidia_rtx_a6000", 48),
+        ("nvidia-rtx-3090", 24),
+        ("nvidia_geforce_rtx_4090", 24),
+        ("tesla_t4", 16),
+        ("a100", None),
+        ("v100", None),
+        ("shard", None),
+        ("", None),
+    ],
+)
+def test_memory_by_name(kind: str, gigabytes: float | None) -> None:
+    assert gpu_memory(kind) == (None if gigabytes is None else gigabytes * 1e9)
