@@ -8,15 +8,15 @@ The loops have no engines, control messages, checkpoints or telemetry. They make
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
@@ -71,26 +71,23 @@ def build_bare_loop(kind: str, config: Config, mesh: Mesh, layers: Sequence[rang
         layers: the layers of each pipeline stage; None splits them by ``strategy.pp_split``.
     """
     losses: list[Tensor] = []
-    pipeline = partial(_pipeline, losses=losses)
-    loops: dict[str, Callable[[nn.Module, Config, Mesh], Step]] = {
-        "single": _single, "dp": _data_parallel, "zero2": _sharded, "zero3": _sharded, "pp": pipeline,
-    }  # fmt: skip
     model: nn.Module = build_model(config.model, config.train.seed)
     if kind == "pp":
         assert isinstance(model, Model)
         layers = layers or split_layers(len(model.layers), mesh.layout.stages, config.strategy.pp_split)
-        model = nn.ModuleList(cut(model, stage, layers) for stage in _held(mesh))
+        model = nn.ModuleList(cut(model, stage, layers) for stage in _stages_of_rank(mesh))
     for part in model if isinstance(model, nn.ModuleList) else (model,):
         set_hidden_dtype(part, config.precision)
         apply_loss_form(part, loss_form(config, mesh.layout))  # or the loops would compute different products
         apply_activation_checkpointing(part, recomputation_of(config, mesh.layout), config.train.compile)
         if config.train.compile:
             compile_model(part)
-    return BareLoop(model, loops[kind](model, config, mesh), losses)
+    if isinstance(model, nn.ModuleList):
+        return BareLoop(model, _pipeline(model, config, mesh, losses), losses)
+    return BareLoop(model, _replicas(kind, model, config, mesh), losses)
 
 
-def _held(mesh: Mesh) -> list[int]:
-    """Returns the pipeline stages of this rank."""
+def _stages_of_rank(mesh: Mesh) -> list[int]:
     return [stage for stage, rank in enumerate(mesh.layout.placement) if rank == mesh.pp_rank]
 
 
@@ -135,70 +132,50 @@ def bare_batches(config: Config, mesh: Mesh) -> Iterator[StepBatch]:
                 count = 0
 
 
-def _single(model: nn.Module, config: Config, mesh: Mesh) -> Step:
+def _replicas(kind: str, model: nn.Module, config: Config, mesh: Mesh) -> Step:
+    """Returns the step of one device, of DDP, or of ``fully_shard``; gradients are reduced after the last backward."""
+    if kind in ("zero2", "zero3"):
+        _shard(model, config, mesh)
     _initialize(model, config, mesh)
     optimizer = _optimizer(model, config)
+    replica = model
+    ranks = 1
+    if kind != "single":
+        ranks = dist.get_world_size()
+    if kind == "dp":
+        replica = DistributedDataParallel(
+            model, bucket_cap_mb=config.strategy.bucket_cap_mb, gradient_as_bucket_view=True
+        )
 
     def step(micro_batches: Sequence[Batch], target_count: int) -> None:
         optimizer.zero_grad()
-        for batch in micro_batches:
-            with autocast(config.precision.name, mesh.device):
-                loss, _ = model(batch.inputs, batch.context, batch.targets)
-            (loss / target_count).backward()
-        _clip(model, config)
+        for index, batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            if kind == "zero2" and isinstance(replica, FSDPModule):
+                replica.set_reshard_after_backward(is_last)
+            waits = isinstance(replica, DistributedDataParallel) and not is_last
+            with replica.no_sync() if waits else nullcontext():
+                with autocast(config.precision.name, mesh.device):
+                    loss, _ = replica(batch.inputs, batch.context, batch.targets)
+                (loss * (ranks / target_count)).backward()
+        if config.optim.clip_norm:
+            clip_grad_norm_(model.parameters(), config.optim.clip_norm)
         optimizer.step()
 
     return step
 
 
-def _data_parallel(model: nn.Module, config: Config, mesh: Mesh) -> Step:
-    _initialize(model, config, mesh)
-    optimizer = _optimizer(model, config)
-    ranks = dist.get_world_size()
-    replica = DistributedDataParallel(model, bucket_cap_mb=config.strategy.bucket_cap_mb, gradient_as_bucket_view=True)
-
-    def backward(batch: Batch, target_count: int) -> None:
-        with autocast(config.precision.name, mesh.device):
-            loss, _ = replica(batch.inputs, batch.context, batch.targets)
-        (loss * (ranks / target_count)).backward()
-
-    def step(micro_batches: Sequence[Batch], target_count: int) -> None:
-        optimizer.zero_grad()
-        with replica.no_sync():
-            for batch in micro_batches[:-1]:
-                backward(batch, target_count)
-        backward(micro_batches[-1], target_count)
-        _clip(model, config)
-        optimizer.step()
-
-    return step
-
-
-def _sharded(model: nn.Module, config: Config, mesh: Mesh) -> Step:
+def _shard(model: nn.Module, config: Config, mesh: Mesh) -> None:
     dtype = compute_dtype(config.precision.name)
-    reduce_dtype = parameter_dtype(config.precision.name) if dtype else None
+    reduce_dtype = None
+    if dtype is not None:
+        reduce_dtype = parameter_dtype(config.precision.name)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     frees = "parameters" in mesh.layout.kind.shards  # after each layer's pass, otherwise once per step
     if isinstance(model, Model):
         for layer in model.layers.values():
             fully_shard(layer, reshard_after_forward=frees, mp_policy=policy)
-    sharded = fully_shard(model, reshard_after_forward=False, mp_policy=policy)
-    _initialize(model, config, mesh)
-    optimizer = _optimizer(model, config)
-    ranks = dist.get_world_size()
-
-    def step(micro_batches: Sequence[Batch], target_count: int) -> None:
-        optimizer.zero_grad()
-        for index, batch in enumerate(micro_batches):
-            if not frees:
-                sharded.set_reshard_after_backward(index == len(micro_batches) - 1)
-            with autocast(config.precision.name, mesh.device):
-                loss, _ = model(batch.inputs, batch.context, batch.targets)
-            (loss * (ranks / target_count)).backward()
-        _clip(model, config)
-        optimizer.step()
-
-    return step
+    fully_shard(model, reshard_after_forward=False, mp_policy=policy)
 
 
 class _StageModule(nn.Module):
@@ -234,11 +211,11 @@ def _pipeline(parts: nn.Module, config: Config, mesh: Mesh, losses: list[Tensor]
     count = mesh.layout.stages
     stages = [
         PipelineStage(_StageModule(part, config, mesh, stage == count - 1), stage, count, mesh.device)
-        for part, stage in zip(parts, _held(mesh), strict=True)
+        for part, stage in zip(parts, _stages_of_rank(mesh), strict=True)
     ]
     kind = schedule_class(mesh.layout)
-    held = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-    schedule = kind(held, mesh.layout.micro_batches, loss_fn=loss, scale_grads=False)
+    of_rank = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+    schedule = kind(of_rank, mesh.layout.micro_batches, loss_fn=loss, scale_grads=False)
 
     def step(micro_batches: Sequence[Batch], target_count: int) -> None:
         nonlocal targets_of_step
@@ -246,7 +223,7 @@ def _pipeline(parts: nn.Module, config: Config, mesh: Mesh, losses: list[Tensor]
         optimizer.zero_grad()
         inputs = torch.cat([batch.inputs for batch in micro_batches])
         targets = torch.cat([batch.targets for batch in micro_batches])
-        first = (inputs,) if stages[0].is_first else ()
+        first = [inputs] if stages[0].is_first else []
         last = {"target": targets, "losses": losses} if stages[-1].is_last else {}
         schedule.step(*first, **last, return_outputs=False)
         if config.optim.clip_norm:
@@ -288,8 +265,3 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = ({"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
-
-
-def _clip(model: nn.Module, config: Config) -> None:
-    if config.optim.clip_norm:
-        clip_grad_norm_(model.parameters(), config.optim.clip_norm)

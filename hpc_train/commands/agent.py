@@ -40,23 +40,23 @@ def start_agent(arguments: list[str], begun: HeadStart | None = None) -> int:
         check_copy(run)
     reexec_from_snapshot(run)  # ends what has begun: its pipe is closed
     if not options.json:
-        return _run(run, options.progress and is_first, begun)
+        return _run(run, is_first, options.progress, begun)
     with stdout_for_results() as results:
-        code = _run(run, options.progress and is_first, begun)
-        from hpc_train.runs.job_status import outcome, view_at_end
-
+        code = _run(run, is_first, options.progress, begun)
         if is_first:
+            from hpc_train.runs.job_status import outcome, view_at_end
+
             print(outcome(run, view_at_end(run, code)), file=results)
     return code
 
 
-def _run(run: RunDirectory, shows_progress: bool, begun: HeadStart | None) -> int:
-    if shows_progress:
+def _run(run: RunDirectory, is_first: bool, shows_progress: bool, begun: HeadStart | None) -> int:
+    if is_first and shows_progress:
         from hpc_train.launch.executors.allocation import run_in_foreground  # other agents do not need its modules
 
         return run_in_foreground(run, None, begun)
     code = run_agent(run, begun=begun)
-    if os.environ.get("SLURM_NODEID", "0") == "0":
+    if is_first:
         from hpc_train.report.page.build import write_at_end  # other agents do not need its modules
 
         write_at_end(run)

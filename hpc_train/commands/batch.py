@@ -65,7 +65,8 @@ def freeze_run(arguments: list[str]) -> int:
         array = job_id if options.task is None else os.environ.get("SLURM_ARRAY_JOB_ID", job_id)
         job.config.run.name = f"slurm-{array}"
     run = RunDirectory(job_directory(job.directory, options.task or 0, job.count))
-    if not (int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and run.config.exists()):
+    is_requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+    if not (is_requeued and run.config.exists()):
         if job_id is not None:
             check_signal(job.config, run)
         _freeze(job, run, options.trust_owner)
@@ -78,7 +79,9 @@ def freeze_run(arguments: list[str]) -> int:
 def _freeze(composed: ComposedJob, run: RunDirectory, trust_owner: bool) -> None:
     """Freezes a run for the job of the batch script around this process, or for a job to be submitted."""
     config = composed.config
-    shape = shape_in_script(config) if "SLURM_JOB_NUM_NODES" in os.environ else None
+    shape = None
+    if "SLURM_JOB_NUM_NODES" in os.environ:
+        shape = shape_in_script(config)
     job = check_job(config, run, shape, overrides=composed.overrides, trust_owner=trust_owner)
     freeze_job(job, composed.directory / "code")
     print_notices(job, composed.line)
@@ -92,7 +95,12 @@ def check_signal(config: Config, run: RunDirectory) -> None:
     Raises:
         UserError: it requests a signal that does not make the agents save.
     """
-    script = _script_around()
+    script = None
+    for process in psutil.Process().parents():
+        with contextlib.suppress(psutil.Error, OSError):
+            paths = [part for part in process.cmdline() if Path(part).name == SPOOLED]
+            if paths and script is None:
+                script = Path(paths[0]).read_text(errors="replace")
     if script is None:
         return
     needed = stop_time(config, run, int(os.environ.get("SLURM_JOB_NUM_NODES", "1")))
@@ -100,16 +108,6 @@ def check_signal(config: Config, run: RunDirectory) -> None:
     warning = short_lead(script, needed)
     if warning is not None:
         print(warning, file=sys.stderr)
-
-
-def _script_around() -> str | None:
-    """Returns the text of the batch script that has started this process; None if it cannot be found."""
-    for process in psutil.Process().parents():
-        with contextlib.suppress(psutil.Error, OSError):
-            for part in process.cmdline():
-                if Path(part).name == SPOOLED:
-                    return Path(part).read_text(errors="replace")
-    return None
 
 
 def print_script(arguments: list[str]) -> int:
@@ -151,31 +149,26 @@ def _batch_script(composed: ComposedJob) -> str:
             fix="launch.chain=1, or submit the chain with -m",
         )
     site = read_site() if controller_answers() else NO_SITE
-    job = check_job(
-        config, RunDirectory(composed.directory), slurm_shape(config, lambda: site), overrides=composed.overrides
-    )
+    shape = slurm_shape(config, lambda: site)
+    job = check_job(config, RunDirectory(composed.directory), shape, overrides=composed.overrides)
     print_notices(job, line)
-    name = config.run.name or config.strategy.name
-    comment = {"comment": cluster.comment} if cluster.comment else {}
     header = {
-        "job-name": cluster.job_name or f"hpc_train-{name}",
+        "job-name": cluster.job_name or f"hpc_train-{config.run.name or config.strategy.name}",
         "output": "%x-%j.out",
-        **comment,
-        **options(job, site),
     }
-    overrides = [*line.overrides, *([f"--config-dir={line.config_directory}"] if line.config_directory else [])]
+    if cluster.comment:
+        header["comment"] = cluster.comment
+    overrides = list(line.overrides)
+    if line.config_directory:
+        overrides.append(f"--config-dir={line.config_directory}")
     container = container_of(config, job.gpus)
-    run = freezing(cluster, overrides, container)
-    title = f"hpc_train, {config.strategy.name}: {job.layout}"
-    note = asked_gpus(cluster, site).note
-    notes = [stop_note(job), *([note] if note else [])]
     script = Script(
-        title,
+        f"hpc_train, {config.strategy.name}: {job.layout}",
         cluster,
-        run,
-        header,
+        freezing(cluster, overrides, container),
+        header | options(job, site),
         container=container,
-        notes=notes,
+        notes=[note for note in (stop_note(job), asked_gpus(cluster, site).note) if note],
         survives_node_loss=survives_node_loss(config.elastic),
         on_event=config.run.on_event,
     )

@@ -271,7 +271,7 @@ class Threshold:
         return cls(text.strip(), match["metric"], match["sign"], factor, float(match["number"] or 0.0))
 
     def verdict(self, metrics: Mapping[str, Any], baseline: Mapping[str, Any]) -> tuple[bool, str]:
-        """Returns whether the condition holds, and the values in words. A value that is missing counts as held."""
+        """Returns whether the condition holds, and describes the values. A value that is missing counts as held."""
         value = metrics.get(self.metric)
         if not is_number(value):
             return True, f"{self.metric} is not known"

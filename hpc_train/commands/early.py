@@ -29,8 +29,10 @@ def train(arguments: list[str]) -> int:
         from hpc_train.schedulers.slurm.site import begun_site
 
         begun_site(os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
-    values = dict(each.lstrip("+").split("=", 1) for each in arguments if "=" in each)
-    threads = threads_of_worker(values) if trains_here(arguments) else None
+    threads = None
+    if trains_here(arguments):
+        overrides = (word.lstrip("+").split("=", 1) for word in arguments if "=" in word)
+        threads = threads_of_worker(dict(overrides))
     with head_start(threads) as begun:
         from hpc_train.commands.train import main
 
@@ -47,26 +49,29 @@ def agent(arguments: list[str]) -> int:
 
 def trains_here(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> bool:
     """Returns whether a command line probably trains in this process, on a machine that is meant for it."""
-    if any((each.startswith("-") and each not in OPTIONS) or ELSEWHERE.match(each) for each in arguments):
+    if any((word.startswith("-") and word not in OPTIONS) or ELSEWHERE.match(word) for word in arguments):
         return False
     is_node = "SLURMD_NODENAME" in environment or shutil.which("sbatch", path=environment.get("PATH")) is None
-    return is_node or any(each in HERE for each in arguments)
+    return is_node or any(word in HERE for word in arguments)
 
 
 def submits(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> bool:
     """Returns whether a command line probably submits to Slurm, with ``-m`` outside of a job."""
-    if SUBMIT.isdisjoint(arguments) or any(each in HERE for each in arguments) or "SLURM_JOB_ID" in environment:
+    if SUBMIT.isdisjoint(arguments) or any(word in HERE for word in arguments) or "SLURM_JOB_ID" in environment:
         return False
     return shutil.which("sbatch", path=environment.get("PATH")) is not None
 
 
 def threads_of_worker(values: Mapping[str, str]) -> int:
     """Returns the threads that a worker of this node will probably have with these ``values`` of config keys."""
-    known = {**DEFAULTS, **values}
-    asked, gpus, workers = known["train.threads"], known["cluster.gpus_per_node"], known["cluster.cpu_workers"]
-    if asked.isdecimal():
-        return max(1, int(asked))
-    count = int(workers) if workers.isdecimal() else 1
+    values = {**DEFAULTS, **values}
+    threads = values["train.threads"]
+    if threads.isdecimal():
+        return max(1, int(threads))
+    count = 1  # workers
+    if values["cluster.cpu_workers"].isdecimal():
+        count = int(values["cluster.cpu_workers"])
+    gpus = values["cluster.gpus_per_node"]
     if gpus.isdecimal():
         count = int(gpus) or count
     else:
@@ -77,11 +82,15 @@ def threads_of_worker(values: Mapping[str, str]) -> int:
 
 
 def _threads_of_frozen(arguments: Sequence[str]) -> int | None:
-    """Returns the threads of a worker of the run that an agent is to run; None if it has no worker of its own."""
-    run = next((run for each in arguments if (run := RunDirectory(Path(each))).config.is_file()), None)
-    config = {} if run is None else run.plain_config("cluster", "run", "train")
+    """Returns the threads of a worker of the run that an agent is to run; None if it has no worker."""
+    runs = (RunDirectory(Path(word)) for word in arguments)
+    run = next((run for run in runs if run.config.is_file()), None)
+    if run is None:
+        return None
+    config = run.plain_config("cluster", "run", "train")
     if config.get("run", {}).get("command", "") is not None:
         return None
-    groups = {group: config.get(group, {}) for group in ("cluster", "train")}
-    values = {f"{group}.{name}": str(value) for group, keys in groups.items() for name, value in keys.items()}
+    values = {
+        f"{group}.{name}": str(value) for group in ("cluster", "train") for name, value in config.get(group, {}).items()
+    }
     return threads_of_worker(values)

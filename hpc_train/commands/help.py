@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import textwrap
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpc_train.commands import COMMANDS
@@ -41,24 +40,31 @@ def main(arguments: list[str]) -> int:
         arguments: may hold overrides and options of Hydra, whose ``-cd`` and the like add config groups.
     """
     if arguments == ["--version"]:
-        return _print_version()
+        versions = ", ".join(f"{name} {_version_of(name)}" for name in ("torch", "hydra-core", "submitit"))
+        print(f"hpc_train {__version__} ({versions})")
+        return Exit.DONE
     options = [argument for argument in arguments if argument not in ("--help", "-h", "--json")]
-    groups = config_groups(_own_directories(options))
+    directories: list[Path] = []
+    if options:
+        from hpc_train.config.command_line import CommandLine  # it imports Hydra
+
+        directories = CommandLine.parse(options).directories
+    groups = config_groups(directories)
     if "--json" in arguments:
         commands = {name: command.summary for name, command in COMMANDS.items()}
         print(json.dumps({"commands": commands, "groups": groups}))
         return Exit.DONE
-    print("python -m hpc_train [COMMAND] [ARGUMENTS]\n")
-    print("\n".join([*_commands(), "", SHORT, "", EXAMPLES]))
-    print("\n".join(["Config groups: GROUP=OPTION, or +strategy=OPTION", *_listed(groups), ""]))
+    lines = ["python -m hpc_train [COMMAND] [ARGUMENTS]", ""]
+    for name, command in COMMANDS.items():
+        if command.heading not in lines:
+            lines.append(command.heading)
+        lines.append(f"  {name:<12}{command.summary}")
+    lines += ["", SHORT, "", EXAMPLES, "Config groups: GROUP=OPTION, or +strategy=OPTION"]
+    for group, names in groups.items():
+        text = f"{group}: {', '.join(names)}"
+        lines.append(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    "))
+    print("\n".join([*lines, ""]))
     print("`--cfg job` prints all keys with their values; KEY=VALUE sets one. docs/config.md describes each key.")
-    return Exit.DONE
-
-
-def _print_version() -> int:
-    """Prints the versions of the package and of the packages that it depends on most."""
-    others = ", ".join(f"{name} {_version_of(name)}" for name in ("torch", "hydra-core", "submitit"))
-    print(f"hpc_train {__version__} ({others})")
     return Exit.DONE
 
 
@@ -67,25 +73,3 @@ def _version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _commands() -> Iterator[str]:
-    heading = ""
-    for name, command in COMMANDS.items():
-        if command.heading != heading:
-            heading = command.heading
-            yield heading
-        yield f"  {name:<12}{command.summary}"
-
-
-def _listed(groups: dict[str, list[str]]) -> Iterator[str]:
-    for group, names in groups.items():
-        yield textwrap.fill(f"{group}: {', '.join(names)}", WIDTH, initial_indent="  ", subsequent_indent="    ")
-
-
-def _own_directories(arguments: Sequence[str]) -> list[Path]:
-    if not arguments:
-        return []
-    from hpc_train.config.command_line import CommandLine  # it imports Hydra
-
-    return CommandLine.parse(arguments).directories

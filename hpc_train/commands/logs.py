@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from hpc_train.errors import UserError
 from hpc_train.opening import DamagedFile, open_file, tell_once
@@ -31,23 +31,25 @@ RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
-    wanted = Wanted(_ranks(options.rank), Level[options.level], options.json)
-    found = find_run(options.target, "logs")
-    attempt = _attempt(found.run, options.attempt)
+    selection = Selection(_ranks(options.rank), Level[options.level], options.json)
+    item = find_run(options.target, "logs")
+    attempt = _attempt(item.run, options.attempt)
     if not options.follow:
-        _print_failure(found.run, attempt, wanted)
-    logs = NodeLogs(found.run, max(0, attempt), wanted)
+        _print_failure(item.run, attempt, options.json)
+    logs = NodeLogs(item.run, max(0, attempt), selection)
     out = unescaped(sys.stdout) if options.raw else sys.stdout
     if options.follow:
-        return _follow(found, logs, out)
+        return _follow(item, logs, out)
     printed = False
     for line in logs.read():
         print(line, file=out)
         printed = True
-    if not printed:
-        rank = "any rank" if logs.wanted.ranks is None else f"rank {options.rank}"
-        none = f"attempt {attempt} has no output of {rank} at level {options.level} or above"
-        print("the run has not started yet" if attempt < 0 else none, file=sys.stderr)
+    if not printed and attempt < 0:
+        print("the run has not started yet", file=sys.stderr)
+    elif not printed:
+        rank = "any rank" if selection.ranks is None else f"rank {options.rank}"
+        text = f"attempt {attempt} has no output of {rank} at level {options.level} or above"
+        print(text, file=sys.stderr)
     return Exit.DONE
 
 
@@ -76,18 +78,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _attempt(run: RunDirectory, wanted: int | None) -> int:
+def _attempt(run: RunDirectory, number: int | None) -> int:
     """Returns the attempt to print: the newest one by default, -1 before the first."""
     newest = run.newest_attempt()
-    if wanted is None:
+    if number is None:
         return newest
-    if 0 <= wanted <= newest or (wanted >= 0 and any(run.logs.glob(f"*-{wanted:03d}.log"))):
-        return wanted
-    exist = (
-        f"it has attempts 0 to {newest}" if newest > 0 else "it has only attempt 0" if newest == 0 else "it has none"
-    )
+    if 0 <= number <= newest or (number >= 0 and any(run.logs.glob(f"*-{number:03d}.log"))):
+        return number
+    existing = "it has none"
+    if newest == 0:
+        existing = "it has only attempt 0"
+    elif newest > 0:
+        existing = f"it has attempts 0 to {newest}"
     fix = "without --attempt, the newest one is printed"
-    raise UserError(f"the run has no attempt {wanted}: {exist}", where="--attempt", fix=fix)
+    raise UserError(f"the run has no attempt {number}: {existing}", where="--attempt", fix=fix)
 
 
 def _ranks(text: str) -> frozenset[int] | None:
@@ -101,7 +105,7 @@ def _ranks(text: str) -> frozenset[int] | None:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Selection:
     """Decides which lines are printed, and how.
 
     Attributes:
@@ -117,10 +121,10 @@ class Wanted:
 class NodeLogs:
     """Reads the log files of an attempt, one per node; each ``read`` returns the lines written since the last one."""
 
-    def __init__(self, run: RunDirectory, attempt: int, wanted: Wanted) -> None:
+    def __init__(self, run: RunDirectory, attempt: int, selection: Selection) -> None:
         self._run = run
         self.attempt = attempt
-        self.wanted = wanted
+        self.selection = selection
         self._offsets: dict[Path, int] = {}
         self._levels: dict[int, Levels] = {}
 
@@ -130,7 +134,7 @@ class NodeLogs:
         return (line for _, line in heapq.merge(*files, key=lambda item: item[0]))
 
     def _new_lines(self, path: Path) -> Iterator[tuple[str, str]]:
-        """Yields each wanted line with its time; a line without a time gets that of the line before."""
+        """Yields each selected line with its time; a line without a time gets that of the line before."""
         at = ""
         try:
             file = open_file(path, self._run.path)
@@ -145,54 +149,57 @@ class NodeLogs:
                 self._offsets[path] = self._offsets.get(path, 0) + len(data)
                 line = data.decode(errors="replace").rstrip("\n")
                 match = LINE.match(line)
-                at = match[1] if match else at
-                if (shown := self._shown(line, match)) is not None:
-                    yield at, shown
+                if match:
+                    at = match[1]
+                text = self._formatted(line, match)
+                if text is not None:
+                    yield at, text
 
-    def _shown(self, line: str, head: re.Match[str] | None) -> str | None:
-        """Returns a line as it is printed; None if it is not wanted."""
-        if head is None:
-            return json.dumps({"text": line}) if self.wanted.as_json else line
-        rank, text = int(head[2]), line[head.end() :]
-        level = self._levels.setdefault(rank, Levels()).of(text)
-        if level < self.wanted.level or (self.wanted.ranks is not None and rank not in self.wanted.ranks):
-            return None
-        if self.wanted.as_json:
-            return json.dumps({"time": head[1], "rank": rank, "level": level.name, "text": text})
+    def _formatted(self, line: str, head: re.Match[str] | None) -> str | None:
+        """Returns a line as it is printed; None if it is not selected."""
+        selection = self.selection
+        content: dict[str, Any] = {"text": line}
+        if head is not None:
+            rank = int(head[2])
+            text = line[head.end() :]
+            level = self._levels.setdefault(rank, Levels()).of(text)
+            if level < selection.level or (selection.ranks is not None and rank not in selection.ranks):
+                return None
+            content = {"time": head[1], "rank": rank, "level": level.name, "text": text}
+        if selection.as_json:
+            return json.dumps(content)
         return line
 
 
-def _print_failure(run: RunDirectory, attempt: int, wanted: Wanted) -> None:
+def _print_failure(run: RunDirectory, attempt: int, as_json: bool) -> None:
     """Prints how ``attempt`` failed, even if the run has continued after it."""
-    text = _failure(run, attempt)
-    if text is not None:
-        print(json.dumps({"attempt": attempt, "failure": text}) if wanted.as_json else f"{text}\n", flush=True)
-
-
-def _failure(run: RunDirectory, attempt: int) -> str | None:
+    text = None
     end = attempt_end(run, attempt)
     if end is not None and end.event.kind.is_failure:
-        return failure_text(run, end.event, whole=True)
-    if cause := find_cause([event for event in run.read_events() if event.attempt == attempt]):
-        who = f"attempt {attempt}: {cause.who} failed ({cause.kind})"
-        return f"{who}:\n{cause.traceback.rstrip() or cause.message}"
-    return None
+        text = failure_text(run, end.event, whole=True)
+    elif cause := find_cause([event for event in run.read_events() if event.attempt == attempt]):
+        text = f"attempt {attempt}: {cause.who} failed ({cause.kind}):\n{cause.traceback.rstrip() or cause.message}"
+    if text is not None and as_json:
+        print(json.dumps({"attempt": attempt, "failure": text}), flush=True)
+    elif text is not None:
+        print(f"{text}\n", flush=True)
 
 
-def _follow(found: RunHandle, logs: NodeLogs, out: TextIO) -> int:
+def _follow(item: RunHandle, logs: NodeLogs, out: TextIO) -> int:
     slurm = SlurmStatuses()
+    as_json = logs.selection.as_json
     try:
         while True:
             # the state is read before the lines, so that no line written before the end is missed
-            view = found.view(statuses_of([found], slurm))
-            newest = found.run.newest_attempt()
+            view = item.view(statuses_of([item], slurm))
+            newest = item.run.newest_attempt()
             for line in logs.read():
                 print(line, file=out, flush=True)
             if logs.attempt < newest:
-                _print_failure(found.run, logs.attempt, logs.wanted)
-                logs = NodeLogs(found.run, logs.attempt + 1, logs.wanted)
+                _print_failure(item.run, logs.attempt, as_json)
+                logs = NodeLogs(item.run, logs.attempt + 1, logs.selection)
             elif view.exit is not None:
-                _print_failure(found.run, logs.attempt, logs.wanted)
+                _print_failure(item.run, logs.attempt, as_json)
                 return Exit.DONE
             else:
                 time.sleep(POLL_S)

@@ -247,7 +247,7 @@ def generate(arguments: list[str]) -> int:
 
 
 def _prompts(words: list[str], file: Path | None) -> list[str]:
-    """Returns the prompts of the command line and those of ``file``.
+    """Returns the prompts of the command line, and the prompts in ``file``.
 
     Raises:
         UserError: there is none, a word looks like an option, or the file cannot be read.

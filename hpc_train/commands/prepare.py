@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -39,7 +40,9 @@ def main(argv: list[str]) -> int:
     if options.workers < 1:
         raise UserError(f"--workers must be at least 1, got {options.workers}", where="--workers", fix="--workers 1")
     try:
-        return _shards(options) if options.images else _tokens(options)
+        if options.images:
+            return _shards(options)
+        return _tokens(options)
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)
         return Exit.DETACHED
@@ -73,9 +76,10 @@ def _tokens(options: argparse.Namespace) -> int:
             bars.update(read, completed=done.bytes, inputs=f"{done.items}/{len(inputs)}")
 
         meta = prepare(inputs, settings, options.out, options.workers, show)
-    print(
-        json.dumps({"out": str(options.out)} | meta.to_json()) if options.json else _summary(options.out, meta, encoder)
-    )
+    if options.json:
+        print(json.dumps({"out": str(options.out)} | meta.to_json()))
+    else:
+        print("\n".join(_summary(options.out, meta, encoder)))
     return Exit.DONE
 
 
@@ -96,8 +100,9 @@ def _shards(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"out": str(options.out)} | meta))
     else:
-        train, validation = meta["counts"]["train"], meta["counts"]["validation"]
-        print(f"wrote {train:,} images for training and {validation:,} for validation to {options.out}")
+        counts = meta["counts"]
+        images = f"{counts['train']:,} images for training and {counts['validation']:,} for validation"
+        print(f"wrote {images} to {options.out}")
         overrides = f"data.path={options.out} data.n_classes={len(meta['classes'])}"
         print(f"to train on them: python -m hpc_train model=vit_base data=shards {overrides}")
     return Exit.DONE
@@ -163,26 +168,22 @@ def _bars(console: Console) -> Bars:
     )
 
 
-def _summary(out: Path, meta: TokensMeta, encoder: Encoder) -> str:
-    train, validation = meta.counts["train"], meta.counts["validation"]
-    ending = f"each document ends with {encoder.separator_token} ({encoder.separator})"
-    if encoder.separator is None:
-        ending = "no token separates the documents"
-    beginning = _beginning(encoder)
-    return (
-        f"wrote {train:,} tokens for training and {validation:,} for validation ({meta.dtype}, "
-        f"vocabulary {meta.vocab_size}) to {out}\n{beginning}{ending}\n"
-        f"to train on them: python -m hpc_train data=tokens data.path={out} data.vocab_size={meta.vocab_size}"
+def _summary(out: Path, meta: TokensMeta, encoder: Encoder) -> Iterator[str]:
+    counts = meta.counts
+    yield (
+        f"wrote {counts['train']:,} tokens for training and {counts['validation']:,} for validation ({meta.dtype}, "
+        f"vocabulary {meta.vocab_size}) to {out}"
     )
-
-
-def _beginning(encoder: Encoder) -> str:
-    """Returns the line about the start tokens; an empty string for bytes, which have no tokenizer file."""
-    if not isinstance(encoder, FileEncoder):
-        return ""
-    if not encoder.template_start:
-        return "the tokenizer has no start token\n"
-    tokens = " ".join(encoder.template_start)
-    if not encoder.start:
-        return f"documents begin without {tokens}, the start token of the tokenizer (--no-bos)\n"
-    return f"each document begins with {tokens} ({' '.join(map(str, encoder.start))})\n"
+    if isinstance(encoder, FileEncoder):  # bytes have no tokenizer file
+        tokens = " ".join(encoder.template_start)
+        if not tokens:
+            yield "the tokenizer has no start token"
+        elif not encoder.start:
+            yield f"documents begin without {tokens}, the start token of the tokenizer (--no-bos)"
+        else:
+            yield f"each document begins with {tokens} ({' '.join(map(str, encoder.start))})"
+    if encoder.separator is None:
+        yield "no token separates the documents"
+    else:
+        yield f"each document ends with {encoder.separator_token} ({encoder.separator})"
+    yield f"to train on them: python -m hpc_train data=tokens data.path={out} data.vocab_size={meta.vocab_size}"

@@ -30,6 +30,8 @@ from hpc_train.telemetry.progress import failing, saves, speed_column, spent_lin
 from hpc_train.telemetry.terminal import Terminal, text_table, wide
 from hpc_train.units import counted, format_duration
 
+NEWEST = 100  # runs that are listed by default
+
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_train status", description=__doc__)
@@ -45,42 +47,38 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.newest < 1:
         raise UserError(f"--newest must be at least 1, got {options.newest}", where="--newest", fix="--newest 100")
-    overview = find_all_runs(Path(default_root()), options.newest) if options.target is None else None
-    found = find_runs(options.target, "status", unreadable=True) if overview is None else overview.runs
-    statuses = statuses_of(found, SlurmStatuses(silent=overview is not None and overview.silent))
-    readable = [item for item in found if item.error is None]
-    if overview is None and _is_alone(readable):
+    overview = None
+    if options.target is None:
+        overview = find_all_runs(Path(default_root()), options.newest)
+        items = overview.runs
+    else:
+        items = find_runs(options.target, "status", unreadable=True)
+    statuses = statuses_of(items, SlurmStatuses(silent=overview is not None and overview.silent))
+    readable = [item for item in items if item.error is None]
+    if overview is None and len(readable) == 1:
         load(readable[0].run)  # it raises the error of a damaged or changed config
+    is_alone = overview is None and len(items) == 1
     listed: list[tuple[RunHandle, View]] = []
     rows: list[tuple[dict[str, Any], Account | None]] = []
-    errors = [(item, item.error) for item in found if item.error is not None]
+    errors = [(item, item.error) for item in items if item.error is not None]
     for item in readable:
         try:
             view = item.view(statuses)
-            rows.append(_describe(item, view, statuses, with_ledger=_is_alone(found) or options.json))
+            rows.append(_describe(item, view, statuses, with_ledger=len(items) == 1 or options.json))
             listed.append((item, view))
         except Exception as error:
             errors.append((item, unreadable(item.run, error)))
-    readable = [item for item, _ in listed]
     _compare(listed, [row for row, _ in rows])
+    notes = [] if overview is None else [*_notes(overview)]
     if options.json:
         print("\n".join(json.dumps(row) for row, _ in rows))
     else:
-        _print(rows, readable if _is_alone(found) and overview is None else [])
-        for line in evaluated_parts(item.run for item in readable) if overview is None else []:
-            print(line)
-    for line in [] if overview is None else _notes(overview):
+        _print(rows, [item for item, _ in listed if is_alone])
+        if overview is None:
+            print("".join(f"{line}\n" for line in evaluated_parts(item.run for item, _ in listed)), end="")
+    for line in [*notes, *(f"{item.run.path}: {problem}" for item, problem in errors)]:
         print(line, file=sys.stderr)
-    for item, problem in errors:
-        print(f"{item.run.path}: {problem}", file=sys.stderr)
-    return Exit.DONE if readable or not found else Exit.REFUSED
-
-
-NEWEST = 100
-
-
-def _is_alone(found: list[RunHandle]) -> bool:
-    return len(found) == 1
+    return Exit.DONE if listed or not items else Exit.REFUSED
 
 
 def _print(rows: list[tuple[dict[str, Any], Account | None]], alone: list[RunHandle]) -> None:
@@ -91,18 +89,16 @@ def _print(rows: list[tuple[dict[str, Any], Account | None]], alone: list[RunHan
     for row, _ in rows:
         if alone and row["message"] and row["exit_code"] is None:
             console.print(row["message"], highlight=False, markup=False, soft_wrap=True)
-    for _, spent in rows:
-        if spent is not None and (spent.held_s or spent.queue_s):
-            console.print(spent_line(spent), highlight=False, soft_wrap=True)
+    lines = [spent_line(spent) for _, spent in rows if spent is not None and (spent.held_s or spent.queue_s)]
     for row, spent in rows:
         if spent is not None and row["cost"] is not None:
-            prices = Prices.of(row["price"])
-            console.print(f"cost so far: {prices.bill(spent.gpu_hours)}", highlight=False, soft_wrap=True)
+            lines.append(f"cost so far: {Prices.of(row['price']).bill(spent.gpu_hours)}")
     for item in alone:
         if item.choice is not None:
-            console.print(f"strategy=auto chose {item.choice}", highlight=False, soft_wrap=True)
-        for node in excluded_nodes(item.run, item.config.elastic.exclude_hours):
-            console.print(node.words, highlight=False, soft_wrap=True)
+            lines.append(f"strategy=auto chose {item.choice}")
+        lines += [node.words for node in excluded_nodes(item.run, item.config.elastic.exclude_hours)]
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _notes(overview: Overview) -> Iterator[str]:
@@ -119,15 +115,13 @@ def _describe(
     item: RunHandle, view: View, statuses: dict[str, JobStatus], with_ledger: bool
 ) -> tuple[dict[str, Any], Account | None]:
     """Returns the state of a run, with null for unknown values, and its time account if ``with_ledger``."""
-    job = statuses.get(item.job_id or "")
     metrics = view.metrics
     config = item.plain_config
     hours = config.get("elastic", {}).get("exclude_hours", 0.0)
-    spent = read_ledger(item.run, time.time() if view.exit is None else None).total if with_ledger else None
     row = {
         "run": str(item.run.path),
         "job_id": item.job_id,
-        "part": job.part if job else "",  # the position in a chain of jobs
+        "part": "",
         "pid": item.pid,
         "strategy": config.get("strategy", {}).get("name", ""),
         "state": view.state,
@@ -140,16 +134,25 @@ def _describe(
         "samples_per_s": metrics.get("samples_per_s"),
         "time_left_s": time_left(view),
         "restarts": view.restarts,
-        "failed_saves": 0 if view.exit is not None else _failed_saves(item),
+        "failed_saves": 0,
         "message": view.message,
         "excluded_nodes": [asdict(node) for node in excluded_nodes(item.run, hours)],
-        "ledger": None if spent is None else spent.as_json(),
+        "ledger": None,
         "price": config.get("cluster", {}).get("price"),
         "cost": None,
     }
-    price = Prices.of(row["price"]).gpu_hour
-    if spent is not None and price is not None and spent.gpu_s:
-        row["cost"] = round(price * spent.gpu_hours, 2)
+    if item.job_id in statuses:
+        row["part"] = statuses[item.job_id].part  # the position in a chain of jobs
+    attempt = item.run.newest_attempt()
+    if view.exit is None and attempt >= 0:  # saves that have failed in succession up to now
+        row["failed_saves"] = failing(item.run.events_of("rank-0000", attempt))
+    spent = None
+    if with_ledger:
+        spent = read_ledger(item.run, time.time() if view.exit is None else None).total
+        row["ledger"] = spent.as_json()
+        price = Prices.of(row["price"]).gpu_hour
+        if price is not None and spent.gpu_s:
+            row["cost"] = round(price * spent.gpu_hours, 2)
     return row, spent
 
 
@@ -157,67 +160,63 @@ def _compare(listed: Sequence[tuple[RunHandle, View]], rows: Sequence[dict[str, 
     """Adds to the ``rows`` of the runs of a sweep what their overrides differ in, the metric, and which is the best."""
     sweeps: dict[Path, list[int]] = {}
     for index, (item, _) in enumerate(listed):
-        sweeps.setdefault(item.run.path.parent if item.run.path.name.isdigit() else item.run.path, []).append(index)
+        sweep = item.run.path
+        if sweep.name.isdigit():
+            sweep = sweep.parent
+        sweeps.setdefault(sweep, []).append(index)
     for indices in sweeps.values():
         items, views = zip(*(listed[index] for index in indices), strict=True)
         compared = Comparison.of((item.run for item in items), best_metric_of(items[0].plain_config))
-        best, name = compared.best(views), compared.ranked_by(views).name
+        best = compared.best(views)
+        name = compared.ranked_by(views).name
         for place, (index, value) in enumerate(zip(indices, compared.values(views), strict=True)):
             overrides = compared.of_run(items[place].run)
             rows[index].update(overrides=overrides, metric=name, value=value, best=place == best)
 
 
-def _failed_saves(item: RunHandle) -> int:
-    """Returns the number of consecutive failed saves up to now."""
-    attempt = item.run.newest_attempt()
-    return failing(item.run.events_of("rank-0000", attempt)) if attempt >= 0 else 0
-
-
-OVERRIDES = "overrides"
-
-
-def _columns(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str]]:
-    """Returns the columns for the overrides that differ, and for the metrics that rank the runs besides the loss.
-
-    Overrides have one column each in the table of one sweep, and share one in that of several.
-    """
-    keys = {tuple(key for key in row["overrides"] if key != "strategy") for row in rows}
-    several = len(keys) > 1
-    metrics = dict.fromkeys(row["metric"] for row in rows if row["value"] is not None and row["metric"] != "loss")
-    return [OVERRIDES] if several else list(*keys), list(metrics)
-
-
-def _override(row: dict[str, Any], key: str) -> str:
-    shown: dict[str, str] = row["overrides"]
-    return shown[key] if key != OVERRIDES else " ".join(f"{name}={value}" for name, value in shown.items())
-
-
-def _measured(row: dict[str, Any], name: str, value: float | None) -> str:
-    best = BEST if row["best"] and row["metric"] == name else ""
-    return "" if value is None else f"{value:.4f}{best}"
+OVERRIDES = "overrides"  # the column of all overrides, in the table of several sweeps
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    keys, metrics = _columns(rows)
+    """Returns the table, with columns for the overrides that differ and the metrics that rank the runs."""
+    overrides = {tuple(key for key in row["overrides"] if key != "strategy") for row in rows}
+    keys = [OVERRIDES]
+    if len(overrides) == 1:
+        keys = [*overrides.pop()]
+    metrics = dict.fromkeys(row["metric"] for row in rows if row["value"] is not None and row["metric"] != "loss")
     unit, speeds = speed_column(rows)
     numbers = ("nodes", "step", "loss", *metrics, unit, "time left", "restarts")
-    columns = ("job", "strategy", *keys, "state", *numbers, DIRECTORY)
-    cells = [_cells(row, speed, keys, metrics) for row, speed in zip(rows, speeds, strict=True)]
-    return text_table(columns, cells, numbers, [DIRECTORY])
-
-
-def _cells(row: dict[str, Any], speed: str, keys: Sequence[str], metrics: Sequence[str]) -> tuple[str, ...]:
-    return (
-        row["part"].removeprefix("job ") or str(row["job_id"] or row["pid"] or ""),
-        row["strategy"],
-        *(_override(row, key) for key in keys),
-        row["state"] + (f", {saves(row['failed_saves'])} failed" if row["failed_saves"] else ""),
-        str(row["nodes"] or ""),
-        "" if row["step"] is None else f"{row['step']}/{row['steps'] or '?'}",
-        _measured(row, "loss", row["loss"]),
-        *(_measured(row, name, row["value"] if row["metric"] == name else None) for name in metrics),
-        speed,
-        "" if row["time_left_s"] is None else format_duration(row["time_left_s"]),
-        str(row["restarts"] or ""),
-        short_path(Path(row["run"])),
-    )
+    cells = []
+    for row, speed in zip(rows, speeds, strict=True):
+        state = row["state"]
+        if row["failed_saves"]:
+            state += f", {saves(row['failed_saves'])} failed"
+        step = ""
+        if row["step"] is not None:
+            step = f"{row['step']}/{row['steps'] or '?'}"
+        left = ""
+        if row["time_left_s"] is not None:
+            left = format_duration(row["time_left_s"])
+        values = {"loss": row["loss"]}
+        if row["metric"] in metrics:
+            values[row["metric"]] = row["value"]
+        measured = {name: f"{value:.4f}" for name, value in values.items() if value is not None}
+        if row["best"] and row["metric"] in measured:
+            measured[row["metric"]] += BEST
+        shown = {**row["overrides"], OVERRIDES: " ".join(f"{key}={value}" for key, value in row["overrides"].items())}
+        cells.append(
+            (
+                row["part"].removeprefix("job ") or str(row["job_id"] or row["pid"] or ""),
+                row["strategy"],
+                *(shown[key] for key in keys),
+                state,
+                str(row["nodes"] or ""),
+                step,
+                *(measured.get(name, "") for name in ("loss", *metrics)),
+                speed,
+                left,
+                str(row["restarts"] or ""),
+                short_path(Path(row["run"])),
+            )
+        )
+    return text_table(("job", "strategy", *keys, "state", *numbers, DIRECTORY), cells, numbers, [DIRECTORY])

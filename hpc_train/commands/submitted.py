@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from hpc_train.config.run_path import default_root
 from hpc_train.errors import UserError
 from hpc_train.launch.proof import refuse_foreign_lease, refuse_unproven
@@ -45,33 +43,38 @@ def resume(arguments: list[str]) -> int:
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
     _add_submission_options(parser)
     options, rest = parser.parse_known_args(arguments)
-    found = find_run(options.target, "resume", trust_owner=options.trust_owner)
+    item = find_run(options.target, "resume", trust_owner=options.trust_owner)
     if rest and not all("=" in word and word[0] != "-" for word in rest):
         parser.error(f"unrecognized arguments: {shlex.join(rest)}")
     if rest:
-        command = _command_with(found.run, rest)
+        command = _command_with(item.run, rest)
         raise UserError(
             f"resume continues with the frozen settings of the run, got {shlex.join(rest)}",
             where="the command line",
             fix=f"the command that started the run (with its -cd DIR, if it had one) and these overrides: {command}",
         )
-    if is_done(found.run) and any(found.run.checkpoints.glob("step-*")):
+    if is_done(item.run) and any(item.run.checkpoints.glob("step-*")):
         if options.json:
-            print(outcome(found.run, View("done", {}, Exit.DONE)))
+            print(outcome(item.run, View("done", {}, Exit.DONE)))
             return Exit.DONE
-        record = found.run.record()
-        done, total = record["result"]["steps"], record.get("total_steps")
-        print(f"already done: {done} of {total or done} steps; to train longer, {train_longer(record)}")
+        record = item.run.record()
+        done = record["result"]["steps"]
+        total = record.get("total_steps") or done
+        print(f"already done: {done} of {total} steps; to train longer, {train_longer(record)}")
         return Exit.DONE
-    return _resubmit([found], found.run.path, options)
+    return _resubmit([item], item.run.path, options)
 
 
 def _command_with(run: RunDirectory, overrides: Sequence[str]) -> str:
     """Returns the command that continues ``run`` with other ``overrides``; it repeats those of the run."""
-    keys = {override.lstrip("+~").partition("=")[0] for override in (*overrides, "run.name=")}
-    kept = [each for each in run.record().get("overrides", []) if each.lstrip("+~").partition("=")[0] not in keys]
     name = os.path.relpath(run.path, default_root())
-    return shlex.join(["python", "-m", "hpc_train", f"run.name={name}", *kept, *overrides])
+    replaced = {_key(override) for override in overrides} | {"run.name"}
+    others = [override for override in run.record().get("overrides", []) if _key(override) not in replaced]
+    return shlex.join(["python", "-m", "hpc_train", f"run.name={name}", *others, *overrides])
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
 
 
 def retry(arguments: list[str]) -> int:
@@ -82,25 +85,29 @@ def retry(arguments: list[str]) -> int:
     )
     _add_submission_options(parser)
     options = parser.parse_args(arguments)
-    found = find_runs(options.failed, "retry", trust_owner=options.trust_owner)
-    statuses = statuses_of(found, SlurmStatuses())
-    unfinished = [item for item in found if item.view(statuses).exit not in (None, Exit.DONE)]
-    none = "" if unfinished else ": none has failed, stopped or been cancelled"
-    told = f"resubmitting {len(unfinished)} of {len(found)} runs{none}"
-    print(told, file=sys.stderr if options.json else sys.stdout)
+    runs = find_runs(options.failed, "retry", trust_owner=options.trust_owner)
+    statuses = statuses_of(runs, SlurmStatuses())
+    unfinished = [item for item in runs if item.view(statuses).exit not in (None, Exit.DONE)]
+    message = f"resubmitting {len(unfinished)} of {len(runs)} runs"
+    if not unfinished:
+        message += ": none has failed, stopped or been cancelled"
+    print(message, file=sys.stderr if options.json else sys.stdout)
     if not unfinished:
         return Exit.DONE
-    sweep: Path = unfinished[0].run.path if len(found) == 1 else unfinished[0].run.path.parent
-    compared = Comparison.of((item.run for item in found), metric_of(unfinished[0].config))
+    sweep = unfinished[0].run.path
+    if len(runs) > 1:
+        sweep = sweep.parent
+    compared = Comparison.of((item.run for item in runs), metric_of(unfinished[0].config))
     return _resubmit(unfinished, sweep, options, compared)
-
-
-JSON_HELP = "print only one JSON object per run at the end; messages go to standard error"
 
 
 def _add_submission_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--detach", action="store_true", help="return after submission")
-    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print only one JSON object per run at the end; messages go to standard error",
+    )
     parser.add_argument(
         "--code",
         choices=["run", "now"],
@@ -111,10 +118,10 @@ def _add_submission_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _resubmit(
-    found: list[RunHandle], sweep: Path, options: argparse.Namespace, comparison: Comparison | None = None
+    runs: list[RunHandle], sweep: Path, options: argparse.Namespace, comparison: Comparison | None = None
 ) -> int:
     return resubmit(
-        found,
+        runs,
         sweep,
         detach=options.detach,
         as_json=options.json,
@@ -132,21 +139,23 @@ def cancel(arguments: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with the numbers of jobs")
     options = parser.parse_args(arguments)
-    found = find_runs(options.target, "cancel")
-    count = cancel_runs(found, save=options.save)
-    ended = len(found) - count
+    runs = find_runs(options.target, "cancel")
+    count = cancel_runs(runs, save=options.save)
+    ended = len(runs) - count
     if options.json:
         print(json.dumps({"cancelled": count, "ended_before": ended}))
         return Exit.DONE
-    rest = f"; {counted(ended, 'is', 'are')} not waiting or running" if ended else ""
-    saves = options.save or any(item.lives_here() for item in found)
-    then = "; they save a checkpoint first" if count and saves else ""
-    print(f"cancelling {count} of {counted(len(found), 'job', 'jobs')}{then}{rest}")
+    message = f"cancelling {count} of {counted(len(runs), 'job', 'jobs')}"
+    if count and (options.save or any(item.lives_here() for item in runs)):
+        message += "; they save a checkpoint first"
+    if ended:
+        message += f"; {counted(ended, 'is', 'are')} not waiting or running"
+    print(message)
     return Exit.DONE
 
 
-def cancel_runs(found: Sequence[RunHandle], *, save: bool) -> int:
-    """Cancels the jobs of ``found`` and returns how many were waiting or running.
+def cancel_runs(runs: Sequence[RunHandle], *, save: bool) -> int:
+    """Cancels the jobs of ``runs`` and returns how many were waiting or running.
 
     Args:
         save: whether running Slurm jobs save a checkpoint first. A job on this machine always does.
@@ -155,12 +164,12 @@ def cancel_runs(found: Sequence[RunHandle], *, save: bool) -> int:
         UserError: scancel failed, or a run of another user names a process or job that is not proved to be the
             caller's and to work on this run. Nothing was cancelled then.
     """
-    for item in found:
+    for item in runs:
         refuse_unproven(item)
     slurm = SlurmStatuses()
-    known = statuses_of(found, slurm)
-    in_slurm = [item for item in found if item.job_id in known and known[item.job_id].present]
-    local = [item for item in found if item.lives_here()]
+    statuses = statuses_of(runs, slurm)
+    in_slurm = [item for item in runs if item.job_id in statuses and statuses[item.job_id].present]
+    local = [item for item in runs if item.lives_here()]
     stop_runs(local)
     for item in in_slurm:
         record_stop_request(item.run)
@@ -179,35 +188,35 @@ def wait(arguments: list[str]) -> int:
     parser.add_argument("target", metavar="RUN|SWEEP", help="a run or sweep directory, or its name")
     parser.add_argument("--json", action="store_true", help="print only one JSON object per run at the end")
     options = parser.parse_args(arguments)
-    found = find_runs(options.target, "wait")
+    runs = find_runs(options.target, "wait")
     console = Terminal()
+    table = None if options.json else JobTable(runs, console)
     try:
-        views = _until_the_end(found, None if options.json else console)
+        views = _until_the_end(runs, table)
     except KeyboardInterrupt:
         return Exit.DETACHED
     if options.json:
-        print("\n".join(outcome(item.run, view) for item, view in zip(found, views, strict=True)))
+        print("\n".join(outcome(item.run, view) for item, view in zip(runs, views, strict=True)))
         return worst(views)
-    print_messages(found, views)
-    if len(found) > 1:
-        print_results(found, views, console)
-        known = {item.run.path: view for item, view in zip(found, views, strict=True)}
-        write_sweep_at_end(found[0].run.path.parent, known)
+    print_messages(runs, views)
+    if len(runs) > 1:
+        print_results(runs, views, console)
+        by_path = {item.run.path: view for item, view in zip(runs, views, strict=True)}
+        write_sweep_at_end(runs[0].run.path.parent, by_path)
     else:
-        write_after(found[0].run)
+        write_after(runs[0].run)
     return worst(views)
 
 
-def _until_the_end(found: list[RunHandle], console: Console | None) -> list[View]:
+def _until_the_end(runs: list[RunHandle], table: JobTable | None) -> list[View]:
     slurm = SlurmStatuses()
-    table = None if console is None else JobTable(found, console)
     try:
         while True:
-            statuses = statuses_of(found, slurm)
-            views = [item.view(statuses) for item in found]
+            statuses = statuses_of(runs, slurm)
+            views = [item.view(statuses) for item in runs]
             if table is not None:
                 table.show(views)
-            if all(view.exit is not None or not item.submission for item, view in zip(found, views, strict=True)):
+            if all(view.exit is not None or not item.submission for item, view in zip(runs, views, strict=True)):
                 return views
             time.sleep(JOBS_POLL_S)
     finally:
@@ -232,21 +241,18 @@ def stacks(arguments: list[str]) -> int:
     nodes = _live_nodes(run)
     number = request_stacks(run)
     until = time.monotonic() + options.wait
-    while len(found := stacks_answers(run, number)) < nodes and time.monotonic() < until:
+    while len(paths := stacks_answers(run, number)) < nodes and time.monotonic() < until:
         time.sleep(ANSWERS_POLL_S)
+    texts = {path.stem.partition("-")[2]: run.read(path).decode(errors="replace") for path in paths}
     if options.json:
-        texts = {path.stem.partition("-")[2]: _text(run, path) for path in found}
         print(json.dumps({"nodes": nodes, "stacks": texts}))
-    for path in [] if options.json else found:
-        print(_text(run, path))
-    if len(found) < nodes:
-        print(f"{nodes - len(found)} of {nodes} nodes did not answer within {options.wait:g} s", file=sys.stderr)
+    else:
+        for text in texts.values():
+            print(text)
+    if len(paths) < nodes:
+        print(f"{nodes - len(paths)} of {nodes} nodes did not answer within {options.wait:g} s", file=sys.stderr)
         return Exit.FAILED
     return Exit.DONE
-
-
-def _text(run: RunDirectory, path: Path) -> str:
-    return run.read(path).decode(errors="replace")
 
 
 def _live_nodes(run: RunDirectory) -> int:

@@ -6,8 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from hpc_train.runs.job_status import SlurmStatuses
 from hpc_train.runs.lookup import RunHandle, find_runs, run_directories, statuses_of
 from hpc_train.telemetry.sinks.replay import BACKENDS, Replay, Session
 from hpc_train.telemetry.terminal import Terminal
+from hpc_train.units import counted
 
 POLL_S = 5.0
 _EPILOG = """\
@@ -40,24 +40,27 @@ earlier call has stopped; of steps that were done twice, the newest values are s
 def main(arguments: list[str]) -> int:
     """Sends the metrics; a run that fails does not keep the others from being sent."""
     options = _parser().parse_args(arguments)
-    items = list(
-        {item.run.path: item for target in _targets(options.runs) for item in find_runs(target, "sync")}.values()
-    )
+    targets = options.runs or [str(path) for path in run_directories(Path(default_root()))]
+    items = {item.run.path: item for target in targets for item in find_runs(target, "sync")}
     if not items:
         raise UserError(f"no run found in {default_root()}", where="RUN", fix="name a run directory")
-    rows = [_Row(item, options.to, options.json) for item in items]
+    rows = [_Row(item, options.to, options.json) for item in items.values()]
+    console = Terminal(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    is_interrupted = False
     try:
-        with _bar() as bar:
+        with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
             for row in rows:
-                row.send(bar)
+                row.send(progress)
             if options.follow:
                 _follow(rows)
     except KeyboardInterrupt:
-        for row in rows:
-            row.finish()
-        return Exit.DETACHED
+        is_interrupted = True
     for row in rows:
         row.finish()
+    if is_interrupted:
+        return Exit.DETACHED
+    for row in rows:
         row.report()
     return Exit.FAILED if any(row.error for row in rows) else Exit.DONE
 
@@ -76,12 +79,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _targets(named: Sequence[str]) -> list[str]:
-    return list(named) or [str(path) for path in run_directories(Path(default_root()))]
-
-
 class _Row:
-    """A run that is sent, and what became of it."""
+    """A run whose metrics are sent.
+
+    Attributes:
+        error: after which nothing is sent.
+        ended: whether the run had ended when its newest lines were read.
+    """
 
     def __init__(self, item: RunHandle, to: str, as_json: bool) -> None:
         self.item = item
@@ -94,22 +98,30 @@ class _Row:
     @property
     def name(self) -> str:
         path = self.item.run.path
-        return f"{path.parent.name}/{path.name}" if path.name.isdigit() else path.name
+        if path.name.isdigit():
+            return f"{path.parent.name}/{path.name}"
+        return path.name
 
-    def send(self, bar: _Bar | None = None) -> None:
-        """Sends what is new; keeps an error, after which nothing is sent."""
+    def send(self, progress: Progress | None = None) -> None:
+        """Sends what is new, and shows the lines sent if there is a ``progress``."""
         if self.error is not None:
             return
         try:
             if self._replay is None:
                 output = output_directory(self.item.run.path)
-                is_foreign = not is_own(self.item.run.path)
-                config = _for_caller(self.item.config) if is_foreign else self.item.config
-                if is_foreign:
-                    self._tell(f"the run belongs to another user; files are written to {output}")
-                session = Session(config, self.item.run, self._tell, output=output)
+                config = self.item.config
+                if not is_own(self.item.run.path):
+                    config = _for_caller(config)
+                    self._warn(f"the run belongs to another user; files are written to {output}")
+                session = Session(config, self.item.run, self._warn, output=output)
                 self._replay = Replay(session.run, BACKENDS[self.to](session))
-            self._replay.send_new(bar.advance(self.name) if bar is not None else _ignore)
+            task = None if progress is None else progress.add_task(self.name, total=None)
+
+            def show(done: int, total: int) -> None:
+                if progress is not None and task is not None:
+                    progress.update(task, completed=done, total=total)
+
+            self._replay.send_new(show)
         except UserError as error:
             self.error = error
         except Exception as error:
@@ -128,11 +140,18 @@ class _Row:
                 self.error = UserError(f"{self.to}: {type(error).__name__}: {error}", where=f"sync --to {self.to}")
 
     def report(self) -> None:
-        sent, last = (0, 0) if self._replay is None else (self._replay.sent, self._replay.last)
+        sent = 0
+        last = 0
+        outcome: Mapping[str, Any] = {}
+        if self._replay is not None:
+            sent = self._replay.sent
+            last = self._replay.last
+            outcome = self._replay.backend.outcome()
         if self._json:
-            found: dict[str, Any] = {"run": str(self.item.run.path), "to": self.to, "sent": sent, "last_step": last}
-            found |= {} if self._replay is None else self._replay.backend.outcome()
-            print(json.dumps(found | ({} if self.error is None else {"error": str(self.error)})))
+            row = {"run": str(self.item.run.path), "to": self.to, "sent": sent, "last_step": last, **outcome}
+            if self.error is not None:
+                row["error"] = str(self.error)
+            print(json.dumps(row))
         elif self.error is not None:
             print(f"{self.name}: {self.error}", file=sys.stderr)
         elif last == 0:
@@ -140,10 +159,10 @@ class _Row:
         elif sent == 0:
             print(f"{self.name}: nothing new, {self.to} has step {last}")
         else:
-            url = "" if self._replay is None else self._replay.backend.outcome().get("url") or ""
-            print(f"{self.name}: sent {sent} line{'s' if sent > 1 else ''}, up to step {last}  {url}".rstrip())
+            lines = counted(sent, "line", "lines")
+            print(f"{self.name}: sent {lines}, up to step {last}  {outcome.get('url') or ''}".rstrip())
 
-    def _tell(self, message: str) -> None:
+    def _warn(self, message: str) -> None:
         print(f"{self.name}: {message}", file=sys.stderr)
 
 
@@ -152,10 +171,6 @@ def _for_caller(config: Config) -> Config:
     wandb = replace(config.telemetry.wandb, entity=None)
     mlflow = replace(config.telemetry.mlflow, uri="auto")
     return replace(config, telemetry=replace(config.telemetry, wandb=wandb, mlflow=mlflow))
-
-
-def _ignore(done: int, total: int) -> None:
-    """Shows no progress."""
 
 
 def _follow(rows: Sequence[_Row]) -> None:
@@ -172,22 +187,3 @@ def _follow(rows: Sequence[_Row]) -> None:
             row.send()
         if not all(row.ended for row in open_rows):
             time.sleep(POLL_S)
-
-
-class _Bar:
-    """Shows the lines sent of each run on standard error, if it is a terminal."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def advance(self, name: str) -> Any:
-        task = self._progress.add_task(name, total=None)
-        return lambda done, total: self._progress.update(task, completed=done, total=total)
-
-
-@contextmanager
-def _bar() -> Iterator[_Bar]:
-    console = Terminal(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        yield _Bar(progress)

@@ -143,24 +143,21 @@ def task(
         if job.choice is not None:
             print(f"{job.choice.lines[0]}; table: {run.plan}")
     except (UserError, OSError) as error:
-        if (found := translate(error)) is None:
+        mistake = translate(error)
+        if mistake is None:
             raise
-        _remove_empty(run.path, Path(node.run.root).expanduser().absolute())
-        print(with_file(found, line), file=sys.stderr)  # Hydra would wrap a raised error into its own message
+        root = Path(node.run.root).expanduser().absolute()
+        with contextlib.suppress(OSError):  # Hydra has created the directory and its parents; they are empty, or remain
+            for directory in (run.path, *run.path.parents):
+                directory.rmdir()
+                if directory == root or not directory.is_relative_to(root):
+                    break
+        print(with_file(mistake, line), file=sys.stderr)  # Hydra would wrap a raised error into its own message
         sys.exit(Exit.REFUSED)
     from hpc_train.launch.executors.allocation import run_in_foreground  # other commands do not need this import
 
     arguments = [argument for argument in sys.argv[1:] if argument != WITH_STRATEGY]
     return run_in_foreground(run, arguments, begun)
-
-
-def _remove_empty(path: Path, root: Path) -> None:
-    """Removes the run directory that Hydra has created and its parents up to ``root``, as far as they are empty."""
-    with contextlib.suppress(OSError):
-        for directory in (path, *path.parents):
-            directory.rmdir()
-            if directory == root or not directory.is_relative_to(root):
-                break
 
 
 def _check_foreground(config: Config) -> None:
@@ -177,17 +174,13 @@ def _check_foreground(config: Config) -> None:
             where="cluster.kind",
             fix="add -m to submit the run to Slurm, or cluster=local to train here anyway",
         )
-    _check_shell(config)
-
-
-def _check_shell(config: Config) -> None:
-    """Rejects a run in the foreground of salloc's shell on a login node, if the nodes of the job have GPUs."""
+    # salloc's shell on a login node does not have the GPUs of the job
     outside = in_allocation() and "SLURMD_NODENAME" not in os.environ
-    if not outside or config.cluster.kind != "auto" or config.cluster.gpus_per_node == 0:
-        return
-    if gpus := gpus_of_this_job().per_node:
-        raise UserError(
-            f"the nodes of this job have {gpus} GPUs each, but this shell does not run on them",
-            where="cluster.kind",
-            fix="add -m to train on the nodes of the job, or cluster=local to train here anyway",
-        )
+    if outside and config.cluster.kind == "auto" and config.cluster.gpus_per_node != 0:
+        gpus = gpus_of_this_job().per_node
+        if gpus:
+            raise UserError(
+                f"the nodes of this job have {gpus} GPUs each, but this shell does not run on them",
+                where="cluster.kind",
+                fix="add -m to train on the nodes of the job, or cluster=local to train here anyway",
+            )

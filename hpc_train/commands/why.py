@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from rich.console import Console
 from rich.text import Text
 
 from hpc_train.report.page.verdict import headline, sections
@@ -30,50 +31,56 @@ def main(arguments: list[str]) -> int:
     if len(runs) > 1:
         _print_sweep(runs, options.json)
         return Exit.DONE
-    found = diagnose(runs[0])
+    diagnosis = diagnose(runs[0])
     if options.json:
-        print(json.dumps(asdict(found) | {"ledger": found.ledger.as_json()}))
+        print(json.dumps(asdict(diagnosis) | {"ledger": diagnosis.ledger.as_json()}))
         return Exit.DONE
     console = Terminal()
-    console.print(Text(headline(found), style="bold"), soft_wrap=True)
-    for title, lines in sections(found):
+    console.print(Text(headline(diagnosis), style="bold"), soft_wrap=True)
+    for title, lines in sections(diagnosis):
         if lines:
-            console.print(Text(f"\n{title}", style="bold"))
-            console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
+            _print_section(console, title, lines)
     return Exit.DONE
 
 
+def _print_section(console: Console, title: str, lines: Sequence[str]) -> None:
+    console.print(Text(f"\n{title}", style="bold"), soft_wrap=True)
+    console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
+
+
 def _print_sweep(runs: Sequence[RunHandle], as_json: bool) -> None:
-    """Prints which runs of a sweep did not finish and why; runs with the same cause are told together."""
+    """Prints which runs of a sweep did not finish and why; runs with the same cause are in one section."""
     statuses = statuses_of(runs, SlurmStatuses())
     views = [item.view(statuses) for item in runs]
     failures = sweep_failures(runs, views)
     compared = Comparison.of(item.run for item in runs)
     states = Counter(view.state for view in views)
     if as_json:
-        named = [
-            [{"run": str(runs[i].run.path), "overrides": compared.of_run(runs[i].run)} for i in failure.runs]
-            for failure in failures
-        ]
-        found = [asdict(failure) | {"runs": own} for failure, own in zip(failures, named, strict=True)]
-        print(json.dumps({"sweep": str(runs[0].run.path.parent), "states": states, "failures": found}))
+        rows = []
+        for failure in failures:
+            failed = [runs[index].run for index in failure.runs]
+            named = [{"run": str(run.path), "overrides": compared.of_run(run)} for run in failed]
+            rows.append(asdict(failure) | {"runs": named})
+        print(json.dumps({"sweep": str(runs[0].run.path.parent), "states": states, "failures": rows}))
         return
     console = Terminal()
     where = common_directory([item.run.path.parent for item in runs])
     head = f"{where}: {len(runs)} runs: {', '.join(f'{count} {state}' for state, count in states.most_common())}"
-    console.print(Text(head if failures else f"{head}; nothing failed", style="bold"), soft_wrap=True)
+    if not failures:
+        head += "; nothing failed"
+    console.print(Text(head, style="bold"), soft_wrap=True)
     for failure in failures:
-        title = f"\n{failure.kind} in {counted(len(failure.runs), 'run', 'runs')}"
-        title += (f": {failure.message}" if failure.message else "") + (f" ({failure.place})" if failure.place else "")
-        console.print(Text(title, style="bold"), soft_wrap=True)
-        lines = [f"{shown(runs[i].run.path)}  {compared.words(runs[i].run)}".rstrip() for i in failure.runs]
-        lines += [f"fix: {failure.advice}"] if failure.advice else []
-        console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
+        title = f"{failure.kind} in {counted(len(failure.runs), 'run', 'runs')}"
+        if failure.message:
+            title += f": {failure.message}"
+        if failure.place:
+            title += f" ({failure.place})"
+        failed = [runs[index].run for index in failure.runs]
+        lines = [f"{shown(run.path)}  {compared.words(run)}".rstrip() for run in failed]
+        if failure.advice:
+            lines.append(f"fix: {failure.advice}")
+        _print_section(console, title, lines)
     if failures:
         first = shown(runs[failures[0].runs[0]].run.path)
-        advice = [
-            f"python -m hpc_train why {first}   shows all about the first one",
-            *retry_lines(where, runs[0].run, views),
-        ]
-        console.print(Text("\nwhat to do", style="bold"))
-        console.print(Text("\n".join(f"  {line}" for line in advice)), soft_wrap=True)
+        advice = f"python -m hpc_train why {first}   shows all about the first one"
+        _print_section(console, "what to do", [advice, *retry_lines(where, runs[0].run, views)])

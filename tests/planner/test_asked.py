@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from hpc_train.commands.plan.asked import STRATEGIES, Asked, strategy_key
-from hpc_train.commands.plan.rows import nearest
+from hpc_train.commands.plan.rows import STRATEGIES, PlannedTraining, nearest, strategy_key
 from hpc_train.config.arguments import with_right_plus
 from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import typed
@@ -40,7 +39,7 @@ def test_each_strategy_is_what_its_file_composes(words: str, tmp_path: Path) -> 
     line = CommandLine.parse(with_right_plus([*words.split(), *([str(tmp_path)] if words.endswith("-cd") else [])]))
     key = strategy_key(line)
     with line.composer() as compose:
-        bases = Asked(line, compose, key).with_strategies
+        bases = PlannedTraining(line, compose, key).with_strategies
         assert [*bases] == [*STRATEGIES]
         for name in STRATEGIES if not words else ("zero3", "hybrid3d"):
             assert text_of(bases[name]) == text_of(typed(compose.compose([*line.overrides, f"{key}={name}"]))), name
@@ -50,7 +49,7 @@ def test_the_models_of_a_kind_are_found_without_composing_the_others() -> None:
     words = "model=vit_tiny data=synthetic data.task=images data.image_size=32"
     line = CommandLine.parse(with_right_plus(words.split()))
     with line.composer() as compose:
-        asked = Asked(line, compose)
+        asked = PlannedTraining(line, compose)
         found = {each.model: each.config for each in asked.with_models()}
         options = GlobalHydra.instance().config_loader().get_group_options("model")
         assert [*found] == [name for name in options if name.startswith("vit_")]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train import cli
-from hpc_train.commands.plot import _curves, _results
+from hpc_train.commands.plot import sweep_results
 from hpc_train.elastic.nodes import NodeFailures, have_been_checked
 from hpc_train.elastic.requeue import find_killed_step
 from hpc_train.errors import UserError
@@ -17,7 +17,7 @@ from hpc_train.preflight.bandwidth import read_fabric
 from hpc_train.report import top
 from hpc_train.report.live_runs import Details, Row
 from hpc_train.report.monitoring.metrics import Identity, RunReader
-from hpc_train.report.plots import _figure
+from hpc_train.report.plots import Curves, _figure
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_json
 from hpc_train.run.freeze import freeze
@@ -207,8 +207,8 @@ def monitoring(run: RunDirectory) -> None:
 
 
 def plotted(run: RunDirectory) -> None:
-    curves = _curves([run.path])
-    _results(find_runs(str(run.path), "plot"), curves, None)
+    curves = [Curves("run", run.read_metrics())]
+    sweep_results(find_runs(str(run.path), "plot"), curves, None)
     _figure(curves, "hours", None)
 
 

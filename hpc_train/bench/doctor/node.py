@@ -392,7 +392,7 @@ def check_room(root: Path) -> Finding:
 
 
 def check_sharing(root: Path) -> Finding:
-    """Checks whether the nodes of a Slurm job can access ``root``, as far as this machine can tell."""
+    """Checks whether the nodes of a Slurm job can access ``root``, by what this machine shows."""
     try:
         notes = check_shared(root)
     except UserError as error:

@@ -2,20 +2,64 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from hpc_train.commands.plan.asked import Asked, strategy_key, without_auto
-from hpc_train.commands.plan.options import gpus_of, machine_of, parser, prices_of, with_figures
-from hpc_train.commands.plan.printed import as_json, print_commands, print_parts, print_table
-from hpc_train.commands.plan.rows import Row, Search, in_time, total_steps, unknown_end
-from hpc_train.commands.plan.simulated import simulate
+from hpc_train.commands.plan.output import (
+    SCALING_KINDS,
+    print_commands,
+    print_parts,
+    print_table,
+    row_as_json,
+    simulate,
+    simulated_counts,
+)
+from hpc_train.commands.plan.rows import (
+    ORDERS,
+    ROWS,
+    PlannedTraining,
+    Row,
+    Search,
+    in_time,
+    strategy_key,
+    total_steps,
+    unknown_end,
+    with_starts,
+    without_auto,
+)
 from hpc_train.config.arguments import with_right_plus
 from hpc_train.config.command_line import CommandLine
-from hpc_train.errors import UserError
+from hpc_train.config.schema import Config
+from hpc_train.errors import UserError, nearest
+from hpc_train.planner.candidates import FURTHER
+from hpc_train.planner.machine import (
+    NAMES,
+    OF_CPUS,
+    Figure,
+    Machine,
+    check_figure,
+    machine_of_job,
+    read_machine,
+    shipped,
+)
 from hpc_train.planner.passes import why_not_predicted
 from hpc_train.run.exits import Exit
+from hpc_train.runs.cost import Prices
+
+_PRICE = re.compile(r"(\d+(?:\.\d+)?)\s*([^\s\d.,-]{0,5})")
+_WITHIN = re.compile(r"(\d+(?:\.\d+)?)([mhd])")
+_GPUS = re.compile(r"\d+(\.\.\d+)?(,\d+(\.\.\d+)?)*")
+_SECONDS = {"m": 60, "h": 3600, "d": 86400}
+_MOST_GPUS = 512  # that a plan with a deadline compares
+_DEFAULT_GPUS = 8
+_DEFAULT_MACHINE = "h100"
 
 
 def main(arguments: list[str]) -> int:
@@ -24,72 +68,286 @@ def main(arguments: list[str]) -> int:
     Raises:
         UserError: the config is wrong, the machine is unknown, no layout fits, or none is done in time.
     """
-    options = parser().parse_intermixed_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     directory = [] if options.config_dir is None else ["-cd", options.config_dir]
     line = without_auto(CommandLine.parse(with_right_plus([*options.overrides, *directory])))
-    strategy = strategy_key(line)
     with line.composer() as compose:
-        asked = Asked(line, compose, strategy)
-        machine = with_figures(machine_of(options, asked.config, asked.kept), options)
+        training = PlannedTraining(line, compose, strategy_key(line))
+        config = training.config
+        machine = with_figures(machine_of(options, config, training.fixed), options)
+        gpus = gpus_of(options, machine)
         if options.simulate is not None:
-            return simulate(asked, machine, gpus_of(options, machine), options)
-        if options.deadline is not None and total_steps(asked.config) is None:
+            return simulate(training, machine, gpus, options)
+        has_end = total_steps(config) is not None
+        if options.deadline is not None and not has_end:
             raise unknown_end()
         sort = options.sort or ("time" if options.deadline is None else "gpus")
-        prices = prices_of(options, asked.config)
-        search = Search(machine, gpus_of(options, machine), prices, options.rows, sort, options.also)
-        notes = list[str]()
+        prices = prices_of(options, config)
+        search = Search(machine, gpus, prices, options.rows, sort, options.also)
+        notes: list[str] = []
         if options.largest:
-            rows, compared = _largest(asked, search, options.deadline, notes)
+            rows, compared = _largest(training, search, options.deadline, notes)
         else:
-            rows, compared = search.find(asked)
-            rows, in_queue = _with_starts(rows, asked, sort)
-            notes += in_queue
-            rows = rows if options.deadline is None else in_time(rows, options.deadline)
-        notes += filter(None, [why_not_predicted(asked.config, machine)])
-        if total_steps(asked.config) is None:
+            rows, compared = search.find(training)
+            if config.cluster.kind == "slurm":
+                rows, notes = with_starts(rows, config, sort)
+            if options.deadline is not None:
+                rows = in_time(rows, options.deadline)
+        notes += filter(None, [why_not_predicted(config, machine)])
+        if not has_end:
             notes.append("the time to the end is unknown, since the length of the data determines it: set train.steps")
-        learned = search.calibration(asked.config)
+        learned = search.calibration(config)
         if options.json:
             more = {"calibration": learned.as_json(), "queue": notes}
-            json.dump([as_json(row, machine) | more for row in rows], sys.stdout, indent=1)
+            json.dump([row_as_json(row, machine) | more for row in rows], sys.stdout, indent=1)
             print()
-        else:
-            print_table(rows, machine, compared)
-            print_parts(rows[0])
-            print_commands(rows, machine)
-            costs = prices.compared(rows[0].gpu_hours) if rows[0].gpu_hours else []
-            for text in filter(None, [str(learned), *notes, *costs]):
-                print(text)
+            return Exit.DONE
+        print_table(rows, machine, compared)
+        print_parts(rows[0])
+        print_commands(rows, machine)
+        if rows[0].gpu_hours:
+            notes += prices.compared(rows[0].gpu_hours)
+        for text in filter(None, [str(learned), *notes]):
+            print(text)
     return Exit.DONE
 
 
-def _with_starts(rows: Sequence[Row], asked: Asked, sort: str) -> tuple[list[Row], list[str]]:
-    if asked.config.cluster.kind != "slurm":
-        return [*rows], []
-    from hpc_train.commands.plan.queue import with_starts  # imports what submits jobs
-
-    return with_starts(rows, asked.config, sort)
-
-
-def _largest(asked: Asked, search: Search, deadline: float | None, notes: list[str]) -> tuple[list[Row], int]:
+def _largest(
+    training: PlannedTraining, search: Search, deadline: float | None, notes: list[str]
+) -> tuple[list[Row], int]:
     """Returns the best row of each model of the same kind that fits and is done in time, the largest model first.
 
     Raises:
         UserError: no model is.
     """
-    found, compared, why_not = list[Row](), 0, dict[str, UserError]()
-    for model in asked.with_models():
+    best: list[Row] = []
+    compared = 0
+    refusals: dict[str, UserError] = {}
+    for model in training.with_models():
         try:
             rows, count = search.find(model)
             compared += count
-            found.append((rows if deadline is None else in_time(rows, deadline))[0])
+            if deadline is not None:
+                rows = in_time(rows, deadline)
+            best.append(rows[0])
         except UserError as error:
-            why_not[model.model] = error
-    if not found:
-        raise next(
-            iter(why_not.values()), UserError("no model is of this kind", where="--largest", fix="model=gpt_tiny")
+            refusals[model.model] = error
+    if not best:
+        none = UserError("no model is of this kind", where="--largest", fix="model=gpt_tiny")
+        raise next(iter(refusals.values()), none)
+    notes += [f"not {name}: {error.what}" for name, error in refusals.items()]
+    best.sort(key=lambda row: row.training.parameters or 0, reverse=True)
+    return best[: search.rows], compared
+
+
+@dataclass(frozen=True)
+class GpuCounts:
+    """Numbers of GPUs, and ranges of them, in which only numbers that fill whole nodes count."""
+
+    counts: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    def on(self, machine: Machine) -> list[int]:
+        """Returns the numbers, of each range its ends, the powers of two and their multiples by 1.5."""
+        per_node = machine.devices_per_node
+        between = {
+            count
+            for first, last in self.ranges
+            for count in (first, last, *_steps(last))
+            if first <= count <= last and (count <= per_node or count % per_node == 0)
+        }
+        return sorted({*self.counts, *between})
+
+
+def _steps(most: int) -> Iterator[int]:
+    size = 1
+    while size <= most:
+        yield from (size, size * 3 // 2)
+        size *= 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_train plan",
+        description="Predicts the time of a step, the memory, the time to the end and the cost of a training for each "
+        "layout that fits a machine, the fastest first. Keys that are set stay as they are; the other keys of the "
+        "layout, the micro-batch and activation checkpointing are chosen.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="config overrides, as for training")
+    parser.add_argument("-cd", "--config-dir", metavar="DIR", help="a directory with your own config groups")
+    parser.add_argument(
+        "--gpus",
+        type=_counts,
+        metavar="N[,N...]|N..M",
+        help=f"numbers of GPUs to compare (default: {_DEFAULT_GPUS}, on CPUs one node; with --within up to "
+        f"{_MOST_GPUS})",
+    )
+    parser.add_argument(
+        "--machine",
+        metavar="NAME|FILE",
+        help=f"{', '.join(shipped())}, or your machine file (default: cluster.machine, that of the GPUs "
+        f"of the config, or {_DEFAULT_MACHINE})",
+    )
+    parser.add_argument(
+        "--price", type=_price, metavar="X[EUR]", help="the price of a GPU-hour (default: cluster.price)"
+    )
+    parser.add_argument(
+        "--within", type=_within, dest="deadline", metavar="TIME", help="only layouts that are done in 30m, 24h or 7d"
+    )
+    parser.add_argument("--largest", action="store_true", help="compare all models of the same kind, the largest first")
+    parser.add_argument(
+        "--also", type=_also, default=frozenset(), metavar="KEY[,KEY...]", help=f"also compare {', '.join(FURTHER)}"
+    )
+    parser.add_argument(
+        "--sort", choices=ORDERS, help="what the first row needs least of (default: time, with a deadline gpus)"
+    )
+    parser.add_argument(
+        "--rows", type=_row_count, default=ROWS, metavar="N", help=f"rows of the table (default: {ROWS})"
+    )
+    parser.add_argument(
+        "--figure", type=_figure, action="append", default=[], metavar="NAME=X", help="another number of the machine"
+    )
+    simulation = parser.add_argument_group("how the training scales")
+    simulation.add_argument(
+        "--simulate",
+        nargs="?",
+        choices=SCALING_KINDS,
+        const=SCALING_KINDS[0],
+        help="simulate up to 10,000 GPUs that fail: with weak scaling the batch grows with the GPUs, with strong not",
+    )
+    simulation.add_argument("--failures", type=_positive, metavar="X", help="failures per GPU-hour")
+    simulation.add_argument(
+        "--storage", type=_positive, default=100.0, metavar="GB/S", help="bandwidth of the file system (default: 100)"
+    )
+    simulation.add_argument("-o", "--out", type=Path, metavar="FILE", help="draw a .png, .svg or .pdf")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per row")
+    return parser
+
+
+def gpus_of(options: argparse.Namespace, machine: Machine) -> list[int]:
+    """Returns the numbers of GPUs to compare. Raises UserError if a range has no number that fills nodes."""
+    per_node = machine.devices_per_node
+    counts: list[int] = [per_node if machine.rates.cores else _DEFAULT_GPUS]
+    if options.gpus is not None:
+        counts = options.gpus.on(machine)
+    elif options.simulate is not None:
+        counts = simulated_counts(machine)
+    elif options.deadline is not None:
+        most = per_node if machine.rates.cores else _MOST_GPUS
+        counts = GpuCounts((), ((1, most),)).on(machine)
+    if not counts:
+        what = f"no number of --gpus fills nodes of {per_node}"
+        raise UserError(what, where="--gpus", fix=f"a range with a multiple of {per_node}")
+    return counts
+
+
+def machine_of(options: argparse.Namespace, config: Config, fixed: Collection[str]) -> Machine:
+    """Returns the machine file that ``--machine`` names, or of the GPUs of the config, or the default one.
+
+    ``cluster.cpu_workers`` among the ``fixed`` keys, which the user has set, is the number of ranks of a node of CPUs.
+    It requests CPUs if nothing requests GPUs.
+
+    Raises:
+        UserError: no file, or more than one, describes them.
+    """
+    cluster = config.cluster
+    sets_ranks = "cluster.cpu_workers" in fixed
+    if options.machine is not None:
+        machine = read_machine(str(options.machine))
+    elif cluster.machine == "auto" and cluster.gpu_type is None and cluster.gpus_per_node != 0:
+        on_cpus = sets_ranks and cluster.gpus_per_node == "auto"
+        machine = read_machine(OF_CPUS if on_cpus else _DEFAULT_MACHINE)
+    else:
+        types = [cluster.gpu_type] if cluster.gpu_type is not None else []
+        machine = machine_of_job(cluster.machine, int(cluster.gpus_per_node != 0), types)
+    if sets_ranks and machine.rates.cores:
+        machine = machine.with_devices(cluster.cpu_workers)
+    return machine
+
+
+def prices_of(options: argparse.Namespace, config: Config) -> Prices:
+    """Returns the prices. Raises UserError if the rows are to be sorted by cost and no price is known."""
+    prices = Prices.of_config(config.cluster.price)
+    if options.price is not None:
+        amount, currency = options.price
+        prices = replace(prices, per_gpu_hour=amount, currency=currency or prices.currency)
+    if options.sort == "cost" and prices.gpu_hour is None:
+        raise UserError(
+            "the cost is unknown without a price",
+            where="--sort",
+            fix="--price 2.5EUR, or cluster.price.per_gpu_hour, or cluster.price.purchase for purchased GPUs",
         )
-    notes += [f"not {name}: {error.what}" for name, error in why_not.items()]
-    largest = sorted(found, key=lambda row: row.asked.parameters or 0, reverse=True)
-    return largest[: search.rows], compared
+    return prices
+
+
+def with_figures(machine: Machine, options: argparse.Namespace) -> Machine:
+    """Returns the machine with the numbers that ``--figure`` gives. Raises UserError if one is unknown or wrong."""
+    given = dict(options.figure)
+    for name, value in given.items():
+        if name not in machine.figures:
+            raise UserError(f"the machine has no number {name}", where="--figure", fix=nearest(name, NAMES))
+        check_figure(name, value, "--figure")
+    replaced = {name: Figure(value, "assumed", "--figure") for name, value in given.items()}
+    return replace(machine, figures={**machine.figures, **replaced})
+
+
+def _figure(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    with suppress(ValueError):
+        return name, float(value)
+    raise argparse.ArgumentTypeError(f"{text!r} is not NAME=X with a number X")
+
+
+def _positive(text: str) -> float:
+    with suppress(ValueError):
+        value = float(text)
+        if 0 < value < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
+def _row_count(text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows")
+
+
+def _counts(text: str) -> GpuCounts:
+    if not _GPUS.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of GPUs, several such as 8,16, or a range 8..64")
+    counts: list[int] = []
+    ranges: list[tuple[int, int]] = []
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        if dots:
+            ranges.append((int(first), int(last)))
+        else:
+            counts.append(int(part))
+    smallest = min([*counts, *(first for first, _ in ranges)])
+    if smallest < 1:
+        raise argparse.ArgumentTypeError(f"{smallest} is not a number of GPUs")
+    for least, most in ranges:
+        if least > most:
+            raise argparse.ArgumentTypeError(f"the range {least}..{most} is empty")
+    return GpuCounts(tuple(counts), tuple(ranges))
+
+
+def _price(text: str) -> tuple[float, str]:
+    match = _PRICE.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text} is not a price, such as 2.5 or 2.5EUR")
+    return float(match[1]), match[2]
+
+
+def _within(text: str) -> float:
+    match = _WITHIN.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text} is not a time, such as 30m, 24h or 7d")
+    return time.time() + float(match[1]) * _SECONDS[match[2]]
+
+
+def _also(text: str) -> frozenset[str]:
+    names = frozenset(name if "." in name else f"strategy.{name}" for name in text.split(","))
+    for name in sorted(names - {*FURTHER}):
+        raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(FURTHER)}")
+    return names

@@ -1,29 +1,187 @@
-"""The rows of a plan: the best layouts, with what the whole training takes."""
+"""Finds the rows of a plan: the best layouts of a training, with what the whole training takes.
+
+It also writes the commands that train with them, and asks Slurm when their jobs would start.
+"""
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from hpc_train.commands.plan.asked import Asked
-from hpc_train.commands.plan.progress import shown
+from hydra.core.global_hydra import GlobalHydra
+
+from hpc_train.config.arguments import STRATEGY, with_right_plus
+from hpc_train.config.command_line import CommandLine, JobComposer
+from hpc_train.config.compose import packaged, typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
+from hpc_train.layout.layout import JobShape, Place
+from hpc_train.layout.resolve import SIMPLEST
+from hpc_train.layout.sizes import parameter_count
+from hpc_train.layout.techniques import AUTO
+from hpc_train.layout.validate import checked_layout
 from hpc_train.planner.calibration import Calibration, read_calibration
-from hpc_train.planner.candidates import Candidate, candidates, distinct, fastest, refusal
+from hpc_train.planner.candidates import Candidate, candidates, distinct, fastest, refusal, with_values
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.prediction import Prediction
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.streams import unescaped
 from hpc_train.runs.cost import Prices
-from hpc_train.schedulers.slurm.queue_estimate import Start
+from hpc_train.schedulers.slurm.client import SlurmError
+from hpc_train.schedulers.slurm.queue_estimate import Start, accuracy_of, read_estimates, starts_of
+from hpc_train.schedulers.slurm.site import read_site
 from hpc_train.units import format_bytes, format_duration
 
+STRATEGIES = ("dp", "zero1", "zero2", "zero3", "hsdp", "tp", "hybrid", "hybrid3d")  # the simplest first
+_SCHEMA = "/schema/model/"
+_RECOMPUTED = "train.activation_checkpointing"
+_OF_LAYOUT = ("strategy.", "batch.")  # groups whose keys make up the layout, but for those below
+_NOT_OF_LAYOUT = ("strategy.offload", "strategy.compression")
+_SPLIT = {"strategy.dp", *(name for name in SIMPLEST if name.startswith("strategy."))}  # what a strategy chooses
 ROWS = 10
 NOISE = 0.02  # layouts closer than this are equally fast; the simplest of them is first
 ORDERS = ("time", "gpus", "gpu-hours", "cost")
 _OFFLOAD = "strategy.offload"
+WITHOUT_EFFECT = ("signal", "requeue", "no-requeue", "no-kill", "open-mode", "mail-user", "mail-type")  # on the start
+
+
+class PlannedTraining:
+    """One training that is planned. Its composer must be open while a command is looked for.
+
+    Attributes:
+        fixed: the config keys whose values are those of the command, with those of a strategy that it names.
+
+    Args:
+        strategy: what chooses a strategy: ``+strategy`` or ``strategy``.
+        model: its name in a plan that compares models, otherwise empty.
+    """
+
+    def __init__(self, line: CommandLine, compose: JobComposer, strategy: str = "+strategy", model: str = "") -> None:
+        self.line = line
+        self.model = model
+        self.config: Config = typed(compose(list(line.overrides)))
+        self.fixed = {_key(override) for override in line.overrides}
+        if "strategy" in self.fixed:
+            self.fixed |= _SPLIT
+        self._compose = compose
+        self._strategy = strategy
+
+    @property
+    def parameters(self) -> int | None:
+        return parameter_count(self.config.model)
+
+    def with_models(self) -> Iterator[PlannedTraining]:
+        """Yields this training with each model of ``conf/model`` that is of the same kind."""
+        others = [override for override in self.line.overrides if not override.lstrip("+").startswith("model=")]
+        loader = GlobalHydra.instance().config_loader()
+        for name in loader.get_group_options("model"):
+            if not self.line.directories:  # the packaged file of a model names the schema of its kind
+                defaults = map(str, packaged(f"model/{name}").get("defaults", []))
+                schemas = [entry for entry in defaults if entry.startswith(_SCHEMA)]
+                if schemas and f"{_SCHEMA}{self.config.model.kind}@_here_" not in schemas:
+                    continue
+            line = replace(self.line, overrides=(f"model={name}", *others))
+            try:
+                training = PlannedTraining(line, self._compose, self._strategy, name)
+            except UserError:  # a model that needs more keys, or has none of those that are set
+                continue
+            if training.config.model.kind == self.config.model.kind and training.parameters is not None:
+                yield training
+
+    def command(self, candidate: Candidate, machine: Machine) -> list[str]:
+        """Returns the words after the user's overrides of the shortest command that trains with ``candidate``."""
+        workers = candidate.devices // candidate.nodes
+        values = {**candidate.values, "cluster.nodes": candidate.nodes}
+        if not machine.rates.cores and workers < machine.devices_per_node:
+            values["cluster.gpus_per_node"] = workers
+        chosen = _without(values, self.fixed)
+        different = {name: _different(chosen, base) for name, base in self.with_strategies.items()}
+        strategy = min(different, key=lambda name: len(different[name]))
+        needed = different[strategy]
+        for name in [*needed]:
+            if not name.startswith(_OF_LAYOUT) or name in _NOT_OF_LAYOUT:
+                continue
+            fewer = _without(needed, {name})
+            base = with_values(self.with_strategies[strategy], fewer)
+            try:
+                layout = checked_layout(base, candidate.nodes, workers)
+            except UserError:
+                continue
+            if replace(layout, notes=candidate.layout.notes) == candidate.layout:
+                needed = fewer  # the key does not change the layout
+        words = [f"{name}={value}" for name, value in needed.items()]
+        if strategy:
+            words.insert(0, f"{self._strategy}={strategy}")
+        return words
+
+    @cached_property
+    def with_strategies(self) -> Mapping[str, Config]:
+        """Returns the config with each strategy by its name, or as it is if the user has named one.
+
+        The files of the package set only keys of ``strategy``, which need no composition of all files: unless an
+        interpolation of the user may refer to them, or a directory of the user may hide them, they replace the values.
+        """
+        if "strategy" in self.fixed:
+            return {"": self.config}
+        simple = self._strategy == "+strategy" and not self.line.directories
+        if not simple or any("${" in override for override in self.line.overrides):
+            words = self.line.overrides
+            return {name: typed(self._compose([*words, f"{self._strategy}={name}"])) for name in STRATEGIES}
+        files = {name: packaged(f"strategy/{name}").items() for name in STRATEGIES}
+        values = {name: {f"strategy.{key}": value for key, value in file} for name, file in files.items()}
+        return {name: with_values(self.config, _without(values[name], self.fixed)) for name in STRATEGIES}
+
+
+def without_auto(line: CommandLine) -> CommandLine:
+    """Returns ``line`` without ``strategy=auto``, since a plan compares all strategies unless one is named."""
+    rest = (text for text in line.overrides if _key(text) != "strategy" or text.partition("=")[2] != AUTO)
+    return replace(line, overrides=tuple(rest))
+
+
+def strategy_key(line: CommandLine) -> str:
+    """Returns ``+strategy``, or ``strategy`` if the config of an experiment or the user already chooses one."""
+    if any(STRATEGY.match(override) for override in line.overrides):
+        return "strategy"
+    words = with_right_plus([*line.overrides, f"+strategy={STRATEGIES[0]}", *_directory(line)])
+    return next(word.partition("=")[0] for word in words if STRATEGY.match(word))
+
+
+def full_command(line: CommandLine, words: Collection[str]) -> str:
+    return shlex.join(["python", "-m", "hpc_train", *_directory(line), *line.overrides, *words, "-m"])
+
+
+def _directory(line: CommandLine) -> list[str]:
+    if line.config_directory is None:
+        return []
+    return ["-cd", str(line.config_directory)]
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+")
+
+
+def _without(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def _different(values: Mapping[str, Any], base: Config) -> dict[str, Any]:
+    """Returns those of ``values`` that ``base`` does not have."""
+    different = {}
+    for name, value in values.items():
+        group, _, key = name.partition(".")
+        present = getattr(getattr(base, group), key)
+        if name == _RECOMPUTED and present == "auto":
+            present = "none"  # a fixed strategy does not recompute
+        if present != value:
+            different[name] = value
+    return different
 
 
 @dataclass(frozen=True)
@@ -34,7 +192,7 @@ class Row:
         start: in the queue; None for a config that does not submit to Slurm.
     """
 
-    asked: Asked
+    training: PlannedTraining
     candidate: Candidate
     prices: Prices
     start: Start | None = None
@@ -45,33 +203,41 @@ class Row:
 
     @property
     def seconds(self) -> float | None:
-        steps = total_steps(self.asked.config)
-        return None if steps is None else steps * self.prediction.step_s
+        steps = total_steps(self.training.config)
+        if steps is None:
+            return None
+        return steps * self.prediction.step_s
 
     @property
     def refused(self) -> bool:
-        """Tells whether Slurm refuses the job."""
+        """Returns whether Slurm refuses the job."""
         return self.start is not None and bool(self.start.refusal)
 
     @property
     def done(self) -> float | None:
         """When the training is done, in seconds since 1970, if a job that is requeued starts again at once."""
-        start = None if self.start is None else self.start.at
-        return None if start is None or self.seconds is None else start + self.seconds
+        if self.start is None or self.start.at is None or self.seconds is None:
+            return None
+        return self.start.at + self.seconds
 
     @property
     def gpu_hours(self) -> float | None:
-        return None if self.seconds is None else self.seconds * self.candidate.devices / 3600
+        if self.seconds is None:
+            return None
+        return self.seconds * self.candidate.devices / 3600
 
     @property
     def cost(self) -> float | None:
-        price = self.prices.gpu_hour
-        return None if self.gpu_hours is None or price is None else self.gpu_hours * price
+        if self.gpu_hours is None or self.prices.gpu_hour is None:
+            return None
+        return self.gpu_hours * self.prices.gpu_hour
 
 
 def total_steps(config: Config) -> int | None:
     """Returns the number of steps; None if it follows from the length of the data."""
-    return config.train.steps if config.train.epochs is None else None
+    if config.train.epochs is not None:
+        return None
+    return config.train.steps
 
 
 @dataclass(frozen=True)
@@ -94,7 +260,7 @@ class Search:
     def calibration(self, config: Config) -> Calibration:
         return read_calibration(Path(config.run.root), config, self.machine)
 
-    def find(self, asked: Asked) -> tuple[list[Row], int]:
+    def find(self, training: PlannedTraining) -> tuple[list[Row], int]:
         """Returns the best row first, of each number of GPUs as many rows, and how many layouts were compared.
 
         The optimizer state is offloaded only if nothing fits without it, unless ``also`` or the user names the key.
@@ -102,36 +268,43 @@ class Search:
         Raises:
             UserError: no layout is possible, or none fits.
         """
-        found = self._candidates(asked, self.also)
-        if found and not any(each.prediction.fits for each in found) and _OFFLOAD not in {*asked.kept, *self.also}:
-            found = self._candidates(asked, self.also | {_OFFLOAD})
+        layouts = self._candidates(training, self.also)
+        fits = any(layout.prediction.fits for layout in layouts)
+        if layouts and not fits and _OFFLOAD not in {*training.fixed, *self.also}:
+            layouts = self._candidates(training, self.also | {_OFFLOAD})
         share = max(1, self.rows // len(self.gpus))
-        best = [each for count in self.gpus for each in islice(distinct(fastest(_of(found, count), NOISE)), share)]
-        if not best:
-            raise _does_not_fit(found, self.machine) if found else self._impossible(asked)
-        rows = [Row(asked, each, self.prices) for each in best]
-        return self.ordered(rows), len(found)
+        rows = []
+        for count in self.gpus:
+            on_devices = [layout for layout in layouts if layout.devices == count]
+            best = islice(distinct(fastest(on_devices, NOISE)), share)
+            rows += [Row(training, layout, self.prices) for layout in best]
+        if rows:
+            return self.ordered(rows), len(layouts)
+        if layouts:
+            raise self._too_large(layouts)
+        raise self._impossible(training)
 
     def ordered(self, rows: Sequence[Row]) -> list[Row]:
         """Returns the rows in the order of ``sort``."""
         if self.sort == "gpus":
             return sorted(rows, key=lambda row: (row.candidate.devices, row.prediction.step_s))
-        held = self.sort in ("gpu-hours", "cost")  # of GPUs
-        return sorted(rows, key=lambda row: row.prediction.step_s * (row.candidate.devices if held else 1))
+        if self.sort in ("gpu-hours", "cost"):
+            return sorted(rows, key=lambda row: row.prediction.step_s * row.candidate.devices)
+        return sorted(rows, key=lambda row: row.prediction.step_s)
 
-    def _candidates(self, asked: Asked, also: frozenset[str]) -> list[Candidate]:
-        learned = self.calibration(asked.config)
+    def _candidates(self, training: PlannedTraining, also: frozenset[str]) -> list[Candidate]:
+        learned = self.calibration(training.config)
         return [
-            replace(each, prediction=learned.corrected(each.prediction))
-            for count in shown(self.gpus)
-            for each in candidates(asked.config, self.machine, count, asked.kept, also)
+            replace(candidate, prediction=learned.corrected(candidate.prediction))
+            for count in with_progress(self.gpus)
+            for candidate in candidates(training.config, self.machine, count, training.fixed, also)
         ]
 
-    def _impossible(self, asked: Asked) -> UserError:
+    def _impossible(self, training: PlannedTraining) -> UserError:
         """Returns why the keys that are set permit no layout on any number of GPUs."""
         per_node = self.machine.devices_per_node
         places = [(max(1, count // per_node), min(count, per_node)) for count in self.gpus]
-        refused = (refusal(asked.config, *place, asked.kept) for place in places)
+        refused = (refusal(training.config, *place, training.fixed) for place in places)
         why = next((f": {error.what}" for error in refused if error is not None), "")
         return UserError(
             f"no layout is possible with these settings{why}",
@@ -139,36 +312,33 @@ class Search:
             fix="set fewer keys of strategy and batch, or give another number of --gpus",
         )
 
+    def _too_large(self, layouts: Sequence[Candidate]) -> UserError:
+        least = nearest(layouts)
+        name = str(least.layout)
+        if least.values.get(_OFFLOAD, "none") != "none":
+            name += " with its optimizer state in host memory"
+        memory = format_bytes(least.prediction.device_bytes)
+        return UserError(
+            f"no layout fits: {name} needs the least memory, {format_bytes(least.prediction.needed_bytes)} of the "
+            f"{memory} of a GPU ({self.machine.device})",
+            where="--gpus, --machine",
+            fix="more GPUs, a machine with more memory, or a shorter data.sequence_length",
+        )
 
-def _of(found: Sequence[Candidate], devices: int) -> list[Candidate]:
-    return [each for each in found if each.devices == devices]
 
-
-def nearest(found: Sequence[Candidate]) -> Candidate:
+def nearest(layouts: Sequence[Candidate]) -> Candidate:
     """Returns the first of the candidates that need the least memory."""
-    least = found[0]
-    for each in found[1:]:
-        if not each.prediction.needs_more_than(least.prediction):
-            least = min(least, each, key=lambda one: one.prediction.needed_bytes)
+    least = layouts[0]
+    for layout in layouts[1:]:
+        if not layout.prediction.needs_more_than(least.prediction):
+            least = min(least, layout, key=lambda candidate: candidate.prediction.needed_bytes)
     return least
-
-
-def _does_not_fit(found: Sequence[Candidate], machine: Machine) -> UserError:
-    least = nearest(found)
-    needed = format_bytes(least.prediction.needed_bytes)
-    offloads = least.values.get(_OFFLOAD, "none") != "none"
-    return UserError(
-        f"no layout fits: {least.layout}{' with its optimizer state in host memory' if offloads else ''} needs the "
-        f"least memory, {needed} of the {format_bytes(least.prediction.device_bytes)} of a GPU ({machine.device})",
-        where="--gpus, --machine",
-        fix="more GPUs, a machine with more memory, or a shorter data.sequence_length",
-    )
 
 
 def unknown_end() -> UserError:
     """Returns the error for a deadline that cannot be compared with the end of the training."""
     return UserError(
-        "plan cannot tell when the training is done: its number of steps, or its start, is unknown",
+        "the end of the training cannot be predicted: its number of steps, or its start, is unknown",
         where="train.epochs, --within",
         fix="train.steps=N instead of train.epochs, and a queue that responds",
     )
@@ -180,15 +350,21 @@ def in_time(rows: Sequence[Row], deadline: float) -> list[Row]:
     Raises:
         UserError: none is done by then, or the number of steps is unknown.
     """
-    ends = [_end(row) for row in rows]
-    if all(end is None for end in ends):
+    ends: dict[int, float] = {}
+    for number, row in enumerate(rows):
+        end = row.done
+        if row.start is None and row.seconds is not None:
+            end = time.time() + row.seconds
+        if end is not None:
+            ends[number] = end
+    if not ends:
         raise unknown_end()
-    kept = [row for row, end in zip(rows, ends, strict=True) if end is not None and end <= deadline]
-    if kept:
-        return kept
-    end, first = min((end, number) for number, end in enumerate(ends) if end is not None)
+    punctual = [rows[number] for number, end in ends.items() if end <= deadline]
+    if punctual:
+        return punctual
+    first = min(ends, key=lambda number: ends[number])
     row = rows[first]
-    late = format_duration(end - deadline)
+    late = format_duration(ends[first] - deadline)
     raise UserError(
         f"no layout is done in time: the fastest, {row.candidate.layout} on {row.candidate.devices} GPUs, takes "
         f"{format_duration(row.seconds or 0)} and is done {late} later",
@@ -197,7 +373,50 @@ def in_time(rows: Sequence[Row], deadline: float) -> list[Row]:
     )
 
 
-def _end(row: Row) -> float | None:
-    if row.start is not None or row.seconds is None:
-        return row.done
-    return time.time() + row.seconds
+def with_starts(rows: Sequence[Row], config: Config, sort: str) -> tuple[list[Row], list[str]]:
+    """Returns the rows with their starts, and lines about them. Sorted by time, the row that is done first is first.
+
+    If Slurm does not respond, the rows are returned as they are, with one line that says so.
+    """
+    from hpc_train.launch.job import Job  # imports what submits jobs
+    from hpc_train.launch.sbatch import arguments, options
+
+    site = read_site()
+    if not site.partitions:
+        return [*rows], ["the start in the queue is unknown: Slurm does not respond (scontrol show partition)"]
+    run = RunDirectory(Path(config.run.root, "plan"))  # is not created
+    shapes = []  # the options of sbatch that determine when the job of a row starts
+    for row in rows:
+        nodes = row.candidate.nodes
+        workers = row.candidate.devices // nodes
+        gpus = 0 if config.cluster.gpus_per_node == 0 else workers
+        shape = JobShape(nodes, nodes, gpus, workers, Place.SLURM, in_job=True)
+        chosen = with_values(config, {**row.candidate.values, "cluster.nodes": nodes})
+        sbatch_options = options(Job(0, (), chosen, row.candidate.layout, shape, run), site)
+        shapes.append(
+            tuple(arguments({name: value for name, value in sbatch_options.items() if name not in WITHOUT_EFFECT}))
+        )
+    try:
+        starts = starts_of(shapes)
+    except SlurmError as error:
+        return [*rows], [f"the start in the queue is unknown: {error.what}"]
+    started = [replace(row, start=starts[shape]) for row, shape in zip(rows, shapes, strict=True)]
+    if sort == "time" and all(row.done is not None or row.refused for row in started):
+        started.sort(key=lambda row: row.done or float("inf"))
+    refused = {row.candidate.devices: row.start.refusal for row in started if row.start and row.refused}
+    notes = [f"Slurm refuses {devices} GPUs: {why.splitlines()[-1]}" for devices, why in refused.items()]
+    accuracy = accuracy_of(read_estimates(Path(config.run.root), site.name, config.cluster.partition))
+    if accuracy is None:
+        accuracy = "how far off its estimates are is known after three jobs here have started"
+    return started, [*notes, f"starts: as Slurm estimates at {time.strftime('%H:%M')}; {accuracy}"]
+
+
+def with_progress(counts: Iterable[int]) -> Iterator[int]:
+    """Yields numbers of GPUs; a terminal shows which one is compared, until the last."""
+    if not sys.stderr.isatty():
+        yield from counts
+        return
+    for count in counts:
+        print(f"\rcomparing layouts on {count:,} GPUs ", end="", file=sys.stderr, flush=True)
+        yield count
+    print("\r\x1b[K", end="", file=unescaped(sys.stderr), flush=True)
