@@ -138,7 +138,6 @@ def _refuse(key: str, value: str, held: Mapping[str, str]) -> None:
             raise UserError(f"{key} contains the value of the secret {name}", where=key, fix=FIX)
 
 
-
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yields the dotted key and the text of every string in nested dicts and lists."""
     if isinstance(value, dict):

@@ -234,7 +234,7 @@ def test_only_the_client_runs_commands_of_slurm() -> None:
         name for name, words in text.items() if "subprocess.run(" in words or "subprocess.check_output(" in words
     }
     assert running == {
-        "bench/preflight.py", "machine/gpus.py", "machine/storage.py", "machine/network/discovery.py",
+        "bench/doctor/nodes.py", "machine/gpus.py", "machine/storage.py", "machine/network/discovery.py",
         "machine/network/smi.py", "layout/user_code.py", "planner/work.py", "run/code.py",
     }  # fmt: skip
 
