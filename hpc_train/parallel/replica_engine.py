@@ -91,11 +91,9 @@ class ReplicaEngine:
         return (self._replicas.compression,)
 
     def read_anew(self, written: Collection[str]) -> None:
-        """See ``Engine.read_anew``."""
         self._casts.leave_out(parameter for name, parameter in self._parameters.items() if name in written)
 
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
-        """See ``Engine.train_step``."""
         clear_gradients(self._parameters.values(), keep_memory=self._graphed)
         self._used.clear()
         self._statistics.begin()
@@ -131,13 +129,11 @@ class ReplicaEngine:
         return sums
 
     def commit(self, finite: Tensor) -> None:
-        """See ``Engine.commit``."""
         for compression in self.compressions():
             compression.exchange.commit(finite)
         self._statistics.commit(finite)
 
     def eval_step(self, batch: StepBatch) -> StepResult:
-        """See ``Engine.eval_step``."""
         # hooks of the bare model gather ZeRO's parameters, and DDP's wrapper is not needed
         with evaluating(self._model), torch.no_grad():
             columns = list(zip(*(self._forward(self._model, micro) for micro in batch.micro_batches), strict=True))
@@ -147,7 +143,6 @@ class ReplicaEngine:
         return StepResult(_total(loss_sum), _total(count), None if right is None else _total(right))
 
     def outputs(self, inputs: Tensor, context: Mapping[str, Tensor] | None = None) -> Tensor:
-        """See ``Engine.outputs``."""
         local = self._own_tokens(Batch(inputs, inputs, context or {}))
         with evaluating(self._model), torch.no_grad(), autocast(self._precision, self._mesh.device):
             outputs = self._model(local.inputs, local.context)

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from hpc_train.config.schema import CustomModelConfig
-from hpc_train.data.dataset import IGNORED, Batch, StepBatch
 from hpc_train.layout.techniques import KINDS, SCHEDULES
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
@@ -155,18 +153,6 @@ def test_what_compression_carries_to_the_next_step_is_divided_already() -> None:
     chosen = [Cell(2, "custom", strategy=common | each, batch={"micro_batches": 1}) for each in techniques]
     for differences in run_on_world(2, difference_of_a_growing_count, chosen):
         assert max(differences) < 1e-10
-
-
-def only_padding(rank: int, world_size: int) -> tuple[float, float, float]:
-    cell = Cell(1, "gpt-weighted")
-    engine = build_engine(cell.config(), mesh_of(cell, rank))
-    tokens = torch.zeros(2, 8, dtype=torch.int64)
-    numbers = engine.reduce(engine.train_step(0, StepBatch((Batch(tokens, tokens.new_full((2, 8), IGNORED)),), 0)))
-    return numbers.loss, numbers.target_count, engine.clip_grad_norm_(1.0).item()
-
-
-def test_a_count_of_zero_gives_no_loss_and_no_gradient() -> None:
-    assert run_on_world(1, only_padding) == [(0.0, 0.0, 0.0)]
 
 
 def test_built_in_losses_are_divided_by_the_count_of_the_data() -> None:

@@ -71,34 +71,25 @@ def test_any_number_of_ranks_trains_the_same_bits(model: str, others: tuple[int,
     assert [trained(ranks, model) == one for ranks in others] == [True] * len(others)
 
 
-def devices_of_a_result(rank: int, world_size: int, cell: Cell) -> set[str]:
-    """The devices of what a step returns, where tensors of no given device are on another device than the model."""
-    mesh = mesh_of(cell, rank)
-    engine = build_engine(cell.config(), mesh)
-    batch = local_batch(cell, mesh.layout, mesh.dp_rank, 0)
-    with torch.device("meta"):
-        result = engine.train_step(0, batch)
-    return {result.loss_sum.device.type, result.target_count.device.type}
-
-
-def test_what_a_step_returns_is_on_the_device() -> None:
-    assert run_on_world(2, devices_of_a_result, cell(2)) == [{"cpu"}] * 2
-
-
-def strides_of_gradients(rank: int, world_size: int, cell: Cell) -> bool:
-    """Returns whether gradients have the strides of their parameters, of which one is transposed."""
+def results_of_a_step(rank: int, world_size: int, cell: Cell) -> tuple[set[str], bool]:
+    """Steps where tensors of no given device are on another device than the model, one parameter of which is
+    transposed; returns the devices of the result, and whether gradients have the strides of their parameters.
+    """
     mesh = mesh_of(cell, rank)
     engine = build_engine(cell.config(), mesh)
     parameters = engine.named_parameters()
     name = next(name for name, parameter in parameters.items() if parameter.ndim == 2)
     parameters[name].data = parameters[name].data.t().contiguous().t()
-    engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
-    return all(each.grad is not None and each.grad.stride() == each.stride() for each in parameters.values())
+    batch = local_batch(cell, mesh.layout, mesh.dp_rank, 0)
+    with torch.device("meta"):
+        result = engine.train_step(0, batch)
+    follow = all(each.grad is not None and each.grad.stride() == each.stride() for each in parameters.values())
+    return {result.loss_sum.device.type, result.target_count.device.type}, follow
 
 
-def test_gradients_have_the_memory_format_of_their_parameters() -> None:
+def test_what_a_step_returns_is_on_the_device_and_gradients_have_the_format_of_parameters() -> None:
     """Fused optimizers update memory, whatever the strides are."""
-    assert run_on_world(2, strides_of_gradients, cell(2)) == [True] * 2
+    assert run_on_world(2, results_of_a_step, cell(2)) == [({"cpu"}, True)] * 2
 
 
 def test_the_ordinary_sum_depends_on_the_number_of_ranks() -> None:
@@ -142,32 +133,20 @@ def test_refused_with_the_reason(ranks: int, strategy: dict[str, Any], fields: d
         Cell(ranks, strategy=strategy, **{"train": ON} | fields).layout()
 
 
-def build_with_batch_norm(rank: int, world_size: int) -> str:
-    whole = Cell(1, train=ON, batch={"global_size": 8})
-    config = whole.config()
+def buffers_are_refused(rank: int, world_size: int) -> None:
+    normed = Cell(1, train=ON, batch={"global_size": 8})
+    config = normed.config()
     config.model = CustomModelConfig(_target_="hpc_train.models.resnet.resnet18", args={"n_classes": 4})
-    with pytest.raises(UserError) as error:
-        build_engine(config, mesh_of(whole, rank))
-    return error.value.what
-
-
-def test_batch_statistics_are_refused() -> None:
-    assert run_on_world(1, build_with_batch_norm) == [
-        "batch statistics depend on the number of ranks, so the bits of the weights would depend on it too"
-    ]
-
-
-def step_of_a_model_that_counts(rank: int, world_size: int) -> str:
-    whole = cell(1, "custom")
-    config = whole.config()
+    with pytest.raises(UserError, match="batch statistics depend on the number of ranks, so the bits of the weights"):
+        build_engine(config, mesh_of(normed, rank))
+    counting = cell(1, "custom")
+    config = counting.config()
     config.model = CustomModelConfig(_target_="tests.parallel.module.CountingTiny", args={"classes": CLASSES})
-    mesh = mesh_of(whole, rank)
+    mesh = mesh_of(counting, rank)
     engine = build_engine(config, mesh)
-    with pytest.raises(UserError) as error:
-        engine.train_step(0, local_batch(whole, mesh.layout, mesh.dp_rank, 0))
-    return error.value.what
+    with pytest.raises(UserError, match="the forward pass changes the buffer passes, whose values then depend on the"):
+        engine.train_step(0, local_batch(counting, mesh.layout, mesh.dp_rank, 0))
 
 
-def test_forward_passes_that_change_buffers_are_refused() -> None:
-    (what,) = run_on_world(1, step_of_a_model_that_counts)
-    assert what.startswith("the forward pass changes the buffer passes, whose values then depend on the number of")
+def test_batch_statistics_and_forward_passes_that_change_buffers_are_refused() -> None:
+    run_on_world(1, buffers_are_refused)

@@ -130,11 +130,9 @@ class PipelineEngine:
         return tuple(compression for compression in compressions if compression is not None)
 
     def read_anew(self, written: Collection[str]) -> None:
-        """See ``Engine.read_anew``."""
         self._casts.leave_out(parameter for name, parameter in self._parameters.items() if name in written)
 
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
-        """See ``Engine.train_step``."""
         self._tied.refresh()
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -159,13 +157,11 @@ class PipelineEngine:
         return result
 
     def commit(self, finite: Tensor) -> None:
-        """See ``Engine.commit``."""
         for compression in self.compressions():
             compression.exchange.commit(finite)
         self._statistics.commit(finite)
 
     def eval_step(self, batch: StepBatch) -> StepResult:
-        """See ``Engine.eval_step``."""
         self._tied.refresh()
         with ExitStack() as modes, refusing_wrong_targets(self._parts[-1].model, batch.micro_batches):
             for part in self.parts:
@@ -180,7 +176,6 @@ class PipelineEngine:
         return result
 
     def outputs(self, inputs: Tensor, context: Mapping[str, Tensor] | None = None) -> Tensor:
-        """See ``Engine.outputs``."""
         raise UserError(
             "no rank holds the whole model, so its outputs cannot be computed outside of a step",
             where="strategy.pp",
