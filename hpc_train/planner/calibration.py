@@ -61,13 +61,18 @@ PARTS = ("compute_s", "communication_s", "bubble_s")
 
 def predicted_values(prediction: Prediction) -> Values:
     """Returns the values of ``prediction`` that a run can measure."""
-    apart = prediction.layout.cp * prediction.layout.tp == 1
+    compute = communication = memory = None
+    if prediction.layout.cp * prediction.layout.tp == 1:
+        compute = prediction.compute_s + prediction.optimizer_s
+        communication = prediction.communication_s
+    if prediction.memory is not None:
+        memory = prediction.memory.total
     return Values(
         step_s=prediction.step_s,
-        compute_s=prediction.compute_s + prediction.optimizer_s if apart else None,
-        communication_s=prediction.communication_s if apart else None,
+        compute_s=compute,
+        communication_s=communication,
         bubble_s=prediction.bubble_s,
-        memory_bytes=None if prediction.memory is None else prediction.memory.total,
+        memory_bytes=memory,
     )
 
 

@@ -57,13 +57,8 @@ class Passes:
         check_float8_rate(config, machine)
         self.layout, self.work = layout, work
         self.rates: Rates = machine.rates
-        if config.precision.name in ("bf16", "fp16"):
-            self.narrow = 2
-        elif config.precision.name == "fp64":
-            self.narrow = 8
-        else:
-            self.narrow = 4
         self.width = 8 if config.precision.name == "fp64" else 4
+        self.narrow = {"bf16": 2, "fp16": 2}.get(config.precision.name, self.width)
         self.weight = self.narrow if config.precision.weights == "bf16" else self.width
         self.gradient = self.width if layout.shards_state else self.weight  # FSDP sums gradients in fp32
         self.flops_per_s = machine.peak(config.precision.name) * self.rates.matmul_share
@@ -73,10 +68,10 @@ class Passes:
         self.split = layout.cp * layout.tp  # the ranks that share the work of a block
         self.key_share = _key_share(config, layout)
         self.mode = compiler_mode(config)
-        tells = None
-        if self.mode == CompilerMode.ASYNC_TP:
-            tells = family_of(config.model).linear_layers
-        self.linear_layers = None if tells is None else tells(config.model)  # if they cover their traffic
+        self.linear_layers = None  # those that cover their traffic
+        tell = family_of(config.model).linear_layers
+        if self.mode == CompilerMode.ASYNC_TP and tell is not None:
+            self.linear_layers = tell(config.model)
         self.float8 = IN_BF16 if self.rates.cores else float8_of(config, layout, work.tokens)
         self.float8_per_s = self.rates.fp8_flops * self.rates.matmul_share * self.rates.fp8_share
         self.layers = {id(layer) for layer in work.blocks[1:-1]}
@@ -181,7 +176,9 @@ class Passes:
         if self.linear_layers is not None and id(block) in self.layers:
             traffic = Traffic(gather_s, scatter_s, size / rates.memory_bytes_per_s, self.layout.tp)
             return exchanged + traffic_left(self.linear_layers, products, of, traffic)
-        return exchanged + (3 if of == "again" else 4) / 2 * (gather_s + scatter_s)
+        if of == "again":
+            return exchanged + 3 / 2 * (gather_s + scatter_s)
+        return exchanged + 2 * (gather_s + scatter_s)
 
     def _exchange(self, block: Block) -> float:
         """Returns the seconds of two all-to-alls: of queries, keys and values, and of the result of attention.
@@ -290,8 +287,7 @@ def products_of(model: Any, tokens: int) -> Sequence[Products] | None:
     if isinstance(model, CountedModel):
         return model.counts.products
     tell = family_of(model).linear_layers
-    groups = None if tell is None else tell(model)
-    if groups is None:
+    if tell is None or (groups := tell(model)) is None:
         return None
     numbers = range(model.n_layers)
     products = list[Products]()
@@ -381,7 +377,9 @@ def traffic_left(layers: Sequence[LinearLayers], products_s: float, of: Pass, tr
     parts = [
         traffic.scattered(group_s) if place % 2 else traffic.gathered(group_s) for place, group_s in enumerate(seconds)
     ]
-    return sum(parts[:-1] if of == "again" else parts)
+    if of == "again":
+        parts.pop()
+    return sum(parts)
 
 
 def _backward(layers: Sequence[LinearLayers], beside: Sequence[float], traffic: Traffic) -> Iterator[float]:

@@ -276,9 +276,13 @@ class _Step:
         across = Group(replicas, per_node)
         reduced = self._of_blocks(all_reduce, parameters / layout.shard * self.width, across, blocks)
         batches, busy = layout.micro_batches, load(shards, rates)
-        gathers = batches if "parameters" in layout.kind.shards else 1
-        scatters = batches if "gradients" in layout.kind.shards else 1
-        again = gathered if "parameters" in layout.kind.shards else 0.0  # gathered a second time for the backward
+        gathers = scatters = 1
+        again = 0.0
+        if "parameters" in layout.kind.shards:
+            gathers = batches
+            again = gathered  # a second time for the backward
+        if "gradients" in layout.kind.shards:
+            scatters = batches
         exposed = gathers * uncovered(gathered, micro_batch_s / 3, blocks, rates, busy)
         exposed += scatters * uncovered(scattered + again, micro_batch_s * 2 / 3, blocks, rates, busy)
         # the backward of the last micro-batch also covers the sum over the replicas, which takes other links
@@ -368,10 +372,12 @@ def simulate(
             clock = rank_events[-1].end if rank_events else 0.0
             for action in actions[began:]:
                 work, stage, batch = action
-                if work == FORWARD:
-                    ready = arrived.get((True, stage, batch)) if stage else 0.0
+                if work == BACKWARD_WEIGHT:
+                    ready = clock
+                elif work == FORWARD and not stage:
+                    ready = 0.0
                 else:
-                    ready = clock if work == BACKWARD_WEIGHT else arrived.get((False, stage, batch))
+                    ready = arrived.get((work == FORWARD, stage, batch))
                 if ready is None:
                     break
                 begin = max(ready, clock)

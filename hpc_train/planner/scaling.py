@@ -103,8 +103,9 @@ def scale(
 ) -> Iterator[Point]:
     """Yields a point for each number of devices on which the training fits, with its fastest layout. ``fixed`` are the
     config keys whose values stay those of ``config``. Raises UserError if the training fits on none of the numbers."""
-    steps = config.train.steps if config.train.epochs is None else None
-    samples = None if steps is None else steps * config.batch.global_size
+    samples = None
+    if config.train.epochs is None and config.train.steps is not None:
+        samples = config.train.steps * config.batch.global_size
     first: tuple[int, float] | None = None
     compared = list[int]()
     for count in counts:

@@ -85,12 +85,15 @@ def count_work(config: Config) -> Work:
     model, family = config.model, family_of(config.model)
     if isinstance(model, CountedModel):
         counts = model.counts
-        share = COMPILED_KERNELS / EAGER_KERNELS if config.train.compile else 1.0
+        share = 1.0
+        touches: float = TOUCHES
+        if config.train.compile:
+            share = COMPILED_KERNELS / EAGER_KERNELS
+            touches = FUSED_TOUCHES
         blocks = tuple(
             Block(b.products, b.attention, model.saved(b) / model.width, ceil(b.kernels * share), b.parameters)
             for b in counts.blocks
         )
-        touches = FUSED_TOUCHES if config.train.compile else TOUCHES
         return Work(blocks, counts.hidden, counts.tokens, touches, sum(block.total for block in counts.blocks))
     layers = getattr(model, "n_layers", None)
     shape = _shape(config)
@@ -236,7 +239,8 @@ def _answer(config: Config, file: Path) -> dict[str, Any]:
         raise _refusal(f"it took longer than {LIMIT_S:g} s") from None
     if not file.exists():
         lines = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()
-        raise _refusal(lines[-1].strip() if lines else f"its process ended with exit code {done.returncode}")
+        lines = lines or [f"its process ended with exit code {done.returncode}"]
+        raise _refusal(lines[-1].strip())
     answer = json.loads(file.read_text(encoding="utf-8"))
     if "what" in answer:
         raise _refusal(answer["what"], answer.get("where") or "model", answer.get("fix") or _FIX)
