@@ -191,9 +191,9 @@ def gpus_of_this_job(environment: Mapping[str, str] = os.environ) -> JobGpus:
     if job.node_gres:
         return JobGpus(min(sum(gpus_of(gres).values()) for gres in job.node_gres), inherited)
     on_batch_host = environment.get("SLURM_GPUS_ON_NODE")
-    if not on_batch_host:
-        on_batch_host = len(list(filter(None, environment.get("SLURM_JOB_GPUS", "").split(","))))
-    return JobGpus(int(on_batch_host), inherited)
+    if on_batch_host:
+        return JobGpus(int(on_batch_host), inherited)
+    return JobGpus(len(list(filter(None, environment.get("SLURM_JOB_GPUS", "").split(",")))), inherited)
 
 
 @cache
