@@ -532,7 +532,7 @@ DIRECT = {  # function with a direct access -> what it opens, which is no file o
     "launch/executors/local.py": "locks in the directory of the sweep",
     "launch/command_job.py": "the log of a job that this process has submitted, below its run root",
     "commands/compare.py": "--csv",
-    "commands/checkpoints/generate.py": "--prompts",
+    "commands/model.py": "--prompts",
     "commands/batch.py": "the script of the user",
     "report/plots.py": "--out",
     "report/promotion.py": "a file that this process has downloaded",
