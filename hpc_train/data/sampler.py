@@ -99,12 +99,12 @@ class Order:
             ``[micro_batches, micro_size]`` sample indices in the global order, followed by ``PADDING``.
         """
         if layout.logical_micro_batches:
-            slots = np.full((layout.micro_batches, layout.micro_size), PADDING, dtype=np.int64)
+            rows = np.full((layout.micro_batches, layout.micro_size), PADDING, dtype=np.int64)
             for row, logical in enumerate(layout.logical_of(dp_rank)):
                 first = logical * self.global_size // layout.logical_micro_batches
                 last = (logical + 1) * self.global_size // layout.logical_micro_batches
-                slots[row, : last - first] = self.slots(step, first, last)
-            return slots
+                rows[row, : last - first] = self.slots(step, first, last)
+            return rows
         first = dp_rank * self.global_size // layout.dp
         last = (dp_rank + 1) * self.global_size // layout.dp
         slots = np.full(layout.micro_batches * layout.micro_size, PADDING, dtype=np.int64)

@@ -148,7 +148,7 @@ class WeightFiles:
     missing or damaged, or their tensors need a conversion that is not implemented.
     """
 
-    def __init__(self, folder: Path, module: nn.Module) -> None:
+    def __init__(self, folder: Path, module: Any) -> None:
         self._folder = folder
         self._file_of = _located(folder)
         self._opened: dict[str, Any] = {}
