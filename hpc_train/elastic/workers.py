@@ -295,9 +295,9 @@ def class_of_end(
     if exit_code == -signal.SIGABRT:
         # NCCL's watchdog thread prints an error of the rank's GPU and aborts the process
         for line in output:
-            failure = classify_message(line)
-            if failure in (Failure.DEVICE, Failure.KERNEL):
-                return failure, f"{name}: {line.strip()}"
+            reported = classify_message(line)
+            if reported in (Failure.DEVICE, Failure.KERNEL):
+                return reported, f"{name}: {line.strip()}"
     if exit_code == -signal.SIGBUS and SHARED_MEMORY.is_dir():
         status = os.statvfs(SHARED_MEMORY)
         if status.f_blocks > 0 and status.f_bavail < FULL * status.f_blocks:

@@ -331,11 +331,12 @@ class Coordinator:
         sound = sum(node.name not in failing for node in nodes)
         most = min(size, sound if sound >= fewest or only_sound else len(nodes))
         workers = [*accumulate((node.workers for node in nodes), min)]  # of the first nodes
-        memory = [*accumulate((node.gpu_memory for node in nodes), lambda a, b: a and b and min(a, b))]  # None: unknown
         refusal: UserError | None = None
         for count in range(most, fewest - 1, -1):
             try:
-                layout = resolve_layout(self.config, count, workers[count - 1], memory[count - 1])
+                sizes = [node.gpu_memory for node in nodes[:count] if node.gpu_memory is not None]
+                memory = min(sizes) if len(sizes) == count else None  # None: unknown
+                layout = resolve_layout(self.config, count, workers[count - 1], memory)
                 chosen = in_order_of_rank(nodes[:count])
                 for node in chosen:
                     refuse_slices_of_same_gpu(node.facts, min(workers[count - 1], layout.world_size))

@@ -55,7 +55,8 @@ def read_limits(proc: Path) -> NodeLimits:
     for name in ("Max locked memory", "Max open files"):
         match = re.search(_LINE.format(name=name), text, re.MULTILINE)
         words = match.groups() if match else (None, None)  # soft and hard
-        limits += [UNLIMITED if word == "unlimited" else word and int(word) for word in words]
+        for word in words:
+            limits.append(UNLIMITED if word == "unlimited" else int(word) if word else None)
     return NodeLimits(limits[0], limits[2], limits[3])
 
 
