@@ -39,7 +39,7 @@ def test_a_family_without_a_fact_is_refused_by_its_name_and_file(
 @pytest.mark.parametrize(
     ("file", "text", "replacement", "words"),
     [
-        ("mixer_family", "    tensor_parallel=", "    chunked_loss=False) if 0 else dict(x=", "not a ModelFamily"),
+        ("mixer_family", "    tensor_parallel=", "    chunked_loss=False) if 0 else dict(x=", "must be a ModelFamily"),
         ("mixer_family", "n_layers: int", "depth: int", "has no key n_layers"),
         ("mixer_family", "PACKAGE.mixer:Mixer", "PACKAGE.mixer:Blender", "defines no Blender"),
         ("mixer_family", "PACKAGE.mixer:plan", "PACKAGE.absent:plan", "there is no module"),
