@@ -270,7 +270,7 @@ def check_pixels(image: Any, name: str) -> None:
 
 
 def check_content(content: bytes, name: str) -> None:
-    """Checks the pixels of a file as ``check_pixels``; accepts a file that is not an , which fails when it is read."""
+    """Checks the pixels of a file as ``check_pixels``; accepts a file that is no image, which fails when it is read."""
     try:
         image = pillow().open(io.BytesIO(content))
     except OSError:

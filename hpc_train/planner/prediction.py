@@ -372,11 +372,10 @@ def simulate(
             clock = rank_events[-1].end if rank_events else 0.0
             for action in actions[began:]:
                 work, stage, batch = action
+                ready: float | None = 0.0
                 if work == BACKWARD_WEIGHT:
                     ready = clock
-                elif work == FORWARD and not stage:
-                    ready = 0.0
-                else:
+                elif work != FORWARD or stage:
                     ready = arrived.get((work == FORWARD, stage, batch))
                 if ready is None:
                     break
