@@ -8,7 +8,7 @@ The loops have no engines, control messages, checkpoints or telemetry. They make
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,8 +153,10 @@ def _replicas(kind: str, model: nn.Module, config: Config, mesh: Mesh) -> Step:
             is_last = index == len(micro_batches) - 1
             if kind == "zero2" and isinstance(replica, FSDPModule):
                 replica.set_reshard_after_backward(is_last)
-            waits = isinstance(replica, DistributedDataParallel) and not is_last
-            with replica.no_sync() if waits else nullcontext():
+            accumulates: AbstractContextManager[None] = nullcontext()
+            if isinstance(replica, DistributedDataParallel) and not is_last:
+                accumulates = replica.no_sync()
+            with accumulates:
                 with autocast(config.precision.name, mesh.device):
                     loss, _ = replica(batch.inputs, batch.context, batch.targets)
                 (loss * (ranks / target_count)).backward()

@@ -289,7 +289,7 @@ def check_open_files(limits: NodeLimits, ranks: int) -> Finding:
     if files >= FILES_PER_RANK:
         return Finding("open files", OK, f"{files} per process")
     needed = FILES_PER_RANK * ranks
-    if (limits.most_open_files or 0) > files:
+    if limits.most_open_files is not None and limits.most_open_files > files:
         needed = limits.most_open_files
     return Finding("open files", WARNING, f"{files} per process", f"set cluster.setup=['ulimit -n {needed}']")
 

@@ -48,7 +48,7 @@ def print_table(rows: Sequence[Row], machine: Machine, compared: int) -> None:
     best = "the best"
     if rows[0].training.model:
         best = "the largest model"
-    cells = []
+    cells: list[dict[str, str]] = []
     for row, above in zip(rows, [None, *rows[:-1]], strict=True):
         cells.append({"": str(len(cells) + 1), **_cells(row), WHY: _why_slower(row, above)})
     columns = [*cells[0]]

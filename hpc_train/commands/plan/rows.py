@@ -406,9 +406,10 @@ def with_starts(rows: Sequence[Row], config: Config, sort: str) -> tuple[list[Ro
     refused = {row.candidate.devices: row.start.refusal for row in started if row.start and row.refused}
     notes = [f"Slurm refuses {devices} GPUs: {why.splitlines()[-1]}" for devices, why in refused.items()]
     accuracy = accuracy_of(read_estimates(Path(config.run.root), site.name, config.cluster.partition))
-    if accuracy is None:
-        accuracy = "how far off its estimates are is known after three jobs here have started"
-    return started, [*notes, f"starts: as Slurm estimates at {time.strftime('%H:%M')}; {accuracy}"]
+    error_of_estimates = "how far off its estimates are is known after three jobs here have started"
+    if accuracy is not None:
+        error_of_estimates = str(accuracy)
+    return started, [*notes, f"starts: as Slurm estimates at {time.strftime('%H:%M')}; {error_of_estimates}"]
 
 
 def with_progress(counts: Iterable[int]) -> Iterator[int]:
