@@ -71,7 +71,9 @@ LONG_FORMS = {
 }
 MOST_STARTS = 110  # of agents in the short form: each takes seconds, and they are most of its time
 # A share has a planned time, a time after which no case starts, and a maximum time for each case.
-SHARE_S, BEGINS_S, CASE_S = 480, 480, 240
+SHARE_S = 660
+BEGINS_S = 660
+CASE_S = 240
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -156,18 +158,20 @@ KEEPS_NO_BYTECODE = pytest.StashKey[bool]()
 
 
 def _long_share(items: list[pytest.Item], seed: str) -> list[pytest.Item]:
-    """Returns the cases that ``seed`` draws, in turn from each folder, until they fill SHARE_S; the same code gives the
-    same cases."""
-    cost = {item: _seconds(item) for item in items}
+    """Returns the cases of every share, and those that ``seed`` draws, in turn from each folder, until they fill
+    SHARE_S; the same code gives the same cases."""
+    seconds = {item: cost for item in items if (cost := _seconds(item))}
+    chosen = [item for item in seconds if (mark := _long_form(item)) and mark.kwargs.get("every_share")]
     folders: dict[Path, list[pytest.Item]] = {}
-    for item in random.Random(seed).sample(among := [item for item in items if cost[item]], len(among)):
+    for item in random.Random(seed).sample(others := [item for item in seconds if item not in chosen], len(others)):
         folders.setdefault(item.path.parent, []).append(item)
-    chosen, left = [], SHARE_S
+    left = SHARE_S - sum(seconds[item] for item in chosen)
     for item in filter(None, chain(*zip_longest(*folders.values()))):
-        if cost[item] <= min(left, CASE_S):
-            item.add_marker(pytest.mark.timeout(CASE_S))
+        if seconds[item] <= min(left, CASE_S):
             chosen.append(item)
-            left -= cost[item]
+            left -= seconds[item]
+    for item in chosen:
+        item.add_marker(pytest.mark.timeout(CASE_S))
     return chosen
 
 

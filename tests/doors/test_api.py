@@ -133,6 +133,9 @@ def test_a_sweep_gives_a_list_of_runs() -> None:
         (["launch.dry_run=true"], "no dry run"),
     ],
 )
+@pytest.mark.long_form(
+    2, cases=["overrides0-fast", "overrides1-stepz", "overrides2-nonsense"]
+)  # tests/launch/test_request.py
 def test_a_mistake_is_a_user_error_and_writes_nothing(tmp_path: Path, overrides: list[str], what: str) -> None:
     with pytest.raises(hpc_train.UserError, match=what):
         hpc_train.submit([*overrides, "cluster=local"])

@@ -112,6 +112,7 @@ def rollbacks(run: RunDirectory) -> list[tuple[int, int, list[list[int]]]]:
     return [(event["step"], event["to_step"], event["skipped_windows"]) for event in events]
 
 
+@pytest.mark.long_form(30)  # tests/train/test_divergence.py
 def test_gradients_that_stay_nan_take_the_run_back_past_the_samples(tmp_path: Path) -> None:
     """And a resume, which knows of the samples from the checkpoint only, takes the same order, saved in the background
     or not; and all end as a run that has never seen these samples."""

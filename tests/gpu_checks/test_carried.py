@@ -52,6 +52,7 @@ def test_what_is_not_carried_cannot_be_imported(carried: dict[str, str]) -> None
     assert "No module named 'wandb'" in done.stderr
 
 
+@pytest.mark.long_form(15, every_share=True)
 def test_every_module_of_the_checks_is_imported_without_what_is_not_carried(carried: dict[str, str]) -> None:
     modules = {each.entry.partition(":")[0] for each in ALL} | {"gpu_checks.__main__"}
     command = [sys.executable, "-c", f"import {', '.join(sorted(modules))}"]

@@ -114,6 +114,7 @@ class _Documents(Dataset):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.long_form(25, cases=["2"])  # tests/data/test_ragged.py
 def test_samples_of_uneven_length_train_as_single_ones_do(form: str) -> None:
     cells = padded(form)
     run_on_world(cells[0].world_size, _compare_uneven, cells, timeout=280)

@@ -41,6 +41,7 @@ def holders(directory: Path, text: str) -> list[Path]:
     return [path for path in files if text.encode() in path.read_bytes()]
 
 
+@pytest.mark.long_form(25, every_share=True)
 def test_a_run_leaves_no_secret_in_files_that_others_read(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "hpc_train", *TINY, "+strategy=dp", "cluster=local", "cluster.cpu_workers=1"),

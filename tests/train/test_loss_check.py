@@ -170,6 +170,7 @@ def pp(model: str, schedule: str, stages: int) -> Cell:
 LATER = ("contrastive", "dropout", "single samples", "built-in", "heads", "autoencoder", "pipeline in a V")
 
 
+@pytest.mark.long_form(25, every_share=True)
 def test_a_loss_that_depends_on_the_split_is_reported_and_no_other() -> None:
     cases: dict[str, tuple[Cell, str | None]] = {
         "contrastive": (dp(), "Undeclared"),

@@ -117,6 +117,7 @@ MORE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.long_form(25, every_share=True)
 def test_every_optimizer_trains_as_in_one_process_under_every_strategy() -> None:
     batch, splits = {"micro_batches": 2}, SPLITS + (MORE if LONG else [])
     cells = [Cell(4, "gpt-tied" if "pp" in split else "gpt", strategy=split, batch=batch) for split in splits]
