@@ -21,11 +21,12 @@ def _bubble(shape: PipelineShape) -> float:
 
 
 def _order(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
-    """Returns all forwards, stage by stage, then all backwards, from the last stage."""
+    """Returns all forwards, stage by stage, then all backwards, from the last stage and the last micro-batch."""
     stages = range(rank, shape.ranks * shape.stages_per_rank, shape.ranks)
     batches = range(shape.micro_batches)
     forwards = [Action(FORWARD, stage, batch) for stage in stages for batch in batches]
-    return (*forwards, *(Action(FULL_BACKWARD, stage, batch) for stage in reversed(stages) for batch in batches))
+    backwards = [Action(FULL_BACKWARD, stage, batch) for stage in reversed(stages) for batch in reversed(batches)]
+    return (*forwards, *backwards)
 
 
 LOOPED_BFS = PipelineSchedule(

@@ -127,7 +127,11 @@ def _kind(name: str, holds: Callable[[DataParallelKind], object]) -> Condition:
 
 def _schedule(name: str, holds: Callable[[PipelineSchedule], bool]) -> Condition:
     """Returns the condition that a pipeline runs a schedule of which ``holds`` is true."""
-    return Condition(name, lambda _, layout: layout.pp > 1 and holds(layout.pipeline) and layout.pipeline)
+
+    def value(_: Config, layout: Layout) -> Any:
+        return layout.pp > 1 and holds(layout.pipeline) and layout.pipeline
+
+    return Condition(name, value, "strategy.schedule")
 
 
 def _compression(name: str, holds: Callable[[str], bool]) -> Condition:

@@ -17,6 +17,7 @@ from hpc_train.errors import UserError
 from hpc_train.layout.counted import counted
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.resolve import SIMPLEST
+from hpc_train.layout.techniques import SCHEDULES
 from hpc_train.layout.validate import checked_layout
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.prediction import Prediction, predict_step
@@ -28,7 +29,7 @@ SIMULATED = 40  # the best candidates, whose pipelines are simulated; the others
 FURTHER: Mapping[str, tuple[str, ...]] = {  # keys that are compared only if they are asked for
     "strategy.offload": ("none", "optimizer"),
     "strategy.compression": ("none", "bf16"),
-    "strategy.schedule": ("1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"),
+    "strategy.schedule": ("1f1b", *(name for name in SCHEDULES if name not in ("1f1b", "sequential"))),
 }
 _FIRST = FURTHER["strategy.schedule"][0]
 MICRO_SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -65,7 +65,7 @@ RANK_0 = (
         _event(20, "checkpoint_saved", 0, 0, step=2, path="checkpoints/step-2", bytes=10, seconds=0.2),
         _event(21, "checkpoint_failed", 0, 0, step=3, message="[Errno 28] No space", final=False),
         _event(21.5, "save_deferred", 0, 0, step=3, message="full", path="checkpoints", seconds=60.0),
-        _event(22, "straggler", 0, 1, slower=1.5, message="rank 1 is slow"),
+        _event(22, "straggler", 0, 1, share=0.4, late_s=1.5, message="rank 1 is slow"),
         _event(23, "warning", 0, 0, step=3, message="continues with changed settings: optim.lr: 1 -> 2"),
         _event(24, "advice", 0, 0, step=3, message="larger batch"),
         _event(

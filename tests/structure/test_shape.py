@@ -28,7 +28,8 @@ def test_figures_of_the_code_do_not_rise() -> None:
     packages = [path for path in (REPOSITORY / PACKAGE).iterdir() if (path / "__init__.py").exists()]
     assert len(packages) <= 20
     assert not components
-    assert count_keys(REPOSITORY) <= 275
+    keys = count_keys(REPOSITORY)
+    assert keys <= 275, f"{keys} config keys: raise the number in this test if no existing key can take the new value"
     assert dialect_share(nodes.values()) <= 0.005
     assert conditional_density(product, nodes.values()) <= 18.5
 
