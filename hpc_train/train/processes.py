@@ -37,11 +37,7 @@ def join(spec: WorkerSpec, config: Config) -> Mesh:
     torch.set_num_threads(threads)
     if config.train.debug:
         dist.set_debug_level(dist.DebugLevel.DETAIL)  # checks each collective for consistency across ranks
-    device = _device(spec)
-    if device.type == "cuda" and os.environ.get(ALLOCATOR_SETTINGS) == GROWING_SEGMENTS:
-        # torch has read the variable in the parent of this process, before the choice was made
-        torch._C._accelerator_setAllocatorSettings(GROWING_SEGMENTS)
-    use_device(device)
+    device = prepare_device(spec)
     choose_tf32(config.precision, device)
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
     try:
@@ -49,6 +45,18 @@ def join(spec: WorkerSpec, config: Config) -> Mesh:
     except ValueError as error:  # other exceptions of torch name variables as a hint only
         raise rejected_variable(error, os.environ) or error from error
     return join_mesh(spec.layout, spec.rank, device, timeout)
+
+
+def prepare_device(spec: WorkerSpec) -> torch.device:
+    """Selects the device of this rank, and applies the allocator's settings from the environment to it.
+
+    Torch reads the variable when it is loaded, which the parent of this process has done before the choice was made.
+    """
+    device = _device(spec)
+    if device.type == "cuda" and os.environ.get(ALLOCATOR_SETTINGS) == GROWING_SEGMENTS:
+        torch._C._accelerator_setAllocatorSettings(GROWING_SEGMENTS)
+    use_device(device)
+    return device
 
 
 def _device(spec: WorkerSpec) -> torch.device:

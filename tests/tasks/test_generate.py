@@ -176,8 +176,8 @@ def test_prompts_come_from_words_and_files(tmp_path: Path) -> None:
 
 def test_the_tokenizer_is_that_of_the_data(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.models.WordLevel({"[EOS]": 0, "a": 1, "b": 2, "?": 3}, unk_token="?")
-    made = tokenizers.Tokenizer(model)
+    words = tokenizers.models.WordLevel({"[EOS]": 0, "a": 1, "b": 2, "?": 3}, unk_token="?")
+    made = tokenizers.Tokenizer(words)
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
     settings = {"settings": {"tokenizer": str(tmp_path / "tokenizer.json")}}

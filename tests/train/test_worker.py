@@ -134,12 +134,11 @@ def test_ranks_that_see_different_files_do_not_train(tmp_path: Path) -> None:
 
 def bind_to_one_core(spec: WorkerSpec, stop: StopFlag) -> None:
     from hpc_train.data.build import SyntheticDataset
-    from hpc_train.elastic.worker_process import _prepare_process
     from hpc_train.train import worker
 
     cores = sorted(os.sched_getaffinity(0))
     object.__setattr__(spec, "cpus", (cores[spec.rank % len(cores)],))
-    _prepare_process(spec)
+    os.sched_setaffinity(0, spec.cpus)  # as elastic.worker_process does
     SyntheticDataset.loads_cheaply = False
 
     def note(*values: Any) -> SuggestedSetting:
@@ -204,5 +203,5 @@ def test_the_allocator_of_a_forked_worker_is_told_our_choice_and_no_other(
     monkeypatch.delenv(ALLOCATOR_SETTINGS, raising=False)
     if value is not None:
         monkeypatch.setenv(ALLOCATOR_SETTINGS, value)
-    processes._prepare_device(spec_of(Path()))
+    processes.prepare_device(spec_of(Path()))
     assert done == [GROWING_SEGMENTS] * (value == GROWING_SEGMENTS) + ["cuda:0"]
