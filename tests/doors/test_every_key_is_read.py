@@ -232,7 +232,7 @@ def read_despite_condition(record: Path, run: RunDirectory, launched: bool) -> l
     ]
 
 
-@pytest.mark.long_form(80, every_share=True)
+@pytest.mark.long_form(120, every_share=True)
 def test_every_key_is_read_where_the_schema_says_so_and_only_there(tmp_path: Path) -> None:
     record = tmp_path / "keys"
     record.mkdir()

@@ -17,7 +17,7 @@ SHORT = [*TINY_GPT, *FEW, "telemetry.wandb.mode=disabled"]
 
 @pytest.mark.beside
 @pytest.mark.parametrize("page", list(dict(lines_of_pages("slurm"))))
-@pytest.mark.long_form(60, cases=["docs/howto/slurm.md"], every_share=True)
+@pytest.mark.long_form(90, cases=["docs/howto/slurm.md"], every_share=True)
 def test_the_commands_of_a_page(cluster: Cluster, tmp_path: Path, page: str) -> None:
     (tmp_path / "slurm").symlink_to(REPOSITORY / "slurm")
     on_cluster = with_python(cluster)
