@@ -165,7 +165,7 @@ class OnSlurm:
         """
         failures = events(self.run, "worker_failed", "node_lost")
         # reported by the attempt after the loss
-        lost = [event for event in events(self.run, "requeued_by_slurm") if "class" in event]
+        lost = [event for event in events(self.run, "requeued_by_slurm", "agents_killed") if "class" in event]
         failures += [event | {"attempt": event["attempt"] - 1} for event in lost]
         newest = max((event["attempt"] for event in failures), default=None)
         reported = [(event["class"], event["rank"], event["node"]) for event in failures if event["attempt"] == newest]
