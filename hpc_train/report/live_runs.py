@@ -13,11 +13,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from hpc_train.report.pipeline_step import NAMES, rows_of, stage_times
 from hpc_train.run.events import Event
 from hpc_train.run.files import NewLines
 from hpc_train.runs.job_status import SlurmStatuses, View, time_left
 from hpc_train.runs.lookup import RunHandle, find_all_runs, find_runs, statuses_of, unreadable
-from hpc_train.telemetry.pipeline_step import NAMES, rows_of, stage_times
 from hpc_train.telemetry.progress import speed
 from hpc_train.units import format_bytes, format_duration, milliseconds
 

@@ -23,13 +23,13 @@ from hpc_train.report.page.build import write_after, write_at_end
 from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.markup import Html, Scale, block, thinned
 from hpc_train.report.page.resources import ideal_rows
+from hpc_train.report.pipeline_step import Chunk
 from hpc_train.run import lease
 from hpc_train.run.directory import PAGE, RunDirectory
 from hpc_train.run.exits import Failure
 from hpc_train.run.files import append_line, read_lines, write_json
 from hpc_train.run.freeze import freeze, load
 from hpc_train.runs.lookup import find_runs
-from hpc_train.telemetry.pipeline_step import Chunk
 from tests.launch.jobs import make_job
 
 SECRET = "sk-0123456789abcdef"

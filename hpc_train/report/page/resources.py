@@ -11,8 +11,8 @@ from typing import Any
 
 from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.markup import Html, block, color_key, joined, picture, section, table
+from hpc_train.report.pipeline_step import BACKWARD, FORWARD, NAMES, WEIGHT, Chunk, Rows, rows_of, stage_times
 from hpc_train.run.ledger import Account
-from hpc_train.telemetry.pipeline_step import BACKWARD, FORWARD, NAMES, WEIGHT, Chunk, Rows, rows_of, stage_times
 from hpc_train.units import counted, format_bytes, format_duration, format_hours, milliseconds
 
 
