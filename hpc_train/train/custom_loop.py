@@ -358,7 +358,11 @@ class LoopState:
         return (root,)
 
     def named_parameters(self) -> dict[str, Tensor]:
-        tensors = {name: parameter for parameter, name in self._names().items()} | self._tensors
+        tensors: dict[str, Tensor] = {}
+        for name, module in self._modules.items():  # a parameter of two modules has a name in each
+            for path, parameter in _without_ddp(module).named_parameters():
+                tensors[f"{name}.{_without_wrappers(path)}"] = parameter
+        tensors |= self._tensors
         for name, other in self._others.items():
             state: Mapping[str, Any] = other.state_dict()
             if self.stored:

@@ -43,6 +43,12 @@ def test_names_are_those_of_the_bare_module() -> None:
     assert sorted(state.named_buffers()) == ["net.1.num_batches_tracked", "net.1.running_mean", "net.1.running_var"]
 
 
+def test_a_parameter_of_two_objects_has_a_name_in_each() -> None:
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    state = registered(model=net, head=net[1])
+    assert [*state.named_parameters()] == ["model.0.weight", "model.1.weight", "head.weight"]
+
+
 def stepped(net: nn.Module) -> torch.optim.Optimizer:
     """Returns an optimizer of which only the bias has a state."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.5, betas=(0.5, 0.75))
