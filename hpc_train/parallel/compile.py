@@ -222,18 +222,16 @@ class KeptArtifacts:
             content = self._path.read_bytes()
             with _without_traceback():
                 info = torch.compiler.load_cache_artifacts(content)
+            if info is not None:
+                self._kept = _keys(info)
+                self.loaded = True
+                return
+            problem = "the file is damaged"
         except FileNotFoundError:
             return
         except Exception as error:  # unpickling a damaged file may raise anything
-            info = None
             problem = repr(error)
-        else:
-            problem = "the file is damaged"
-        if info is None:
-            print(f"the compiler's artifacts cannot be loaded from {self._path}, so it compiles again: {problem}")
-            return
-        self.loaded = True
-        self._kept = _keys(info)
+        print(f"the compiler's artifacts cannot be loaded from {self._path}, so it compiles again: {problem}")
 
     def save(self) -> None:
         """Replaces the file atomically if this rank writes it and has used artifacts that are not in it.

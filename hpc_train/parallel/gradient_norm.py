@@ -138,7 +138,9 @@ def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
         return list(torch._foreach_norm(list(gradients), dtype=dtype))
     found = []
     for gradient in gradients:
-        chunks = list(gradient.flatten().split(_CHUNK)) if gradient.device.type == "cpu" else [gradient]
+        chunks = [gradient]
+        if gradient.device.type == "cpu" and gradient.numel() > _CHUNK:
+            chunks = list(gradient.flatten().split(_CHUNK))
         of_chunks = torch._foreach_norm(chunks, dtype=dtype)
         found.append(of_chunks[0] if len(of_chunks) == 1 else torch.stack(of_chunks).norm())
     return found

@@ -180,6 +180,7 @@ def followed(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[Any
     run = RunDirectory(path)
     logged(run, 1, [1, 2, 3])
     follower = follow.Follower(Replay(run, backend(path)), told.append, lambda *outcome: recorded.append(outcome))
+    follower.start()
     follower.end.set()
     follower.join(time.monotonic() + 60, 60)
     (message,) = told

@@ -62,6 +62,8 @@ class Follower:
         self._problem: str | None = None
         self.end = threading.Event()  # set when no line follows
         self._thread = threading.Thread(target=self._work, name=replay.backend.name, daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def join(self, until: float, limit_s: float) -> None:
@@ -115,6 +117,8 @@ def main(arguments: list[str]) -> None:
     events = tracking_events(run)
     orders: list[Order] = []
     followers = list(_followers(run, int(first_attempt), events, orders))
+    for follower in followers:
+        follower.start()
     orders.append(Order(**json.loads(sys.stdin.readline())))  # the kernel kills this process if the agent dies
     _end(followers, orders[0].seconds, before)
     events.close()
