@@ -89,7 +89,7 @@ class CommandLine:
 
     @property
     def directories(self) -> list[Path]:
-        """Returns the directories of the user's own config groups, in the order in which Hydra searches them."""
+        """Returns the directories of the user's config groups, in the order in which Hydra searches them."""
         given = [_search_directories(override) for override in self.overrides if is_search_path(override)]
         listed = [Path(part.removeprefix("file://")) for parts in given for part in parts]
         own = (self.primary_directory, self.config_directory)

@@ -379,7 +379,7 @@ def config_groups(directories: Iterable[Path] = ()) -> dict[str, list[str]]:
     """Returns the names of the options of each config group, such as ``cluster/fabric``.
 
     Args:
-        directories: those of the user with further groups and options.
+        directories: the user's directories with further groups and options.
     """
     groups: dict[str, set[str]] = {}
     for directory in (config_directory(), *directories):

@@ -31,8 +31,8 @@ def eval_set_configs(data: DataConfig, eval_sets: Mapping[str, Any]) -> dict[str
 
 
 def sequence_lengths(config: Config) -> dict[str, int]:
-    """Returns key -> value of what sets the tokens of a sample in ``data`` and in the evaluation sets. Raises UserError
-    if a key of an evaluation set does not exist or has a wrong type.
+    """Returns the keys, with their values, that determine the tokens of a sample in ``data`` and the evaluation sets.
+    Raises UserError if a key of an evaluation set does not exist or has a wrong type.
     """
     sets = {"data": config.data}
     sets |= {f"eval_sets.{name}": data for name, data in eval_set_configs(config.data, config.eval_sets).items()}

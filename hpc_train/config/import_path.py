@@ -145,7 +145,7 @@ def find_definition(path: str, where: str, follow: int = 8) -> Definition:
     """
     parts = re.split("[.:]", path)
     cuts = range(len(parts) - 1, 0, -1)
-    if ":" in path:  # which ends the module
+    if ":" in path:  # the colon ends the module
         cuts = range(path.partition(":")[0].count(".") + 1, 0, -1)[:1]
     cut = next((cut for cut in cuts if module_spec(".".join(parts[:cut]))), None)
     if cut is None and parts[0] == "torch" and module_spec("torch") is None:
@@ -187,7 +187,7 @@ def find_definition(path: str, where: str, follow: int = 8) -> Definition:
 
 
 def check_imports(path: str, where: str) -> None:
-    """Checks that the packages which the module of ``path`` imports are installed, as far as its file shows that.
+    """Checks that the packages that the file of ``path`` imports are installed.
 
     Not checked are imports inside of functions, classes and blocks such as ``try``, other files that it imports, files
     that change where Python looks for modules, and installed packages. Raises UserError if a package is missing.
@@ -246,7 +246,7 @@ def check_call(
     optional: Sequence[str] = (),
     complete: bool = True,
 ) -> Definition:
-    """Checks that hpc_train can call ``path``, as far as its source shows that.
+    """Checks from its source that hpc_train can call ``path``.
 
     Args:
         where: the config key that holds ``path``, for messages.

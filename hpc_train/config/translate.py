@@ -244,7 +244,7 @@ def _of_value(key: str, first: str) -> UserError | None:
 
 
 def _fix_of_unknown(error: OmegaConfBaseException, key: str, text: str) -> str:
-    """Returns the fix for a key that does not exist; empty if the keys beside it are not known."""
+    """Returns the fix for a key that does not exist; empty if the keys of its group are not known."""
     group, _, rest = key.partition(".")
     if group in ("model", "data") and rest.split(".")[0] in ("_target_", "args"):
         if is_dataclass(error.object_type):
@@ -267,7 +267,7 @@ def _fix_of_unknown(error: OmegaConfBaseException, key: str, text: str) -> str:
         return f"put + before the override: +{key}"  # in a table of any keys
     fix = nearest(error.key, names)
     if "args" in names and isinstance(parent, DictConfig) and parent.get("_target_") is not None:
-        fix += f"; an argument of your own class is +{group}.args.{error.key}=VALUE"
+        fix += f"; an argument of a custom class is +{group}.args.{error.key}=VALUE"
     return fix
 
 

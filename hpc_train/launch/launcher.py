@@ -405,7 +405,7 @@ class Trials:
 def result_of(job: Job, view: View) -> JobReturn:
     """Returns the metric of ``checkpoint.keep_best``, otherwise the validation loss or the loss; or the failure."""
     if view.exit != Exit.DONE:
-        what = f"job {job.number} {view.state}; python -m hpc_train why {job.run.path} tells more"
+        what = f"job {job.number} {view.state}; python -m hpc_train why {job.run.path} shows the cause"
         result = _failed(job.overrides, what, Exit.STOPPED if view.exit is None else view.exit)
     else:
         result = JobReturn(overrides=list(job.overrides), status=JobStatus.COMPLETED)

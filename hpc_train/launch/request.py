@@ -154,8 +154,8 @@ def choose_and_check(config: Config, run: RunDirectory, shape: JobShape) -> tupl
     """Returns ``config`` with the layout that ``strategy=auto`` chooses, the layout, and the choice.
 
     A run that continues keeps its choice while the question is the same. With another strategy the choice is None.
-    Raises UserError as ``check_config``; or the machine or the size of the model is unknown to ``strategy=auto``, or no
-    layout is possible or fits.
+    Raises UserError as ``check_config``, or if ``strategy=auto`` does not know the machine or the size of the model, or
+    no layout is possible or fits.
     """
     if runs_own_code(config):
         check_chosen(config)
@@ -211,8 +211,8 @@ def freeze_job(job: Job, code_directory: Path, *, claim: bool = False) -> None:
 def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, str]] | None = None) -> list[str]:
     """Returns the lines about keys that the user sets without an effect in some of ``jobs``.
 
-    ``reported`` has the keys and reasons of earlier batches of the sweep, which are left out, and gets those of
-    ``jobs``.
+    ``reported`` has the keys and reasons of earlier batches of the sweep, which are left out. The keys and reasons of
+    ``jobs`` are added to it.
     """
     reported = set() if reported is None else reported
     unread: dict[int, list[WithoutEffect]] = {}

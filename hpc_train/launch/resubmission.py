@@ -47,10 +47,10 @@ def resubmit(
     Args:
         as_json: whether to print one JSON object per run at the end, and everything else to standard error.
         code_now: whether they run the code that is now in the work tree from which they were frozen.
-        comparison: that of the whole sweep, if ``handles`` is a part of one.
+        comparison: the comparison of the full sweep, if ``handles`` is a part of it.
     """
-    warn_if_open(handles[0].run, handles[0].config)  # those of a sweep are alike
-    copies = {str(item.run.record().get("snapshot")): item.run for item in handles}  # those of a sweep share one
+    warn_if_open(handles[0].run, handles[0].config)  # the runs of a sweep are alike
+    copies = {str(item.run.record().get("snapshot")): item.run for item in handles}  # the runs of a sweep share one
     if not code_now:
         for run in copies.values():
             check_copy(run)
@@ -95,8 +95,8 @@ def _is_ending(run: RunDirectory) -> bool:
 def take_code_again(runs: Sequence[tuple[RunDirectory, Config]]) -> list[str]:
     """Replaces the frozen code of ``runs`` by a snapshot of what is now in the work trees that it was taken from.
 
-    The runs must not be live. Their event logs record the change. Raises UserError if a work tree does not exist any
-    more, or cannot be copied. Returns lines for the user.
+    The runs must not be live. Their event logs record the change. Raises UserError if a work tree no longer exists, or
+    cannot be copied. Returns lines for the user.
     """
     frozen = [(run, frozen_code(run)) for run, _ in runs]
     configs = [config for _, config in runs]

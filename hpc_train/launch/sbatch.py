@@ -208,7 +208,7 @@ def refuse_lost_signal(script: str, needed: StopTime) -> None:
         loss = "the batch script alone, which does not pass it on to the agents"
     else:
         heard = f"SIG{asked.name}" in AGENT_SIGNALS
-        loss = "the agents, for which it is no announcement of the limit"
+        loss = "the agents, which do not take it for an announcement of the limit"
     if heard:
         return
     raise UserError(

@@ -120,7 +120,7 @@ def _bytes(sized: Sequence[tuple[Job, Checkpoints]], keep: int | None = None) ->
 
 
 def _count(config: Config, keep: int) -> int:
-    """Returns the maximum number of checkpoints of a run at one time: the kept ones and the one being written."""
+    """Returns the maximum number of checkpoints of a run at one time: the retained ones and the one being written."""
     settings = config.checkpoint
     steps = config.train.steps
     if settings.every == "0":

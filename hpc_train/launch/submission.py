@@ -286,7 +286,7 @@ def hand_over(queue: JobQueue, console: Console) -> None:
 
 
 def report(queue: JobQueue, console: Console, comparison: Comparison | None = None) -> Exit:
-    """Prints how each job ended, with the traceback of the failing rank, and where the page is that shows it.
+    """Prints how each job ended, with the traceback of the failing rank, and the path of its page.
 
     Args:
         comparison: that of the whole sweep, if the jobs are a part of one.

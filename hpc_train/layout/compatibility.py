@@ -381,7 +381,7 @@ BALANCED_EXPERTS = Condition(
     "`output_router_logits` of `model=hf`",
     _balances_experts,
     "model.name_or_path, model.config",
-    message="the config of the model has output_router_logits=true, which adds a load-balancing loss; it is no sum "
+    message="the config of the model has output_router_logits=true, which adds a load-balancing loss; it is not a sum "
     "over samples, and {reason} compute the loss of a batch in parts, so the result would depend on their number",
     fix="model.split_dependent_loss=true, which accepts this; +strategy=single batch.micro_batches=1 "
     "batch.micro_size=auto; or +model.config.output_router_logits=false, which trains without that loss",
@@ -431,7 +431,7 @@ OF_LAYOUT: tuple[Exclusion, ...] = (
         OPS,
         NO_STORED_RESULTS,
         "train.activation_checkpointing=ops does not support the schedule {it.name}, because both parts of its "
-        "backward would need the kept results",
+        "backward would need the stored results",
         "train.activation_checkpointing=full or selective, or strategy.schedule="
         f"{schedules_where(lambda row: row.ops_checkpointing)}",
     ),
@@ -507,7 +507,7 @@ OF_RUN: tuple[Exclusion, ...] = (
     Exclusion(
         CONTEXT,
         NO_CONTEXT_MODEL,
-        "model kind {it} does not support context parallelism, because nothing tells how its attention could exchange "
+        "model kind {it} does not support context parallelism, because nothing states how its attention could exchange "
         "heads for tokens",
         "strategy.cp=1, or model=gpt_tiny or another gpt",
     ),

@@ -1,4 +1,4 @@
-"""Reads the counts of models whose family tells no sizes: custom models and most of Hugging Face's.
+"""Reads the counts of models whose family does not define sizes: custom models and most of Hugging Face's.
 
 Such a model is counted once by running it without values in another process (``planner/work.py``), and the counts are
 kept in the user's cache. ``counted`` gives a config the counts in the place of its model, so that the memory estimate
@@ -128,7 +128,8 @@ class CountedModel:
 
 
 def counted(config: Config) -> Config:
-    """Returns ``config`` with the counts of its model if the family does not tell them; itself if there are none."""
+    """Returns ``config`` with the counts of its model if the family does not define them; ``config`` itself without
+    counts."""
     if not needs_counts(config):
         return config
     counts = read_counts(key_of(config))
@@ -141,7 +142,7 @@ def counted(config: Config) -> Config:
 
 
 def needs_counts(config: Config) -> bool:
-    """Returns whether the family of the model does not tell its sizes."""
+    """Returns whether the family of the model lacks its sizes."""
     model = config.model
     if runs_own_code(config) or isinstance(model, CountedModel):
         return False

@@ -57,7 +57,7 @@ def usable_bytes(device_bytes: float) -> float:
 
 
 def estimate(config: Config, layout: Layout) -> Memory | None:
-    """Returns the memory of the rank that needs the most; None if neither the model's family tells its sizes nor the
+    """Returns the memory of the rank that needs the most; None if neither the model's family defines its sizes nor the
     cache has counts of it, or if custom code runs.
     """
     config = counted(config)
@@ -254,7 +254,7 @@ class Rank:
         reduces: whether gradients are reduced in ``each`` backward, in the ``last`` one of a step, or ``after`` it,
             whole; ``inside`` uses each as soon as it is final.
         keeps_gradients: whether gradients have memory from step to step, in DDP's buckets.
-        bucket: the bytes of a bucket of gradients that is sent beside the backward if ``reduces`` is ``inside`` or
+        bucket: the bytes of a bucket of gradients that is sent during the backward if ``reduces`` is ``inside`` or
             ``after``; 0 where none is, and for DDP, which sends its gradients themselves.
         copied: the bytes of the copy that is sent for each byte of a gradient.
         captured: whether its layers run as CUDA graphs.
@@ -400,7 +400,7 @@ class _Step:
         return self.rank.gathers == "layer" or (self.rank.gathers == "step" and not self.left[stage])
 
     def _parameters(self, stage: Stage) -> tuple[float, float, float]:
-        """Returns the parameters of the stem, one layer and the head of a stage, as far as it has them."""
+        """Returns the parameters of the stem, one layer and the head of a stage, if it has them."""
         of = self.sizes.parameters
         head = of.head
         # the last stage has a copy of a shared table, unless the first one is on the same rank

@@ -142,7 +142,7 @@ def _group(name: str, values: Any) -> ParameterGroup:
 
 
 def check_optimizers(optim: OptimConfig, in_container: bool = False) -> None:
-    """Checks the optimizers, groups and schedule of a config as far as that is possible without torch.
+    """Checks what it can of the optimizers, groups and schedule of a config without torch.
 
     Args:
         in_container: whether the user's code may be installed in a container only, so that its source is not read.
@@ -275,7 +275,7 @@ def parse_schedule(value: Any) -> Schedule:
     if isinstance(value, str) and (value in SCHEDULES or "." in value):
         return Schedule(value)
     if isinstance(value, str):
-        fix = f"{nearest(value, SCHEDULES)}, or the import path of your own: package.module.name"
+        fix = f"{nearest(value, SCHEDULES)}, or the import path of a custom schedule: package.module.name"
         raise UserError(f"{where} is {value!r}", where=where, fix=fix)
     if isinstance(value, Mapping) and isinstance(value.get("_target_"), str) and "." in value["_target_"]:
         args = value.get("args") or {}

@@ -107,7 +107,7 @@ def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
 
 
 def _exchanged(config: Config, layout: Layout, counts: Activations) -> float:
-    """Returns the results per token that a layer keeps beside others since context-parallel ranks exchange heads.
+    """Returns the additional results per token that a layer keeps because context-parallel ranks exchange heads.
 
     They are the result of attention once more and, where ranks share a head of keys and values, its copies. Attention
     that keeps its scores keeps the keys and values of every query in any case.
@@ -184,7 +184,7 @@ def check_budget(config: Config, layout: Layout) -> None:
 
 
 def knows_sizes(config: Config) -> bool:
-    """Returns whether the family of the model tells what a layer keeps."""
+    """Returns whether the family of the model states what a layer keeps."""
     if runs_own_code(config):
         return False
     family = family_of(config.model)

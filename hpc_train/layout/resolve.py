@@ -146,7 +146,7 @@ def _of_user_code(config: Config, ranks: Ranks, notes: list[str]) -> Layout:
         pp = ranks.columns // max(1, strategy.dp)
     if not isinstance(pp, int) or pp < 1:
         raise UserError(
-            f"strategy.pp is {strategy.pp!r}, which depends on a model that custom code does not tell",
+            f"strategy.pp is {strategy.pp!r}, which depends on a model that custom code does not describe",
             where="strategy.pp",
             fix="strategy.pp=N",
         )

@@ -52,7 +52,7 @@ class PerParameter:
         fresh: of a gradient as the backward computes it.
         whole: of a gradient as it is summed over micro-batches.
         shard: of a gradient after ZeRO has reduced it; 0 without ZeRO.
-        updated: of a gradient in fp32 beside those in bf16, while masters are updated; 0 without masters.
+        updated: of a gradient in fp32 in addition to bf16, while masters are updated; 0 without masters.
     """
 
     held: float
@@ -73,13 +73,13 @@ class PerMicroBatch:
     Attributes:
         kept: what a layer keeps for its backward, by what it recomputes.
         moved: what of it is in host memory, if the layer's activations are offloaded.
-        gradients: what the backward of a layer holds beside that when it holds the most.
+        gradients: what the backward of a layer holds in addition when it holds the most.
         products: the gradients of the results of a layer's products and norms, which a backward in two parts keeps in
             between.
         hidden: the hidden states between two layers.
         tables: what all layers share, of which the CUDA graph of each keeps a copy.
         head: what the head keeps for its backward.
-        forward, backward: what the head's forward and backward hold beside that for a moment.
+        forward, backward: what the head's forward and backward hold in addition for a moment.
         logits: the gradient of the logits in the compute type; 0 if the loss is fused with its gradients.
         matrix: the gradient of the output matrix, which a fused loss keeps from the forward to the backward.
     """
@@ -115,7 +115,7 @@ class Sizes:
 
 
 def sizes_of(config: Config, layout: Layout) -> Sizes:
-    """Returns the sizes of a rank of ``layout``; the family of the model, or its counts, must tell them."""
+    """Returns the sizes of a rank of ``layout``; the family of the model, or its counts, must define them."""
     count = family_of(config.model).activations
     assert count is not None
     return Sizes(
@@ -226,7 +226,8 @@ def _float8_bytes(config: Config, tp: int, tokens: float, counts: Activations) -
 
 
 def _counted_products(model: CountedModel, precision: PrecisionConfig, samples: float) -> Iterator[tuple[float, float]]:
-    """Yields the values of each matrix that computes in fp8, and those of its results or inputs, whichever are more."""
+    """Yields the number of values of each matrix that computes in fp8, and of its results or inputs, whichever are
+    more."""
     for group in model.counts.products:
         for count, outputs in zip(group.chosen(precision), group.outputs, strict=True):
             if count:
@@ -237,7 +238,7 @@ def _fused_head_bytes(config: Config, layout: Layout, counts: Activations, hidde
     """Returns what ``_head_bytes`` does for a loss that computes its gradients in the forward.
 
     It keeps the input of the norm and the gradient of the norm's result. Its forward holds the logits of a chunk, in
-    half precision beside their softmax in fp32; tensor-parallel ranks share the words.
+    half precision together with their softmax in fp32; tensor-parallel ranks share the words.
     """
     narrow = compute_width(config.precision)
     wide = max(4, narrow)
@@ -247,7 +248,7 @@ def _fused_head_bytes(config: Config, layout: Layout, counts: Activations, hidde
 
 
 def _head_bytes(config: Config, layout: Layout, counts: Activations, hidden: float) -> tuple[float, float, float]:
-    """Returns the bytes per token that the head keeps, and what its forward and backward hold beside for a moment.
+    """Returns the bytes per token that the head keeps, and what its forward and backward hold in addition for a moment.
 
     The result of the softmax is kept, and its backward makes two gradients of its size, all in at least fp32; with a
     z-loss one. A loss in chunks keeps only the hidden states, and computes the rest again for each chunk.

@@ -138,8 +138,8 @@ def own_code_notes(config: Config) -> list[str]:
 
 
 def check_own_layout(config: Config, layout: Layout) -> None:
-    """Raises UserError if ``run.command`` is to have other ranks than data-parallel ones, which only a mesh tells
-    apart.
+    """Raises UserError if ``run.command`` would have ranks other than data-parallel ones, which only a mesh
+    distinguishes.
     """
     if config.run.command is not None and layout.pp * layout.cp * layout.tp > 1:
         raise UserError(
@@ -153,8 +153,8 @@ def check_own_layout(config: Config, layout: Layout) -> None:
 def check_own_model(config: Config, stages: int) -> None:
     """Checks the signature of ``model._target_``, and that its class can be cut if there are pipeline stages.
 
-    The class of a model in a container is not known here, and that of a function only from its annotation. Raises
-    UserError if the source shows that the model cannot be built or cut.
+    The class of a model in a container is not known here, and the class that a function returns only from its
+    annotation. Raises UserError if the source shows that the model cannot be built or cut.
     """
     model = config.model
     if not isinstance(model, CustomModelConfig) or config.cluster.container.image is not None:

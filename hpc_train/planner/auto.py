@@ -1,4 +1,5 @@
-"""Chooses the layout of ``strategy=auto``, and those of the numbers of nodes with which an elastic run may go on.
+"""Chooses the layout of ``strategy=auto``, and the layouts for the numbers of nodes with which an elastic run may
+continue.
 
 The choice is the best row of the planner; among rows that differ by less than its error, the simplest. It depends only
 on the config, the numbers of nodes and workers, and the machine file. Imports no torch.

@@ -2,8 +2,8 @@
 
 At the end of a job, the agent of node 0 appends one line to ``calibration.jsonl`` in the run root: what was predicted
 for the layout on the machine that the job ran on, and what was measured. The file is the only home of the calibration.
-It stands beside the runs, because every job can write there, colleagues who share the root share it, and the figures of
-a machine file keep their sources.
+It is next to the runs, because every job can write there, colleagues who share the root share it, and the figures of a
+machine file keep their sources.
 
 A part of the step is corrected by two numbers: the median of measured / predicted over the newest runs on the same
 machine with the same model family and precision, and its spread, the median absolute deviation of the logarithm. Half
@@ -80,8 +80,8 @@ def measured_values(lines: Sequence[Mapping[str, Any]], tp: int, on_gpu: bool) -
     """Returns the medians over lines of metrics of one attempt; None if there are fewer than three.
 
     The first line is left out, since its steps compile and allocate. Time spent waiting for data is left out too, since
-    no prediction covers it. ``tp`` is cp x tp, the number of ranks that communicate inside layers. ``on_gpu`` says
-    whether the memory is that of a GPU. On a CPU it includes the interpreter and is left out.
+    no prediction covers it. ``tp`` is cp x tp, the number of ranks that communicate inside layers. Unless ``on_gpu``,
+    the memory is left out, since on a CPU it includes the interpreter.
     """
     usable = [line for line in lines[1:] if _number(line.get("step_s"))]
     if len(usable) < 2:
@@ -117,7 +117,7 @@ def _number(value: object) -> bool:
 
 
 def key_of(config: Config, machine: Machine) -> dict[str, str]:
-    """Returns what runs must share to tell about each other: the machine with its figures, the family, the precision.
+    """Returns what runs must share to be comparable: the machine with its figures, the family, the precision.
 
     Figures that the user corrects, and another version of hpc_train, predict other values.
     """
@@ -160,7 +160,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Holds what the newest runs of one kind tell, the newest last.
+    """Holds the measurements of the newest runs of one kind, the newest last.
 
     Attributes:
         pairs: predicted and measured values of each run.
@@ -266,9 +266,9 @@ def _scaled(said: Values, by: Mapping[str, float], of_step: float) -> float:
 
 
 def read_calibration(root: Path, config: Config, machine: Machine) -> Calibration:
-    """Returns what the newest runs below ``root`` tell about runs like that of ``config`` on ``machine``.
+    """Returns the measurements of the newest runs below ``root`` that are like the run of ``config`` on ``machine``.
 
-    Lines that cannot be read are skipped, and a file that cannot be read tells nothing.
+    Lines that cannot be read are skipped, and a file that cannot be read counts as empty.
     """
     key = key_of(config, machine)
     pairs: dict[str, tuple[Values, Values]] = {}

@@ -40,7 +40,7 @@ ON_CPUS: Values = {"cluster.gpus_per_node": 0}  # GPUs are found on the nodes; t
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its prediction. ``values`` are the config keys that choose it."""
+    """A layout with its prediction, and with ``values``, the config keys that select it."""
 
     nodes: int
     values: Values
@@ -84,7 +84,7 @@ def candidates(
     """Returns the candidates on ``devices`` devices, also those that do not fit.
 
     Args:
-        fixed: the config keys whose values stay those of ``config``.
+        fixed: the config keys that keep their values.
         also: keys of ``FURTHER`` whose values are compared, too.
 
     Raises:
@@ -120,7 +120,7 @@ def candidates(
 def fastest(predicted: Iterable[Candidate], tolerance: float = 0.0) -> Iterator[Candidate]:
     """Yields the candidates that fit, the fastest first; among those within ``tolerance`` the simplest is first.
 
-    The memory of a candidate is computed when its turn comes, so that of those that nobody asks for is not.
+    The memory of a candidate is computed only when the caller reaches it.
     """
     close, others = close_and_others(predicted, tolerance)
     yield from close

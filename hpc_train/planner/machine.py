@@ -2,8 +2,8 @@
 
 A file is JSON: ``{"name": ..., "device": ..., "figures": {NAME: {"value": ..., "kind": ..., "source": ...}}}``. The
 kind ``table`` marks a number of a data sheet or a publication, ``measured`` one of this machine, and ``assumed`` a
-number for which there is neither. ``python -m hpc_train bench machine`` writes such a file. ``cluster.machine=auto``
-finds the file of a job by the types of its GPUs, as Slurm or the driver names them.
+number without such a source. ``python -m hpc_train bench machine`` writes such a file. ``cluster.machine=auto`` finds
+the file of a job by the types of its GPUs, as Slurm or the driver names them.
 
 A file of CPUs states ``cores``. The ranks of a node share its cores, its memory and their rates; the numbers of the
 file are the share of a rank if a node has ``devices_per_node`` ranks.
@@ -58,8 +58,8 @@ class Rates:
         fabric_bytes_per_s: the bandwidth of a device to other nodes if all devices of its node send.
         fabric_latency_s: the time of a small message between nodes.
         host_bytes_per_s: the bandwidth between a device and the host's memory.
-        overlap_share: by how much a collective slows the computation beside it, as a share of its own time: it takes
-            multiprocessors and memory bandwidth. A file may leave it out.
+        overlap_share: by how much a collective slows concurrent computation, as a share of the collective's time: it
+            takes multiprocessors and memory bandwidth. A file may leave it out.
         cores: the cores of a node that its ranks share; 0 for GPUs, which share nothing. A file may leave it out.
         scatter_share: the bandwidth of a reduce-scatter, as a share of that of the other collectives. A file may leave
             it out. gloo's is an all-reduce of which each rank keeps a part.
@@ -95,7 +95,7 @@ class Rates:
 
 NAMES = tuple(field.name for field in fields(Rates))
 OPTIONAL = {
-    "overlap_share": Figure(0.0, "assumed", "collectives do not slow the computation beside them"),
+    "overlap_share": Figure(0.0, "assumed", "collectives do not slow concurrent computation"),
     "cores": Figure(0.0, "assumed", "a machine of GPUs"),
     "scatter_share": Figure(1.0, "assumed", "NCCL's algorithms reach the same bandwidth"),
     "fp8_flops": Figure(0.0, "assumed", "no units for fp8, or their rate is unknown"),
@@ -177,8 +177,8 @@ def shipped() -> tuple[str, ...]:
 
 
 def read_machine(name: str) -> Machine:
-    """Returns the machine of a shipped file, or of a user's file. ``name`` is the name of a shipped file, or a path
-    that ends in ``.json``. Raises UserError if there is no such file, or a number is missing or wrong."""
+    """Returns the machine that ``name`` selects: the name of a shipped file, or the path of a user's file, which ends
+    in ``.json``. Raises UserError if there is no such file, or a number is missing or wrong."""
     is_path = name.endswith(".json")
     if not is_path and name not in shipped():
         raise UserError(

@@ -1,6 +1,6 @@
 """The time of the forward and the backward of a block on one rank for one micro-batch. Imports no torch.
 
-A pass takes the time of its matrix products and its attention, that of moving its activations, and that of its
+A pass takes the time of its matrix products, its attention and the movement of its activations, plus the time of its
 tensor-parallel and context-parallel traffic, which nothing covers without ``strategy.async_tp``. On GPUs it takes at
 least as long as the host starts its kernels; the CUDA graph of a layer (``train.cuda_graphs``) starts like one kernel.
 On CPUs the cores run the kernels, start them and move the bytes of collectives, so nothing overlaps.
@@ -166,8 +166,9 @@ class Passes:
         return 3 * self.gradient * added / self.rates.memory_bytes_per_s
 
     def _traffic(self, block: Block, of: Pass, products: float) -> float:
-        """Returns the seconds of the all-gathers and reduce-scatters of the hidden states of a layer, and those of its
-        exchange of heads: two of each, of which ``again`` leaves out the last. ``products`` seconds are beside them."""
+        """Returns the seconds of the all-gathers and reduce-scatters of the hidden states of a layer, and the seconds
+        of its exchanges of heads: two of each, of which ``again`` leaves out the last. They may overlap with
+        ``products`` seconds of products."""
         exchanged, rates = self._exchange(block), self.rates
         if self.layout.tp == 1 or not block.products:
             return exchanged
@@ -251,7 +252,7 @@ IN_BF16 = Float8(0.0, 0.0, 0.0, (0, 0))
 
 def float8_of(config: Config, layout: Layout, tokens: int) -> Float8:
     """Returns the products of the mean layer in fp8, or of the stem of a model without layers, which counts as a whole;
-    none of them if neither the family of the model nor its counts tell its linear layers.
+    none of them if neither the family of the model nor its counts define its linear layers.
 
     Args:
         tokens: the positions of a sample.
@@ -401,8 +402,8 @@ def uncovered(traffic: float, window: float, blocks: int, rates: Rates, load: fl
     """Returns the part of ``traffic`` that ``window`` seconds of computation do not cover: at least that of a block.
 
     On GPUs the part that they cover slows them (``overlap_share``), the less the longer it waits for the network.
-    ``traffic`` are the seconds of the collectives of ``blocks`` blocks; on CPUs as one collective. ``load`` is how busy
-    the collectives keep a device, as a share of collectives within a node.
+    ``traffic`` counts the seconds of the collectives of ``blocks`` blocks, on CPUs as one collective. ``load`` states
+    how busy the collectives keep a device, relative to collectives within a node.
     """
     if rates.cores:
         if traffic:
@@ -417,8 +418,8 @@ def pipeline_seconds(simulated: float, busy: float, ranks: int, rates: Rates) ->
     """Returns the time of a pipeline's passes when its ``ranks`` ranks on a node share the cores.
 
     With more ranks than cores, the ranks that compute take the cores of those that wait: a step takes as long as with a
-    core per rank, but no less than all cores need for the work of all ranks. ``simulated`` are the seconds if each rank
-    always has only its share of a core. ``busy`` are the seconds in which the busiest rank then computes.
+    core per rank, but no less than all cores need for the work of all ranks. If each rank always has only its share of
+    a core, the passes take ``simulated`` seconds, and the busiest rank computes for ``busy`` seconds.
     """
     if ranks <= rates.cores or not rates.cores:
         return simulated

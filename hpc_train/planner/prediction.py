@@ -1,8 +1,7 @@
 """Predicts the time of a step and the memory of a rank for one layout on one machine. Imports no torch.
 
 The step is simulated from the time of each pass (``passes.py``) in the order of the pipeline's schedule; the traffic of
-data-parallel ranks is added as far as the passes that run at the same time do not cover it, and as far as it slows
-them.
+data-parallel ranks adds the time that concurrent passes do not cover, and the time by which it slows them.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SENT_SHARE = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}  # of the bytes of fp32 gra
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """The memory that a layout needs, which is replayed when it is asked for: most layouts of a plan are too slow for
+    """The memory that a layout needs, which is replayed when it is requested: most layouts of a plan are too slow for
     it to matter.
     """
 
@@ -55,13 +54,13 @@ class Demand:
         return needed_bytes(held, self.rates.allocator_share, self.rates.reserved_bytes)
 
     def fits(self, factor: float) -> bool:
-        """Returns whether a device has ``factor`` times the memory, beside what is reserved."""
+        """Returns whether a device has ``factor`` times the memory and the reserved memory."""
         if factor not in self._found:
             self._found[factor] = not self.exceeds(self.rates.memory_bytes, factor)
         return self._found[factor]
 
     def exceeds(self, device_bytes: float, factor: float) -> bool:
-        """Returns whether a device of ``device_bytes`` lacks ``factor`` times the memory, beside what is reserved.
+        """Returns whether a device of ``device_bytes`` lacks ``factor`` times the memory plus the reserved memory.
 
         The replay ends where a rank holds too much, which in most layouts that do not fit is before a backward.
         """
@@ -134,8 +133,8 @@ def predict_step(
 ) -> Prediction:
     """Returns the prediction for ``layout``.
 
-    ``simulated`` says whether to simulate the order of the pipeline's schedule; otherwise its row states the bubble,
-    which assumes equal stages and messages that take no time. ``work`` is that of the model, if it has been counted.
+    With ``simulated``, the order of the pipeline's schedule is simulated; otherwise the row of the schedule states the
+    bubble, for equal stages and messages that take no time. ``work`` is the work of the model, if it has been counted.
     Raises UserError if the size of the model is unknown, or the devices do not compute in its precision.
     """
     return _Step(config, layout, machine, work or count_work(config)).predict(simulated)
@@ -337,8 +336,8 @@ def step_seconds(
     """Returns the seconds from the first forward to the last backward of a step.
 
     Steps of many micro-batches repeat themselves, so their middle is extrapolated from two shorter steps. ``forwards``
-    are the seconds of a forward of each stage for one micro-batch; ``backwards`` those of a backward. ``messages`` are
-    the seconds of a message from each stage to the next one.
+    and ``backwards`` list the seconds that each stage takes for the forward and the backward of one micro-batch,
+    ``messages`` the seconds of a message from each stage to the next one.
     """
     count, turn = layout.micro_batches, layout.pp
     short = count - max(0, count - 3 * layout.stages) // turn * turn
@@ -395,7 +394,8 @@ def simulate(
 
 
 def _duration(work: str, stage: int, forwards: Sequence[float], backwards: Sequence[float]) -> float:
-    """Returns the seconds of a pass; the gradients of inputs and those of weights are half of a backward each."""
+    """Returns the seconds of a pass; the gradients of inputs and the gradients of weights are half of a backward
+    each."""
     if work == FORWARD:
         return forwards[stage]
     if work == FULL_BACKWARD:

@@ -1,8 +1,8 @@
 """Extrapolates a training to many devices: speed-up, failures, the interval of checkpoints, and the time to the end.
 
 The speed of many devices is that of the step and the share of the time that failures and saves leave. Each value is
-an interval: the step time has the errors that published measurements show, and the rate of failures is that of the most
-and the least reliable clusters of which one is published. Imports no torch.
+an interval: the step time has the errors that published measurements show, and the rates of failures are the published
+ones of the most and the least reliable clusters. Imports no torch.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def scale(
     assumed: Assumed,
     also: Collection[str] = (),
 ) -> Iterator[Point]:
-    """Yields a point for each number of devices on which the training fits, with its fastest layout. ``fixed`` are the
-    config keys whose values stay those of ``config``. Raises UserError if the training fits on none of the numbers."""
+    """Yields a point for each number of devices on which the training fits, with its fastest layout. The config keys in
+    ``fixed`` keep their values. Raises UserError if the training fits on none of the numbers."""
     samples = None
     if config.train.epochs is None and config.train.steps is not None:
         samples = config.train.steps * config.batch.global_size

@@ -80,7 +80,8 @@ class Work:
 
 
 def count_work(config: Config) -> Work:
-    """Returns what the model of ``config`` computes; raises UserError if its family, or custom code, does not tell."""
+    """Returns what the model of ``config`` computes; raises UserError if its family, or custom code, does not define
+    this."""
     config = counted(config)
     model, family = config.model, family_of(config.model)
     if isinstance(model, CountedModel):
@@ -106,7 +107,7 @@ def count_work(config: Config) -> Work:
     count = None if family.parameters is None else family.parameters(model)
     if runs_own_code(config) or not isinstance(layers, int) or total is None or activations is None or count is None:
         raise UserError(
-            f"a model of the family {model.kind} does not tell its size and operations before it is built",
+            f"a model of the family {model.kind} does not state its size and operations before it is built",
             where="model",
             fix="python -m hpc_train plan, which counts it; a built-in model of about the same size; or a ModelFamily "
             "with parameters, activations and flops_per_sample (docs/extend.md)",
@@ -181,7 +182,7 @@ _FIX = (
 
 
 def count_model(config: Config) -> None:
-    """Counts the model of ``config`` if its family does not tell its sizes and the cache has no counts of it; raises
+    """Counts the model of ``config`` if its family does not define its sizes and the cache has no counts of it; raises
     UserError if torch is not installed here, or the model cannot be counted."""
     if not needs_counts(config):
         return

@@ -179,7 +179,7 @@ def out_of_descriptors(error: BaseException) -> UserError | None:
     if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
         return None
     if error.errno == errno.ENFILE:
-        return UserError("this machine cannot open more files", where="fs.file-max of the kernel", fix="tell the site")
+        return UserError("this machine cannot open more files", where="fs.file-max of the kernel", fix="ask the site")
     return _few_descriptors(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 

@@ -69,7 +69,7 @@ def evaluation_config(run: Config, arguments: Sequence[str]) -> Config:
         group = re.split(r"[./]", choice.package or choice.key_or_group)[0]  # eval_sets of +data@eval_sets.a=text
         if group not in groups:  # such as an experiment, whose keys the groups of the run would replace
             raise UserError(
-                f"{choice.input_line} has no effect: {group} is no group of the config, whose groups are those of "
+                f"{choice.input_line} has no effect: {group} is not a group of the config, whose groups are those of "
                 "the run",
                 where="the command line",
                 fix="give the settings of that file themselves, e.g. precision=bf16 batch.micro_size=2",

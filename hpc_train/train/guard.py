@@ -102,7 +102,7 @@ def _check_replicated_state(config: Config, mesh: Mesh, engine: Engine) -> None:
     if names:
         raise UserError(
             f"{join_names(names)} has max_norm, with which a forward pass scales the rows that it looks up: each "
-            "rank would scale those of its own samples, so that the replicas come apart",
+            "rank would scale the rows of its samples, so the replicas would diverge",
             where=f"strategy.data_parallel={mesh.layout.data_parallel}, model",
             fix="strategy=single, or nn.Embedding without max_norm",
         )

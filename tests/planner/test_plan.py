@@ -69,7 +69,7 @@ def test_the_parts_of_the_operations_are_those_of_the_family() -> None:
 
 def test_a_model_of_unknown_size_is_refused() -> None:
     config = config_of("data=synthetic", "model=custom", "model._target_=torch.nn.Linear")
-    with pytest.raises(UserError, match="does not tell its size"):
+    with pytest.raises(UserError, match="does not state its size"):
         count_work(config)
 
 

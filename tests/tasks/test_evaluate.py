@@ -95,7 +95,7 @@ def test_a_damaged_checkpoint_is_refused(trained: Path) -> None:
         (["data.no_such_key=1"], "there is no key data.no_such_key"),
         (["~metrics.no_such_metric"], "there is no key metrics.no_such_metric"),
         (["~metrics.f1._target_=other"], r"metrics\.f1\._target_ is .*F1, not other"),
-        (["+experiment=gpt1b_h200"], "experiment=gpt1b_h200 .* no group of the config"),
+        (["+experiment=gpt1b_h200"], "experiment=gpt1b_h200 .* not a group of the config"),
         (["-cn", "own"], "another primary config has no effect"),
         (["-cp", "own"], "another primary config has no effect"),
     ],

@@ -163,7 +163,7 @@ class ClusterConfig:
     machine: str = key(
         "auto",
         "The machine for which strategy=auto and the report at the end of a job predict: a machine file of hpc_train "
-        "such as h100, or the path of your own. auto finds it by the type of the GPUs.",
+        "such as h100, or the path of a custom one. auto finds it by the type of the GPUs.",
     )
     gres: str | None = key(
         None, "A generic resource such as gpu:a100:4. It replaces --gpus-per-node.", when=when("submitted")

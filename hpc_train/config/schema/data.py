@@ -16,7 +16,7 @@ _PACKING = (
 class DataKeys:
     """Holds the keys that every data config has. A custom source derives its dataclass from this one."""
 
-    kind: str = required("The data source: one of the built-in names, custom, or package.module:NAME of your own.")
+    kind: str = required("The data source: a built-in name, custom, or package.module:NAME of a custom source.")
     _: KW_ONLY
     collate: str | None = key(
         None,

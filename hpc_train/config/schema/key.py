@@ -185,7 +185,7 @@ class KeyInfo:
 
     Attributes:
         meaning: one or two plain sentences.
-        choices: the words that the key accepts; a key that also accepts numbers accepts them beside these words.
+        choices: the words that the key accepts; a key that accepts numbers accepts them in addition to these words.
         unit: of a number, for the reference.
         reads: the key has an effect only if all of these conditions hold.
     """
@@ -206,7 +206,7 @@ class KeyInfo:
 
     @property
     def range(self) -> str:
-        """The accepted numbers in words; empty where any number is accepted."""
+        """The accepted numbers as text; empty where any number is accepted."""
         bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
         return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
 

@@ -52,8 +52,8 @@ class GPTConfig(ModelKeys):
     )
     global_every: int = key(
         0,
-        "Every N-th layer attends to all tokens in place of the sliding window: 2 in Gemma 2, 6 in Gemma 3. 0 is no "
-        "layer.",
+        "Every N-th layer attends to all tokens in place of the sliding window: 2 in Gemma 2, 6 in Gemma 3. 0 "
+        "means no layer.",
         at_least=0,
         when=unless("model.sliding_window", None),
     )
@@ -110,7 +110,7 @@ class ViTConfig(ModelKeys):
 
 @dataclass
 class CustomModelConfig(ModelKeys):
-    """Builds any ``nn.Module`` or ``Model`` of your own by calling ``_target_``."""
+    """Builds any custom ``nn.Module`` or ``Model`` by calling ``_target_``."""
 
     kind: str = key("custom", "The model family.")
     _target_: str = required("The class or function that returns the module: package.module.Name.")
@@ -133,7 +133,7 @@ class CustomModelConfig(ModelKeys):
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters beside the linear layers of a model whose weights stay fixed (Hu et al., arXiv:2106.09685)."""
+    """Low-rank adapters for the linear layers of a model whose weights stay fixed (Hu et al., arXiv:2106.09685)."""
 
     rank: int | None = key(None, "The rank of the adapters. null trains the whole model, without adapters.", at_least=1)
     alpha: float = key(

@@ -46,7 +46,7 @@ class StrategyConfig:
     )
     async_tp: bool = key(
         False,
-        "Whether compiled tensor-parallel layers overlap their collectives with the products beside them. It needs "
+        "Whether compiled tensor-parallel layers overlap their collectives with adjacent matrix products. It needs "
         "train.compile=true, GPUs that reach each other's memory (NVLink) and cluster.visible_gpus=all.",
     )
     data_parallel: str = key(
@@ -146,7 +146,7 @@ class OptimConfig:
     )
     groups: dict[str, Any] = key(
         {},
-        "Groups of parameters with settings of their own. NAME.match: a regular expression that is found "
+        "Groups of parameters with separate settings. NAME.match: a regular expression that is found "
         "in the names of the parameters; the first group that matches counts. lr_factor: the factor of the learning "
         "rate. weight_decay: that of all parameters of the group. args: arguments of the optimizer. _target_, "
         "elementwise: another optimizer.",
@@ -186,9 +186,9 @@ class OptimConfig:
     )
     schedule: Any = key(
         "cosine",
-        "The learning rate schedule: a built-in one, the import path of your own, or the path with arguments as "
-        "{_target_: package.module.name, args: {...}}. Your own is a function of the step that returns a factor of lr, "
-        "or a scheduler class like those of torch.optim.lr_scheduler.",
+        "The learning rate schedule: a built-in one, the import path of a custom one, or the path with arguments as "
+        "{_target_: package.module.name, args: {...}}. A custom one is a function of the step that returns a factor of "
+        "lr, or a scheduler class as in torch.optim.lr_scheduler.",
     )
     warmup_steps: int = key(
         20,

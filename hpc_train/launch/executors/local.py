@@ -1,7 +1,7 @@
 """Runs jobs as processes of this machine, through submitit's local executor.
 
 submitit's executor ends a job after its time limit, assigns the same GPUs to several jobs, and leaves the job in the
-session of the terminal, so that Ctrl-C reaches the workers. Here a job has a session of its own and no time limit, and
+session of the terminal, so that Ctrl-C reaches the workers. Here a job has a separate session and no time limit, and
 reserves its GPUs or cores before it starts, so that all jobs may be submitted at once.
 """
 

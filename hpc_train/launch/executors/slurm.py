@@ -68,7 +68,8 @@ AWAY = ("down", "drain", "fail", "maint", "reboot", "unknown", "inval")
 
 
 class ScriptExecutor(SlurmExecutor):
-    """submitit's executor with our script and options. ``mode`` has the permissions of the file with the script."""
+    """Submits with submitit's executor, but with the script and options of hpc_train. The script file gets the
+    permissions ``mode``."""
 
     def __init__(self, folder: Path, text: str, sbatch_options: Options, mode: int) -> None:
         super().__init__(folder)

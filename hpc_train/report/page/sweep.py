@@ -41,7 +41,7 @@ LEAST_WIDTH, AXIS = 560.0, 150.0
 
 @dataclass(frozen=True)
 class SweepFacts:
-    """Holds the runs of a sweep with their states, and what tells them apart."""
+    """Holds the runs of a sweep with their states, and what distinguishes them."""
 
     handles: Sequence[RunHandle]
     views: Sequence[View]
@@ -131,7 +131,7 @@ def reproduce_one(sweep: SweepFacts) -> Html:
     """Returns the section with the commands that start the best run again, or the first one if none is the best."""
     run = sweep.handles[sweep.best or 0].run
     which = "the best run" if sweep.best is not None else "the first run"
-    words = f"These commands start {which}, {run.path.name}, again. The page of each run has those of its own."
+    words = f"These commands start {which}, {run.path.name}, again. The page of each run has its commands."
     again = commands(training_again(run.record()), "commands that reproduce a run")
     return section("Reproduce", block("paragraph", words), again)
 
