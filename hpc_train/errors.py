@@ -92,8 +92,8 @@ class UserCodeError(RuntimeError):
 
     @classmethod
     def of(cls, what: str, error: BaseException) -> UserCodeError:
-        """Returns an exception whose message ends with the traceback of ``error``, without the frames of hpc_train that
-        called the code. ``what`` says what it was called for.
+        """Returns an exception whose message begins with ``what``, the purpose of the call, and ends with the traceback
+        of ``error``, without the frames of hpc_train that called the code.
         """
         frames = error.__traceback__
         while frames is not None and Path(frames.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):

@@ -44,9 +44,9 @@ from hpc_train.errors import UserError
 def build_dataset(config: DataConfig, split: str, seed: int, precision: str = "fp32") -> Dataset:
     """Builds the ``train`` or ``validation`` split that ``config`` describes.
 
-    ``seed`` is the seed of augmentations and synthetic samples; the order of the samples comes from the sampler.
-    ``precision`` is that of the model, ``precision.name``. Raises UserError if the input is missing, empty or damaged,
-    or it does not match the config.
+    ``seed`` determines augmentations and synthetic samples; the sampler determines the order of the samples.
+    ``precision`` is the value of ``precision.name``. Raises UserError if the input is missing, empty or damaged, or it
+    does not match the config.
     """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, not one of {SPLITS}")
@@ -186,9 +186,8 @@ def open_files() -> frozenset[OpenFile]:
 def shared_file(dataset: Dataset, before: frozenset[OpenFile]) -> str:
     """Returns the path of a file that loader processes of ``dataset`` would share; an empty string if there is none.
 
-    If the constructor has left files open, some items are read in another process, as loader processes do, to see
-    whether they change the positions in these files. ``before`` are the open files before the construction of the
-    dataset.
+    If the constructor has left files open that were not open ``before``, some items are read in another process, as
+    loader processes do, to see whether they change the positions in these files.
     """
     opened = sorted(open_files() - before)
     unsafe = next((file.path for file in opened if os.pread(file.descriptor, 16, 0).startswith(_NOT_FORKED)), "")

@@ -71,8 +71,8 @@ class CIFAR100Dataset(Dataset):
     """Holds the 50,000 training or 10,000 test images with fine labels; the test images are the validation set.
 
     Inputs are ``[3, image_size, image_size]`` pixels, uint8 or if resized float32, which ``scale`` normalizes per
-    channel. Training images are shifted by up to four pixels and randomly mirrored. ``md5`` is the expected md5 of each
-    file. Raises UserError if a file is missing or not the official one, or a size in the config is wrong.
+    channel. Training images are shifted by up to four pixels and randomly mirrored. Each file must have the MD5 sum
+    that ``md5`` lists. Raises UserError if a file is missing or has another sum, or a size in the config is wrong.
     """
 
     def __init__(

@@ -153,7 +153,7 @@ class CustomDataset(Dataset):
 
 
 class ItemReader:
-    """Converts the items of a user's class to samples. ``name`` is the class, for messages."""
+    """Converts the items of a user's class, which messages call ``name``, to samples."""
 
     def __init__(self, config: OwnKeys, name: str) -> None:
         self._inputs = config.inputs
@@ -161,8 +161,8 @@ class ItemReader:
         self._name = name
 
     def sample(self, item: Any, which: str) -> Sample:
-        """Returns ``item`` as a sample. ``which`` is the name of the item, for messages. Raises UserError if the item
-        has none of the known forms, or a value is not numbers."""
+        """Returns ``item``, which messages call ``which``, as a sample. Raises UserError if the item has no supported
+        form, or a value does not consist of numbers."""
         if isinstance(item, Sample):
             return item
         inputs, targets, context = parts_of(item, self._inputs, self._targets, which)
@@ -181,7 +181,7 @@ class ItemReader:
 
 
 def parts_of(item: Any, inputs: str, targets: str, which: str) -> tuple[Any, Any, Mapping[str, Any]]:
-    """Returns inputs, targets and context of an item or batch; raises UserError if it has none of the known forms."""
+    """Returns inputs, targets and context of an item or batch; raises UserError if it has no supported form."""
     if isinstance(item, Mapping) and {inputs, targets} <= set(item):
         return item[inputs], item[targets], {name: item[name] for name in item if name not in (inputs, targets)}
     if isinstance(item, tuple | list) and len(item) == 2:
@@ -261,8 +261,8 @@ def load_collate(config: DataConfig, seed: int) -> Collate:
 
 
 class Collate:
-    """Builds micro-batches with ``function``. ``name`` is the import path of the function, for messages. ``names`` are
-    the keys of inputs and targets in a batch that is a dict. ``seed`` is the seed of the random numbers."""
+    """Builds micro-batches with ``function``, whose import path is ``name``. A batch that is a dict holds inputs and
+    targets under the keys ``names``. The random generators of the items derive from ``seed``."""
 
     def __init__(self, function: Callable[..., Any], name: str, names: tuple[str, str], seed: int) -> None:
         self._function = function
@@ -273,12 +273,11 @@ class Collate:
         self._verified = False
 
     def __call__(self, dataset: Dataset, items: Sequence[Any], indices: Sequence[int], epoch: int, size: int) -> Batch:
-        """Returns the micro-batch of ``items``, with padding up to ``size`` samples.
+        """Returns the micro-batch of ``items``, which have ``indices`` in the dataset, padded to ``size`` samples.
 
-        ``indices`` are the indices of the items. ``size`` is the number of samples of the micro-batch; with no
-        ``indices`` all of them are padding, for which the only item is the template. Raises UserError if the function
-        does not return a batch of these items, or returns another one each time. Raises UserCodeError if the function
-        raised an exception.
+        Without indices, all samples are padding, for which the only item is the template. Raises UserError if the
+        function does not return a batch of these items, or returns another one each time. Raises UserCodeError if the
+        function raised an exception.
         """
         described_indices = indices or [0]
         which = f"{self._name}, called with {len(items)} items ({_listed(dataset, described_indices)}),"

@@ -21,8 +21,8 @@ from hpc_train.data.dataset import IGNORED, Array, Batch, Indices, PixelScale, R
 
 @dataclass(frozen=True)
 class SentBatches:
-    """Holds micro-batches whose copy may still run. ``copied`` marks the end of the copy in its stream; None if nothing
-    is to be waited for."""
+    """Holds micro-batches whose copy may still run. The CUDA event ``copied`` marks the end of the copy in its stream;
+    it is None if no copy is pending."""
 
     micro_batches: tuple[Batch, ...]
     device: torch.device
@@ -47,8 +47,8 @@ class SentBatches:
 
 
 class DeviceCopy:
-    """Copies micro-batches to ``device``. ``scale`` normalizes the inputs after the copy; None leaves them unchanged.
-    ``floats`` is the dtype that floating-point values get after the copy."""
+    """Copies micro-batches to ``device``. After the copy ``scale`` normalizes the inputs (None leaves them unchanged),
+    and floating-point values are converted to the dtype ``floats``."""
 
     def __init__(self, device: torch.device, scale: PixelScale | None, floats: str = "float32") -> None:
         self._device = device
@@ -88,11 +88,11 @@ DOCUMENT_ENDS = "document_ends"  # ``[micro, documents]`` int32 in the context: 
 
 
 def with_document_ends(batch: Batch, pin: bool) -> Batch:
-    """Adds ``DOCUMENT_ENDS`` to the context if it has ``document_ids`` ``[micro, seq]``.
+    """Adds ``DOCUMENT_ENDS`` to the context of a host micro-batch that has ``document_ids`` ``[micro, seq]``.
 
-    The number of documents depends on this micro-batch alone, since it can change the last bits of gradients. There are
-    no ends if a document is in several pieces, because tokens of one piece attend to those of another. ``batch`` is a
-    micro-batch on the host. ``pin`` says whether to use page-locked memory, from which copies do not block.
+    The number of documents depends on this micro-batch alone, since it can change the last bits of gradients. No ends
+    are added if a document is in several pieces, because tokens of one piece attend to tokens of another. With ``pin``
+    the ends are in page-locked memory, from which copies do not block.
     """
     ids = batch.context.get("document_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape != getattr(batch.targets, "shape", None):

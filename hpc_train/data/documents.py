@@ -211,8 +211,8 @@ class ByteEncoder(Encoder):
 class FileEncoder(Encoder):
     """Encodes with a tokenizer file; the separator is ``eos`` or the first known token of ``SEPARATORS``.
 
-    ``template_start`` are the tokens that the template of the tokenizer puts before a text, which are ``start`` with
-    ``bos``.
+    The template of the tokenizer puts the tokens ``template_start`` before a text; with ``bos``, ``start`` holds their
+    ids.
     """
 
     def __init__(self, path: str, eos: str | None, bos: bool) -> None:
@@ -263,8 +263,8 @@ def start_of(tokenizer: Any) -> tuple[int, ...]:
 def open_encoder(tokenizer: str, eos: str | None, bos: bool = True) -> Encoder:
     """Opens the encoder for ``bytes`` or for the path of a ``tokenizer.json``.
 
-    ``bos`` says whether documents begin with the start tokens of the tokenizer. Raises UserError if the file is missing
-    or not a tokenizer, or the library is not installed.
+    With ``bos``, documents begin with the start tokens of the tokenizer. Raises UserError if the file is missing or not
+    a tokenizer, or the library is not installed.
     """
     if tokenizer != BYTES:
         return FileEncoder(tokenizer, eos, bos)

@@ -201,8 +201,7 @@ class EvalFeed:
     """Iterates over the validation data of one data-parallel rank, in the order of the dataset.
 
     The ranks together read each sample once. Every rank gets the same number of equally shaped batches, with padding
-    where samples are missing. ``samples`` is the number of samples that it reads; all of the dataset unless
-    ``limited``.
+    where samples are missing. The feed reads ``samples`` samples: the full dataset unless ``limited``.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ def class_names(directory: Path) -> list[str]:
 
 
 def check_classes(root: Path, split: str, classes: list[str], n_classes: int) -> None:
-    """Checks the classes of a split. ``classes`` are those of train/. Raises UserError if there are not ``n_classes``
-    classes, or the split has a class that train/ lacks."""
+    """Checks the classes of a split against ``classes``, the classes of train/. Raises UserError if there are not
+    ``n_classes`` classes, or the split has a class that train/ lacks."""
     if len(classes) != n_classes:
         raise UserError(
             f"{root / 'train'} has {len(classes)} class directories, but data.n_classes is {n_classes}",

@@ -124,9 +124,9 @@ def make_shards(
 ) -> dict[str, Any]:
     """Writes the shards of ``source`` (``train/CLASS/*`` and ``validation/CLASS/*``) to ``out``; returns the metadata.
 
-    ``shard_bytes`` are the bytes of images in a shard; the last image may exceed them. ``workers`` is the number of
-    processes. ``on_progress`` is called about once per second and at the end with the images that are done, and all.
-    Raises UserError if there are no images, ``out`` contains shards of other images, or another process writes there.
+    A shard holds ``shard_bytes`` of images, which its last image may exceed. ``workers`` processes share the work.
+    ``on_progress`` is called about once per second and at the end, with the progress and the total. Raises UserError if
+    there are no images, ``out`` contains shards of other images, or another process writes there.
     """
     classes = class_names(source / "train")
     check_classes(source, "validation", classes, len(classes))

@@ -31,8 +31,8 @@ class DecodedImages(Dataset):
 
     Inputs are ``[channels, image_size, image_size]`` uint8, which ``scale`` normalizes per channel. A training image is
     a random crop that is mirrored with probability 1/2; a validation image is the square in the middle. ``labels``
-    holds the label of each image, int64. ``classes`` are the names of the classes, by label; subclasses set them first.
-    Raises UserError if Pillow is missing, or the size or number of channels is invalid.
+    holds the int64 label of each image, and ``classes``, which subclasses set first, the name of each label. Raises
+    UserError if Pillow is missing, or the size or number of channels is invalid.
     """
 
     classes: list[str]
@@ -154,8 +154,8 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 def generator(seed: int, epoch: int, index: int, *purpose: int) -> np.random.Generator:
     """Returns the random generator of one sample in one epoch, which is the same in every process.
 
-    ``purpose`` is a positive number other than those of other purposes, whose numbers are independent; none for the
-    augmentation of images.
+    The augmentation of images passes no ``purpose``; every other use passes a distinct positive number and gets
+    independent random numbers.
     """
     return np.random.default_rng((seed & 0xFFFFFFFFFFFFFFFF, epoch, index, *purpose))
 
@@ -270,7 +270,8 @@ def check_pixels(image: Any, name: str) -> None:
 
 
 def check_content(content: bytes, name: str) -> None:
-    """Checks the pixels of a file as ``check_pixels``; accepts a file that is no image, which fails when it is read."""
+    """Checks the pixels of a file as ``check_pixels``; accepts a file that is not an image, since reading it fails
+    later."""
     try:
         image = pillow().open(io.BytesIO(content))
     except OSError:

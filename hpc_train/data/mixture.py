@@ -117,8 +117,8 @@ class SourceSeen:
 class MixtureDataset(Dataset):
     """Holds the sources of a mixture, or their validation samples one source after the other.
 
-    ``weights`` holds the relative weight of each source; empty: its number of samples. Raises UserError if the sources
-    cannot be in one batch, or a source has no samples.
+    ``weights`` holds the relative weight of each source; if it is empty, the weight is the number of samples. Raises
+    UserError if the sources cannot be in one batch, or a source has no samples.
     """
 
     def __init__(self, sources: Mapping[str, Dataset], weights: Mapping[str, float]) -> None:

@@ -240,8 +240,8 @@ class StreamRequest:
 class StreamOrder:
     """Divides the positions of a stream among the readers of all ranks.
 
-    ``processes`` are the readers of a rank, whose number divides that of its micro-batches. Micro-batch m is read by
-    reader m modulo ``processes``, which is how a ``DataLoader`` distributes requests.
+    Each rank has ``processes`` readers, a number that divides its number of micro-batches. Reader m modulo
+    ``processes`` reads micro-batch m, as a ``DataLoader`` distributes requests.
     """
 
     global_size: int
@@ -293,8 +293,8 @@ class BatchRow:
 
 @dataclass(frozen=True)
 class TokenBalance:
-    """Distributes samples of different lengths over the ranks. ``lengths`` holds the number of tokens of each sample of
-    the dataset."""
+    """Distributes samples of different lengths over the ranks. ``lengths`` lists the number of tokens of each
+    sample."""
 
     lengths: Indices
     layout: Layout

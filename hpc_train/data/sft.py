@@ -1,6 +1,6 @@
 """Encodes the records of ``data=sft`` as token ids, keeps them in a cache, and reads them as samples.
 
-Learnt are the answers:
+Training learns the answers:
 
 - ``text``: every token.
 - ``prompt`` and ``completion``: the tokens of the completion and the token that ends the text (EOS).
@@ -11,10 +11,10 @@ Learnt are the answers:
 
 Each text is encoded as a whole, as in the use of the model, and a token that is only partly in an answer is learnt.
 
-All processes that need the tokens share the work: each takes a part of the input that no other process has locked, in
-an order of its own, until all parts are there. A part is committed by renaming its directory, so an interrupted start
-continues with the other parts. The lock file of a process that has died is found unlocked after some seconds; on file
-systems without locks its age decides, and a part that takes long is computed twice.
+All processes that need the tokens share the work: each takes a part of the input that no other process has locked, each
+process in a different order, until all parts exist. A part is committed by renaming its directory, so an interrupted
+start continues with the other parts. The lock file of a process that has died is found unlocked after some seconds; on
+file systems without locks its age decides, and a part that takes long is computed twice.
 
 A record has at most ``sequence_length`` inputs: the tokens after the first ``sequence_length + 1`` are not read.
 Records without an answer token among the targets that are left are dropped. Without ``data.validation_path`` a hash of
@@ -68,8 +68,8 @@ _COLUMNS = "data.path"
 
 
 class Encoder:
-    """Encodes records with the tokenizer of a directory or of a ``tokenizer.json``. ``tokenizer`` is the directory or
-    file. ``template`` is the file of a chat template; None uses that of the tokenizer."""
+    """Encodes records with ``tokenizer``, a directory or a ``tokenizer.json``, and with the chat template in the file
+    ``template``; None uses the template of the tokenizer."""
 
     def __init__(self, tokenizer: str, template: str | None) -> None:
         self._path = tokenizer

@@ -282,7 +282,7 @@ class StreamDataset(Dataset):
 
 class StreamReader:
     """Reads the micro-batches of a stream, in a loader process or in this one. It has state: the shards' iterators.
-    ``states`` is where the shards continue. ``lanes`` is the number of readers of all ranks."""
+    The shards continue from ``states``. All ranks together have ``lanes`` readers."""
 
     def __init__(self, dataset: StreamDataset, states: States, lanes: int) -> None:
         self._dataset = dataset

@@ -41,9 +41,8 @@ def find_files(path: str | None, pattern: str) -> list[TextFile]:
     """Returns the text files that ``path`` names, ordered by name, without empty files.
 
     The search skips directories named ``site-packages``, ``dist-packages`` and ``__pycache__``. ``path`` is a file, a
-    directory (searched for ``pattern``) or a glob; None reads the source of the standard library. ``pattern`` is a glob
-    relative to the directory. Raises UserError if no file with text was found, or a file cannot be read or is known not
-    to be text.
+    glob, or a directory that is searched for the glob ``pattern``; None reads the source of the standard library.
+    Raises UserError if no file with text was found, or a file cannot be read or is known not to be text.
     """
     root, paths = _search(path, pattern)
     where = "data.path, data.pattern"

@@ -139,8 +139,8 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(**call).transpose(1, 2)
 
     def backend(self, length: int, dtype: torch.dtype, device: torch.device, context: Mapping[str, Tensor]) -> str:
-        """Returns which implementation computes the attention of sequences of ``length`` tokens, for the log. ``dtype``
-        is the dtype of the projected tensors, which autocast may have chosen. ``context`` is that of a batch."""
+        """Returns which implementation computes the attention of sequences of ``length`` tokens, for the log. The
+        projected tensors of a batch with ``context`` have ``dtype``, which autocast may have chosen."""
         scores = self._scores_within(length)
         if scores.cap is not None:
             return f"plain operations with {length} x {length} scores per head, because no kernel has a soft cap"

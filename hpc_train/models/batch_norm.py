@@ -25,7 +25,7 @@ from hpc_train.layout.layout import Layout
 
 class SyncBatchNorm(_BatchNorm):
     """Normalizes ``[micro, channels, ...]`` by the mean and variance over the micro-batches of all ranks of ``group``.
-    ``group`` are the data-parallel ranks; ``join`` sets it. None: only this rank."""
+    ``join`` sets ``group`` to the data-parallel ranks; with None only the values of this rank count."""
 
     group: dist.ProcessGroup | None = None
 

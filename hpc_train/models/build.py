@@ -32,10 +32,9 @@ def build_model(config: ModelConfig, seed: int, values: bool = True) -> Model | 
 
     A ``Model`` and a model of transformers are built on the ``meta`` device, since they are split and sharded before
     they get memory and values. Any other module is built on the CPU and wrapped. Its constructor draws the values from
-    ``seed``, so they are the same on every rank. The random state of the process does not change. ``values`` says
-    whether the values of a user's module are needed. If not, it is on ``meta`` where its constructor permits this.
-    Raises UserError if the sizes do not fit together, ``_target_`` cannot be imported or called, or a ``Model`` is not
-    complete.
+    ``seed``, so they are the same on every rank. The random state of the process does not change. Without ``values``, a
+    user's module is built on ``meta`` if its constructor permits this. Raises UserError if the sizes do not fit
+    together, ``_target_`` cannot be imported or called, or a ``Model`` is not complete.
     """
     build = imported(family_of(config).builder)
     if isinstance(config, CustomModelConfig):

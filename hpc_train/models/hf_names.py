@@ -128,8 +128,8 @@ def hf_name(model: GPTConfig, name: str) -> str:
 def hf_config(model: GPTConfig, positions: int, dtype: str) -> dict[str, Any]:
     """Returns the ``config.json`` from which ``transformers`` builds ``model``.
 
-    ``positions`` is the longest sequence that the model was trained on. ``dtype`` is the dtype of the exported tensors,
-    e.g. ``bfloat16``. Raises UserError if ``transformers`` has no family with these options.
+    The config states ``positions``, the longest sequence of the training, and ``dtype``, the dtype of the exported
+    tensors, e.g. ``bfloat16``. Raises UserError if ``transformers`` has no family with these options.
     """
     kind = next((kind for kind, family in FAMILIES.items() if not _problems(model, family)), None)
     if kind is None:

@@ -52,9 +52,9 @@ ChunkLoss = Callable[[Tensor, Tensor, _Logits], tuple[Tensor, Tensor]]
 class LinearHead(CrossEntropyHead):
     """Computes the logits ``[micro, seq, vocab]`` by a norm, a matrix without bias and an optional soft cap.
 
-    ``cap`` bounds the logits, as in Gemma 2; see ``soft_cap``. ``name`` is the name of the module ``output``, and so of
-    its weight in checkpoints. ``fused`` says whether the loss is computed with its gradients, in ``chunks`` chunks of
-    the tokens of a micro-batch.
+    ``cap`` bounds the logits, as in Gemma 2; see ``soft_cap``. The matrix is registered as ``name``, which names its
+    weight in checkpoints. With ``fused``, the loss is computed together with its gradients, in ``chunks`` chunks of the
+    tokens of a micro-batch.
     """
 
     fused: bool = False
@@ -399,7 +399,8 @@ class VocabularyShard:
     def count_correct(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns the number of ``targets`` ``[tokens]`` that have the largest logit. Collective.
 
-        Of words with equal logits the first is predicted. ``logits`` are ``[tokens, words]`` of the words of this rank.
+        ``logits`` ``[tokens, words]`` cover the words of this rank. If words have equal logits, the first one is
+        predicted.
         """
         maximum, word = logits.max(-1)
         largest = self.largest(maximum.clone())

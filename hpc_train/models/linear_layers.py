@@ -36,8 +36,8 @@ from hpc_train.models.wrapped import layers_of
 def linear_layers(model: nn.Module, plain: Sequence[type] = (nn.Linear,)) -> Iterator[tuple[str, nn.Linear, str]]:
     """Yields the linear layers of ``model`` (whole or a stage): name, module, and why it cannot take part.
 
-    Plain ones take part that train and are inside the layers or blocks of the model, or anywhere if it has neither.
-    ``plain`` are the classes that multiply and do nothing else.
+    A layer takes part if it trains, its class is in ``plain`` (classes that only multiply), and it lies in the layers
+    or blocks of the model, or anywhere if the model has neither.
     """
     layers = layers_of(model)
     inside = {inner for layer in layers for inner in layer.modules()}

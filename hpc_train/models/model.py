@@ -203,7 +203,7 @@ class Model(nn.Module):
     def attention_backends(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> dict[int | None, str]:
         """Returns window (None without one) -> which implementation computes the attention of ``batch``, for the log.
 
-        Modules of the class ``Attention`` are not included. ``dtype`` is the dtype of queries, keys and values.
+        Modules of the class ``Attention`` are not included. Queries, keys and values have ``dtype``.
         """
         return {}
 
@@ -242,8 +242,8 @@ def aliases(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def named_parameters(parts: Iterable[nn.Module], tied: Mapping[str, str]) -> dict[str, nn.Parameter]:
-    """Returns canonical name -> parameter of ``parts``, without those that ``Model.saves_frozen`` excludes. ``tied``
-    are the alias of a tied copy -> its canonical name."""
+    """Returns the parameters of ``parts`` by canonical name, without those that ``Model.saves_frozen`` excludes.
+    ``tied`` maps the alias of a tied copy to its canonical name."""
     parameters: dict[str, nn.Parameter] = {}
     for part in parts:
         for raw, parameter in part.named_parameters():
@@ -316,9 +316,9 @@ def _problems_of_parts(model: Model) -> Iterator[str]:
 def check_hidden_shape(model: Model, inputs: Tensor, context: Mapping[str, Tensor]) -> None:
     """Runs the stem and the layers on ``meta``, which computes only shapes, and compares each with ``hidden_shape``.
 
-    A model that cannot run on ``meta`` is not checked. ``model`` is the whole model on ``meta``. ``inputs`` and
-    ``context`` are those of a micro-batch, on any device. Raises UserError if a shape differs from ``hidden_shape``,
-    which is that of the messages between pipeline stages.
+    ``model`` is complete and on ``meta``; a model that cannot run there is not checked. ``inputs`` and ``context`` of a
+    micro-batch may be on any device. Raises UserError if a shape differs from ``hidden_shape``, the shape of the
+    messages between pipeline stages.
     """
     inputs = inputs.to("meta", torch.float32) if inputs.is_floating_point() else inputs.to("meta")
     stated = _stated_shape(model, inputs)

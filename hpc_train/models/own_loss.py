@@ -2,7 +2,7 @@
 
 Such a sum may be computed in parts, on any number of ranks and micro-batches. A contrastive loss compares the samples
 of a batch, so it cannot. It declares this by a third parameter, ``gather``, with which each rank computes the losses of
-its own samples against the samples of all ranks. ``parallel/collectives.py`` implements the function that it receives.
+its samples against the samples of all ranks. ``parallel/collectives.py`` implements the function that it receives.
 """
 
 from __future__ import annotations

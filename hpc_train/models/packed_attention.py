@@ -83,8 +83,8 @@ def local_context(
 ) -> dict[str, Tensor]:
     """Returns what layers with the window of ``scores`` read in place of ``BOUNDARIES`` and ``attention_mask``.
 
-    ``context`` is what ``document_context`` returned, and ``document_ids``. ``inputs`` is the number of sequences, and
-    of tokens in each.
+    ``context`` holds the result of ``document_context`` and ``document_ids``; ``inputs`` holds the number of sequences
+    and the number of tokens of each.
     """
     sequences, length = inputs
     if not is_narrow(scores, length) or (BOUNDARIES in context and scores.cap is None):
@@ -108,8 +108,8 @@ def attention_mask(document_ids: Tensor | None, length: int, window: int | None,
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Returns ``VARLEN``, ``EFFICIENT`` or ``MASK``. ``device`` is one for which ``has_kernels`` is true. ``dtype`` is
-    the dtype of the queries, keys and values."""
+    """Returns ``VARLEN``, ``EFFICIENT`` or ``MASK`` for queries, keys and values of ``dtype`` on a ``device`` for which
+    ``has_kernels`` is true."""
     if dtype not in (*_HALF, torch.float32) or head_dim % 8:
         return MASK
     recent = torch.cuda.get_device_capability(device) >= (8, 0)

@@ -81,8 +81,8 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 class PreNormLayer(nn.Module):
     """Adds an attention branch and a feed-forward branch, each with a norm, to hidden states ``[micro, tokens, dim]``.
 
-    ``norm`` returns a new norm for one branch. ``post_norms`` says whether the output of each branch has a norm too, as
-    in Gemma 2.
+    ``norm`` returns a new norm for one branch. With ``post_norms``, the output of each branch has a norm too, as in
+    Gemma 2.
     """
 
     def __init__(
@@ -199,7 +199,8 @@ class CrossEntropyHead(Head):
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the sum of the negative log-likelihoods in nats, and the number of targets that are not ``IGNORED``.
-    ``logits`` are ``[..., classes]``; half precision is converted to float32 first. ``targets`` are ``[...]`` int64."""
+    ``logits`` have the shape ``[..., classes]``, and the int64 ``targets`` the shape ``[...]``. Half precision is
+    converted to float32 first."""
     flat = widened(logits).flatten(0, -2)
     loss = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return loss, (targets != IGNORED).sum()
@@ -243,8 +244,8 @@ class _WithZ(torch.autograd.Function):
 def squared_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the sum of squared differences over the elements whose target is not ``IGNORED``, and their number.
 
-    ``outputs`` is a tensor of the shape of ``targets``. ``targets`` is a tensor of any dtype; it is converted to the
-    dtype of ``outputs``, at least float32.
+    ``outputs`` and ``targets`` have the same shape. Targets of any dtype are converted to the dtype of ``outputs``, at
+    least float32.
     """
     wide = widened(outputs)
     counts = targets != IGNORED

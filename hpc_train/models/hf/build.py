@@ -36,8 +36,8 @@ def build(config: HFModelConfig) -> HFDecoder | HFWhole:
 
 
 class HFWhole(WrappedModel):
-    """Wraps a model on ``meta`` with the names of transformers. ``module`` is the model on ``meta``. ``values`` are the
-    first values of its parameters."""
+    """Wraps ``module``, a model on ``meta``, with the names of transformers. Its parameters get the initial
+    ``values``."""
 
     def __init__(self, module: Any, values: FirstValues, config: HFModelConfig) -> None:
         super().__init__(module, "cross_entropy", config.wrap)

@@ -70,8 +70,8 @@ class _Layer(nn.Module):
 
 
 class HFDecoder(Model):
-    """Implements ``Model`` for a decoder of transformers. ``module`` is the causal language model on ``meta``; its
-    parts are taken, not copied. ``values`` are the first values of its parameters."""
+    """Implements ``Model`` for a decoder of transformers. It uses the parts of ``module``, a causal language model on
+    ``meta``, without a copy. The parameters get the initial ``values``."""
 
     stem: _Stem | None
     head: LinearHead | None
@@ -229,8 +229,8 @@ def document_limits(
 ) -> dict[str, Any] | None:
     """Returns the arguments of layers whose attention takes boundaries; None if it needs a mask or no limit.
 
-    ``context`` is that of a batch. ``inputs`` is the number of sequences, and of tokens in each. ``window`` is the
-    number of tokens to which a token attends, itself included; None is all.
+    ``inputs`` holds the number of sequences of the batch, and the number of tokens of each. A token attends to
+    ``window`` tokens, itself included; None means all.
     """
     if "attention_mask" in context or not packed.has_kernels(device):
         return None
@@ -245,7 +245,7 @@ def document_backend(
     config: Any, batch: Batch, dtype: torch.dtype, device: torch.device, head_dim: int, window: int | None
 ) -> str | None:
     """Returns which implementation limits the attention of layers with ``window``; None if nothing limits it.
-    ``config`` is that of a model for which ``use_kernels`` was called."""
+    ``use_kernels`` must have been called for the model with ``config``."""
     context = batch.context
     length = batch.inputs.shape[1]
     scores = Scores(window=window)

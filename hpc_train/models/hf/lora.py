@@ -28,7 +28,7 @@ _TASKS = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS"}  # of 
 
 
 class AdapterValues(FirstValues):
-    """The first values of a model with adapters: those of the base model, and those of peft for the adapters."""
+    """The first values of a model with adapters: the weights of the base model, and peft's values for the adapters."""
 
     def is_stored(self, name: str) -> bool:
         return not _is_adapter(name) and super().is_stored(name.replace(_BASE, "."))
@@ -54,7 +54,7 @@ def _is_adapter(name: str) -> bool:
 def adapt(module: Any, config: HFModelConfig, tied: Mapping[str, str]) -> None:
     """Adds the adapters of ``config.lora`` to ``module`` in place and freezes what does not train.
 
-    ``module`` is a model of transformers on ``meta``. ``tied`` maps aliases of its tied parameters to names.
+    ``module``, a model of transformers, is on ``meta``. ``tied`` maps the aliases of tied parameters to their names.
     Raises UserError if a layer does not exist or cannot have an adapter, or the model has batch statistics.
     """
     from peft import inject_adapter_in_model
@@ -140,7 +140,7 @@ def _linear_layers(module: Any) -> list[str]:
 
 
 def exported_name(name: str) -> str:
-    """Returns the name of a parameter in peft's files; ``name`` is that of transformers."""
+    """Returns the name in peft's files of the parameter that transformers calls ``name``."""
     for part in _ADAPTER:
         name = name.replace(part, part.replace("default.", ""))
     return f"base_model.model.{name}"
@@ -156,10 +156,10 @@ def exported_config(config: HFModelConfig) -> dict[str, Any]:
 
 
 def base_identity(model: Any) -> dict[str, Any] | None:
-    """Returns what identifies the files from which the frozen weights of ``model`` are read; None without adapters.
+    """Returns the identity of the files of the frozen weights of ``model``, the config of any model; None without
+    adapters.
 
-    These are the SHA-256 of config.json and the sizes in bytes of the weight files, which are not read. ``model`` is
-    the config of any model.
+    It consists of the SHA-256 of config.json and the sizes in bytes of the weight files, which are not read.
     """
     if not isinstance(model, HFModelConfig) or model.lora.rank is None:
         return None

@@ -18,12 +18,11 @@ _SPECIAL_RULE = ("deberta", "deberta-v2")  # without a problem_type these learn 
 
 
 class ConfiguredLoss:
-    """The loss of a model of transformers for ``task``.
+    """Computes the loss of ``module``, a model of transformers, for ``task``.
 
-    The sum is over the elements of the targets that are not ``IGNORED``, and the count is their number, so that the
-    mean is that of transformers. ``module`` is the model. ``balance`` is the coefficient of the load-balancing loss of
-    a mixture of experts, which the config asks for; 0 without one. Raises UserError if the config asks for a loss that
-    is not implemented.
+    The sum is over the elements of the targets that are not ``IGNORED``, and the count is their number, so the mean
+    equals the loss of transformers. ``balance`` is the coefficient of the load-balancing loss that the config of a
+    mixture of experts requests; 0 without one. Raises UserError if the config asks for a loss that is not implemented.
     """
 
     def __init__(self, module: nn.Module, task: str) -> None:
@@ -40,10 +39,10 @@ class ConfiguredLoss:
     def __call__(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns the sum, the count, and the number of correct predictions, which a regression does not have.
 
-        ``logits`` are ``[micro, seq, vocabulary]``, or ``[micro, num_labels]`` of a classifier. ``targets`` are
-        ``[micro, seq]`` token ids; of a classifier ``[micro]`` classes, or ``[micro, num_labels]`` numbers of a
-        regression with several outputs or of several labels per sample. Raises UserError if the shapes do not fit
-        together.
+        A language model has logits ``[micro, seq, vocabulary]`` and targets ``[micro, seq]`` of token ids. A classifier
+        has logits ``[micro, num_labels]`` and targets ``[micro]`` of classes; a regression with several outputs, or a
+        model with several labels per sample, has targets ``[micro, num_labels]`` of numbers. Raises UserError if the
+        shapes do not fit together.
         """
         problem = self._problem_of(targets) if self._classifies_samples else SINGLE
         if problem != SINGLE:

@@ -141,11 +141,11 @@ class _Source:
 
 
 class WeightFiles:
-    """Reads the tensors of a directory under the names of the model.
+    """Reads the tensors of the directory ``folder`` under the names of ``module``, a model on ``meta``.
 
-    ``folder`` is the directory with one safetensors file, or several and an index. ``module`` is the model, on
-    ``meta``. ``unused`` are the names of stored tensors that the model does not have. Raises UserError if files are
-    missing or damaged, or their tensors need a conversion that is not implemented.
+    The directory has one safetensors file, or several and an index. ``unused`` holds the names of stored tensors that
+    the model lacks. Raises UserError if files are missing or damaged, or their tensors need a conversion that is not
+    implemented.
     """
 
     def __init__(self, folder: Path, module: Any) -> None:
@@ -402,8 +402,8 @@ class FirstValues:
         owner._init_weights(shell)
 
     def fill_buffers(self, module: nn.Module, path: str, device: torch.device) -> None:
-        """Moves the buffers of ``module`` and its submodules to ``device`` and fills them. ``path`` is the name of
-        ``module`` in the whole model."""
+        """Moves the buffers of ``module`` and its submodules to ``device`` and fills them. The full model names the
+        module ``path``."""
         for name, part in module.named_modules():
             if not part._buffers:
                 continue
@@ -422,8 +422,8 @@ class FirstValues:
 
 
 def _shell(module: nn.Module, parameters: bool) -> nn.Module:
-    """Returns a copy of ``module`` without memory for submodules, with its own buffers on the CPU. ``parameters`` says
-    whether its own parameters also get memory; initializers leave the others alone."""
+    """Returns a copy of ``module`` without memory for submodules, with its own buffers on the CPU. With ``parameters``,
+    its own parameters also get memory; initializers leave the others alone."""
     shell = copy.copy(module)
     device = torch.device("cpu" if parameters else "meta")
     shell._parameters = {

@@ -259,7 +259,7 @@ def activations(model: HFModelConfig, data: Any) -> Activations:
 def flops_per_sample(model: HFModelConfig, shape: tuple[int, ...]) -> float | None:
     """Returns ``t (6 N + 12 L q t)`` for ``t`` tokens, ``L`` layers and queries of width ``q``; None if unknown.
 
-    ``N`` is the number of parameters in matrix products, a tied table included once, and those of norms and biases. The
+    ``N`` is the number of parameters in matrix products, in norms and in biases; a tied table counts once. The
     attention is not halved for a causal mask or a window. Source: PaLM (Chowdhery et al. 2022, arXiv:2204.02311,
     appendix B). Frozen parameters have no gradients and count four operations of the six.
     """
