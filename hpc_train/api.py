@@ -264,7 +264,7 @@ def _check_types(overrides: object, entry: object, args: object, config_dir: obj
 
 
 def _own_code(entry: str | Callable[..., Any] | None, args: Mapping[str, Any]) -> list[str]:
-    """Returns the overrides for a function of the user's own."""
+    """Returns the overrides for a custom function."""
     overrides = [f"++run.args.{name}={override_value(value)}" for name, value in args.items()]
     if entry is None:
         return overrides

@@ -67,7 +67,7 @@ def open_to_append(path: Path, below: Path) -> BinaryIO:
 
 
 def read_file(path: Path, below: Path, largest: int = SMALL) -> bytes:
-    """Returns the content of ``path``; the arguments and errors are those of ``open_file``."""
+    """Returns the content of ``path``; arguments and errors are as for ``open_file``."""
     content = bytearray()
     with open_file(path, below, largest) as file:  # in pieces: a read of n bytes allocates them in advance
         while piece := file.read(min(_PIECE, largest - len(content))):
@@ -76,7 +76,7 @@ def read_file(path: Path, below: Path, largest: int = SMALL) -> bytes:
 
 
 def read_tail(path: Path, below: Path, size: int) -> str:
-    """Returns the last ``size`` bytes of ``path`` as text; the errors are those of ``open_file``."""
+    """Returns the last ``size`` bytes of ``path`` as text; errors are as for ``open_file``."""
     with open_file(path, below) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - size))
         return file.read(size).decode(errors="replace")

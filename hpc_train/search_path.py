@@ -78,7 +78,7 @@ def _top_level(file: str) -> str | None:
 
 
 def _is_library(entry: str) -> bool:
-    """Returns whether an entry of ``sys.path`` is that of the standard library or of installed packages."""
+    """Returns whether an entry of ``sys.path`` belongs to the standard library or to installed packages."""
     prefixes = (sys.prefix + os.sep, sys.base_prefix + os.sep)
     return entry.startswith(prefixes) or entry.rstrip(os.sep).endswith(LIBRARIES)
 

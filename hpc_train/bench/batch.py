@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
         write_plot(trials, unit, options.plot)
     overrides = [f"batch.micro_size={chosen.micro_size}"]
     if noise is not None and noise.samples is not None:
-        multiple = chosen.micro_size * layout.dp  # of the samples of a step on all ranks
+        multiple = chosen.micro_size * layout.dp  # divides the samples of a step
         if layout.pp > 1:
             multiple *= layout.stages
         overrides.append(f"batch.global_size={multiple * max(1, round(noise.samples / multiple))}")
@@ -170,7 +170,7 @@ def _trials(
 
 
 def _with_micro_size(config: Config, layout: Layout, size: int) -> Config:
-    """Sets micro-batches of ``size``; their number is that of ``config`` with a pipeline, else one."""
+    """Sets micro-batches of ``size``; their number comes from ``config`` with a pipeline, otherwise it is one."""
     count = layout.micro_batches if layout.pp > 1 else 1
     batch = replace(config.batch, micro_size=size, micro_batches="auto", global_size=size * count * layout.dp)
     return replace(config, batch=batch)

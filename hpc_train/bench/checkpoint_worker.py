@@ -1,7 +1,7 @@
 """Runs the worker of ``bench checkpoint``, which alternates saves and loads of a run's state with plain ``dcp.save``.
 
-Each round runs all kinds once, in rotating order, on the same tensors, processes and file system. A time is that of the
-slowest rank. Loads read from the page cache, since the files have just been written.
+Each round runs all kinds once, in rotating order, on the same tensors, processes and file system. The time of the
+slowest rank counts. Loads read from the page cache, since the files have just been written.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def machine_of(result: Mapping[str, Any], cores: int, name: str, source: str) ->
         source: the host, the date and the software of the measurement.
     """
     rates: dict[str, float] = dict(result["figures"])
-    peaks = {}  # those of the data sheet, or without one the rate of the largest product
+    peaks = {}  # from the data sheet, or without one the rate of the largest product
     for precision in PRECISIONS:
         key = f"{precision}_flops"
         sheet = peak_flops(str(result["device"]), precision, units=result["units"])

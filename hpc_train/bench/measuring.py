@@ -80,7 +80,7 @@ def refuse_below_one(options: argparse.Namespace, *names: str) -> None:
 
 
 def config_of(words: list[str], several_nodes: bool = False) -> Config:
-    """Composes the config of ``words``, which are those of a training.
+    """Composes the config of ``words``, the command line of a training.
 
     Raises:
         UserError: the words are invalid or describe several jobs, or this is a Slurm step of several nodes.
@@ -131,7 +131,7 @@ def run_benchmark(
     allocation = current_allocation()
     if root is None and allocation.nodes > 1:
         root = Path(config.run.root)
-    run = RunDirectory((root or Path()) / f"{BENCH}{allocation.launch_id}")  # of all nodes of this Slurm step
+    run = RunDirectory((root or Path()) / f"{BENCH}{allocation.launch_id}")  # shared by all nodes of this Slurm step
     if allocation.node_rank > 0:
         _wait_for(run.path / REQUEST, config.elastic.join_timeout_s)
         open_run(run, "agent", trust_owner)

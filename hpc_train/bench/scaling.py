@@ -186,7 +186,7 @@ def scaling_rows(kind: str, results: Sequence[tuple[int, dict[str, Any]]]) -> li
         speed = result["samples_per_s"]["median"]
         ranks = result["world_size"]
         speed_up = 1.0
-        growth = 1.0  # of the ranks
+        growth = 1.0  # of the number of ranks
         if rows:
             speed_up = speed / rows[0].samples_per_s
             growth = ranks / rows[0].ranks

@@ -90,7 +90,7 @@ def measure_on_ranks(
 
 @dataclass(frozen=True)
 class Training:
-    """The parts of a training that benchmarks use. ``layers`` are those of each pipeline stage."""
+    """Holds the parts of a training that benchmarks use. ``layers`` lists the layers of each pipeline stage."""
 
     dataset: Dataset
     layers: Sequence[range] | None

@@ -135,7 +135,7 @@ def unlink(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a directory tree as far as possible, without following a link."""
+    """Removes what it can of a directory tree, without following a link."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     else:

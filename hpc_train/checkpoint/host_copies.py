@@ -99,7 +99,7 @@ class HostArena:
         self._memory = None
 
     def _clear_error(self) -> None:
-        with suppress(RuntimeError):  # takes the error of the failed call, which CUDA would report for the next kernel
+        with suppress(RuntimeError):  # clears the error of the failed call, which CUDA would report for the next kernel
             torch.zeros((), device=self._device).add_(1)
 
     @property
@@ -225,7 +225,7 @@ class HostCopies:
         return Snapshot(tensors, hold=partial(side.hold, copied), complete=copied.synchronize)
 
     def streamed(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Returns the state in host memory for a synchronous save: each tensor is copied when it is asked for.
+        """Returns the state in host memory for a synchronous save: each tensor is copied when it is requested.
 
         All copies use the same memory, so that a save needs no more than the largest tensor.
         """
@@ -241,7 +241,7 @@ class HostCopies:
 
 
 class _Streamed(Mapping[str, Tensor]):
-    """Maps names to host copies; a copy is valid until the next one is asked for."""
+    """Maps names to host copies; a copy is valid until the next one is requested."""
 
     def __init__(self, state: Mapping[str, Tensor], device: torch.device, arena: HostArena) -> None:
         self._state = state

@@ -146,7 +146,7 @@ def verified_manifest(checkpoint: Checkpoint, on_bytes: Callable[[int], None] | 
         UserError: the checkpoint is damaged, or has another format.
     """
     with suppress(BadCheckpoint, OSError):
-        read_manifest(checkpoint.path)  # raises for another format, which is no damage
+        read_manifest(checkpoint.path)  # raises for another format, which is not damage
     listed = inspect_checkpoint(checkpoint, full=True, on_bytes=on_bytes)
     if listed.problem is not None or listed.manifest is None:
         raise UserError(

@@ -190,7 +190,7 @@ def verify(
 ) -> None:
     """Compares files with the manifest.
 
-    Files that are not in the manifest are no damage, since no reader opens them (see ``foreign_files``).
+    Files that are not in the manifest do not count as damage, since no reader opens them (see ``foreign_files``).
 
     Args:
         names: the files to compare; None compares all.

@@ -42,7 +42,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TensorName:
-    """Names a tensor of the whole checkpoint; ``shape`` is that of the unsplit tensor."""
+    """Names a tensor of the full checkpoint; ``shape`` is the shape of the unsplit tensor."""
 
     name: str
     shape: tuple[int, ...]

@@ -53,7 +53,7 @@ class RestoredState:
         step: number of completed optimizer steps.
         extra: the values that were passed to ``save``.
         with_optimizer: False for a fork with another optimizer, whose state starts from scratch.
-        forked: whether the checkpoint is that of the run that this one was forked from.
+        forked: whether the checkpoint belongs to the run that this one was forked from.
         drops_residuals: whether residuals of compressed gradients are left out, since this layout has none.
         missing: entries of the model's state dict that the checkpoint lacks, which keep their initial values.
     """

@@ -27,7 +27,7 @@ def check_space(directory: Path, store: CheckpointStore, tensor_bytes: int, file
     """Checks that a checkpoint fits on the file system of ``directory`` and, if known, into the user's quota there.
 
     Raises:
-        OSError: ENOSPC or EDQUOT; the message says what is needed, what is free and which ``keep`` would fit.
+        OSError: ENOSPC or EDQUOT; the message states what is needed, what is free and which ``keep`` would fit.
     """
     needed = int(tensor_bytes * MARGIN) + files * PER_FILE
     for room in room_in(directory):

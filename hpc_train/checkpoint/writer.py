@@ -248,7 +248,7 @@ class TensorWriter:
         Args:
             check_space: called on the first rank with the total bytes and the number of files before the first write.
             host: name -> host copy of what this rank writes; ``state`` then only provides names and shapes. A copy is
-                read before the next one is asked for, so that all of them may use the same memory.
+                read before the next one is requested, so that all of them may use the same memory.
 
         Returns:
             All files on the first rank, an empty dict on the others. The files are on disk.

@@ -25,7 +25,7 @@ class Command(NamedTuple):
         summary: its line in the help.
         heading: the line above it and its neighbors.
         takes: what its words are besides options.
-        actions: the words of which its first is one; () if it takes any.
+        actions: the allowed first words; () if it allows any.
     """
 
     function: str

@@ -44,7 +44,7 @@ def freeze_run(arguments: list[str]) -> int:
     """Freezes the run that the overrides describe; with ``--task N``, freezes job N of a sweep.
 
     A requeued script finds the directory unchanged, even if the configs were edited since. The directory also holds
-    ``job.sh``, which starts the agents and requeues the job if they ask for it, and ``gpus.sh``, which passes the GPUs
+    ``job.sh``, which starts the agents and requeues the job if they request it, and ``gpus.sh``, which passes the GPUs
     of the job on to its steps, for scripts that start the agents themselves.
 
     Raises:

@@ -1,7 +1,7 @@
 """The commands that train start what takes long before their own imports.
 
-Those that run an agent in this process start the import of torch. A submission to Slurm asks for the limits of the
-site; it imports no torch. Nothing is started for a command that only shows something.
+Those that run an agent in this process start the import of torch. A submission to Slurm queries the limits of the site;
+it imports no torch. Nothing is started for a command that only shows something.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class NodeLogs:
         return (line for _, line in heapq.merge(*files, key=lambda item: item[0]))
 
     def _new_lines(self, path: Path) -> Iterator[tuple[str, str]]:
-        """Yields each selected line with its time; a line without a time gets that of the line before."""
+        """Yields each selected line with its time; a line without a time gets the time of the line before."""
         at = ""
         try:
             file = open_file(path, self._run.path)

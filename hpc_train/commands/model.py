@@ -53,7 +53,8 @@ class UsedCheckpoint:
 
     @classmethod
     def select(cls, options: argparse.Namespace, command: str) -> UsedCheckpoint:
-        """Raises UserError if there is no such run or checkpoint. ``command`` is the command that is called."""
+        """Returns the run and checkpoint in ``options`` for ``command``. Raises UserError if one of them does not
+        exist."""
         register_launcher()
         run = find_run(options.run, Path(default_root()), command, options.trust_owner)
         config = load(run)

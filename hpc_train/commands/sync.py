@@ -83,7 +83,7 @@ class _Row:
     """A run whose metrics are sent.
 
     Attributes:
-        error: after which nothing is sent.
+        error: the error after which nothing is sent.
         ended: whether the run had ended when its newest lines were read.
     """
 

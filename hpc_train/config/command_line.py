@@ -30,7 +30,8 @@ class CommandLine:
 
     Attributes:
         runs: False if the command only shows something: --help, --cfg, --info or completion.
-        config_directory: the value of ``-cd``; ``config_path`` is that of ``-cp``, ``config_name`` that of ``-cn``.
+        config_directory: the value of ``-cd``. ``config_path`` holds the value of ``-cp``, ``config_name`` the value of
+            ``-cn``.
         overrides_strategy: ``with_right_plus`` has found a file that overrides ``strategy`` in the Defaults List.
     """
 

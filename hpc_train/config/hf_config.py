@@ -1,7 +1,7 @@
 """Reads the config.json of a Hugging Face model, from a directory or the hub, without importing torch or transformers.
 
-Keys that a config.json lacks have the defaults of ``transformers``, which are not known here, so each reader says what
-a missing key means.
+Keys that a config.json lacks have the defaults of ``transformers``, which are not known here, so each reader defines
+what a missing key means.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ REFUSED = (
 
 
 def check_loss(values: Mapping[str, Any], task: str) -> None:
-    """Raises UserError if a key of a config.json, or of a config object of transformers, asks for a loss of ``task``
+    """Raises UserError if a key of a config.json, or of a config object of transformers, requests a loss of ``task``
     that is not implemented.
     """
     problem = values.get("problem_type")
@@ -178,7 +178,7 @@ def label_smoothing(values: Mapping[str, Any]) -> float:
 
 
 def balances_experts(values: Mapping[str, Any], task: str) -> bool:
-    """Returns whether ``values`` ask for a load-balancing loss.
+    """Returns whether ``values`` request a load-balancing loss.
 
     A config.json may lack the coefficient; whether its family has a default is only known to transformers.
     """

@@ -32,7 +32,7 @@ class RemovedValue:
 
     Attributes:
         fix: what replaces it.
-        recorded: the keys of ``run.json`` with which a frozen run says what it used instead.
+        recorded: the keys of ``run.json`` with which a frozen run records what it used instead.
         value: with which a run is read that has no such record.
     """
 

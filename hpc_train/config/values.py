@@ -58,7 +58,7 @@ def parse_save_every(text: str) -> SaveEvery:
 
 
 def saves_asynchronously(config: CheckpointConfig, on_gpus: bool) -> bool:
-    """Returns whether ``checkpoint.asynchronous`` asks for asynchronous saves, if host memory allows; auto asks for
+    """Returns whether ``checkpoint.asynchronous`` requests asynchronous saves, if host memory allows; auto requests
     them on GPUs."""
     return on_gpus if isinstance(config.asynchronous, str) else config.asynchronous
 

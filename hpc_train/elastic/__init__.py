@@ -10,7 +10,7 @@
 3. Reactions: ``rendezvous.coordinator`` decides who takes part in the next attempt, using ``decision`` (retry limit,
    primary cause, budget of GPU-hours); ``attempts`` records it; ``requeue`` asks Slurm to run the job again; ``client``
    also handles the loss of the server.
-4. Hangs and slow ranks: ``watch`` reads the heartbeats and names stragglers; ``hang_bounds`` says how long workers may
-   be silent; ``hangs`` collects evidence from them, finds the rank that the others wait for, and says what proves a
-   hang.
+4. Hangs and slow ranks: ``watch`` reads the heartbeats and names stragglers; ``hang_bounds`` defines how long workers
+   may be silent; ``hangs`` collects evidence from them, finds the rank that the others wait for, and defines what
+   proves a hang.
 """

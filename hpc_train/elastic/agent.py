@@ -137,7 +137,7 @@ def _run(
         if read_or(lambda: stop_was_requested(run), False):  # by a signal that came before this process watched them
             stop.request("SIGUSR1")
     node = _this_node(config, allocation)
-    os.environ.pop(CLOCK, None)  # of a job around this one
+    os.environ.pop(CLOCK, None)  # set by an enclosing job
     events = EventLog.open(run, f"agent-{allocation.node_name}", 0, clock=Clock.at(time.time()))
     output = FileWriter("the output of the workers")
     with (

@@ -244,7 +244,7 @@ class Agent:
 
 
 def _pickled(config: Config) -> bytes | None:
-    """Returns ``WorkerSpec.config``; None if it has a class of the user's own that cannot be imported by its name."""
+    """Returns ``WorkerSpec.config``; None if it has a custom class that cannot be imported by its name."""
     try:
         return pickle.dumps(config)
     except (pickle.PicklingError, AttributeError, TypeError):

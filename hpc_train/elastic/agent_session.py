@@ -164,7 +164,7 @@ SUMMARY = re.compile(r" ?goodput=\S+( mfu=\S+)?( gpu_hours=\S+)?$")
 def _summary(run: RunDirectory, now: float) -> str:
     """Returns what the job's comment, and so ``sacct``, says about the run: ``goodput=0.93 mfu=0.41 gpu_hours=12.0``.
 
-    All jobs of the run count. MFU is that of the last logged step.
+    All jobs of the run count. The MFU is from the last logged step.
     """
     total = read_or(lambda: read_ledger(run, now).total, Account())
     mfu = read_or(lambda: run.newest_metrics(run.newest_attempt()).get("mfu"), None)

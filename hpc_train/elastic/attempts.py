@@ -104,7 +104,7 @@ class Attempts:
         return code
 
     def superseded(self) -> str | None:
-        """Returns why this server must not decide any more: its agent was frozen and another agent has taken over."""
+        """Returns why this server may no longer decide: its agent was frozen and another agent has taken over."""
         end = self.end
         try:
             succeeded = end is not None and in_time(end.has_successor)
@@ -115,7 +115,7 @@ class Attempts:
         return None
 
     def replaced_by_slurm(self) -> str | None:
-        """Returns why this server must not decide any more: its node was frozen until Slurm gave it up."""
+        """Returns why this server may no longer decide: its node was frozen until Slurm gave it up."""
         current = None if self.end is None else is_current_start(self.end.restart)
         if current is False:
             return REPLACED

@@ -96,7 +96,7 @@ class Fabric:
         common = asdict(decision)
         environment = common.pop("variables")
         machines = []
-        nodes = {}  # a line of JSON for each
+        nodes = {}  # one line of JSON for each
         for number, alike in enumerate(by_machine(node.facts for node in start.nodes)):
             first = alike[0]
             bound = [

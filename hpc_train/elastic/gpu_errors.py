@@ -1,9 +1,10 @@
-"""What the GPUs of a node report after an error of a worker, whether their memory is free, and whether they are idle.
+"""Reads what the GPUs of a node report after a worker error, and checks that their memory is free and that they are
+idle.
 
 An error message of CUDA or HIP rarely shows whether the program or the GPU is at fault. The driver knows more: NVML
 counts memory errors, remapped rows and lost GPUs, and the kernel log, where it may be read, has Xid errors (AMD: the
-counters and the log of amdgpu). The agent reads both when the workers have ended, so that no additional process uses a
-GPU any more.
+counters and the log of amdgpu). The agent reads both after the workers have ended, so that no additional process uses a
+GPU.
 """
 
 from __future__ import annotations

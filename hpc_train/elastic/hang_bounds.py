@@ -84,8 +84,8 @@ class Silence:
 class Starvation:
     """Measures how much of the time the workers of a node had the processors that they were ready to use.
 
-    A thread that is ready either runs or waits for a processor. While a worker has such a thread, time counts for it as
-    far as it gets processor time: fully for a worker that hangs in a loop, and not for one that the kernel does not
+    A thread that is ready either runs or waits for a processor. While a worker has such a thread, its time counts in
+    proportion to its processor time: fully for a worker that hangs in a loop, and not for one that the kernel does not
     schedule. Workers wait for each other, so the one that gets least decides.
     """
 

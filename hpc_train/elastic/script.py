@@ -1,4 +1,4 @@
-"""Starts and watches the processes of ``run.command``, which know nothing of hpc_train.
+"""Starts and watches the processes of ``run.command``, which need not use hpc_train.
 
 A script gets the variables that torchrun sets and starts its own store at ``MASTER_PORT``, a port that was free when
 the attempt began and differs between attempts. It needs no warm parent: it is a new program in a separate session, so

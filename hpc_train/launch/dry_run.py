@@ -111,7 +111,7 @@ def _composed(compose: Callable[[Sequence[str]], DictConfig], overrides: Sequenc
 
 
 def _shortened(plan: str, number: int, plans: dict[str, int]) -> str:
-    """Returns the plan of a job, only with its overrides and directory if the rest is that of one of ``plans``."""
+    """Returns the plan of a job, reduced to its overrides and directory if the rest equals one of ``plans``."""
     job, directory, rest = plan.split("\n", 2)
     same = plans.setdefault(rest, number)
     return plan if same == number else f"{job}\n{directory}\n  otherwise as job {same}"

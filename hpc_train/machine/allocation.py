@@ -73,7 +73,7 @@ HOST = "{host}"
 
 
 def meeting_at(allocation: Allocation, interface: str | None) -> Allocation:
-    """Returns ``allocation`` with the address that ``cluster.interface`` asks for; a single node stays on loopback.
+    """Returns ``allocation`` with the address that ``cluster.interface`` requests; a single node stays on loopback.
 
     Args:
         interface: an interface of this node, or a host name in which ``{host}`` stands for the node's name up to the

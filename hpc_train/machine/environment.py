@@ -1,4 +1,5 @@
-"""Environment variables of the workers, each with its reason, those that torch rejects, and node-local caches.
+"""Defines the environment variables of the workers, each with its reason, finds variables that torch rejects, and
+creates node-local caches.
 
 The user's settings take precedence. On a cluster the home directory has a quota and is slow for the thousands of small
 files of compilers, so caches go to node-local space for the lifetime of the agent. The next agent on the node removes

@@ -157,7 +157,7 @@ class Machine:
 
     def nvidia_gpus(self) -> int:
         """Returns the number of NVIDIA GPUs that the driver lists, or that have device files; without a driver those
-        that the PCI bus shows, but for those that drive a display by the kernel's own driver.
+        that the PCI bus shows, except for those that drive a display with the kernel's driver.
         """
         files = sum(re.fullmatch(r"nvidia\d+", file.name) is not None for file in _entries(self.devices))
         if count := len(_entries(self.driver)) or files:
@@ -348,7 +348,7 @@ _GRACE = ("gh200", "gb200", "gb300")  # their names give the memory of the CPU
 
 
 def gpu_memory(kind: str | None) -> float | None:
-    """Returns the bytes of a GPU of the GRES type ``kind``, or of the smallest GPU of this machine if ``kind`` is None.
+    """Returns the memory in bytes of a GPU of GRES type ``kind``, or of the smallest GPU of this machine if it is None.
 
     The type is a short name (``h100``), or NVML's name, which Slurm's AutoDetect=nvml gives to it:
     ``nvidia_h100_80gb_hbm3``. Returns None if unknown.

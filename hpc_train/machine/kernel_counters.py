@@ -1,4 +1,4 @@
-"""What the kernel counts without privileges: free host memory, network traffic, and out-of-memory kills.
+"""Reads kernel counters without privileges: free host memory, network traffic, and out-of-memory kills.
 
 Slurm's ``--mem`` and a container's limit are limits of control groups. A process that exceeds one is killed without a
 message, although the node has free memory; the counter of kills is the only trace.

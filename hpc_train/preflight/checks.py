@@ -72,7 +72,7 @@ class PreflightFinding:
     """Describes a problem and its fix.
 
     Attributes:
-        kind: its class, for which ``cluster.preflight_action`` says what follows an error.
+        kind: its class, for which ``cluster.preflight_action`` defines what follows an error.
         unfit: a node that the run should drop; None if the problem concerns no single node.
     """
 

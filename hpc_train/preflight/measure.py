@@ -69,7 +69,7 @@ def measure(operation: str, size: int, ranks: Ranks, seconds: float) -> Rate:
     """Measures one operation of ``size`` bytes, rounded up to whole elements of each rank.
 
     The first run is verified and serves as warm-up. Then the operation is repeated for about ``seconds``, at most 20
-    times; the time is that of the slowest rank.
+    times; the time of the slowest rank counts.
     """
     elements = -(-size // (_BYTES * ranks.size)) * ranks.size
     run, result, expected = _CASES[operation](elements, ranks)

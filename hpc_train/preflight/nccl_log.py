@@ -1,6 +1,6 @@
 """Makes NCCL log its transports (``NCCL_DEBUG=INFO``, ``NCCL_DEBUG_SUBSYS=INIT,NET``) and parses the log. No torch.
 
-The lines are those of NCCL 2.4 to 2.30, printed by ``net.cc``, ``net_ib`` and ``net_socket.cc`` of its source:
+The lines match NCCL 2.4 to 2.30, printed by ``net.cc``, ``net_ib`` and ``net_socket.cc`` of its source:
 
     NCCL version 2.27.3+cuda12.9
     n1:7:19 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:10.0.0.1<0>

@@ -162,7 +162,7 @@ def _broadcast(mesh: Mesh, value: Any) -> Any:
 
 
 def _all_findings(measured: Measured, facts: Sequence[NodeFacts]) -> Iterator[PreflightFinding]:
-    """Yields the findings about ranks and nodes by themselves. ``facts`` are those of the run's nodes."""
+    """Yields the findings about single ranks and nodes. ``facts`` describes the nodes of the run."""
     ranks = measured.ranks
     nodes = dict.fromkeys(rank.node for rank in ranks)
     yield from check_config(ranks)

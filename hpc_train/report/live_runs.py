@@ -103,7 +103,7 @@ class Runs:
 
 
 def _key(item: RunHandle) -> tuple[Path, str]:
-    """Identifies a submission of a run: one that was resumed has not ended any more."""
+    """Identifies a submission of a run, so that a resumed run counts as live again."""
     return item.run.path, str(item.submission.get("first_attempt", ""))
 
 

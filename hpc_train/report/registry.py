@@ -85,7 +85,7 @@ def shared_config(config: Config) -> str:
 
 
 def lineage(run: RunDirectory, config: Config, manifest: Manifest) -> dict[str, Any]:
-    """Returns what a registry keeps beside the files of a checkpoint.
+    """Returns what a registry stores in addition to the files of a checkpoint.
 
     The keys are step, run_id, run (the directory), parent_run (that it was forked from), config_sha256 (of
     ``shared_config``), code (the version of the code), versions (of packages), data (its config), metrics (of the

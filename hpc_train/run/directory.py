@@ -124,7 +124,7 @@ class RunDirectory:
     def end_of_output(self, path: Path) -> str:
         """Returns the end of ``path``, the output of the agents; empty if it is missing or not a file of the run.
 
-        ``run.json`` names it, and that of another user might name a private file of the reader.
+        ``run.json`` names it, and another user's record might name a private file of the reader.
         """
         resolved = resolved_below(path, [self.path])
         if resolved is None:  # the jobs of a sweep write to its folder slurm, which may not be a link of another user

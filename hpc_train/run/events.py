@@ -107,7 +107,7 @@ class EventKind:
         continues_from: the field with the step from which training continues.
         is_progress: whether it shows that the run makes progress.
         is_late: whether an agent that did not execute writes it when it wakes up. Its job may have been requeued
-            meanwhile, so the time of the event is no sign of life.
+            meanwhile, so the time of the event is not a sign of life.
         is_of_attempt_before: whether it reports the failure of the attempt before it, of which no agent was left.
         node_failed, node_slow: what the report page says of its node.
         in_top: whether the live view lists it.

@@ -54,8 +54,8 @@ class FileWriter:
         self._bytes = 0  # of these entries
         self._pending = 0  # their number
         self._lost = 0
-        self._due = False  # a try now
-        self._started = 0  # tries of all files
+        self._due = False  # whether to try now
+        self._started = 0  # the number of tries, over all files
         self._finished = 0
         self._writing_since: float | None = None  # time.monotonic() at which the current write began
         self._hangs = False
@@ -67,7 +67,7 @@ class FileWriter:
         self.on_outage: Callable[[Outage], object] | None = None  # called when one is over, in the thread of the writes
 
     def append(self, path: Path, value: dict[str, Any], wait: bool = True) -> None:
-        """Appends one JSON object as a line to ``path``, in a line of its own after a write that was cut short.
+        """Appends one JSON object as a line to ``path``, in a separate line after a write that was cut short.
 
         Args:
             wait: as for ``put``.

@@ -222,12 +222,12 @@ def read_lines(path: Path, below: Path | None = None) -> Iterator[dict[str, Any]
 class NewLines:
     """Reads the JSON objects that were appended to a file since the last ``read``.
 
-    Damaged lines and a last line that is still being written are skipped. A file that is no regular one is skipped with
-    a note, as are lines and fields that ``check`` rejects.
+    Damaged lines and a last line that is still being written are skipped. A file that is not regular is skipped with a
+    note, as are lines and fields that ``check`` rejects.
 
     Args:
         below: the run directory, below which no link of another user is followed; by default that of the file.
-        check: returns the object, which may be of a class of its own, without its wrong fields; None to skip it.
+        check: returns the object, in any class, without its wrong fields; None to skip it.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 Freezing again is idempotent. Free keys (layout, steps, telemetry) may change, and the previous config is kept as
 ``config-NNN.yaml``; identity keys, which define what makes a run the same run, may not change after the first step that
 is recorded. ``run.json`` records which code and which package versions a run was started with. A run may start from
-another run or from imported weights, a directory beside the runs that holds one checkpoint and no optimizer state
+another run or from imported weights, a directory next to the runs that holds one checkpoint and no optimizer state
 (``run.fork``).
 """
 

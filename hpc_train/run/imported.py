@@ -1,6 +1,6 @@
 """Records imported weights, and gives the runs that start from them the model of the import.
 
-An import is a directory beside the runs with a checkpoint of step 0 and a record of its model. ``run.fork`` starts a
+An import is a directory next to the runs with a checkpoint of step 0 and a record of its model. ``run.fork`` starts a
 run from it.
 """
 

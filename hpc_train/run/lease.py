@@ -27,7 +27,7 @@ _FIX = "wait until it ends, stop it, or set another run.name"
 
 
 def is_live(run: RunDirectory) -> bool:
-    """Returns whether an agent is, or may be, working on this run, as far as this machine can know."""
+    """Returns whether, to the knowledge of this machine, an agent is or may be working on this run."""
     lock = newest_lock(lease_folder(run.path))
     return lock is not None and lock.is_held(LockOwner.of_this_process())
 

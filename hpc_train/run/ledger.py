@@ -121,7 +121,7 @@ class Attempt:
 
     @cached_property
     def released(self) -> float:
-        """Returns the time at which its job, of which it is the last attempt, gave its nodes back, as far as known."""
+        """Returns the last known time at which its job, of which it is the last attempt, held its nodes."""
         parts = self.launch.split(".")  # job, step and restart
         return max(self.last_sign, self.frozen.get(f"{parts[0]}.{parts[-1]}", 0.0))
 
@@ -343,7 +343,7 @@ class _Accounting:
         """Returns the account, and the step up to which the work of earlier attempts is kept.
 
         Args:
-            limit: the step up to which that of this attempt is kept.
+            limit: the step up to which the work of this attempt is kept.
         """
         attempt = self.attempt
         if self.before is not None and self.before.launch == attempt.launch:

@@ -1,4 +1,4 @@
-"""Whose run a directory is, whom the caller trusts, and what each command may do with a run of another user.
+"""Checks who owns a run, whom the caller trusts, and what each command may do with a run of another user.
 
 The frozen code, the lines of ``cluster.setup``, the interpreter and the weights of a run come from files that their
 owner may have changed at any time, so a command that executes or loads them gives that owner the rights of the caller.
@@ -9,7 +9,7 @@ user's groups in ``~/.config/hpc_train/user.yaml`` (``$XDG_CONFIG_HOME`` replace
       owners: [alice, 5001]
       groups: [vision]
 
-Files of root are trusted. ``run.group`` sets the modes of files and says nothing about whom the reader trusts.
+Files of root are trusted. ``run.group`` sets the modes of files and does not affect whom the reader trusts.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def check_owner(files: Iterable[Path], path: Path, trust_owner: bool = False) ->
     caller's.
 
     Args:
-        files: what decides which code runs and which weights are loaded. They are read only as far as the first file
-            of an owner who is not trusted.
+        files: what decides which code runs and which weights are loaded. Reading ends at the first file of an owner who
+            is not trusted.
         path: the run directory, or the directory that holds the weights.
         trust_owner: whether the caller has passed ``--trust-owner``.
 
@@ -137,7 +137,7 @@ def deciding_weights(source: RunDirectory) -> Iterator[Path]:
 
 
 def files_below(directory: Path) -> Iterator[Path]:
-    """Yields a directory, its entries, and those of directories that others can write."""
+    """Yields a directory, its entries, and the entries of directories that others can write."""
     yield directory
     yield from _entries(directory)
 
@@ -153,7 +153,7 @@ def _entries(directory: Path) -> Iterator[Path]:
 
 
 def _listed(directory: Path) -> list[os.DirEntry[str]]:
-    """Returns the entries of a directory; none if it is missing or not readable, which the command then tells."""
+    """Returns the entries of a directory; none if it is missing or not readable, which the command then reports."""
     try:
         with os.scandir(directory) as entries:
             return list(entries)
@@ -301,7 +301,7 @@ def user_file() -> Path | None:
 
 
 def read_trust() -> Trust:
-    """Returns whom the caller trusts; nobody without the file.
+    """Returns the users and groups that the caller trusts; none without the file.
 
     Raises:
         UserError: the file is another user's, can be written by others, or has another form.

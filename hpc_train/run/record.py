@@ -1,6 +1,6 @@
 """The record of a run, ``run.json``, with a checksum of itself and a copy, from which a damaged one is restored.
 
-``run.json`` says which run this is (its id, the run it was forked from, the SHA-256 of its config), so a record that is
+``run.json`` identifies the run (its id, the run it was forked from, the SHA-256 of its config), so a record that is
 wrong, or silently empty, would continue another run or begin at step 0. A record is therefore used only if its checksum
 matches. ``run.copy.json`` is written before an intact ``run.json`` is replaced, and has the same content. If both are
 lost, the record is rebuilt from the event log, in which each start of the workers writes it down. Records of earlier
@@ -30,7 +30,7 @@ _DIGEST = "digest"
 
 
 class _Unusable(Exception):
-    """Reports that a file with a record is missing or damaged; the message says which of the two."""
+    """Reports that a file with a record is missing or damaged; the message states which of the two."""
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _from_events(folder: Path) -> dict[str, Any] | None:
 
 
 def write_record(folder: Path, content: dict[str, Any]) -> None:
-    """Replaces the record; the caller holds the lock of the record. A damaged ``run.json`` is kept beside it."""
+    """Replaces the record; the caller holds the lock of the record. A damaged one is renamed, not removed."""
     text = json.dumps(with_digest(content), indent=2) + "\n"
     order = [COPY, RECORD]
     try:

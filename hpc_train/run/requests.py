@@ -2,8 +2,8 @@
 ``logs/stacks``.
 
 A signal handler only sets a flag; the main loop acts on it. ``logs/stacks/request`` holds the number of the newest
-request for stacks. The agent of node 0 polls it, and the rendezvous server tells the others, because thousands of nodes
-that poll a file keep a shared file system busy. Each agent writes its answer to ``logs/stacks/NNN-<node>.txt``.
+request for stacks. The agent of node 0 polls it, and the rendezvous server notifies the others, because thousands of
+nodes that poll a file keep a shared file system busy. Each agent writes its answer to ``logs/stacks/NNN-<node>.txt``.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The copy holds all files that git tracks or does not ignore, except files that h
 hpc_train itself, with the modes of the work tree. Copies are named by their content and lie in
 ``<run.root>/.code/<uid>``, which only the user can enter and where the runs of a root share them. With
 ``run.snapshot=copy`` or ``run.group``, which lets the group in, the directory of the run or sweep holds the copy.
-Outside a work tree nothing is copied. A copy is used only if the user owns it and its content is the expected one; one
-that no run below the root names any more is removed, at most once a day, when a new one is written.
+Outside a work tree nothing is copied. A copy is used only if the user owns it and its content is the expected one; a
+copy that no run below the root names is removed, at most once a day, when a new one is written.
 
 Bytecode of the work tree that is up to date is copied as well, except that of tests: without it, the first job would
 compile every module before its workers start.
@@ -131,7 +131,8 @@ def _listed_code(root: Path, config: Config, into: Path) -> dict[str, int]:
 
 
 def _without_tests_of_hpc_train(root: Path, names: dict[str, int]) -> dict[str, int]:
-    """Returns the files of a work tree; without tests and docs if it is that of hpc_train, whose jobs need none."""
+    """Returns the files of a work tree, in the work tree of hpc_train without tests and docs, which jobs do not
+    need."""
     if root != Path(__file__).resolve().parents[2]:
         return names
     return {name: size for name, size in names.items() if name.partition("/")[0] not in OF_DEVELOPERS}
@@ -383,7 +384,7 @@ def has_changed(code: FrozenCode, config: Config) -> bool:
 
 
 SHARED = ".code"
-CACHE = "__pycache__"  # the folder of bytecode, which is no part of the content
+CACHE = "__pycache__"  # the folder of bytecode, which does not belong to the content
 UNUSED_S = 24 * 3600.0  # a submission uses a copy before the records of its runs name it
 _NAME = re.compile(r"[0-9a-f]{16}")
 
@@ -483,7 +484,7 @@ def use_copy(copy: Path, content: str) -> bool:
 def remove_unnamed(copies: Path) -> None:
     """Removes shared copies that were not used for a day and that no run below the run root names.
 
-    It is safe beside other submissions and live runs. Nothing is removed if a record cannot be read.
+    It is safe during other submissions and live runs. Nothing is removed if a record cannot be read.
 
     Args:
         copies: the directory of the caller's copies.

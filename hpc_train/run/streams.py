@@ -1,10 +1,10 @@
-"""Standard streams that never end a process: closed ones, those of a closed terminal, and those that are ASCII only.
+"""Standard streams that never end a process: closed streams, streams of a closed terminal, and ASCII-only streams.
 
 They show the control characters of what is printed instead of sending them to the terminal (``escape_controls``).
 
 A daemon or ``>&-`` starts a process with closed standard streams. The next files that it opens then get the numbers 0
 to 2, and its children write their output into them. An ASCII-only stream raises UnicodeEncodeError at the first other
-character, and a terminal or pipe that nobody reads any more raises BrokenPipeError.
+character, and a terminal or pipe without a reader raises BrokenPipeError.
 """
 
 from __future__ import annotations

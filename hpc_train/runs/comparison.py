@@ -46,7 +46,7 @@ def settings_of(run: RunDirectory) -> Settings:
 
 
 def _normalized(value: str) -> str:
-    """Returns a float in one spelling, as the command line of one run may have 3e-2 and that of another 0.03."""
+    """Returns a float in one spelling, as one command line may have 3e-2 and another 0.03."""
     try:
         return value if value.lstrip("+-").isdigit() else str(float(value))
     except ValueError:
@@ -71,7 +71,7 @@ def varied(settings: Sequence[Settings]) -> list[str]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Holds what tells the runs of a sweep apart, and the metric that ranks them.
+    """Holds what distinguishes the runs of a sweep, and the metric that ranks them.
 
     Attributes:
         keys: the overrides that differ between the runs.
@@ -101,7 +101,7 @@ class Comparison:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The keys that have a column of their own; tables show the strategy anyway."""
+        """The keys that have a separate column; tables show the strategy anyway."""
         return tuple(key for key in self.keys if key != "strategy")
 
     def row(self, run: RunDirectory) -> list[str]:

@@ -1,6 +1,6 @@
 """Computes what a GPU-hour costs, rented or on purchased GPUs, and from when buying is cheaper than renting.
 
-The prices are those of ``cluster.price``. The sums leave out interest and what the GPUs are sold for in the end.
+``cluster.price`` sets the prices. The sums leave out interest and what the GPUs are sold for in the end.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class SweepFailure:
 
 
 def sweep_failures(found: Sequence[RunHandle], views: Sequence[View]) -> list[SweepFailure]:
-    """Returns why runs of a sweep did not finish; runs whose messages differ only in numbers are told together.
+    """Returns why runs of a sweep did not finish; runs whose messages differ only in numbers form one group.
 
     Unlike ``diagnose`` it asks Slurm nothing.
     """

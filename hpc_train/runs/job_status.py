@@ -142,7 +142,7 @@ def ask(selection: Sequence[str], timeout_s: float = PATIENT_S) -> dict[str, Job
 def folded(chains: Mapping[str, Sequence[str]], jobs: Mapping[str, JobStatus]) -> dict[str, JobStatus]:
     """Returns ``jobs`` with the status of each chain added under the id of its first job.
 
-    It is that of the job that runs, else of the next one, else of the last one that was not cancelled.
+    It is the status of the running job, else of the next one, else of the last one that was not cancelled.
     """
     statuses = dict(jobs)
     for first, ids in chains.items():
@@ -169,8 +169,8 @@ class View:
     """Holds a snapshot of a job. ``is_working`` is False while it waits in the queue, is suspended or is held.
 
     ``exit`` is None until the job has ended. ``metrics`` is the newest logged step, empty before the first; its
-    ``step`` is that of the last checkpoint if the run was stopped after one. ``steps`` is the total number of steps, if
-    known. ``nodes`` is the number of allocated nodes.
+    ``step`` is the step of the last checkpoint if the run was stopped after one. ``steps`` is the total number of
+    steps, if known. ``nodes`` is the number of allocated nodes.
     """
 
     state: str
@@ -198,7 +198,7 @@ def view_of(
     """Returns a snapshot of the attempts of ``run`` from ``first_attempt`` on.
 
     The run directory takes precedence over ``status``, which may be a minute old. Until these attempts have logged a
-    step, the metrics are those of the newest step before them.
+    step, the metrics describe the newest step before them.
 
     Args:
         output: the file with the output of the agents.
@@ -266,7 +266,7 @@ def view_at_end(run: RunDirectory, code: int) -> View:
 
 
 def outcome(run: RunDirectory, view: View) -> str:
-    """Returns how a run stands, as a JSON object in one line."""
+    """Returns the state of a run as a JSON object in one line."""
     record = run.record()
     jobs = job_ids((record.get("submissions") or [{}])[-1])
     result = record.get("result") if view.exit == Exit.DONE else None
@@ -279,7 +279,7 @@ def final_code(code: int, run: RunDirectory) -> int:
     """Returns the exit code of a command for a run that has ended with ``code``.
 
     75 says that the same command continues from a checkpoint. Without one it is 1, or a script that repeats the command
-    as long as it returns 75 would never end. A command of the user's own (``run.command``) saves where only it knows.
+    as long as it returns 75 would never end. A custom command (``run.command``) saves where only it knows.
     """
     if code != Exit.STOPPED or any(run.checkpoints.glob("step-*")) or run.record().get("own_code") == "command":
         return code
@@ -298,14 +298,14 @@ def how_stopped(code: int, run: RunDirectory, state: str = "stopped") -> str:
         return f"{state} before the first checkpoint; start again with"
     if state == "cancelled":
         return "cancelled; resume with"
-    saved = last_saved(run)  # 0 for a command of the user's own
+    saved = last_saved(run)  # 0 for a custom command
     where = f" at step {saved}" if saved else ""
     return f"stopped after a checkpoint{where}; resume with"
 
 
 def _was_requeued(run: RunDirectory, attempt: int, status: JobStatus) -> bool:
     """Returns whether Slurm has put the job back into the queue after ``attempt`` started: no agent recorded its end,
-    as when its nodes failed. The state of a job that Slurm was asked for earlier is that before its start.
+    as when its nodes failed. A state that was queried earlier is the state before its start.
     """
     try:
         started = (run.attempts / f"{attempt:03d}.json").stat().st_mtime

@@ -79,7 +79,7 @@ class RunHandle:
 
     @property
     def asked_nodes(self) -> int | str:
-        """The nodes that the frozen config asks for; empty if it is not readable."""
+        """The nodes that the frozen config requests; empty if it is not readable."""
         nodes: int | str = (self._sections.get("cluster") or {}).get("nodes", "")
         return nodes
 
@@ -155,7 +155,8 @@ def find_run(target: str, command: str, *, trust_owner: bool = False) -> RunHand
 
 @dataclass(frozen=True)
 class Overview:
-    """The runs below a root, and those of this user with jobs in Slurm: the runs of a sweep together, the newest last.
+    """The runs below a root, and the runs of this user with jobs in Slurm: the runs of a sweep together, the newest
+    last.
 
     Attributes:
         older: the number of older runs that were left out.
@@ -188,8 +189,8 @@ DEPTH = 3  # of run directories below a root: NAME, SWEEP/NUMBER, and GROUP/SWEE
 def run_directories(folder: Path) -> Iterator[Path]:
     """Yields the run directories below ``folder``, without looking into them, frozen code or hidden directories.
 
-    No directory is listed twice, as links to directories could multiply them without end, and those that are reached
-    over a link come last.
+    No directory is listed twice, as links to directories could multiply them without end, and directories behind a link
+    come last.
     """
     listed: set[tuple[int, int]] = set()
     folders = deque([(folder, DEPTH)])

@@ -1,8 +1,8 @@
 """Evaluates a checkpoint of a run on any validation data and under any layout; imports torch in the workers only.
 
 A group that the command line chooses, such as ``data=text`` or ``+strategy=dp``, replaces the group of the run. All
-other groups are those of the run, except for ``cluster``: an evaluation uses the workers of the machine or the Slurm
-step that it is started on. ``key=value`` changes a key of the result, and ``~key`` deletes it.
+other groups keep the values of the run, except for ``cluster``: an evaluation uses the workers of the machine or the
+Slurm step that it is started on. ``key=value`` changes a key of the result, and ``~key`` deletes it.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class GenerationRequest(WorkerRequest):
 
 
 def generate_tokens(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    """Generates what the request asks for as rank ``spec.rank``; rank 0 writes the result.
+    """Generates the texts of the request as rank ``spec.rank``; rank 0 writes the result.
 
     Raises:
         UserError: the checkpoint is damaged, does not fit the model or has no weights of the hook, or the outputs of

@@ -275,7 +275,7 @@ def progress_line(
 ) -> str:
     """Formats the newest of the ``recent`` lines of metrics, with the remaining time, restarts and failed saves.
 
-    Without a line it says what the run is waiting for; ``built``: the model is built and has its weights.
+    Without a line it shows what the run is waiting for; ``built``: the model is built and has its weights.
     """
     if not recent and built:
         return "starting: first step"

@@ -1,4 +1,4 @@
-"""Shortens tracebacks to the frames of the user's own code, without those of hpc_train, torch and other libraries."""
+"""Shortens tracebacks to the frames of the user's code, without the frames of hpc_train, torch and other libraries."""
 
 from __future__ import annotations
 

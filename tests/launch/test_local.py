@@ -1,4 +1,4 @@
-"""Jobs on this machine: how many at once, with which GPUs and cores, in sessions of their own, with which exit."""
+"""Jobs on this machine: how many at once, with which GPUs and cores, in separate sessions, with which exit."""
 
 from __future__ import annotations
 

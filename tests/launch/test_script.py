@@ -349,7 +349,7 @@ def test_a_comment_is_one_line(value: str) -> None:
 
 
 def every_script(job: Job) -> list[str]:
-    """Returns all kinds of batch every_script of a job."""
+    """Returns all kinds of batch scripts of a job."""
     config, run = job.config, job.run.path
     container = container_of(config, job.gpus)
     asked = {**options(job), **identity([job], run, str(run / "out"))}
@@ -395,7 +395,7 @@ def with_value(job: Job, path: tuple[Any, ...], value: str) -> Job:
 
 
 def tried(job: Job) -> list[str]:
-    """Returns the lines of the job's every_script; none if it is refused."""
+    """Returns the lines of the job's script; none if it is refused."""
     try:
         return "".join(every_script(job)).splitlines()
     except UserError as error:

@@ -1,4 +1,4 @@
-"""How many GPUs a process trains on, the words where it cannot use them, and the memory of a GPU of each kind."""
+"""How many GPUs a process trains on, the error if it cannot use them, and the memory of a GPU of each kind."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def examine_all(nodes: int, config: Config, overrides: Sequence[str]) -> tuple[l
         text = f"the nodes cannot write their reports to {root}: {error.strerror}"
         fix = "remove files that are no longer needed, or set another run.root"
         return [], [Finding("nodes", ERROR, text, fix)]
-    problem = ""  # in srun's words
+    problem = ""  # as srun reports it
     step = step_of_nodes(nodes, config, ["doctor", "--report-to", str(folder), *overrides])
     try:
         try:

@@ -242,10 +242,10 @@ def gpus_of(options: argparse.Namespace, machine: Machine) -> list[int]:
 
 
 def machine_of(options: argparse.Namespace, config: Config, fixed: Collection[str]) -> Machine:
-    """Returns the machine file that ``--machine`` names, or of the GPUs of the config, or the default one.
+    """Returns the machine file of ``--machine``, else the file for the GPUs of the config, else the default file.
 
-    ``cluster.cpu_workers`` among the ``fixed`` keys, which the user has set, is the number of ranks of a node of CPUs.
-    It requests CPUs if nothing requests GPUs.
+    If the user has set ``cluster.cpu_workers`` (it is among the ``fixed`` keys), it is the number of ranks of a CPU
+    node, and it requests CPUs unless a key requests GPUs.
 
     Raises:
         UserError: no file, or more than one, describes them.

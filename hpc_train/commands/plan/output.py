@@ -119,7 +119,7 @@ def _cells(row: Row) -> dict[str, str]:
     if row.training.model:
         cells["model"] = row.training.model
         cells["parameters"] = f"{(row.training.parameters or 0) / 1e9:.3g} B"
-    techniques = ""  # that the layout does not name
+    techniques = ""  # the layout does not name these
     if values.get("strategy.offload", "none") != "none":
         techniques += f", {values['strategy.offload']} in host memory"
     if values.get("strategy.compression", "none") != "none":

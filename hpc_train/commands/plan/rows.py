@@ -53,10 +53,10 @@ WITHOUT_EFFECT = ("signal", "requeue", "no-requeue", "no-kill", "open-mode", "ma
 
 
 class PlannedTraining:
-    """One training that is planned. Its composer must be open while a command is looked for.
+    """Holds one training of a plan. Its composer must be open during the search for a command.
 
     Attributes:
-        fixed: the config keys whose values are those of the command, with those of a strategy that it names.
+        fixed: the config keys that the command sets, including the keys of a strategy that it names.
 
     Args:
         strategy: what chooses a strategy: ``+strategy`` or ``strategy``.

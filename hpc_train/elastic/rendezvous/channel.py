@@ -43,7 +43,7 @@ class Channel:
     """A message channel that never blocks. Any thread may send; only one may read.
 
     What the peer does not receive at once waits in a buffer of at most ``MOST_UNSENT`` bytes, which ``flush`` empties.
-    So a peer that does not receive holds up nobody else.
+    So a peer that does not receive delays no other peer.
     """
 
     def __init__(self, connection: socket.socket) -> None:

@@ -276,7 +276,7 @@ class Coordinator:
         """Counts a failure against its node, unless the code caused it; returns the decision.
 
         A kernel error is the node's fault until it ends an attempt on another node, so the job tries another node if it
-        has one. ``elsewhere`` are the other nodes that failed alike.
+        has one. ``elsewhere`` lists the other nodes that failed in the same way.
         """
         failure = cause.failure.failure
         is_first = failure is Failure.KERNEL and decision.action is Action.FAIL and not elsewhere
@@ -315,7 +315,7 @@ class Coordinator:
         return start
 
     def _choose(self, only_sound: bool = False) -> Start | None:
-        """Chooses the nodes of the next attempt: as many as the run asks for, or fewer if it is elastic and nodes are
+        """Chooses the nodes of the next attempt: as many as the run requests, or fewer if it is elastic and nodes are
         missing.
 
         Returns None if too few nodes are present. Nodes that failed too often are used only if there are no others, and

@@ -1,7 +1,7 @@
-"""What the coordinator orders, what agents report, and how both travel.
+"""Defines the orders of the coordinator, the reports of agents, and their encoding.
 
-A message to the server is checked completely when it arrives. A wrong field costs its sender the connection, and
-affects nobody else.
+A message to the server is checked completely when it arrives. A wrong field closes the connection of its sender and
+affects no other agent.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The program of a head start: imports torch, waits for an agent, and becomes the forkserver that the agent starts.
 
-It runs as a script and imports nothing of hpc_train, of which the run may have a frozen copy. It ends at once when the
+It runs as a script and does not import hpc_train, of which the run may have a frozen copy. It ends at once when the
 command that started it ends or closes its pipe, even in the middle of an import: the kernel then sends SIGIO.
 """
 

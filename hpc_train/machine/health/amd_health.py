@@ -1,9 +1,9 @@
 """The health of AMD Instinct GPUs as the kernel driver amdgpu shows it: memory, PCIe, processes and the kernel log.
 
 Everything is read from ``/sys``, because ``rocm-smi`` hangs if the driver does. The error counters, the bad pages and
-``mem_info_vram_used`` are those of the kernel's documentation (docs.kernel.org/gpu/amdgpu, Linux 6.8), the processes
-those that ``rocm-smi --showpids`` reads. The lines of the log are those of the driver's sources (torvalds/linux and
-ROCm/amdgpu, 2026-11). Reduced clocks are not read: ``/sys`` shows them in a binary format per model.
+``mem_info_vram_used`` follow the kernel's documentation (docs.kernel.org/gpu/amdgpu, Linux 6.8), the processes follow
+``rocm-smi --showpids``. The lines of the log follow the driver's sources (torvalds/linux and ROCm/amdgpu, 2026-11).
+Reduced clocks are not read: ``/sys`` shows them in a binary format per model.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class AmdEvent:
 
     Attributes:
         lasting: it is an error of the hardware, which a successful reset does not repair.
-        count: how often it was logged; ``age`` is that of the last time in seconds.
+        count: how often it was logged; ``age`` counts the seconds since the last time.
         reset: the driver has reset the GPU since.
     """
 

@@ -1,4 +1,4 @@
-"""The health of NVIDIA GPUs by ``nvidia-smi`` or NVML: memory, clocks, PCIe, NVLink, fabric manager, processes.
+"""Reads the health of NVIDIA GPUs from ``nvidia-smi`` or NVML: memory, clocks, PCIe, NVLink, fabric manager, processes.
 
 Reading never hangs: a driver that does not respond is itself a finding. ``judge`` turns states into findings. An
 ``error`` means that the node should not run jobs: as in NVIDIA's guide to GPU memory errors, AzureHPC NHC (2026-05) and
@@ -6,7 +6,7 @@ Meta's gcm (2025-12), uncorrectable errors and a failed remapping take a node ou
 
 NVML is part of the driver (``libnvidia-ml.so.1``); NVIDIA's package nvidia-ml-py calls it, which takes a fraction of
 the time of ``nvidia-smi``. A call may hang in the kernel where no signal ends it, so a forked child makes the calls;
-only a worker samples the utilization of its own GPU directly. In a container or a job's control group the library shows
+only a worker samples the utilization of its GPU directly. In a container or a job's control group the library shows
 only the GPUs that the process may use.
 """
 

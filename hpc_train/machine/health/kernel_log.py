@@ -1,6 +1,6 @@
 """Xid and SXid errors of NVIDIA's driver in the kernel log, with the class and the fix of each important code.
 
-An Xid is an error of a GPU, an SXid one of an NVSwitch. The actions are those of NVIDIA's Xid catalog
+An Xid is an error of a GPU, an SXid one of an NVSwitch. The actions follow NVIDIA's Xid catalog
 (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html, 2026-10). Most codes of the first class come from
 the user's program. ``/dev/kmsg`` is read directly, without a tool; many sites reserve it for root.
 """
@@ -124,7 +124,7 @@ class GpuError:
     """An Xid of the GPU, or with ``switch`` an SXid of the NVSwitch, at the PCI address ``pci``.
 
     Attributes:
-        count: how often it was logged; ``age`` and ``text`` are those of the last time.
+        count: how often it was logged; ``age`` and ``text`` describe the last time.
     """
 
     pci: str

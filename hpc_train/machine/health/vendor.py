@@ -1,4 +1,4 @@
-"""Where a node shows its devices, and what the check of one vendor's GPUs returns."""
+"""Defines where a node shows its devices, and what the check of one vendor's GPUs returns."""
 
 from __future__ import annotations
 

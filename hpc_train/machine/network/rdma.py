@@ -90,7 +90,7 @@ def _interfaces(device: Path) -> tuple[str, ...]:
 
 
 def _slingshot(sysfs: Path, device: Path) -> Nic:
-    """Returns a Cassini NIC, which is no RDMA device of the kernel; its port is the network interface ``hsn*``."""
+    """Returns a Cassini NIC, which is not an RDMA device of the kernel; its port is the network interface ``hsn*``."""
     names = _interfaces(device)
     states = {read_text(sysfs / "class/net" / name / "operstate") for name in names}
     speeds = [speed for name in names if (speed := _number(sysfs / "class/net" / name / "speed"))]

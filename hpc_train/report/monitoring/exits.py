@@ -1,10 +1,10 @@
-"""The ways out for the metrics of a run: a file and an HTTP endpoint for Prometheus, and OTLP over HTTP.
+"""Exports the metrics of a run to a file and an HTTP endpoint for Prometheus, and by OTLP over HTTP.
 
 There is one endpoint per run, in the agent of node 0. The file in ``telemetry.prometheus.targets_dir``, by which
 Prometheus finds it, sets the label ``instance`` to the id of the run: the series continue when the job starts again on
 another node or port.
 
-The address, headers and time limits of OTLP are those of the environment variables that OpenTelemetry defines, e.g.
+The address, headers and time limits of OTLP come from the environment variables that OpenTelemetry defines, e.g.
 OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4318.
 """
 
@@ -65,7 +65,7 @@ class _Collector:
 
 
 def text_of(snapshot: Snapshot, accept: str = "") -> tuple[bytes, str]:
-    """Returns the snapshot in the format that an Accept header asks for, and the content type.
+    """Returns the snapshot in the format that an Accept header requests, and the content type.
 
     Without a header it is the text format of Prometheus, which the textfile collector of the node exporter reads.
     """

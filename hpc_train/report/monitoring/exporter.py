@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 
 @contextmanager
 def monitored(run: RunDirectory, config: TelemetryConfig, allocation: Allocation, events: EventLog) -> Iterator[None]:
-    """Shows ``run`` as ``telemetry.prometheus`` and ``telemetry.otlp`` ask for. Problems never raise: they are
+    """Exports ``run`` as ``telemetry.prometheus`` and ``telemetry.otlp`` request. Problems never raise: they are
     reported as warnings. Only the agent of node 0 calls it.
 
     Args:
@@ -115,7 +115,7 @@ class Exporter:
     """Reads a snapshot every ``interval_s`` seconds and publishes it, in a thread.
 
     Args:
-        openers: open the ways out; an error of one leaves the others.
+        openers: open the exports; an error of one does not affect the others.
         tell: called with a message when reading or publishing begins to fail.
     """
 
@@ -135,7 +135,7 @@ class Exporter:
         self._thread.start()
 
     def close(self, seconds: float) -> None:
-        """Publishes a last snapshot and closes the ways out, in at most ``seconds``."""
+        """Publishes a last snapshot and closes the exports, in at most ``seconds``."""
         self._end.set()
         self._thread.join(seconds)
 
@@ -159,7 +159,7 @@ class Exporter:
                 self._try(exit, partial(exit.publish, snapshot))
 
     def _try(self, owner: object, call: Callable[[], Result]) -> Result | None:
-        """Returns the result of ``call``; None after an error, of which the first in a row is told."""
+        """Returns the result of ``call``; None after an error, of which only the first in a row is reported."""
         who = type(owner).__name__
         try:
             result = call()

@@ -130,7 +130,7 @@ def write_page(target: str, out: Path | None = None, machine: Machine | None = N
 
 
 def write_at_end(run: RunDirectory) -> None:
-    """Writes the page of a run whose agent ends now, and tells where it is, or why it cannot be written.
+    """Writes the page of a run whose agent ends now, and prints its path, or why it cannot be written.
 
     It also records how far off the prediction was, if there is one. It neither raises nor waits long, and asks Slurm
     nothing, for the job still holds its nodes.
@@ -139,7 +139,7 @@ def write_at_end(run: RunDirectory) -> None:
 
 
 def write_after(run: RunDirectory) -> None:
-    """Writes the page of a run that was waited for, unless its agent has, and tells where it is.
+    """Writes the page of a run that was waited for, unless its agent has, and prints its path.
 
     Agents that were killed have not. Nothing is written for a run of another user.
     """
@@ -151,7 +151,7 @@ def write_sweep_at_end(sweep: Path, views: Mapping[Path, View]) -> None:
     """Writes the page of a sweep that was waited for, as ``write_at_end`` does.
 
     Args:
-        views: the states of its runs by their directories; those of the others are read.
+        views: the states of its runs by directory; the states of missing runs are read.
     """
     if is_own(sweep):
         _print_path(lambda: _write_sweep(sweep, views))

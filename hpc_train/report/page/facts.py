@@ -41,7 +41,7 @@ class _ReadOnce(RunDirectory):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Holds what the page tells of a run.
+    """Holds what the page shows of a run.
 
     Attributes:
         lines: the metrics of all attempts in the order of their times, including those of repeated steps.

@@ -1,4 +1,4 @@
-"""Makes the markup of the page from the templates beside this file, and draws its charts as SVG."""
+"""Makes the markup of the page from the templates in this folder, and draws its charts as SVG."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def section(title: str, *content: object) -> Html:
 
 
 def picture(title: str, description: str, width: float, height: float, *shapes: Html) -> Html:
-    """Returns an SVG picture with its description in words."""
+    """Returns an SVG picture with its description as text."""
     return block("picture", _name(title), title, description, width, height, *shapes)
 
 
@@ -184,7 +184,7 @@ def line_chart(
     """Returns a chart with its legend.
 
     Args:
-        description: what the chart shows, in words with figures, for readers who do not see it.
+        description: what the chart shows, as text with figures, for readers who do not see it.
         across: the name of the horizontal axis.
         from_zero: whether the vertical axis begins at 0.
         percent: whether the values are shares of 1.

@@ -84,7 +84,7 @@ def remember(config: Config, comparison: Mapping[str, Any]) -> None:
 
 
 def _machine_of(run: RunDirectory, config: Config, meeting: Mapping[str, Any]) -> Machine | None:
-    """Returns the machine that ``cluster.machine`` names, or the shipped one whose device is that of all GPUs.
+    """Returns the machine that ``cluster.machine`` names, or the shipped one whose device matches all GPUs.
 
     Raises:
         UserError: the machine file cannot be read.

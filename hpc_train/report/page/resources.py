@@ -33,7 +33,7 @@ Area = tuple[float, float, str, str]  # of a bar: position, width, color and des
 
 
 def _bars(title: str, description: str, rows: Sequence[tuple[str, Sequence[Area]]], height: float, gap: float) -> Html:
-    """Draws a horizontal bar of colored areas for each row, with the name of the row beside it."""
+    """Draws a horizontal bar of colored areas for each row, with the name of the row next to it."""
     shapes: list[Html] = []
     for number, (name, areas) in enumerate(rows):
         top = number * (height + gap)
@@ -119,7 +119,7 @@ TIGHT = 0.9  # share of the device's memory
 
 
 def memory(facts: RunFacts) -> Html:
-    """Returns the section about the memory of each rank by part, beside the memory of its device."""
+    """Returns the section about the memory of each rank by part, next to the memory of its device."""
     measured = (facts.record.get("memory") or {}).get("ranks") or []
     if not measured:
         peaks = [line.peak_memory_bytes for line in facts.lines if line.peak_memory_bytes]
@@ -274,7 +274,7 @@ CHUNK_COLORS = {FORWARD: "c0", BACKWARD: "c2", WEIGHT: "c3", "": "wait"}
 
 
 def pipeline(facts: RunFacts) -> Html | None:
-    """Returns the section with a step of the pipeline: when each rank ran forward and backward, beside the same order
+    """Returns the section with a step of the pipeline: when each rank ran forward and backward, next to the same order
     without waiting; None for a run without one.
     """
     title = "Pipeline step"

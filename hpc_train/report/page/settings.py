@@ -21,7 +21,7 @@ SIZES = ("dim", "n_layers", "n_heads", "vocab_size", "image_size", "patch_size",
 
 
 def trained(facts: RunFacts) -> Html | None:
-    """Returns the section that says what the run trains: model, data, batch, optimizer, length and code."""
+    """Returns the section that describes what the run trains: model, data, batch, optimizer, length and code."""
     config = facts.config
     if not config:
         return None
@@ -142,9 +142,9 @@ def training_again(record: Mapping[str, Any]) -> list[str]:
 
 
 def _project(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns commit, diff and work tree of the user's project: from the snapshot, or without one as git told them.
+    """Returns commit, diff and work tree of the user's project: from the snapshot, or without one from git.
 
-    Records of earlier versions have no work tree beside the commit: theirs is the commit of hpc_train.
+    In records of earlier versions, a commit without a work tree is the commit of hpc_train, so it is left out.
     """
     code: Mapping[str, Any] = record.get("snapshot") or record.get("code") or {}
     return code if code.get("work_tree") else {}

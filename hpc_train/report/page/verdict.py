@@ -1,4 +1,4 @@
-"""Tells what happened to a run and what to do about it: in the command ``why``, and at the head of the page."""
+"""Describes what happened to a run and what to do about it: in the command ``why``, and at the head of the page."""
 
 from __future__ import annotations
 

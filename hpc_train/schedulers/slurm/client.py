@@ -214,7 +214,7 @@ def list_jobs(selection: Sequence[str], timeout_s: float = PATIENT_S) -> list[Qu
 def job_state(job_id: str, clusters: str | None = None) -> JobState | None:
     """Returns the state of one job; None if Slurm does not respond.
 
-    ``clusters`` are others than that of this machine, where the same id may belong to another user's job.
+    ``clusters`` names other clusters than this machine's, where the same id may belong to another user's job.
     """
     others = ["--me", *on_clusters(clusters)] if clusters else []
     lines = _squeue("--jobs", job_id, "--format", "%T", *others)
@@ -448,7 +448,7 @@ class Check:
 
     Attributes:
         lines: what sbatch and the submit plugins of the site print, without the expected start.
-        starts: the expected start in seconds since 1970; None if Slurm does not tell it.
+        starts: the expected start in seconds since 1970; None if Slurm does not report it.
     """
 
     lines: list[str]

@@ -1,4 +1,4 @@
-"""Asks Slurm when jobs would start, and tells how far off its earlier answers were.
+"""Asks Slurm when jobs would start, and reports how far off its earlier answers were.
 
 ``sbatch --test-only`` plans with the time limits of the jobs that run and wait now, so a start is an estimate: jobs
 that end early make it earlier, and jobs of a higher priority that are submitted later make it later. An answer is kept

@@ -25,8 +25,8 @@ MIG = re.compile(r"\d+g\.\d+gb")  # NVIDIA's names of profiles
 class NodeKind:
     """Identical nodes of a partition. ``gpus`` maps type to count, with type "" if the site names none.
 
-    ``cores`` and ``memory_mb`` are those that jobs may use, as far as Slurm tells them. ``features`` are the features
-    for ``--constraint``.
+    ``cores`` and ``memory_mb`` count what jobs may use, if Slurm reports it. ``features`` are the features for
+    ``--constraint``.
     """
 
     count: int
@@ -85,7 +85,7 @@ class PartitionLimits:
 class Association:
     """The association of this user with one account, in all partitions or in one.
 
-    ``default`` tells whether jobs without an account are charged to this account.
+    If ``default``, jobs without an account are charged to this account.
     """
 
     account: str
@@ -120,7 +120,7 @@ class Site:
 
 
 def other_clusters(configured: str | None, site: Site) -> str | None:
-    """Returns the clusters that a job goes to, of ``cluster.clusters`` or the shell; None for that of this machine."""
+    """Returns the clusters of a job, from ``cluster.clusters`` or the shell; None for the cluster of this machine."""
     clusters = configured or preset_clusters()
     return None if configured is None and clusters == site.name else clusters
 

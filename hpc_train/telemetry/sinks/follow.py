@@ -1,8 +1,8 @@
 """The tracking process: sends the metrics of a run to its trackers while the run trains.
 
-The agent of node 0 starts one for all attempts of its job (``tracking.TrackingProcess``) and tells it the end in one
-line on standard input. Each tracker has a thread, so that one that hangs does not delay the others; after an error it
-is given up with one message. The process has a low priority, and the kernel kills it with the agent.
+The agent of node 0 starts one for all attempts of its job (``tracking.TrackingProcess``) and reports the end to it in
+one line on standard input. Each tracker has a thread, so that one that hangs does not delay the others; after an error
+it is given up with one message. The process has a low priority, and the kernel kills it with the agent.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Follower:
 
 
 def main(arguments: list[str]) -> None:
-    """Follows a run until the agent tells the end; never returns.
+    """Follows a run until the agent reports the end; never returns.
 
     Args:
         arguments: the run directory, the first attempt of the job, and the process id of the agent.

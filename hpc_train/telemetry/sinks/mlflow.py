@@ -24,8 +24,7 @@ NOT_IN_NAMES = re.compile(r"[^\w\-./ :]")
 class Mlflow(Tracker):
     """Sends lines to an MLflow server.
 
-    The server is told the last step in the same request as its values, so each step arrives once even if the process
-    is killed.
+    One request sends the values and the last step, so each step arrives once even if the process is killed.
 
     Args:
         tell: called with each message for the user.

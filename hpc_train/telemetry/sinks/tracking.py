@@ -34,7 +34,7 @@ MARGIN_S = 5.0  # for the process to tell which tracker did not finish
 
 
 def wanted(telemetry: TelemetryConfig) -> list[str]:
-    """Returns the names of the trackers that the config asks for."""
+    """Returns the names of the trackers that the config requests."""
     enabled = {
         "tensorboard": telemetry.tensorboard,
         "wandb": telemetry.wandb.mode != "disabled",
@@ -70,7 +70,7 @@ class TrackingProcess:
 
         Args:
             done: whether the training is done.
-            checkpoint: the newest one, which is uploaded if the config asks for it and the training is done.
+            checkpoint: the newest one, which is uploaded if the config requests it and the training is done.
         """
         limit_s = FINISH_S if done else STOPPED_S
         order: dict[str, Any] = {"seconds": limit_s}
@@ -124,7 +124,7 @@ class TrackingProcess:
 
 @contextmanager
 def tracked(run: RunDirectory, config: Config) -> Iterator[TrackingProcess | None]:
-    """Yields the tracking process; None if no tracker is asked for, or it cannot be started, which is told."""
+    """Yields the tracking process; None if no tracker is requested, or if it cannot be started, which is reported."""
     process = None
     if wanted(config.telemetry):
         try:

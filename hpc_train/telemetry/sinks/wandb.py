@@ -166,7 +166,7 @@ class Wandb(Tracker):
 def _leave_sweep(tell: Callable[[str], object]) -> None:
     """Removes the variables of a sweep of W&B from this process, unless its agent has started the run.
 
-    An agent also sets the id of the run and writes a file with its parameters. The id is that of the agent then.
+    An agent also sets the id of the run and writes a file with its parameters. The id is then the agent's.
     """
     sweep = os.environ.get("WANDB_SWEEP_ID")
     parameters = os.environ.get("WANDB_SWEEP_PARAM_PATH")
@@ -186,8 +186,9 @@ def service() -> str:
 
 
 def resolve_mode(setting: str, tell: Callable[[str], object] = print) -> str:
-    """Resolves ``auto`` to WANDB_MODE, else to online. Online needs a key and a service that responds, else it is
-    offline, which is told unless there is no key and ``auto`` was asked. An unknown WANDB_MODE is told and not used.
+    """Resolves ``auto`` to WANDB_MODE, else to online. Online needs a key and a service that responds, else the mode is
+    offline, which is reported unless ``auto`` was requested without a key. An unknown WANDB_MODE is reported and not
+    used.
     """
     mode = setting
     if setting == "auto":

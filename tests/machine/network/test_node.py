@@ -1,4 +1,4 @@
-"""The GPUs of a node as NVML describes them, beside what ``/sys`` shows, and copies of both in other encodings."""
+"""The GPUs of a node as NVML describes them, next to what ``/sys`` shows, and copies of both in other encodings."""
 
 from __future__ import annotations
 
