@@ -42,7 +42,14 @@ def work(rank: int, address: str, device: str, steps: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{address}:29517", rank=rank, world_size=2)
     small = ["model.n_layers=2"] if device == "lo" else []
-    sizes = ["strategy.data_parallel=allreduce", "model.dim=256", "model.ffn_dim=512", "batch.global_size=4", "data.sequence_length=32", *small]
+    sizes = [
+        "strategy.data_parallel=allreduce",
+        "model.dim=256",
+        "model.ffn_dim=512",
+        "batch.global_size=4",
+        "data.sequence_length=32",
+        *small,
+    ]
     config = typed(compose(["+strategy=dp", *sizes]))
     mesh = join_mesh(resolve_layout(config, 1, 2), rank, torch.device("cpu"))
     found: dict[str, Any] = {}

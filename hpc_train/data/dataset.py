@@ -62,7 +62,7 @@ class Dataset(ABC):
         collate: builds a micro-batch from ``item``s; None stacks the samples.
         notice: what the user should know about the data, such as records that are not used; empty if nothing.
         shared_file: a file that loader processes would share, see ``shared_files``; empty if there is none.
-        floats: the dtype that floating-point values get on the device, which is that of the model's parameters.
+        floats: the dtype of floating-point values on the device, which is the dtype of the model's parameters.
     """
 
     loads_cheaply: bool = False

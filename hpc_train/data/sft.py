@@ -7,9 +7,9 @@ Training learns the answers:
 - ``messages``: what the chat template encloses in ``{% generation %}`` tags, as ``return_assistant_tokens_mask`` of
   transformers. For other templates the conversation is rendered up to each turn of the assistant, with and without
   that turn. Both must be prefixes of the whole conversation, and the difference between them is the answer, including
-  the token that ends the turn; white space after this token is not learnt, since no answer that is generated has it.
+  the token that ends the turn; white space after this token is not learned, since no generated answer has it.
 
-Each text is encoded as a whole, as in the use of the model, and a token that is only partly in an answer is learnt.
+Each text is encoded as a whole, as in the use of the model, and a token that is only partly in an answer is learned.
 
 All processes that need the tokens share the work: each takes a part of the input that no other process has locked, each
 process in a different order, until all parts exist. A part is committed by renaming its directory, so an interrupted

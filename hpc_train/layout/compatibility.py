@@ -187,7 +187,7 @@ def _comparing_loss(config: Config, _: Layout) -> str:
 
 
 def _balances_experts(config: Config, _: Layout) -> bool:
-    """Returns whether the config.json of a model asks for a load-balancing loss, whose dependence on the split is not
+    """Returns whether the config.json of a model requests a load-balancing loss, whose dependence on the split is not
     accepted; the workers know it of families that have a default coefficient.
     """
     model = config.model

@@ -218,8 +218,8 @@ def file_hash(path: Path) -> str:
 def _activations(model: CountedModel, _: Any) -> Activations:
     """Returns the activations per sample: the mean of the layers, and what stem and head keep.
 
-    The head's largest tensor is that of the logits, whose gradient and copies the estimate adds. All else that stem and
-    head keep counts as logits too, by its bytes.
+    The head's largest tensor holds the logits, whose gradient and copies the estimate adds. All else that stem and head
+    keep counts as logits too, by its bytes.
     """
     stem, *layers, head = model.counts.blocks
     count = max(1, model.n_layers)

@@ -1,7 +1,7 @@
 """Estimates the memory of each rank from the config, by a replay of what it allocates and frees in a step. No torch.
 
-The order of the passes is that of the pipeline's schedule. What a pass allocates is that of the engines in ``parallel``
-and of torch: a step keeps copies of the matrices in the compute type; the softmax of the head and its two gradients are
+The passes run in the order of the pipeline's schedule. Each allocates what the engines in ``parallel`` and torch
+allocate: a step keeps copies of the matrices in the compute type; the softmax of the head and its two gradients are
 fp32, or a fused loss keeps the gradient of its matrix from the forward; a recomputed layer is complete for a moment; a
 gradient is allocated by the first backward of a step; ZeRO gathers and reduces one block at a time; ``allreduce`` sums
 copies of buckets. A step of many micro-batches repeats itself, so a rank has the passes of the first ones only.
@@ -292,7 +292,7 @@ def ranks_of(config: Config, layout: Layout) -> Iterator[Rank]:
 
 
 def rank_of(layout: Layout, rank: int, stages: Sequence[Stage]) -> Rank:
-    """Returns one pipeline rank of ``layout``, whose ``stages`` are those of ``stages_of``."""
+    """Returns one pipeline rank of ``layout``, whose ``stages`` come from ``stages_of``."""
     held = {number: stages[number] for number, owner in enumerate(layout.placement) if owner == rank}
     gathers: Gathers = "never"
     reduces: Reduces = "after"

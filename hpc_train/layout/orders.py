@@ -75,7 +75,7 @@ def interleaved_zero_bubble(shape: PipelineShape, rank: int) -> tuple[Action, ..
 def zero_bubble_v(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
     """Returns the order of ZB-V, whose rank r has the stages r and 2 p - 1 - r (arXiv:2401.10241, section 6).
 
-    The order is that of at least 2 p - 1 micro-batches; with fewer, those that do not exist are left out.
+    The order assumes at least 2 p - 1 micro-batches; with fewer, the micro-batches that do not exist are left out.
     """
     order = _zero_bubble_v(shape.ranks, max(2 * shape.ranks - 1, shape.micro_batches), rank)
     return tuple(action for action in order if action.micro_batch < shape.micro_batches)

@@ -1,7 +1,7 @@
 """Computes how large the parts of a model are on one rank: parameters, activations, logits. Imports no torch.
 
-The numbers are those of the kernels that GPUs have for attention and RMS norms, which keep less than the operations
-that they replace.
+The numbers hold for the kernels that GPUs have for attention and RMS norms, which keep less than the operations that
+they replace.
 """
 
 from __future__ import annotations

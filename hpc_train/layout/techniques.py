@@ -417,7 +417,7 @@ def check_compiler_device(config: Config, gpus: int) -> None:
         gpus: the GPUs of a node.
 
     Raises:
-        UserError: ``config`` asks for an option that needs GPUs, without a GPU.
+        UserError: ``config`` requests an option that needs GPUs, without a GPU.
     """
     mode = compiler_mode(config)
     if mode != CompilerMode.PLAIN and gpus == 0:

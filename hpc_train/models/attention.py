@@ -226,8 +226,8 @@ class RotaryScaling:
     """Scales rotary frequencies as Llama 3.1 does for sequences longer than those of the pre-training.
 
     A frequency with fewer than ``low_freq_factor`` periods in the original length is divided by ``factor``. One with
-    more than ``high_freq_factor`` periods does not change, and those between are interpolated. The formula is that of
-    Meta's ``apply_scaling`` (github.com/meta-llama/llama-models); the names are those of Hugging Face.
+    more than ``high_freq_factor`` periods does not change, and those between are interpolated. The formula follows
+    Meta's ``apply_scaling`` (github.com/meta-llama/llama-models); the names follow Hugging Face.
     """
 
     factor: float

@@ -97,7 +97,7 @@ def build_custom(config: CustomModelConfig, seed: int, values: bool = True) -> M
 
 
 def _with_statistics(built: AnyModule, config: CustomModelConfig) -> AnyModule:
-    """Returns the module with the batch normalizations that ``model.sync_batch_norm`` asks for."""
+    """Returns the module with the batch normalizations that ``model.sync_batch_norm`` requests."""
     if config.sync_batch_norm:
         return cast(AnyModule, convert(built))
     if not is_synchronized(built) and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:

@@ -154,7 +154,7 @@ def linear_cross_entropy(
         cap: bounds the logits.
         shard: the words of this rank; all ranks of its group call the function with the same hidden states and targets.
             The gradient of ``hidden`` is then the contribution of these words. None: all words.
-        z_loss: the coefficient of the z-loss; with 0 the result is that of ``cross_entropy``.
+        z_loss: the coefficient of the z-loss; with 0 the result equals ``cross_entropy``.
         chunk_loss: a compiled ``compilable_chunk_loss``; None computes it by single operators.
 
     Raises:

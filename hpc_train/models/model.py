@@ -181,8 +181,8 @@ class Model(nn.Module):
     def flops_per_sample(self, inputs: Tensor) -> float:
         """Returns the FLOPs of forward and backward pass for one sample; subclasses document the formula.
 
-        The count is that of the whole model, also on a pipeline stage. ``inputs`` is a micro-batch of which only the
-        shape is read, so it may be on ``meta``; a language model's count depends on the sequence length.
+        The count covers the full model, also on a pipeline stage. ``inputs`` is a micro-batch of which only the shape
+        is read, so it may be on ``meta``; a language model's count depends on the sequence length.
         """
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms | None:

@@ -8,9 +8,9 @@ begins to bring back the one below, so that transfers and computation overlap (R
 Where a schedule splits the backward pass, what came back for its first part stays on the device until its second part.
 
 Weights and their views stay where they are, since nothing would be freed. So do the casts that a step keeps
-(``precision/dtypes.py``), and those that autocast makes where a module overrides forward. So does the last
-layer of a model, whose backward pass comes next. Under activation checkpointing the inputs of a layer are what autograd
-saves; the products that ``ops`` keeps belong to torch's checkpointing and stay on the device.
+(``precision/dtypes.py``), and the casts of autocast where a module overrides forward. So does the last layer of a
+model, whose backward pass comes next. Under activation checkpointing the inputs of a layer are what autograd saves; the
+products that ``ops`` keeps belong to torch's checkpointing and stay on the device.
 
 On the CPU the same code copies synchronously between two places of host memory.
 """

@@ -54,9 +54,9 @@ def _decoded(data: Tensor) -> Any:
 def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenates the rows of ``tensor`` of all ranks in the order of the global batch. Collective; the host waits.
 
-    Each rank computes the losses of its own samples against those of all ranks, so the losses of all ranks add up to
-    that of one process. An embedding influences all of them: the backward pass adds up the gradients of all ranks and
-    returns to each rank those of its own rows (a reduce-scatter).
+    Each rank computes the losses of its samples against the samples of all ranks, so the losses of all ranks add up to
+    the loss of one process. An embedding influences all of them: the backward pass adds up the gradients of all ranks
+    and returns to each rank the gradients of its rows (a reduce-scatter).
 
     Args:
         tensor: ``[rows, ...]``; the number of rows may differ between ranks and may be 0.

@@ -148,7 +148,7 @@ class Replicas(Protocol):
         """Tells that a backward pass of a pipeline stage has added all its gradients."""
 
     def finish(self) -> None:
-        """Ends the step after its last backward pass; on return the gradients are those of the global batch."""
+        """Ends the step after its last backward pass; on return the gradients cover the global batch."""
 
     def evaluated(self) -> None:
         """Tells that forward passes without a backward pass are over."""

@@ -108,7 +108,7 @@ def _global_norm(
 def norm_of(gradient_norms: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the norm of gradients that every rank holds whole from what ``norms`` found, in the order of ``clip_``.
 
-    The bits are those of ``clip_``.
+    The bits are the same as with ``clip_``.
     """
     dtype = _sum_dtype(gradient_norms)
     if not gradient_norms:
@@ -192,7 +192,7 @@ class UpdatesInBackward:
 
     @torch.no_grad()
     def use(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Updates ``parameters``, whose gradients are those of the global batch, and frees the gradients."""
+        """Updates ``parameters``, whose gradients cover the global batch, and frees the gradients."""
         given = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         if self._update is None or not given:
             return

@@ -211,7 +211,7 @@ def make_replicas(
         tied: alias -> canonical name.
         send_order: the reductions of this rank's other stages, whose gradients are final earlier.
         own_count: whether the loss has its own count; compressed gradients are then sent by ``finish``.
-        updates: uses each gradient as soon as it is that of the global batch; only for kinds that support it.
+        updates: uses each gradient as soon as it covers the global batch; only for kinds that support it.
     """
     kind = replica_class(mesh.layout) if mesh.layout.dp_cp > 1 else LocalReplicas
     order = [] if send_order is None else send_order  # which the stages share and extend

@@ -3,8 +3,8 @@
 The ranks compute logical micro-batches, whose number and size do not depend on the number of ranks. Each micro-batch
 draws its random numbers from (seed, step, micro-batch). Floating-point addition is not associative, and the order of an
 ordinary all-reduce depends on the number of ranks, so gradients and losses are summed over a fixed binary tree whose
-leaves are the logical micro-batches. Every rank then holds the whole gradient; norm, clipping and update are those of
-one process. The bits still depend on the processor, the version of torch and the number of threads.
+leaves are the logical micro-batches. Every rank then holds the whole gradient; norm, clipping and update are the same
+as in one process. The bits still depend on the processor, the version of torch and the number of threads.
 
 Each rank sums the largest sub-trees whose leaves it computes. An all-to-all sends each rank its share of the elements
 of all sub-trees, the rank adds these up to the root, and an all-gather distributes the result. If each rank holds one

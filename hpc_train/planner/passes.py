@@ -322,7 +322,7 @@ def check_float8_rate(config: Config, machine: Machine) -> None:
 
 
 def why_not_predicted(config: Config, machine: Machine) -> str | None:
-    """Returns a sentence if the times are those of bf16 although the config computes in fp8; None if they are not."""
+    """Returns a sentence if the times assume bf16 although the config computes in fp8; otherwise None."""
     if config.precision.fp8 is None:
         return None
     if machine.rates.cores:

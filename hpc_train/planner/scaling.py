@@ -1,8 +1,8 @@
 """Extrapolates a training to many devices: speed-up, failures, the interval of checkpoints, and the time to the end.
 
-The speed of many devices is that of the step and the share of the time that failures and saves leave. Each value is
-an interval: the step time has the errors that published measurements show, and the rates of failures are the published
-ones of the most and the least reliable clusters. Imports no torch.
+The speed of many devices follows from the step time and the share of the time that failures and saves leave. Each value
+is an interval: the step time has the errors that published measurements show, and the rates of failures are the
+published ones of the most and the least reliable clusters. Imports no torch.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class Context:
         """Yields the number of each step from the one after ``resume`` to ``until`` (by default ``train.steps``).
 
         Before each step it seeds torch's generators by the seed, the step and the rank, so that a resumed run draws the
-        same numbers. After each step it calls ``end_step``, and ends early if that asks for it.
+        same numbers. After each step it calls ``end_step``, and ends early if that requests it.
         """
         if until is None:
             until = self.config.train.steps
@@ -501,7 +501,7 @@ class LoopState:
         }
 
     def _create_stored(self, name: str, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
-        """Makes ``optimizer`` create its state, as far as the checkpoint has it."""
+        """Makes ``optimizer`` create the state that the checkpoint has."""
         assert self.stored is not None
         stored = {parameter: f"optim.{name}.{names[parameter]}." for parameter in _parameters(optimizer)}
         if not any(each.startswith(f"optim.{name}.") for each in self.stored):

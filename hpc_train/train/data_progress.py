@@ -1,4 +1,5 @@
-"""Tells how far a run is in its data: its length, the end of a stream, and what a checkpoint says about both."""
+"""Tracks the progress of a run in its data: its length, the end of a stream, and what a checkpoint states about
+both."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def skipped_data(restored: RestoredState) -> Skipped:
 
 def data_changes(restored: RestoredState, feed: TrainFeed) -> list[str]:
     """Returns warnings about training data without a fingerprint, that of a user, that has changed since the checkpoint
-    was saved. A fork may have any data, and checkpoints of earlier versions do not say which they had.
+    was saved. A fork may have any data, and checkpoints of earlier versions do not record their data.
 
     Raises:
         UserError: data with a fingerprint has changed.

@@ -1,8 +1,8 @@
 """Tries code that is not hpc_train's before the first step, and refuses what would silently give other results.
 
-The promise is that of one process, whatever the split. The checks need a few passes over one micro-batch, so they run
-once for each code, config, layout and version of torch; ``run.json`` remembers them. What differs between ranks only
-with their own samples is found in the first step, by ``CheckedWrites``.
+The results must be the same as in one process, whatever the split. The checks need a few passes over one micro-batch,
+so they run once for each code, config, layout and version of torch; ``run.json`` remembers them. What differs between
+ranks only with their own samples is found in the first step, by ``CheckedWrites``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Restores what a pass through a model changes beside its parameters: random state, buffers and plain attributes."""
+"""Restores what a pass through a model changes other than its parameters: random state, buffers and plain
+attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translates between prompts and tokens, and says how the next token is drawn; without torch."""
+"""Translates between prompts and tokens, and defines how the next token is drawn. Imports no torch."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class Sampling:
         top_k: only the k most likely tokens are drawn; None draws any.
         top_p: only the fewest most likely tokens whose probabilities add up to at least p are drawn (nucleus sampling,
             Holtzman et al. 2020, arXiv:1904.09751).
-        seed: each prompt draws from a random stream of its own, which depends on the seed and the number of the prompt.
+        seed: each prompt draws from a separate random stream, which depends on the seed and the number of the prompt.
     """
 
     temperature: float = 0.0

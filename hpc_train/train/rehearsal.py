@@ -150,7 +150,7 @@ def _compare(config: Config, mesh: Mesh, engine: Engine, batch: Batch, activatio
     """Compares the gradients of ``engine`` with those of a plain copy. Collective.
 
     Args:
-        activations: the bytes that a micro-batch takes on the device beside parameters.
+        activations: the bytes that a micro-batch takes on the device in addition to parameters.
 
     Returns:
         Why they were not compared; None if they were, or if a single rank has computed them.

@@ -315,7 +315,7 @@ class Line:
     On a GPU the host reads them when it has launched the next step, so that the device never waits for the host. A
     save, an evaluation, a stop and the end of the run read them first: every checkpoint includes what its line has
     changed, and after a failure no line is missing below the checkpoint. A divergence is then found one step later, but
-    the step taken meanwhile counts as not taken, so the skipped data and the numbers are those of a CPU.
+    the step taken meanwhile counts as not taken, so the skipped data and the numbers are the same as on a CPU.
 
     Attributes:
         totals: the samples and tokens of the run.

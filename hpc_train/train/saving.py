@@ -143,7 +143,7 @@ class BestSoFar:
         return {"value": self.value, **described}
 
     def load_state(self, state: Any) -> None:
-        """Continues with the value of a checkpoint, unless it is that of another metric or mode.
+        """Continues with the value of a checkpoint, unless it belongs to another metric or mode.
 
         Checkpoints of earlier versions have a number alone, which does not count.
         """

@@ -339,7 +339,7 @@ class Trainer:
         return batch
 
     def _begin_line(self, outcome: StepOutcome) -> None:
-        """Begins the line of metrics of a step; the loss is that of this step only, so it is the same after any resume.
+        """Begins the line of metrics of a step; the loss covers only this step, so it is the same after any resume.
 
         The host does not wait for a GPU.
         """

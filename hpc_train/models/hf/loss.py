@@ -1,4 +1,4 @@
-"""Computes the loss that the config of a transformers model asks for, as a sum and a count, from the logits."""
+"""Computes the loss that the config of a transformers model requests, as a sum and a count, from the logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ConfiguredLoss:
 
     The sum is over the elements of the targets that are not ``IGNORED``, and the count is their number, so the mean
     equals the loss of transformers. ``balance`` is the coefficient of the load-balancing loss that the config of a
-    mixture of experts requests; 0 without one. Raises UserError if the config asks for a loss that is not implemented.
+    mixture of experts requests; 0 without one. Raises UserError if the config requests a loss that is not implemented.
     """
 
     def __init__(self, module: nn.Module, task: str) -> None:
@@ -89,8 +89,8 @@ def load_balancing(module: nn.Module) -> float:
 
 
 def refuse_unless(module: nn.Module, loss: str) -> None:
-    """Checks that ``model.loss`` is the loss that the config of a transformers model in ``model=custom`` asks for;
-    raises UserError if it asks for another one."""
+    """Checks that ``model.loss`` is the loss that the config of a transformers model in ``model=custom`` requests;
+    raises UserError if it requests another one."""
     if not hasattr(module, "base_model_prefix"):
         return
     config: Any = getattr(module, "config", None)

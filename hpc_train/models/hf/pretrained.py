@@ -2,8 +2,9 @@
 
 Weights are read from safetensors files tensor by tensor, or only the rows that a rank holds. Files may name tensors
 otherwise than the model does: older versions of transformers saved other names, and a file of a base model lacks its
-prefix. The table of transformers says how to rename them, and which tensors of the model are several stored ones, such
-as the experts of a mixture, or a part of one. Other conversions need whole tensors, so such files are refused.
+prefix. The table of transformers defines how to rename them, and which tensors of the model combine several stored
+ones, such as the experts of a mixture, or are a part of one. Other conversions need whole tensors, so such files are
+refused.
 
 A parameter that is in no file is drawn by the model's own initializer, on a copy of the one module that owns it and
 from the seed of the parameter. So the values are the same under every layout, and no rank ever holds more than one full

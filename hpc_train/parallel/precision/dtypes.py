@@ -130,9 +130,9 @@ class KeptCasts:
     Autocast forgets its casts after the forward pass of a micro-batch, a recomputation casts again, a frozen weight is
     cast at every use, and compiled code casts in every call. Here linear layers and convolutions get copies of their
     weights and biases that live until the last backward pass of a step; projections of the same input are cast into
-    one tensor (``models/linear_layers.py``). The numbers are those of autocast: the gradient of a micro-batch is summed
-    in the compute dtype and then added to the parameter's. Norms still cast their vectors in each call, so that the
-    gradients of several calls (of the head for chunks of the loss) are summed in fp32.
+    one tensor (``models/linear_layers.py``). The numbers are the same as with autocast: the gradient of a micro-batch
+    is summed in the compute dtype and then added to the parameter's. Norms still cast their vectors in each call, so
+    that the gradients of several calls (of the head for chunks of the loss) are summed in fp32.
 
     Args:
         parts: the modules that this rank trains, after they are wrapped and have their values.
@@ -159,7 +159,7 @@ class KeptCasts:
     def step(self) -> Iterator[None]:
         """Returns a context for all forward and backward passes of a step.
 
-        A weight may change once no pass of the step uses it any more.
+        A weight may change once no pass of the step needs it.
         """
         try:
             self._begin()

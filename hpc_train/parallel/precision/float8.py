@@ -129,7 +129,8 @@ def use_float8(
 
 
 def check_use(model: nn.Module, precision: PrecisionConfig, device: torch.device, compiled: bool) -> str | None:
-    """Checks a whole model and the device of this rank before the training; returns one line that says what is done.
+    """Checks a whole model and the device of this rank before the training; returns one line that describes what is
+    done.
 
     Raises:
         UserError: no matrix can be computed in fp8, torchao is missing, the device has no units for it, or

@@ -1,7 +1,7 @@
 """Multiplies in mxfp8, with one scale per block of 32 values along the dimension over which a product sums, by torchao.
 
-The casts and products are those of torchao's ``mx_mm``, in the same order. Under tensor parallelism blocks lie inside
-the shards, so the operands are those of one process without any exchange.
+Casts and products follow torchao's ``mx_mm``, in the same order. Under tensor parallelism blocks lie inside the shards,
+so the operands are the same as in one process, without any exchange.
 
 Importing this module imports torchao.
 """

@@ -1,8 +1,8 @@
 """Computes the product of a linear layer in fp8 and its two gradients, with scales per tensor or per row and column.
 
 torchao's own functions (``matmul_with_hp_or_float8_args``, ``mx_mm``) compute both gradients in one node of autograd.
-Zero-bubble schedules first run the nodes between the output of a stage and its input, and those of the weights later,
-so such a node would run twice. For them each gradient has a separate node.
+Zero-bubble schedules first run the nodes between the output of a stage and its input, and the nodes of the weights
+later, so such a node would run twice. For them each gradient has a separate node.
 
 Importing this module imports the compiler and torchao.
 """
@@ -141,10 +141,10 @@ _DIMENSIONS = {INPUT: (IN,), WEIGHT: (OUT, IN), GRADIENT: (OUT,)}
 class ScaledProducts:
     """One scale per tensor, or one per row of the first and per column of the second operand of each product.
 
-    Casts and products are those of torchao's ``matmul_with_hp_or_float8_args``, in the same order. The operands may be
-    shards of tensor parallelism, whose scale is that of the whole matrix: where ranks hold parts of what shares a
-    scale, they exchange the largest magnitudes, in at most one all-reduce per product. So the operands are those of one
-    process, and the results differ in the order of sums only.
+    Casts and products follow torchao's ``matmul_with_hp_or_float8_args``, in the same order. The operands may be shards
+    of tensor parallelism, which use the scale of the full matrix: where ranks hold parts of what shares a scale, they
+    exchange the largest magnitudes, in at most one all-reduce per product. So the operands are the same as in one
+    process, and the results differ only in the order of sums.
 
     Attributes:
         granularity: which of the two.

@@ -28,8 +28,8 @@ class HookContext:
     Attributes:
         step: the number of completed optimizer steps.
         total_steps: the number of steps of the run.
-        metrics: the newest line of metrics, empty before the first; its key ``step`` tells the step. Times and rates
-            are those of this rank, and all other numbers the same on every rank.
+        metrics: the newest line of metrics, empty before the first; its key ``step`` holds the step. Times and rates
+            describe this rank; all other numbers are the same on every rank.
         engine: runs the model; ``parts`` are the modules that this rank holds.
         optimizer: the optimizer; ``named_state()`` maps parameter names to their state.
         mesh: ``rank``, ``device``, ``layout`` and the process groups of this rank.
@@ -115,7 +115,7 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over a saved state, after ``start``. The tensors are those of ``state_dict``, with loaded values.
+        """Takes over a saved state, after ``start``. The tensors are the ones of ``state_dict``, with loaded values.
 
         It is not called for a hook that the checkpoint does not contain, nor in a fork.
         """

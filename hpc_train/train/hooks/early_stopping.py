@@ -1,4 +1,4 @@
-"""Ends a run when a metric of its evaluations does not improve any more."""
+"""Ends a run when a metric of its evaluations no longer improves."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class EarlyStopping(Hook):
         return {"best": self._best, "best_step": self._best_step, "without": self._without} | monitored
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues with the best value, unless it is that of another metric or mode."""
+        """Continues with the best value, unless it belongs to another metric or mode."""
         if (state.get("monitor", self._monitor), state.get("sign", self._sign)) != (self._monitor, self._sign):
             return
         self._best = state["best"]

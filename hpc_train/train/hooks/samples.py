@@ -20,7 +20,7 @@ class Samples(Hook):
     Args:
         prompts: texts, or lists of token ids. Prompts in text are continued in text.
         new_tokens: the number of tokens to generate.
-        tokenizer: the path of the ``tokenizer.json`` of the data; ``bytes`` is that of ``data=text``.
+        tokenizer: the path of the ``tokenizer.json`` of the data; ``bytes`` selects the tokenizer of ``data=text``.
     """
 
     def __init__(self, prompts: Sequence[str | Sequence[int]], new_tokens: int = 32, tokenizer: str = BYTES) -> None:

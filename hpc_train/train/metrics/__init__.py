@@ -3,7 +3,7 @@
 A metric sees the outputs and targets of each micro-batch on the ranks that compute the loss: those of the last pipeline
 stage, where each sample of the evaluation set appears once and the rest is padding. Tensor-parallel ranks hold equal
 outputs, so only those of the first are added. The sums are in fp64 and are reduced once per evaluation, so the value is
-that of one process under every layout.
+the same as in one process under every layout.
 
 The outputs are those from which the model computes its loss. With ``train.loss_chunks`` only the logits of one chunk of
 the sequence exist at a time, and a metric is called once for each chunk.
@@ -42,7 +42,7 @@ class Metric(ABC):
         """Returns the sums of one micro-batch: a tensor, or several numbers, of the same size in every call.
 
         Args:
-            outputs: what the model's loss gets: logits with the classes in the last dim, or the outputs of your own
+            outputs: what the model's loss gets: logits with the classes in the last dim, or the outputs of a custom
                 module.
             targets: the targets of the loss. Those that are -100 are padding and must not contribute.
         """

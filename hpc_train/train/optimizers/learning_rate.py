@@ -1,7 +1,7 @@
 """Computes the learning rate of each step.
 
 It is a pure function of the step, so it has no state to save or resume. A scheduler class of torch is stepped from the
-start of the run to the wanted step.
+start of the run to the requested step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def learning_rates(config: OptimConfig, batch_size: int, total_steps: int) -> Ca
 
 
 def describe_rates(config: OptimConfig, size: int) -> str:
-    """Returns the highest learning rate and the schedule in words, for ``size`` samples per step."""
+    """Returns the highest learning rate and the schedule as text, for ``size`` samples per step."""
     schedule = parse_schedule(config.schedule)
     text = f"{peak_rate(config, size):g}"
     if config.lr_scaling != "none":

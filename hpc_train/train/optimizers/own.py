@@ -251,7 +251,7 @@ _SMALL = 1024  # elements of a tensor that are read
 def _comparable(value: Any) -> Any:
     """Returns what changes if a number, a tensor, or a container of them does; None for any other value.
 
-    Flags are no state: torch's fused optimizers clear one in their first update.
+    Flags do not count: torch's fused optimizers clear one in their first update.
     """
     match value:
         case bool() | torch.nn.Parameter() | DTensor():

@@ -27,7 +27,8 @@ class Collective:
     Attributes:
         group: a name that is the same on all ranks of the group, and different for all other groups.
         description: torch's description of the group, e.g. ``mesh_dp``.
-        number: the number of the collective in its group; a message between two ranks has that of the one before it.
+        number: the number of the collective in its group; a message between two ranks has the number of the collective
+            before it.
         operation: its kind, e.g. ``all_reduce``.
         shapes: the shapes of its inputs.
         created_s: when the host called it, in seconds since the epoch.

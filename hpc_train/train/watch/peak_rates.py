@@ -1,11 +1,11 @@
 """Peak FLOP/s of GPUs by the names that ``torch.cuda.get_device_name``, ``nvidia-smi`` and HIP give them.
 
-A rate is that of the vendor's data sheet without sparsity: for bf16 and fp16 of the tensor (matrix) cores that
-accumulate in fp32, as torch's products do; for fp32 without TF32, whose rate is half that of bf16; for fp64 of the
-fastest units. Where a sheet gives rates with sparsity only, half of them is used. A name that is not in the table has
-no rate: variants with the same number differ by up to half (``H100 PCIe``, ``RTX 4090 Laptop GPU``), and a MIG slice or
-a vGPU is a part of a card. A partition of an MI300 (DPX, TPX, QPX or CPX mode) has the name of the whole GPU; its share
-of the compute units shows what it is.
+A rate is from the vendor's data sheet, without sparsity: for bf16 and fp16 of the tensor (matrix) cores that accumulate
+in fp32, as torch's products do; for fp32 without TF32, whose rate is half that of bf16; for fp64 of the fastest units.
+Where a sheet gives rates with sparsity only, half of them is used. A name that is not in the table has no rate:
+variants with the same number differ by up to half (``H100 PCIe``, ``RTX 4090 Laptop GPU``), and a MIG slice or a vGPU
+is a part of a card. A partition of an MI300 (DPX, TPX, QPX or CPX mode) has the name of the whole GPU; its share of the
+compute units shows what it is.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class SuggestedSetting:
     Attributes:
         loader_workers: number of loader workers of this rank.
         cores: number of cores for this rank and its loader workers.
-        in_job: whether the run is in a Slurm job, which may ask for more cores.
+        in_job: whether the run is in a Slurm job, which may request more cores.
     """
 
     config: Config
