@@ -76,7 +76,7 @@ class Sleeping(GPT):
     """A GPT whose layers sleep for ``seconds``, three times per micro-batch."""
 
     def __init__(self, layers: int, seconds: float) -> None:
-        super().__init__(GPTConfig("gpt", 16, layers, 8, 2, 2, 8))
+        super().__init__(GPTConfig(vocab_size=16, n_layers=layers, dim=8, n_heads=2, n_kv_heads=2, ffn_dim=8))
         self.layers = nn.ModuleDict({str(index): _Layer(seconds) for index in range(layers)})
 
 

@@ -43,7 +43,7 @@ MICRO_BATCHES = 8
 
 def lopsided() -> GPT:
     """Half of the work is the head's, and the last two layers are four times as wide as the others."""
-    model = GPT(GPTConfig("gpt", **SIZES))
+    model = GPT(GPTConfig(**SIZES))
     for index in (6, 7):
         model.layers[str(index)].ffn = GatedFeedForward(SIZES["dim"], 4 * SIZES["ffn_dim"])  # type: ignore[union-attr]
     return model

@@ -269,7 +269,9 @@ class _MachineBench:
         """
         times = []
         for layers in (2, 6):
-            sizes = GPTConfig("gpt", 32, layers, width, 2, 2, width * 11 // 4)  # two heads and a vocabulary of 32
+            sizes = GPTConfig(
+                vocab_size=32, n_layers=layers, dim=width, n_heads=2, n_kv_heads=2, ffn_dim=width * 11 // 4
+            )  # two heads and a vocabulary of 32
             data = SyntheticDataConfig(vocab_size=32, sequence_length=length)
             config = replace(self.config, model=sizes, data=data)
             model = build_model(config.model, seed=0)

@@ -35,7 +35,7 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
 def config_of(strategy: dict[str, Any], precision: str = "fp32") -> Config:
     return Config(
         strategy=StrategyConfig(**strategy),
-        model=GPTConfig("gpt", 20, 4, 16, 2, 2, 32),
+        model=GPTConfig(vocab_size=20, n_layers=4, dim=16, n_heads=2, n_kv_heads=2, ffn_dim=32),
         data=SyntheticDataConfig(samples=64, sequence_length=8, vocab_size=20),
         # Weight decay apart: the bare loops give it to all parameters, as most of their kind do.
         optim=OptimConfig(lr=1e-3, schedule="constant", warmup_steps=0, weight_decay=0.0, clip_norm=0.3),

@@ -79,7 +79,7 @@ KINDS: dict[str, tuple[Change, Change, Config]] = {
     "tokens": (
         write_tokens,
         change_tokens,
-        lambda folder: TokensDataConfig("tokens", str(folder / "out"), 8, 256),
+        lambda folder: TokensDataConfig(path=str(folder / "out"), sequence_length=8, vocab_size=256),
     ),
     "images": (
         write_pictures,

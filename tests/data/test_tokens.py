@@ -27,7 +27,9 @@ def write(directory: Path, written: str = "uint16", **changes: object) -> Path:
 
 
 def dataset(directory: Path, split: str = "train", vocab_size: int = 500, sequence_length: int = 10) -> TokensDataset:
-    return TokensDataset(TokensDataConfig("tokens", str(directory), sequence_length, vocab_size), split)
+    return TokensDataset(
+        TokensDataConfig(path=str(directory), sequence_length=sequence_length, vocab_size=vocab_size), split
+    )
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -160,7 +162,7 @@ def test_prepared_documents_are_found_again(tmp_path: Path) -> None:
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     out = tmp_path / "out"
     assert main([str(source), "--out", str(out), "--validation-share", "0.1", "--workers", "1"]) == 0
-    config = TokensDataConfig("tokens", str(out), 64, 256, packing=True)
+    config = TokensDataConfig(path=str(out), sequence_length=64, vocab_size=256, packing=True)
     found = []
     for split in ("train", "validation"):
         dataset = build_dataset(config, split, 0)

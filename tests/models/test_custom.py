@@ -62,7 +62,7 @@ class OwnModel(GPT):
     """A model with the three parts, made from plain arguments."""
 
     def __init__(self, n_layers: int) -> None:
-        super().__init__(GPTConfig("gpt", 50, n_layers, 32, 4, 2, 64))
+        super().__init__(GPTConfig(vocab_size=50, n_layers=n_layers, dim=32, n_heads=4, n_kv_heads=2, ffn_dim=64))
 
 
 def wrap(target: str, **settings: object) -> WrappedModel:

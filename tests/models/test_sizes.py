@@ -19,10 +19,24 @@ from tests.config.composing import compose
 from tests.models.models import TINY_GPT, TINY_VIT, with_values
 
 LLAMA = {
-    "llama 2 7B": (GPTConfig("gpt", 32000, 32, 4096, 32, 32, 11008), 6_738_415_616),
-    "llama 2 70B": (GPTConfig("gpt", 32000, 80, 8192, 64, 8, 28672), 68_976_648_192),
-    "llama 3 70B": (GPTConfig("gpt", 128256, 80, 8192, 64, 8, 28672), 70_553_706_496),
-    "llama 3.2 1B": (GPTConfig("gpt", 128256, 16, 2048, 32, 8, 8192, tied_embeddings=True), 1_235_814_400),
+    "llama 2 7B": (
+        GPTConfig(vocab_size=32000, n_layers=32, dim=4096, n_heads=32, n_kv_heads=32, ffn_dim=11008),
+        6_738_415_616,
+    ),
+    "llama 2 70B": (
+        GPTConfig(vocab_size=32000, n_layers=80, dim=8192, n_heads=64, n_kv_heads=8, ffn_dim=28672),
+        68_976_648_192,
+    ),
+    "llama 3 70B": (
+        GPTConfig(vocab_size=128256, n_layers=80, dim=8192, n_heads=64, n_kv_heads=8, ffn_dim=28672),
+        70_553_706_496,
+    ),
+    "llama 3.2 1B": (
+        GPTConfig(
+            vocab_size=128256, n_layers=16, dim=2048, n_heads=32, n_kv_heads=8, ffn_dim=8192, tied_embeddings=True
+        ),
+        1_235_814_400,
+    ),
 }
 VIT = {  # n_layers, dim, n_heads, mlp_dim, patch_size
     "tiny/16": ((12, 192, 3, 768, 16), 5_717_416),
@@ -45,7 +59,16 @@ def test_llama_has_the_published_number_of_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", VIT)
 def test_vit_has_the_published_number_of_parameters(name: str) -> None:
     (n_layers, dim, n_heads, mlp_dim, patch), published = VIT[name]
-    config = ViTConfig("vit", 224, patch, 3, 1000, n_layers, dim, n_heads, mlp_dim)
+    config = ViTConfig(
+        image_size=224,
+        patch_size=patch,
+        channels=3,
+        n_classes=1000,
+        n_layers=n_layers,
+        dim=dim,
+        n_heads=n_heads,
+        mlp_dim=mlp_dim,
+    )
     assert count(build_model(config, seed=0)) == published
 
 
@@ -120,7 +143,7 @@ def test_vit_flops_count_each_part_by_the_tokens_that_it_sees() -> None:
 
 
 def test_flops_agree_with_torchs_own_counter() -> None:
-    config = GPTConfig("gpt", 97, 3, 64, 4, 4, 160)
+    config = GPTConfig(vocab_size=97, n_layers=3, dim=64, n_heads=4, n_kv_heads=4, ffn_dim=160)
     model = with_values(config)
     tokens = torch.randint(0, 97, (2, 32))
     # The plain attention: the counter does not know the CPU's fused one.

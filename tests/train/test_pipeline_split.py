@@ -132,7 +132,7 @@ def uncounted() -> Model:
     from hpc_train.config.schema import GPTConfig
     from hpc_train.models.gpt import GPT
 
-    model = GPT(GPTConfig("gpt", 32, 4, 16, 2, 2, 32))
+    model = GPT(GPTConfig(vocab_size=32, n_layers=4, dim=16, n_heads=2, n_kv_heads=2, ffn_dim=32))
     model.block_flops = lambda _: None  # type: ignore[method-assign]
     return model
 

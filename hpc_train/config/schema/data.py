@@ -7,10 +7,6 @@ from typing import Any
 
 from hpc_train.config.schema.key import key, required, when
 
-_PACKING = (
-    "Whether whole documents share a sequence without attending to each other. false cuts windows from the whole text."
-)
-
 
 @dataclass
 class DataKeys:
@@ -25,7 +21,18 @@ class DataKeys:
 
 
 @dataclass
-class TextDataConfig(DataKeys):
+class WindowKeys(DataKeys):
+    """Holds the keys that every source of windows of a text has."""
+
+    packing: bool = key(
+        False,
+        "Whether whole documents share a sequence without attending to each other. false cuts windows from the whole "
+        "text.",
+    )
+
+
+@dataclass
+class TextDataConfig(WindowKeys):
     """The bytes of text files, split into training and validation by file."""
 
     kind: str = key("text", "The data source.")
@@ -34,18 +41,16 @@ class TextDataConfig(DataKeys):
     sequence_length: int = key(256, "Tokens per sample.", at_least=1, unit="tokens")
     validation_share: float = key(0.01, "The share of the files that is used for validation.", above=0, below=1)
     vocab_size: int = key(256, "The number of token ids.", at_least=1)
-    packing: bool = key(False, _PACKING)
 
 
 @dataclass
-class TokensDataConfig(DataKeys):
+class TokensDataConfig(WindowKeys):
     """Memory-mapped ``.bin`` files of token ids, as ``python -m hpc_train prepare`` writes them."""
 
     kind: str = key("tokens", "The data source.")
     path: str = required("The directory with train.bin, validation.bin and meta.json.")
     sequence_length: int = key(1024, "Tokens per sample.", at_least=1, unit="tokens")
     vocab_size: int = required("The number of token ids.", at_least=1)
-    packing: bool = key(False, _PACKING)
 
 
 @dataclass

@@ -9,11 +9,6 @@ from typing import Any
 from hpc_train.config import hf_config
 from hpc_train.config.schema.key import group, key, required, unless, when
 
-WRAP = (
-    "The class names of the blocks that are sharded, recomputed and compiled one by one. By default those are the "
-    "blocks that the model names, or else the repeated blocks of its longest ModuleList; an empty list disables it."
-)
-
 
 @dataclass
 class ModelKeys:
@@ -26,14 +21,33 @@ class ModelKeys:
 
 
 @dataclass
-class GPTConfig(ModelKeys):
+class TransformerKeys(ModelKeys):
+    """Holds the keys that the transformers of hpc_train have in common."""
+
+    n_layers: int = required("The number of layers.", at_least=1)
+    dim: int = required("The width of the hidden states.", at_least=1)
+    n_heads: int = required("The number of attention heads.", at_least=1)
+    dropout: float = key(0.0, "The dropout probability.", at_least=0, below=1)
+
+
+@dataclass
+class WrapKeys(ModelKeys):
+    """Holds the keys of models whose blocks hpc_train has to find."""
+
+    wrap: list[str] | None = key(
+        None,
+        "The class names of the blocks that are sharded, recomputed and compiled one by one. By default those are the "
+        "blocks that the model names, or else the repeated blocks of its longest ModuleList; an empty list disables "
+        "it.",
+    )
+
+
+@dataclass
+class GPTConfig(TransformerKeys):
     """Configures a decoder-only transformer like Llama; its options give Qwen2, Qwen3, Mistral and Gemma."""
 
     kind: str = key("gpt", "The model family.")
     vocab_size: int = required("The number of token ids.", at_least=1)
-    n_layers: int = required("The number of layers.", at_least=1)
-    dim: int = required("The width of the hidden states.", at_least=1)
-    n_heads: int = required("The number of attention heads.", at_least=1)
     n_kv_heads: int = required("The number of key and value heads, each shared by several query heads.", at_least=1)
     ffn_dim: int = required("The width of the feed-forward branch.", at_least=1)
     head_dim: int | None = key(None, "The width of a head, an even number. null is dim / n_heads.", at_least=2)
@@ -88,11 +102,10 @@ class GPTConfig(ModelKeys):
     )
     norm_eps: float = key(1e-5, "The epsilon of RMSNorm.", above=0)
     tied_embeddings: bool = key(False, "Whether the output projection shares the embedding table.")
-    dropout: float = key(0.0, "The dropout probability.", at_least=0, below=1)
 
 
 @dataclass
-class ViTConfig(ModelKeys):
+class ViTConfig(TransformerKeys):
     """A vision transformer with a class token."""
 
     kind: str = key("vit", "The model family.")
@@ -100,16 +113,12 @@ class ViTConfig(ModelKeys):
     patch_size: int = required("The width and height of a patch in pixels.", at_least=1, unit="pixels")
     channels: int = key(3, "The number of color channels.", at_least=1)
     n_classes: int = required("The number of classes.", at_least=1)
-    n_layers: int = required("The number of layers.", at_least=1)
-    dim: int = required("The width of the hidden states.", at_least=1)
-    n_heads: int = required("The number of attention heads.", at_least=1)
     mlp_dim: int = required("The width of the feed-forward branch.", at_least=1)
     norm_eps: float = key(1e-6, "The epsilon of LayerNorm.", above=0)
-    dropout: float = key(0.0, "The dropout probability.", at_least=0, below=1)
 
 
 @dataclass
-class CustomModelConfig(ModelKeys):
+class CustomModelConfig(WrapKeys):
     """Builds any custom ``nn.Module`` or ``Model`` by calling ``_target_``."""
 
     kind: str = key("custom", "The model family.")
@@ -128,7 +137,6 @@ class CustomModelConfig(ModelKeys):
     sync_batch_norm: bool = key(
         False, "Whether batch normalization uses the statistics of all ranks.", when=when("replicas")
     )
-    wrap: list[str] | None = key(None, WRAP)
 
 
 @dataclass
@@ -161,7 +169,7 @@ class LoraConfig:
 
 
 @dataclass
-class HFModelConfig(ModelKeys):
+class HFModelConfig(WrapKeys):
     """A model of Hugging Face's transformers."""
 
     kind: str = key("hf", "The model family.")
@@ -175,7 +183,6 @@ class HFModelConfig(ModelKeys):
         "Whether to train on several ranks or micro-batches with a load-balancing loss (output_router_logits in the "
         "config of the model). Each micro-batch computes its own, so the result depends on their number.",
     )
-    wrap: list[str] | None = key(None, WRAP)
     lora: LoraConfig = group(LoraConfig)
 
     @property
