@@ -79,6 +79,20 @@ def link(cluster: Cluster, node: str, how: str) -> None:
 
 
 @contextmanager
+def reconfigured(cluster: Cluster, change: Callable[[str], str]) -> Iterator[None]:
+    """Changes the text of ``slurm.conf`` of a running cluster, and restores it."""
+    conf = Path(cluster.environment["SLURM_CONF"])
+    original = conf.read_text()
+    conf.write_text(change(original))
+    try:
+        assert cluster.call("scontrol", "reconfigure").returncode == 0
+        yield
+    finally:
+        conf.write_text(original)
+        cluster.call("scontrol", "reconfigure")
+
+
+@contextmanager
 def side_by_side(clusters: dict[str, tuple[str, ...]]) -> Iterator[dict[str, Future[Cluster]]]:
     """Starts and stops several clusters, given by name with their options, at the same time: each mostly waits."""
     with ThreadPoolExecutor(max(len(clusters), 1)) as threads:

@@ -23,6 +23,7 @@ _CASE = [
     "telemetry.log_every=1",
     "cluster.preflight_action.slow_device=warn",  # a speed measured beside other tests is noise
 ]
+ONE_WORKER = ["cluster.nodes=1", "cluster.cpu_workers=1"]
 ONE_NODE = ["cluster.nodes=1", "cluster.cpu_workers=2"]
 TWO_BY_TWO = ["cluster.nodes=2", "cluster.cpu_workers=2"]
 FAULTY = [*_CASE, "model._target_=tests.doors.faulty.Faulty", "train.steps=6", "telemetry.wandb.mode=disabled"]

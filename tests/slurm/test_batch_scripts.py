@@ -14,26 +14,20 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json
 from tests.doors.command import REPOSITORY, TINY
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import ONE_NODE, SLOW, detail, events, every_step, job_id, losses, wait_for_step, with_python
+from tests.slurm.runs import ONE_NODE, SLOW, detail, events, every_step, job_id, losses, wait_for_step
 
 SCRIPTS = REPOSITORY / "slurm"
 
 
-@pytest.fixture
-def shell(cluster: Cluster) -> Cluster:
-    """The cluster with this test's interpreter as ``python``, which is what the scripts call."""
-    return with_python(cluster)
-
-
-def submit(shell: Cluster, script: str, *arguments: str, options: tuple[str, ...] = (), cwd: Path) -> str:
-    done = shell.call("sbatch", "--parsable", *options, str(SCRIPTS / script), *arguments, cwd=cwd)
+def submit(cluster: Cluster, script: str, *arguments: str, options: tuple[str, ...] = (), cwd: Path) -> str:
+    done = cluster.call("sbatch", "--parsable", *options, str(SCRIPTS / script), *arguments, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def finish(shell: Cluster, job_id: str, cwd: Path) -> None:
+def finish(cluster: Cluster, job_id: str, cwd: Path) -> None:
     logs = lambda: "\n".join(path.read_text() for path in sorted(cwd.glob("*.log")))  # noqa: E731
-    state = shell.wait_for_state(job_id, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", seconds=240)
+    state = cluster.wait_for_state(job_id, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", seconds=240)
     assert state == "COMPLETED", logs()
 
 
@@ -46,12 +40,11 @@ def test_a_script_is_short_names_no_site_and_ends_as_submitted_jobs_do(path: Pat
     assert lines[-1].startswith('source "$RUN/job.sh" ')
 
 
-@pytest.mark.beside
-def test_two_nodes_give_the_losses_of_a_local_run(cluster: Cluster, tmp_path: Path, local_losses: list[float]) -> None:
-    shell = with_python(cluster)
+@pytest.mark.long_form(30)  # test_jobs.py trains on two nodes, and tests/parallel compares the losses of layouts
+def test_two_nodes_give_the_losses_of_a_local_run(python: Cluster, tmp_path: Path, local_losses: list[float]) -> None:
     arguments = ["+strategy=hybrid", *TINY, "cluster.cpu_workers=2", "run.name=slurm"]
-    job = submit(shell, "multi_node.sbatch", *arguments, cwd=tmp_path)
-    finish(shell, job, tmp_path)
+    job = submit(python, "multi_node.sbatch", *arguments, cwd=tmp_path)
+    finish(python, job, tmp_path)
     assert len(local_losses) == 6
     assert losses(tmp_path / "outputs" / "slurm") == pytest.approx(local_losses, rel=1e-6)
     meeting = read_json(tmp_path / "outputs" / "slurm" / "attempts" / "000.json")
@@ -61,19 +54,17 @@ def test_two_nodes_give_the_losses_of_a_local_run(cluster: Cluster, tmp_path: Pa
     assert "ranks 2-3: pp 1, dp 0-1, tp 0" in log.read_text()
 
 
-@pytest.mark.beside
 @pytest.mark.long_form(25)  # tests/machine/test_allocation.py
-def test_nodes_of_one_switch_are_neighbors_in_rank(cluster: Cluster, tmp_path: Path) -> None:
+def test_nodes_of_one_switch_are_neighbors_in_rank(python: Cluster, tmp_path: Path) -> None:
     """Three nodes of which Slurm numbers one of another switch in between; the variable says so here."""
-    shell = with_python(cluster)
-    frozen = shell.hpc_train("freeze", "+strategy=dp", *TINY, "cluster.nodes=3", "cluster.cpu_workers=1",
+    frozen = python.hpc_train("freeze", "+strategy=dp", *TINY, "cluster.nodes=3", "cluster.cpu_workers=1",
                              "batch.global_size=6", "run.name=run", cwd=tmp_path)  # fmt: skip
     assert frozen.returncode == 0, frozen.stderr
     agent = f"{sys.executable} -m hpc_train agent {tmp_path / 'outputs' / 'run'}"
     place = "spine.rack$((SLURM_NODEID % 2)).$SLURMD_NODENAME"
     step = f"srun --ntasks-per-node=1 bash -c 'SLURM_TOPOLOGY_ADDR={place} exec {agent}'"
-    done = shell.call("sbatch", "--parsable", "-N3", "--exclusive", "-o", "job.log", f"--wrap={step}", cwd=tmp_path)
-    finish(shell, done.stdout.strip(), tmp_path)
+    done = python.call("sbatch", "--parsable", "-N3", "--exclusive", "-o", "job.log", f"--wrap={step}", cwd=tmp_path)
+    finish(python, done.stdout.strip(), tmp_path)
     lines = (tmp_path / "job.log").read_text().splitlines()
     order = [line.split(":")[0].split(".")[1] for line in lines if ": ranks " in line]
     assert order == ["rack0", "rack0", "rack1"]
@@ -94,17 +85,18 @@ exec "$@"
 
 
 @pytest.fixture
-def with_apptainer(shell: Cluster, tmp_path: Path) -> Cluster:
+def with_apptainer(python: Cluster, tmp_path: Path) -> Cluster:
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "apptainer").write_text(APPTAINER)
     (folder / "apptainer").chmod(0o755)
     (tmp_path / "image.sif").touch()
-    path = f"{folder}{os.pathsep}{shell.environment['PATH']}"
+    path = f"{folder}{os.pathsep}{python.environment['PATH']}"
     calls = str(tmp_path / "calls")
-    return dataclasses.replace(shell, environment={**shell.environment, "PATH": path, "APPTAINER_CALLS": calls})
+    return dataclasses.replace(python, environment={**python.environment, "PATH": path, "APPTAINER_CALLS": calls})
 
 
+@pytest.mark.long_form(25)  # tests/launch/test_script.py has the text of such scripts
 def test_a_container_by_script_freezes_and_trains_inside(with_apptainer: Cluster, tmp_path: Path) -> None:
     image = str(tmp_path / "image.sif")
     here = dataclasses.replace(with_apptainer, environment={**with_apptainer.environment, "IMAGE": image})
@@ -118,7 +110,7 @@ def test_a_container_by_script_freezes_and_trains_inside(with_apptainer: Cluster
     assert training == f"{inside} agent {run}"
 
 
-@pytest.mark.long_form(25)
+@pytest.mark.long_form(30)  # tests/launch/test_script.py
 def test_a_submitted_job_in_a_container_is_requeued_from_outside(with_apptainer: Cluster, tmp_path: Path) -> None:
     run, image = tmp_path / "outputs" / "run", tmp_path / "image.sif"
     arguments = [*SLOW, *ONE_NODE, "train.steps=25", "run.name=run"]
@@ -136,37 +128,33 @@ def test_a_submitted_job_in_a_container_is_requeued_from_outside(with_apptainer:
         assert call.endswith(f" {image} python -m hpc_train agent {run}")
 
 
-@pytest.mark.long_form(50)
-@pytest.mark.beside
-def test_freeze_checks_against_the_nodes_of_the_job(cluster: Cluster, tmp_path: Path) -> None:
-    shell = with_python(cluster)
-    job = submit(shell, "multi_node.sbatch", "+strategy=dp", "strategy.dp=64", *TINY, "run.name=wide", cwd=tmp_path)
-    assert shell.wait_for_state(job, "COMPLETED", "FAILED") == "FAILED"
+@pytest.mark.long_form(15)  # tests/launch/test_request.py freezes for the shape of a job
+def test_freeze_checks_against_the_nodes_of_the_job(python: Cluster, tmp_path: Path) -> None:
+    job = submit(python, "multi_node.sbatch", "+strategy=dp", "strategy.dp=64", *TINY, "run.name=wide", cwd=tmp_path)
+    assert python.wait_for_state(job, "COMPLETED", "FAILED") == "FAILED"
     (log,) = tmp_path.glob("*.log")
     assert "needs 64 workers, but only 8 are available" in log.read_text()
     assert "Traceback" not in log.read_text()
     assert not (tmp_path / "outputs" / "wide").exists()
 
 
-@pytest.mark.beside
-@pytest.mark.long_form(60)  # test_gpus.py starts the agents of each script
-def test_one_node_and_an_array(cluster: Cluster, tmp_path: Path) -> None:
-    shell = with_python(cluster)
+@pytest.mark.long_form(60)  # test_jobs.py runs one of the scripts
+def test_one_node_and_an_array(python: Cluster, tmp_path: Path) -> None:
     few = "cluster.cpu_workers=2"
-    single = submit(shell, "single_node.sbatch", "+strategy=zero2", *TINY, few, cwd=tmp_path)
+    single = submit(python, "single_node.sbatch", "+strategy=zero2", *TINY, few, cwd=tmp_path)
     sweep = ["+strategy=dp,pp", *TINY, few, "run.name=sweep"]
-    array = submit(shell, "sweep_array.sbatch", *sweep, options=("--array=1-2%2",), cwd=tmp_path)
-    finish(shell, single, tmp_path)
+    array = submit(python, "sweep_array.sbatch", *sweep, options=("--array=1-2%2",), cwd=tmp_path)
+    finish(python, single, tmp_path)
     assert len(losses(tmp_path / "outputs" / f"slurm-{single}")) == 6
-    finish(shell, f"{array}_1", tmp_path)
+    finish(python, f"{array}_1", tmp_path)
     assert len(losses(tmp_path / "outputs" / "sweep" / "1")) == 6
     (submission,) = RunDirectory(tmp_path / "outputs" / "sweep" / "1").record()["submissions"]
     assert submission["job_id"] == f"{array}_1", "as status and cancel look it up"
-    assert shell.wait_for_state(f"{array}_2", "COMPLETED", "FAILED") == "FAILED"
+    assert python.wait_for_state(f"{array}_2", "COMPLETED", "FAILED") == "FAILED"
     assert "--array=0-1" in (tmp_path / f"hpc_train-{array}_2.log").read_text()
 
 
-def test_a_scancel_in_the_moment_before_the_requeue_counts(shell: Cluster, tmp_path: Path) -> None:
+def test_a_scancel_in_the_moment_before_the_requeue_counts(python: Cluster, tmp_path: Path) -> None:
     """The end of a script that has looked whether its job runs, and whose job is cancelled just then."""
     before = [
         "#!/bin/bash",
@@ -178,17 +166,15 @@ def test_a_scancel_in_the_moment_before_the_requeue_counts(shell: Cluster, tmp_p
         'squeue() { command squeue "$@"; scancel "$SLURM_JOB_ID"; }',
     ]
     (tmp_path / "job.sbatch").write_text("\n".join([*before, *requeue_script_lines()]))
-    job = shell.call("sbatch", "--parsable", "--requeue", "job.sbatch", cwd=tmp_path).stdout.strip()
-    assert shell.wait_for_state(job, "CANCELLED", "COMPLETED", "FAILED") == "CANCELLED"
-    assert detail(shell, job, "Restarts") == "0"
+    job = python.call("sbatch", "--parsable", "--requeue", "job.sbatch", cwd=tmp_path).stdout.strip()
+    assert python.wait_for_state(job, "CANCELLED", "COMPLETED", "FAILED") == "CANCELLED"
+    assert detail(python, job, "Restarts") == "0"
 
 
-@pytest.mark.beside
-@pytest.mark.long_form(40)  # test_gpus.py starts the agents of this script
-def test_interactive(cluster: Cluster, tmp_path: Path) -> None:
-    shell = with_python(cluster)
-    wanted = {**shell.environment, "SALLOC": "--nodes=2 --partition=debug --time=00:05:00"}
-    shell = dataclasses.replace(shell, environment=wanted)
+@pytest.mark.long_form(40)  # test_jobs.py runs a script of slurm/
+def test_interactive(python: Cluster, tmp_path: Path) -> None:
+    options = {"SALLOC": "--nodes=2 --partition=debug --time=00:05:00"}
+    shell = dataclasses.replace(python, environment=python.environment | options)
     arguments = ["+strategy=hybrid", *TINY, "cluster.cpu_workers=2", "run.name=run"]
     done = shell.call(str(SCRIPTS / "interactive.sh"), *arguments, cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -196,21 +182,3 @@ def test_interactive(cluster: Cluster, tmp_path: Path) -> None:
     assert read_json(tmp_path / "outputs" / "run" / "attempts" / "000.json")["nodes"] == 2
     assert "step 6/6" in done.stdout
     assert done.stdout.count("done: 6 steps") == 1, "the agent of the first node alone prints the training"
-
-
-@pytest.mark.beside
-def test_outside_of_a_job_a_script_says_how_to_submit_it(cluster: Cluster, tmp_path: Path) -> None:
-    script = str(SCRIPTS / "multi_node.sbatch")
-    arguments = ["+strategy=hybrid", *TINY, "cluster.cpu_workers=2", "run.name=run"]
-    done = with_python(cluster).call("bash", script, *arguments, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, f"run directory: {tmp_path}/outputs/run\n"), done.stderr
-    assert f"this shell is not in a Slurm job\n  fix:    sbatch {script} with the same arguments" in done.stderr
-
-
-def test_several_tasks_on_a_node_get_one_message(shell: Cluster, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hpc_train", "+strategy=dp", *TINY]
-    done = shell.call("srun", "--ntasks=3", "--nodes=1", "--time=2", *command, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.count("one task per node") == 1
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "outputs").exists()

@@ -1,99 +1,58 @@
-"""The commands for runs that were submitted, and leaving a submission that waits."""
+"""The commands for runs that were submitted, the commands that submit jobs of their own, and those of the docs."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
+import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from hpc_train.planner.machine import read_machine
+from hpc_train.run.directory import RunDirectory
+from tests.checkpoint.made import commit
 from tests.checkpoint.progress import IN_LONG_FORM, LONG
-from tests.doors.command import REPOSITORY, TINY
-from tests.slurm.cluster import Cluster, wait_for
-from tests.slurm.runs import (
-    FAULTY,
-    ONE_NODE,
-    SLOW,
-    detail,
-    events,
-    every_step,
-    job_id,
-    status,
-    steps,
-    wait_for_step,
-    why,
-    with_python,
-)
+from tests.doors.command import REPOSITORY, TINY, TINY_GPT, lines_of_pages
+from tests.slurm.cluster import Cluster
+from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, events, every_step, job_id, steps, wait_for_step, with_python
 from tests.telemetry import mlflow_service
 from tests.telemetry.test_mlflow import real_server
+from tests.train.runs import frozen
+
+SUBMITTED = """
+import json, sys, time
+import hpc_train
+
+run = hpc_train.submit(json.loads(sys.argv[1]))
+while not run.metrics():
+    time.sleep(0.5)
+running = run.status()
+cancelled = run.cancel(save=True)
+ended = run.wait(timeout=200)
+assert not {"torch", "wandb"} & set(sys.modules)
+print(json.dumps([run.job_id, running.state, running.exit_code, cancelled, ended.exit_code, len(run.checkpoints())]))
+"""
 
 
-@pytest.mark.beside
-def test_a_detached_run_is_found_watched_stopped_and_resumed(cluster: Cluster, tmp_path: Path) -> None:
-    case = [*SLOW, *ONE_NODE, "train.steps=100", "launch.detach=true", "cluster.exclude=n3,n4"]
-    assert cluster.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path).returncode == 0
-    run = tmp_path / "outputs" / "run"
-    wait_for_step(run, 3)
-    assert detail(cluster, job_id(run), "ExcNodeList") == "n[3-4]", "one job, not a sweep of two"
-    mine = [row for row in status(cluster, Path("/")) if row["run"] == str(run)]
-    assert [(row["state"], row["job_id"], row["steps"]) for row in mine] == [("running", job_id(run), 100)]
-    assert cluster.hpc_train("cancel", "run", "--save", cwd=tmp_path).returncode == 0
-    assert cluster.hpc_train("wait", "run", cwd=tmp_path).returncode == 75
-    stopped_at = status(cluster, tmp_path, "run")[0]["step"]
-    assert 3 <= stopped_at < 100
-    resumed = cluster.hpc_train("resume", "outputs/run", "--json", cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert {"run": str(run), "state": "done", "exit_code": 0}.items() <= json.loads(resumed.stdout).items()
-    assert every_step(run) == list(range(1, 101))
-    assert status(cluster, tmp_path, "run")[0]["state"] == "done"
-    cluster.wait_for_state(job_id(run), "COMPLETED")
-    cluster.call("scontrol", "requeuehold", job_id(run))
-    assert why(cluster, tmp_path)["waiting"]["fix"] == f"scancel {job_id(run)}", (
-        "releasing the job of a run that is done gains nothing"
-    )
-    cluster.call("scancel", job_id(run))
-    cluster.wait_for_state(job_id(run), "CANCELLED")
-    assert (
-        "cancelling 0 of 1 job; 1 is not waiting or running" in cluster.hpc_train("cancel", "run", cwd=tmp_path).stdout
-    )
-    log = cluster.hpc_train("logs", str(run), "--rank", "all", "--attempt", "0", cwd=tmp_path).stdout.splitlines()
-    assert log == sorted(log, key=lambda line: line[:23])
-    assert any(f"step {stopped_at}/100" in line for line in log)
-    comment = re.compile(rf"hpc_train:{re.escape(str(run))} goodput=[01]\.\d\d\n")
-    wait_for(
-        "the comment of the job in the accounting", lambda: comment.fullmatch(_comment(cluster, run)) is not None, 60
-    )
+@pytest.mark.long_form(30)  # test_jobs.py does it with commands
+def test_a_run_is_submitted_watched_and_cancelled_from_python(cluster: Cluster, tmp_path: Path) -> None:
+    overrides = json.dumps([*SLOW, *ONE_NODE, "train.steps=10000", "run.name=run"])
+    done = cluster.call(sys.executable, "-c", SUBMITTED, overrides, cwd=tmp_path, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    job_id, *rest = json.loads(done.stdout)
+    assert int(job_id) > 0
+    assert rest == ["running", None, True, 75, 1]
 
 
-def _comment(cluster: Cluster, run: Path) -> str:
-    return cluster.call("sacct", "-nPX", "--jobs", job_id(run), "--format=Comment").stdout
-
-
-@pytest.mark.beside
-@pytest.mark.long_form(25)  # tests/runs/test_logs.py
-def test_the_log_of_a_live_run_is_followed_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
-    case = [*SLOW, *ONE_NODE, "train.steps=40", "launch.detach=true"]
-    assert cluster.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path).returncode == 0
-    run = tmp_path / "outputs" / "run"
-    wait_for_step(run, 2)
-    following = cluster.start("logs", "-f", "run", cwd=tmp_path)
-    assert following.stdout is not None
-    seen = next(line for line in following.stdout if "step 2/40" in line)
-    assert 40 not in steps(run), "it is shown while the run is at work"
-    rest, _ = following.communicate(timeout=240)
-    assert following.returncode == 0, seen + rest
-    assert "step 40/40" in rest
-
-
-@pytest.mark.beside
-@pytest.mark.long_form(30)  # the first test stops and resumes
+@pytest.mark.long_form(30)  # test_jobs.py stops and resumes
 def test_a_run_is_resumed_right_after_it_was_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     """Though its job has not left yet, and the command that submitted it still waits in another terminal."""
     case = [*SLOW, *ONE_NODE, "train.steps=80", "checkpoint.every=5", "run.name=run", "-m"]
@@ -109,6 +68,30 @@ def test_a_run_is_resumed_right_after_it_was_cancelled(cluster: Cluster, tmp_pat
     assert cluster.state(first) == "CANCELLED"
     assert steps(run) == list(range(1, 81))
     waiting.communicate(timeout=120)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=IN_LONG_FORM)])
+@pytest.mark.long_form(30)  # tests/launch/test_submission.py, tests/runs/test_logs.py
+def test_who_leaves_a_waiting_submission_can_follow_the_job(
+    cluster: Cluster, tmp_path: Path, how: signal.Signals
+) -> None:
+    process = cluster.start(*SLOW, *ONE_NODE, "train.steps=40", "run.name=run", "-m", cwd=tmp_path)
+    run = tmp_path / "outputs" / "run"
+    wait_for_step(run, 2)
+    os.killpg(process.pid, how)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 130, output
+    assert "hpc_train logs -f outputs/run" in output
+    following = cluster.start("logs", "-f", "outputs/run", cwd=tmp_path)
+    assert following.stdout is not None
+    seen = next(line for line in following.stdout if "step 2/40" in line)
+    assert 40 not in steps(run), "it is shown while the run is at work"
+    rest, _ = following.communicate(timeout=240)
+    assert following.returncode == 0, seen + rest
+    assert "step 40/40" in rest
+    waited = cluster.hpc_train("wait", "run", cwd=tmp_path)
+    assert waited.returncode == 0, waited.stdout + waited.stderr
+    assert every_step(run) == list(range(1, 41))
 
 
 MODEL = """
@@ -128,8 +111,7 @@ class Table(nn.Module):
 """
 
 
-@pytest.mark.long_form(80)
-@pytest.mark.beside
+@pytest.mark.long_form(80)  # tests/runs/test_diagnosis.py, tests/doors
 def test_the_failed_runs_of_a_sweep_are_tried_again(cluster: Cluster, tmp_path: Path) -> None:
     """First with the code as it was frozen, then with the corrected code."""
     model = tmp_path / "own_model.py"
@@ -161,25 +143,6 @@ def test_the_failed_runs_of_a_sweep_are_tried_again(cluster: Cluster, tmp_path: 
     assert len(events(good, "started")) == 1
 
 
-@pytest.mark.beside
-@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=IN_LONG_FORM)])
-@pytest.mark.long_form(30)  # tests/launch/test_submission.py
-def test_who_leaves_a_waiting_submission_leaves_the_job_alone(
-    cluster: Cluster, tmp_path: Path, how: signal.Signals
-) -> None:
-    process = cluster.start(*SLOW, *ONE_NODE, "train.steps=25", "run.name=run", "-m", cwd=tmp_path)
-    run = tmp_path / "outputs" / "run"
-    wait_for_step(run, 2)
-    os.killpg(process.pid, how)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 130, output
-    assert "hpc_train logs -f outputs/run" in output
-    waited = cluster.hpc_train("wait", "run", cwd=tmp_path)
-    assert waited.returncode == 0, waited.stdout + waited.stderr
-    assert every_step(run) == list(range(1, 26))
-
-
-@pytest.mark.beside
 @pytest.mark.long_form(45)  # tests/runs/test_comparison.py, tests/report/test_registry.py
 def test_a_ci_job_trains_compares_and_keeps_the_report(cluster: Cluster, tmp_path: Path) -> None:
     script = str(REPOSITORY / "deploy" / "ci" / "train.sh")
@@ -218,3 +181,94 @@ def _registry(folder: Path) -> Iterator[str]:
     else:
         with mlflow_service.service() as server:
             yield server.url
+
+
+def damage(run: RunDirectory, step: int) -> None:
+    file = next((run.checkpoints / f"step-{step:08d}").glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.long_form(30)  # tests/checkpoint/test_commands.py
+def test_verify_and_export_as_jobs(cluster: Cluster, tmp_path: Path) -> None:
+    run = frozen(tmp_path / "outputs/mine", "+strategy=single", "cluster=slurm")
+    commit(run, 3, {"model.weight": torch.ones(40, 10)})
+    exported = cluster.hpc_train(
+        "checkpoint", "export", "mine", "--to", "mine.pt", "--format", "pt", "--submit", "--sbatch=--time=5",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert exported.returncode == 0, exported.stdout + exported.stderr
+    first, *_, last = exported.stdout.splitlines()
+    assert first.startswith("Slurm job ") and f"output in {run.logs}/slurm/checkpoint-export-" in first
+    assert last.startswith("step 3, 1.56 KiB: torch.load('mine.pt'")
+    assert torch.equal(torch.load(tmp_path / "mine.pt")["weight"], torch.ones(40, 10))
+    damage(run, 3)
+    verified = cluster.hpc_train("checkpoint", "verify", "mine", "--submit", cwd=tmp_path)
+    assert verified.returncode == 1
+    assert "the content does not match its checksum" in verified.stdout
+    refused = cluster.hpc_train("checkpoint", "verify", "mine", "--submit", "--sbatch=--partition=none", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "Slurm refuses the job" in refused.stderr
+
+
+@pytest.mark.long_form(25)  # tests/bench/doctor
+def test_the_doctor_asks_every_node_of_a_job(cluster: Cluster, tmp_path: Path) -> None:
+    asked = ["cluster=slurm", "cluster.nodes=2", "cluster.cpu_workers=1"]
+    done = cluster.hpc_train("doctor", "--submit", "--verbose", *asked, cwd=tmp_path)
+    text = done.stdout + done.stderr
+    assert done.returncode in (0, 1), text  # 1: a small /dev/shm of this machine, say
+    assert "nodes agree within 0.1 s" in text and "no report from" not in text
+    assert text.count("succeed on ports of 15000-29999") == 2 and "where the ranks meet" in text
+    assert "partition:" not in text  # it looked from inside the job
+    assert "2 nodes (without +strategy=NAME no layout is checked)" in text and "processes on 2 nodes" not in text
+    here = cluster.hpc_train("doctor", "--verbose", *asked, "cluster.partition=none", cwd=tmp_path)
+    assert here.returncode == 1
+    assert "the controller responds" in here.stdout and "sacctmgr responds" in here.stdout
+    assert "partition 'none' does not exist" in here.stdout
+
+
+@pytest.mark.long_form(30)  # tests/bench/test_bench_scaling.py
+def test_nodes_are_measured_by_jobs(cluster: Cluster, tmp_path: Path) -> None:
+    few = ["--steps", "1", "--pairs", "1", "--json", "-m"]
+    case = ["+strategy=dp", "cluster=slurm", "cluster.cpu_workers=1", "train.threads=1", *TINY]
+    done = cluster.hpc_train("bench", "scaling", "nodes=1,2", *case, *few, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *reported, last = done.stdout.splitlines()
+    assert [line.split()[3] for line in reported] == ["1", "2", "1", "2"]
+    rows = json.loads(last)["rows"]
+    assert [(row["kind"], row["size"], row["ranks"]) for row in rows] == [
+        ("strong", 1, 1), ("strong", 2, 2), ("weak", 1, 1), ("weak", 2, 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.long_form(30)  # tests/bench/test_bench_machine.py
+def test_a_job_measures_the_network_between_its_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    case = ["cluster=slurm", "cluster.nodes=2", "cluster.cpu_workers=1", *TINY]
+    call = ["bench", "machine", *case, "--seconds", "0.02", "--out", "own.json", "--submit"]
+    done = cluster.hpc_train(*call, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Slurm job" in done.stdout and "fabric_bytes_per_s" in done.stdout
+    figures = read_machine(str(tmp_path / "own.json")).figures
+    assert figures["fabric_bytes_per_s"].kind == figures["fabric_latency_s"].kind == "measured"
+    assert figures["node_bytes_per_s"].kind == "assumed", "a node has one rank"
+
+
+FEW = ["data.pattern=json/*.py", "batch.global_size=8", "cluster.cpu_workers=2", "train.steps=2"]
+SHORT = [*TINY_GPT, *FEW, "telemetry.wandb.mode=disabled"]
+
+
+@pytest.mark.parametrize("page", list(dict(lines_of_pages("slurm"))))
+@pytest.mark.long_form(40, cases=["README.md"])  # docs/howto/slurm.md has the same commands and more
+@pytest.mark.long_form(90, cases=["docs/howto/slurm.md"], every_share=True)
+def test_the_commands_of_a_page(cluster: Cluster, tmp_path: Path, page: str) -> None:
+    """As they stand there, but for fewer and smaller steps."""
+    (tmp_path / "slurm").symlink_to(REPOSITORY / "slurm")
+    on_cluster = with_python(cluster)
+    for line in [line for found, line in lines_of_pages("slurm") if found == page]:
+        call = shlex.split(line, comments=True)
+        trains = any("strategy=" in part for part in call)
+        done = on_cluster.call(*call, *(SHORT if trains else []), cwd=tmp_path, timeout=240)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    for run in (tmp_path / "outputs").glob("[!.]*"):
+        assert "2/2" in on_cluster.call("python", "-m", "hpc_train", "status", run.name, cwd=tmp_path).stdout

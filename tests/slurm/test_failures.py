@@ -1,4 +1,4 @@
-"""A failure on any node ends the job everywhere, is FAILED in Slurm, and reaches the console with its own traceback."""
+"""Jobs that fail or cannot start: how they end in Slurm, what reaches the console, and what ``why`` says."""
 
 from __future__ import annotations
 
@@ -10,21 +10,14 @@ import pytest
 
 from tests.checkpoint.progress import IN_LONG_FORM
 from tests.doors.command import REPOSITORY
-from tests.slurm.cluster import Cluster
-from tests.slurm.runs import (
-    FAULTY,
-    ONE_NODE,
-    SLOW,
-    TWO_BY_TWO,
-    detail,
-    events,
-    job_id,
-    wait_for_step,
-    with_python,
-)
+from tests.slurm.cluster import Cluster, wait_for
+from tests.slurm.runs import FAULTY, SLOW, TWO_BY_TWO, detail, events, job_id, why, with_python
+
+GROWS = "import time; held = b'x' * (500 << 20); time.sleep(600)"
 
 
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), pytest.param("kill", 93, marks=IN_LONG_FORM)])
+@pytest.mark.long_form(30)  # tests/elastic/test_agent.py, tests/runs/test_diagnosis.py
 def test_a_failing_rank_of_the_second_node(cluster: Cluster, tmp_path: Path, how: str, code: int) -> None:
     """It fails at the third step of every attempt, before anything was saved; only a kill is worth three more."""
     faulty = [*FAULTY, *TWO_BY_TWO, "+model.args.rank=3", f"+model.args.how={how}"]
@@ -35,23 +28,30 @@ def test_a_failing_rank_of_the_second_node(cluster: Cluster, tmp_path: Path, how
     if how == "raise":
         assert "ArithmeticError: the model of the test fails on purpose" in done.stderr
         assert "Connection closed by peer" not in done.stderr
-    told_s = time.time() - events(run, "worker_failed")[-1]["time"]
-    assert told_s < 15, f"the console heard of it {told_s:.0f} s late"
+    late_s = time.time() - events(run, "worker_failed")[-1]["time"]
+    assert late_s < 15, f"the console heard of it {late_s:.0f} s late"
     assert len(events(run, "worker_failed")) == (2 if how == "raise" else 4)
     assert cluster.wait_for_state(job_id(run), "FAILED", "COMPLETED", "CANCELLED") == "FAILED"
     assert detail(cluster, job_id(run), "ExitCode") == f"{code}:0"
     left = [process.info for process in psutil.process_iter(["cmdline"]) if str(run) in (process.info["cmdline"] or [])]
     assert not left
+    if how == "raise":
+        report = why(cluster, tmp_path)
+        assert (report["cause"]["kind"], report["cause"]["rank"]) == ("user_error", 3)
+        assert "ArithmeticError" in report["cause"]["traceback"]
+        assert (report["slurm"]["state"], report["slurm"]["exit_code"]) == ("FAILED", "1:0")
+        assert [node["state"].rstrip("*") for node in report["slurm"]["nodes"]]
+        assert report["advice"][0].startswith("fix the error shown in the traceback")
+        assert f"job {job_id(run)}" in cluster.hpc_train("why", "run", cwd=tmp_path).stdout
 
 
-@pytest.mark.parametrize("nodes", [pytest.param(1, marks=IN_LONG_FORM), 2])
 @pytest.mark.long_form(25)  # tests/elastic/test_agent.py
-def test_gpus_that_no_node_can_use_refuse_the_job(cluster: Cluster, tmp_path: Path, nodes: int) -> None:
+def test_gpus_that_no_node_can_use_refuse_the_job(cluster: Cluster, tmp_path: Path) -> None:
     """Slurm allocates GPUs that only it knows of, to jobs that ``-m`` submits and to those of the batch scripts."""
     options = ["--parsable", "--partition=mixed", "--nodelist=n7", "--gpus-per-node=2", "--output=job.log"]
     by_hand = [*options, str(REPOSITORY / "slurm" / "single_node.sbatch"), *SLOW, "run.name=by_hand"]
     script = with_python(cluster).call("sbatch", *by_hand, cwd=tmp_path).stdout.strip()
-    asked = [*SLOW, "cluster.partition=gpu", f"cluster.nodes={nodes}", "cluster.gpus_per_node=2", "run.name=run"]
+    asked = [*SLOW, "cluster.partition=gpu", "cluster.nodes=2", "cluster.gpus_per_node=2", "run.name=run"]
     done = cluster.hpc_train(*asked, "-m", cwd=tmp_path)
     run = tmp_path / "outputs" / "run"
     assert done.returncode == 2, done.stdout + done.stderr
@@ -66,16 +66,82 @@ def test_gpus_that_no_node_can_use_refuse_the_job(cluster: Cluster, tmp_path: Pa
         assert detail(cluster, job, "ExitCode") == "2:0"
 
 
-@pytest.mark.beside
-@pytest.mark.long_form(25)  # test_cancel.py
-def test_a_job_that_is_stopped_by_a_person_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
-    process = cluster.start(*SLOW, *ONE_NODE, "train.steps=600", "run.name=run", "-m", cwd=tmp_path)
+@pytest.mark.long_form(45)  # tests/runs/test_diagnosis.py
+def test_a_job_that_waits_for_nodes(plain: Cluster, tmp_path: Path) -> None:
+    busy = plain.call("sbatch", "--parsable", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+    other = busy.stdout.strip()
+    try:
+        plain.wait_for_state(other, "RUNNING")
+        case = ["cluster.nodes=2", "cluster.cpu_workers=1", "launch.detach=true", "run.name=run"]
+        submitted = plain.hpc_train(*FAULTY, *case, "-m", cwd=tmp_path)
+        assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+        wait_for("a reason", lambda: why(plain, tmp_path)["waiting"]["reason"] in ("Resources", "Priority"), 90)
+        fewer = "cluster.nodes=1-2: 1 of the "
+        wait_for(fewer, lambda: any(one.startswith(fewer) for one in why(plain, tmp_path)["waiting"]["sooner"]), 200)
+        found = why(plain, tmp_path)
+        assert "nodes" in found["waiting"]["words"]
+        assert found["ledger"]["queue_s"] > 0
+        held = plain.call("scontrol", "uhold", job_id(tmp_path / "outputs" / "run"))
+        assert held.returncode == 0, held.stderr
+        waiting = why(plain, tmp_path)["waiting"]
+        assert waiting["reason"] == "JobHeldUser"
+        assert waiting["fix"] == f"scontrol release {job_id(tmp_path / 'outputs' / 'run')}"
+    finally:
+        plain.call("scancel", other)
+        plain.call("scancel", "--name=hpc_train-run")
+
+
+def submit_command(cluster: Cluster, cwd: Path, command: str, *arguments: str) -> str:
+    """Submits one process that is no trainer, and returns the id of the job."""
+    case = ["+strategy=dp", "cluster=slurm", "cluster.nodes=1", "cluster.cpu_workers=1", f"run.command={command}"]
+    submitted = cluster.hpc_train(*case, *arguments, "launch.detach=true", "run.name=run", "-m", cwd=cwd)
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    return job_id(cwd / "outputs" / "run")
+
+
+@IN_LONG_FORM
+def test_steps_that_slurm_kills_for_memory(limited: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "grows.py").write_text(GROWS)
+    job = submit_command(limited, tmp_path, "[python,grows.py]", "cluster.mem=400M")
     run = tmp_path / "outputs" / "run"
-    wait_for_step(run, 2)
-    cluster.call("scancel", "--signal=USR1", job_id(run))
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 75, output
-    assert "run.name=run" in output, "how to go on"
-    assert cluster.wait_for_state(job_id(run), "FAILED") == "FAILED"
-    assert detail(cluster, job_id(run), "ExitCode") == "75:0"
-    assert detail(cluster, job_id(run), "Restarts") == "0"
+    assert limited.wait_for_state(job, "FAILED", "OUT_OF_MEMORY", "COMPLETED", "CANCELLED") == "FAILED"
+    assert len(events(run, "started")) == 2, "the third step was refused"
+    found = why(limited, tmp_path)
+    assert (found["exit_code"], found["cause"]["kind"]) == (2, "out_of_memory")
+    assert f"StepId={job}.1 exceeded memory limit" in found["cause"]["message"]
+    assert "cluster.mem=600M instead of 400M" in found["cause"]["message"]
+    assert found["advice"][0] == "set the larger cluster.mem that the message names"
+    assert [event["event"] for event in found["done"]] == ["agents_killed", "failed"]
+
+
+@IN_LONG_FORM
+def test_a_process_that_the_kernel_kills_for_the_memory_of_its_job(limited: Cluster, tmp_path: Path) -> None:
+    if not Path(limited.environment["SLURM_CONF"]).parent.with_name("etc-gpu").exists():
+        pytest.skip("the control groups of this machine cannot limit the memory of a job")
+    (tmp_path / "grows.py").write_text(GROWS)
+    on_gpu_node = ["cluster.partition=gpu", "cluster.gpus_per_node=0"]  # nodes without GPUs have no control groups
+    job = submit_command(limited, tmp_path, "[python,grows.py]", "cluster.mem=400M", *on_gpu_node)
+    ended = limited.wait_for_state(job, "FAILED", "OUT_OF_MEMORY", "COMPLETED", "CANCELLED")
+    assert ended in ("FAILED", "OUT_OF_MEMORY")
+    found = why(limited, tmp_path)
+    assert (found["cause"]["kind"], found["cause"]["rank"]) == ("out_of_memory", 0)
+    assert "killed by SIGKILL: out of host memory according to the kernel" in found["cause"]["message"]
+    assert found["advice"][0].startswith("set cluster.mem=600M instead of 400M")
+
+
+@IN_LONG_FORM
+def test_a_step_that_a_signal_kills_and_a_job_that_slurm_does_not_requeue(limited: Cluster, tmp_path: Path) -> None:
+    job = submit_command(limited, tmp_path, '[sleep,"600"]', "cluster.mem=2G")
+    run = tmp_path / "outputs" / "run"
+    wait_for("the first step", lambda: bool(events(run, "started")), 120)
+    limited.call("scancel", "--signal=KILL", f"{job}.0")
+    wait_for("the second step", lambda: bool(events(run, "agents_killed")), 120)
+    found = why(limited, tmp_path)
+    assert (found["exit_code"], found["cause"]["kind"], found["cause"]["attempt"]) == (None, "killed", 0)
+    assert f"a signal killed all agents of step {job}.0 (scancel --signal=KILL" in found["cause"]["message"]
+    limited.call("scontrol", "update", f"JobId={job}", "Requeue=0")
+    limited.call("scancel", "--signal=USR2", job)  # as Slurm does before the time limit
+    assert limited.wait_for_state(job, "FAILED", "COMPLETED", "PENDING") == "FAILED"
+    found = why(limited, tmp_path)
+    assert (found["exit_code"], found["cause"]["kind"], found["cause"]["attempt"]) == (93, "stopped_retrying", 1)
+    assert f"not requeued: Slurm may not requeue job {job} (Requeue=0)" in found["cause"]["message"]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,6 +64,7 @@ CASES = {
         ["--partition=gpu", "--nodelist=n6", "--ntasks-per-node=2", "--gpus-per-node=2", "--gpu-bind=single:1"],
     ),
 }
+IN_SHORT_FORM = ["--exclusive, unlike nodes", "--gpus-per-task=1"]
 REFUSED = {
     "no GPUs requested": (
         "the node has 4, and the process sees none: the job did not request GPUs from Slurm",
@@ -118,22 +121,6 @@ def frozen(shell: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     return replace(shell, environment=shell.environment | {"FROZEN": str(run.path), "RUN": str(run.path)})
 
 
-@pytest.fixture(scope="module")
-def submitted(shell: Cluster, frozen: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Submitted]:
-    """All jobs at once, by name. Only one of the scripts freezes its run itself."""
-    steps = {name: (STEP, options) for name, (_, options) in CASES.items()}
-    steps |= {name: (step, options) for name, (_, step, options) in REFUSED.items()}
-    calls = {
-        name: [*_one_task(options), "--output=%j.log", *options, f"--wrap=exec bash -uc '{step}'"]
-        for name, (step, options) in steps.items()
-    }
-    calls |= {name: ["--partition=gpu", str(SCRIPTS / name), *TRAINING] for name in BATCH_SCRIPTS}
-    return {
-        name: submit(shell if name == "multi_node.sbatch" else frozen, call, tmp_path_factory.mktemp("job"))
-        for name, call in calls.items()
-    }
-
-
 def _one_task(options: list[str]) -> list[str]:
     return [] if any("--ntasks" in option for option in options) else ["--ntasks-per-node=1"]
 
@@ -144,33 +131,59 @@ def submit(shell: Cluster, call: list[str], directory: Path) -> Submitted:
     return Submitted(done.stdout.strip().partition("_")[0], directory)
 
 
-def said(text: str) -> dict[str, str]:
-    """What each agent says, by node."""
+def gpus_by_node(text: str) -> dict[str, str]:
+    """Returns what each agent says of its GPUs."""
     return dict(re.findall(r"agent on (\w+): (.*)", text))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_step_of_a_job_has_its_gpus(name: str, shell: Cluster, submitted: dict[str, Submitted]) -> None:
-    text = submitted[name].log(shell)
-    assert said(text) == CASES[name][0], text
+def submit_steps(shell: Cluster, steps: dict[str, tuple[str, list[str]]], directory: Path) -> dict[str, Submitted]:
+    """Submits a job for each of the ``steps``, which have a command and the options of sbatch."""
+    jobs = {}
+    for number, (name, (step, options)) in enumerate(steps.items()):
+        call = [*_one_task(options), "--output=%j.log", *options, f"--wrap=exec bash -uc '{step}'"]
+        folder = directory / str(number)
+        folder.mkdir()
+        jobs[name] = submit(shell, call, folder)
+    return jobs
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_step_that_may_open_no_gpu_does_not_train(name: str, shell: Cluster, submitted: dict[str, Submitted]) -> None:
-    if not Path(shell.environment["SLURM_CONF"]).parent.with_name("etc-gpu").exists():
+@pytest.mark.parametrize(
+    "names", [IN_SHORT_FORM, [name for name in CASES if name not in IN_SHORT_FORM]], ids=["some", "others"]
+)
+@pytest.mark.long_form(30, cases=["others"])  # tests/launch/test_gpus.py has the variables and records of such jobs
+def test_the_step_of_a_job_has_its_gpus(names: list[str], frozen: Cluster, tmp_path: Path) -> None:
+    jobs = submit_steps(frozen, {name: (STEP, CASES[name][1]) for name in names}, tmp_path)
+    for name, job in jobs.items():
+        text = job.log(frozen)
+        assert gpus_by_node(text) == CASES[name][0], f"{name}\n{text}"
+
+
+@pytest.mark.long_form(8)  # tests/machine/test_gpus.py
+def test_a_step_that_may_open_no_gpu_does_not_train(frozen: Cluster, tmp_path: Path) -> None:
+    if not Path(frozen.environment["SLURM_CONF"]).parent.with_name("etc-gpu").exists():
         pytest.skip("the control groups of this machine cannot restrict the devices of a job")
-    text = submitted[name].log(shell)
-    assert said(text) == {"n5": f"cannot use the GPUs of this node: {REFUSED[name][0]}"}, text
+    jobs = submit_steps(frozen, {name: (step, options) for name, (_, step, options) in REFUSED.items()}, tmp_path)
+    for name, job in jobs.items():
+        text = job.log(frozen)
+        assert gpus_by_node(text) == {"n5": f"cannot use the GPUs of this node: {REFUSED[name][0]}"}, text
 
 
-@pytest.mark.parametrize("script", BATCH_SCRIPTS)
+@pytest.mark.long_form(25)  # test_jobs.py runs one of the scripts, whose steps have the GPUs as those above
 def test_the_agents_of_a_batch_script_have_all_gpus_of_their_nodes(
-    script: str, shell: Cluster, submitted: dict[str, Submitted]
+    shell: Cluster, frozen: Cluster, tmp_path: Path
 ) -> None:
-    text = submitted[script].log(shell)
-    nodes = said(text)
-    assert len(nodes) == 2 or script != "multi_node.sbatch", text
-    assert set(nodes.values()) == {ALL}, text
+    """Only one of the scripts freezes its run itself."""
+    jobs = {}
+    for name in BATCH_SCRIPTS:
+        folder = tmp_path / name
+        folder.mkdir()
+        here = shell if name == "multi_node.sbatch" else frozen
+        jobs[name] = submit(here, ["--partition=gpu", str(SCRIPTS / name), *TRAINING], folder)
+    for name, job in jobs.items():
+        text = job.log(shell)
+        nodes = gpus_by_node(text)
+        assert len(nodes) == 2 or name != "multi_node.sbatch", text
+        assert set(nodes.values()) == {ALL}, text
 
 
 @pytest.mark.parametrize("script", BATCH_SCRIPTS)
@@ -179,12 +192,13 @@ def test_a_batch_script_names_the_options_that_some_sites_require(script: str) -
     assert re.search(r"^##SBATCH --gpus-per-node=4 .*--gres=gpu:4", text, flags=re.MULTILINE)
 
 
+@pytest.mark.long_form(15)  # tests/launch/test_gpus.py
 def test_interactive_runs_have_the_gpus_of_their_allocation(frozen: Cluster, shell: Cluster, tmp_path: Path) -> None:
     """The shell of an allocation may run where there are no GPUs."""
     interactive = [str(SCRIPTS / "interactive.sh"), *TRAINING]
     gpus = {"SALLOC": "--partition=gpu --nodes=2 --gpus-per-node=2"}
     done = replace(frozen, environment=frozen.environment | gpus).call(*interactive, cwd=tmp_path)
-    assert said(done.stdout) == {"n5": TWO, "n6": TWO}, done.stdout + done.stderr
+    assert gpus_by_node(done.stdout) == {"n5": TWO, "n6": TWO}, done.stdout + done.stderr
     wide = replace(shell, environment=shell.environment | gpus).call(*interactive, "strategy.dp=64", cwd=tmp_path)
     assert "needs 64 workers, but only 4 are available" in wide.stderr, wide.stdout + wide.stderr
 
@@ -199,14 +213,14 @@ def test_inside_an_allocation_auto_means_its_gpus(shell: Cluster, tmp_path: Path
     assert "refused: 2" in done.stdout and not (tmp_path / "outputs" / "here").exists()
     assert "dp 8" in done.stdout and "4 GPUs per node" in done.stdout, done.stdout + done.stderr
     logs = "\n".join(path.read_text() for path in (tmp_path / "outputs" / "inside").rglob("allocation.out"))
-    assert said(logs) == {"n5": ALL, "n6": ALL}, logs
+    assert gpus_by_node(logs) == {"n5": ALL, "n6": ALL}, logs
 
 
-def test_auto_requests_the_gpus_of_the_partition(shell: Cluster, tmp_path: Path) -> None:
+def test_auto_requests_the_gpus_of_the_partition(call: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """The README's first command on Slurm, on partitions with GPUs. A job that requests no GPU gets none."""
-    asked = ["+strategy=hybrid", *TINY, "cluster.nodes=2", "batch.global_size=8"]
+    job = ["+strategy=hybrid", *TINY, "cluster.nodes=2", "batch.global_size=8"]
     sweep = ["cluster.partition=gpu,mixed", "cluster.gpus_per_node=auto,0", "launch.dry_run=true", "-m"]
-    shown = shell.hpc_train(*asked, *sweep, cwd=tmp_path).stdout
+    shown = call(*job, *sweep).stdout
     jobs = dict(re.findall(r"^job (\d) (.*?)(?=^job |^\n)", shown, flags=re.MULTILINE | re.DOTALL))
     assert "8 workers on 2 nodes (4 GPUs per node)" in jobs["0"] and "dp 4 x pp 2" in jobs["0"], shown
     assert "8 workers on 2 nodes (CPU)" in jobs["1"], shown
@@ -221,6 +235,7 @@ def test_auto_requests_the_gpus_of_the_partition(shell: Cluster, tmp_path: Path)
         assert part in shown, f"{part}\n{shown}"
 
 
+@pytest.mark.long_form(20)  # tests/launch/test_slurm.py and test_gpus.py
 def test_jobs_that_are_submitted_have_the_gpus_that_they_request(
     shell: Cluster, frozen: Cluster, tmp_path: Path
 ) -> None:
@@ -238,4 +253,4 @@ def test_jobs_that_are_submitted_have_the_gpus_that_they_request(
         shell.wait_for_state(run.record()["submissions"][-1]["job_id"], *ENDED)
     text = "\n".join(path.read_text() for path in (tmp_path / "outputs" / "far").rglob("*.out"))
     assert re.findall(r"agent on n[56]: (.*)", text) == [ALL, ALL], text
-    assert set(said(alone.log(shell)).values()) == {ALL}
+    assert set(gpus_by_node(alone.log(shell)).values()) == {ALL}

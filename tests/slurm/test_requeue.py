@@ -1,34 +1,135 @@
-"""Preempted and signalled jobs are requeued and continue, unless they must not be requeued."""
+"""Jobs that Slurm stops ahead of their time limit or for other jobs: they save, wait and continue, unless they must
+not be requeued. ``test_jobs.py`` has the short form."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.progress import IN_LONG_FORM
-from tests.slurm.cluster import Cluster, wait_for
-from tests.slurm.runs import ONE_NODE, SLOW, detail, events, every_step, job_id, status, wait_for_step
+from hpc_train.run.directory import RunDirectory
+from tests.doors.command import REPOSITORY
+from tests.report.test_page import check
+from tests.slurm.cluster import Cluster, reconfigured, wait_for
+from tests.slurm.runs import (
+    FAULTY,
+    ONE_NODE,
+    SLOW,
+    TWO_BY_TWO,
+    detail,
+    events,
+    every_step,
+    job_id,
+    status,
+    wait_for_step,
+    wait_for_submission,
+    wandb_ids,
+    why,
+    with_python,
+)
+
+ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
+TAKE_ALL = ["sbatch", "--parsable", "--nodes=4", "--exclusive", "--wrap=sleep 2"]
 
 
-@pytest.mark.beside
-def test_one_task_of_an_array_is_requeued_alone(plain: Cluster, tmp_path: Path) -> None:
-    case = [*SLOW, *ONE_NODE, "train.steps=30", "optim.lr=1e-3,3e-4"]
-    process = plain.start(*case, "run.name=sweep", "-m", cwd=tmp_path)
-    other, asked = (tmp_path / "outputs" / "sweep" / str(number) for number in range(2))
-    wait_for_step(asked, 3)
-    assert job_id(asked).endswith("_1")
-    plain.call("scancel", "--signal=USR2", job_id(asked))
+@pytest.mark.long_form(45)  # tests/elastic/test_requeue.py
+def test_preemption_loses_no_step_and_keeps_the_wandb_run(plain: Cluster, tmp_path: Path) -> None:
+    case = [*SLOW, *TWO_BY_TWO, "train.steps=40", "telemetry.wandb.mode=offline", "cluster.partition=preempt"]
+    process = plain.start(*case, "run.name=run", "-m", cwd=tmp_path)
+    run = tmp_path / "outputs" / "run"
+    wait_for_step(run, 3)
+    urgent = plain.call(*TAKE_ALL, cwd=tmp_path)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
-    assert every_step(asked) == every_step(other) == list(range(1, 31))
-    assert len(events(asked, "started")) == 2
-    assert len(events(other, "started")) == 1
+    assert plain.state(urgent.stdout.strip()) == "COMPLETED"
+    assert every_step(run) == list(range(1, 41)), "each step was taken once"
+    assert len(set(wandb_ids(run))) == 1
+    assert detail(plain, job_id(run), "Restarts") == "1"
+    page = " ".join(check((run / "report.html").read_text()).words.split())
+    assert "nothing failed" in page and "requeues 1 " in page and "over 2 jobs" in page
 
 
-@IN_LONG_FORM  # tests/doors has a restart that finds them gone
-@pytest.mark.beside
+@pytest.mark.long_form(40)  # tests/elastic/test_requeue.py has the end of the script and the signal that it passes on
+def test_a_batch_script_is_preempted_and_continues(plain: Cluster, tmp_path: Path) -> None:
+    cluster = with_python(plain)
+    run = tmp_path / "outputs" / "run"
+    options = ["--parsable", "--partition=preempt", "--nodes=1-2", str(REPOSITORY / "slurm" / "preemptible.sbatch")]
+    arguments = [*SLOW, "train.steps=30", "cluster.cpu_workers=2", "run.name=run"]
+    job = cluster.call("sbatch", *options, *arguments, cwd=tmp_path).stdout.strip()
+    wait_for_step(run, 3)
+    urgent = cluster.call(*TAKE_ALL, cwd=tmp_path)
+    assert cluster.wait_for_state(job, *ENDED) == "COMPLETED", "".join(
+        path.read_text() for path in tmp_path.glob("*.log")
+    )
+    assert cluster.state(urgent.stdout.strip()) == "COMPLETED"
+    assert every_step(run) == list(range(1, 31)), "each step was taken once"
+    assert {event["attempt"] for event in events(run, "started")} == {0, 1}
+    assert detail(cluster, job, "Restarts") == "1"
+
+
+@pytest.mark.long_form(30)  # tests/runs/test_diagnosis.py
+def test_a_node_that_an_administrator_sets_down_is_named_with_the_reason(plain: Cluster, tmp_path: Path) -> None:
+    node = ""
+    # it stays down, as on most sites
+    with reconfigured(plain, lambda conf: conf.replace("ReturnToService=2", "ReturnToService=1")):
+        try:
+            case = [*SLOW, *ONE_NODE, "train.steps=600", "launch.detach=true"]
+            assert plain.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path).returncode == 0
+            run = tmp_path / "outputs" / "run"
+            wait_for_step(run, 2)
+            (node,) = events(run, "started")[0]["nodes"]
+            plain.call("scontrol", "update", f"nodename={node}", "state=down", "reason=bad dimm")
+            wait_for("the second start", lambda: bool(events(run, "requeued_by_slurm")), 120)
+            cause = why(plain, tmp_path)["cause"]
+        finally:
+            plain.call("scontrol", "update", f"nodename={node}", "state=resume")
+    assert (cause["kind"], cause["node"]) == ("node_lost", node)
+    assert cause["message"] == f"Slurm requeued the job: node {node} is down (bad dimm)"
+
+
+@pytest.mark.long_form(210)  # tests/elastic/test_requeue.py, and the signal in test_jobs.py
+def test_the_time_limit_loses_no_step_and_keeps_the_wandb_run(plain: Cluster, tmp_path: Path) -> None:
+    steps = 400  # of 0.4 s: more than fit into three minutes less start and save; few are left for the second job
+    slow = [*SLOW, "+model.args.seconds=0.4", f"train.steps={steps}", "telemetry.wandb.mode=offline"]
+    case = [*slow, *ONE_NODE, "cluster.time=00:03:00", "elastic.stop_grace_s=40"]
+    directory = tmp_path / "50%x runs"  # of which Slurm would replace a part in the path of the output
+    directory.mkdir()
+    done = plain.hpc_train(*case, "run.name=run", "-m", cwd=directory, timeout=800)
+    run = directory / "outputs" / "run"
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert every_step(run) == list(range(1, steps + 1)), "each step was taken once"
+    requeued = events(run, "requeued")
+    assert len(requeued) >= 1
+    assert len(set(wandb_ids(run))) == 1
+    assert detail(plain, job_id(run), "Restarts") == str(len(requeued))
+
+
+@pytest.mark.long_form(120)  # tests/elastic/test_requeue.py
+def test_the_time_limit_of_jobs_that_are_not_requeued(plain: Cluster, tmp_path: Path) -> None:
+    """One may not be requeued, a step of the next takes longer than the grace, and the third gets no signal."""
+    shell = with_python(plain)
+    short = [*ONE_NODE, "cluster.time=1", "elastic.stop_grace_s=10", "launch.detach=true", "train.steps=9000", "-m"]
+    long_step = ["+model.args.seconds=100", "elastic.hang_timeout_s=0"]
+    for more in (["run.name=once", "elastic.max_requeues=0"], ["run.name=late", "elastic.max_requeues=0", *long_step]):
+        done = shell.hpc_train(*SLOW, *short, *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    script = [str(REPOSITORY / "slurm" / "single_node.sbatch"), *SLOW, "cluster.cpu_workers=1", "train.steps=9000"]
+    options = ["--parsable", "--time=1", "--signal=URG@10", "--output=job.log"]
+    untold = shell.call("sbatch", *options, *script, "run.name=untold", cwd=tmp_path).stdout.strip()
+    assert shell.wait_for_state(untold, *ENDED) == "TIMEOUT"
+    reports = {name: why(shell, tmp_path, name) for name in ("once", "late", "untold")}
+    announced = "Slurm announced the time limit or a preemption (USR2); not requeued: elastic.max_requeues=0"
+    assert reports["once"]["cause"]["message"].startswith(announced)
+    assert (reports["once"]["exit_code"], reports["once"]["checkpoint"]["lost_steps"]) == (93, 0)
+    assert reports["late"]["cause"]["message"] == "did not stop within 10 s of the request (elastic.stop_grace_s)"
+    assert "increase elastic.stop_grace_s" in reports["late"]["advice"][0]
+    assert reports["untold"]["slurm"]["state"] == "TIMEOUT"
+    assert "it did not stop before its time limit: increase cluster.time" in reports["untold"]["advice"][0]
+
+
+@pytest.mark.long_form(30)  # tests/doors has a restart that finds them gone
 def test_a_requeued_job_that_finds_its_checkpoints_gone_is_refused(plain: Cluster, tmp_path: Path) -> None:
     process = plain.start(*SLOW, *ONE_NODE, "train.steps=600", "run.name=run", "-m", cwd=tmp_path)
     run = tmp_path / "outputs" / "run"
@@ -45,23 +146,7 @@ def test_a_requeued_job_that_finds_its_checkpoints_gone_is_refused(plain: Cluste
     assert detail(plain, job_id(run), "ExitCode") == "2:0"
 
 
-@pytest.mark.beside
-@pytest.mark.long_form(20)  # tests/elastic/test_requeue.py
-def test_a_job_that_may_not_be_requeued_is_given_up(plain: Cluster, tmp_path: Path) -> None:
-    case = [*SLOW, *ONE_NODE, "train.steps=600", "elastic.max_requeues=0"]
-    process = plain.start(*case, "run.name=run", "-m", cwd=tmp_path)
-    run = tmp_path / "outputs" / "run"
-    wait_for_step(run, 2)
-    plain.call("scancel", "--signal=USR2", job_id(run))
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 93, output
-    assert "elastic.max_requeues" in output
-    plain.wait_for_state(job_id(run), "FAILED")
-    assert detail(plain, job_id(run), "ExitCode") == "93:0"
-
-
-@pytest.mark.beside
-@pytest.mark.long_form(20)  # tests/elastic/test_requeue.py
+@pytest.mark.long_form(30)  # tests/elastic/test_requeue.py
 def test_a_job_that_somebody_holds_is_not_requeued(plain: Cluster, tmp_path: Path) -> None:
     """``status`` has Slurm's states: held, suspended, pending again. A job that is held while running stays so."""
     case = [*SLOW, *ONE_NODE, "train.steps=600", "launch.detach=true", "+cluster.extra.hold=true"]
@@ -85,3 +170,44 @@ def test_a_job_that_somebody_holds_is_not_requeued(plain: Cluster, tmp_path: Pat
     assert detail(plain, job_id(run), "ExitCode") == "75:0"
     assert detail(plain, job_id(run), "Restarts") == "1"
     assert plain.hpc_train("wait", "run", cwd=tmp_path).returncode == 75
+
+
+def chain(run: Path) -> list[str]:
+    """Returns the ids of the jobs of a chain."""
+    wait_for_submission(run)
+    return list(RunDirectory(run).record()["submissions"][-1]["chain"])
+
+
+@pytest.mark.long_form(30)  # tests/launch/test_slurm.py, tests/elastic/test_requeue.py
+def test_a_run_that_needs_two_jobs_of_a_chain_cancels_the_third(cluster: Cluster, tmp_path: Path) -> None:
+    process = cluster.start(*SLOW, *ONE_NODE, "train.steps=50", "launch.chain=3", "run.name=run", "-m", cwd=tmp_path)
+    run = tmp_path / "outputs" / "run"
+    wait_for_step(run, 3)
+    ids = chain(run)
+    assert detail(cluster, ids[0], "Requeue") == "0"
+    cluster.call("scancel", "--signal=USR2", ids[0])  # what Slurm sends ahead of the time limit
+    shown = cluster.hpc_train("status", "run", "--json", cwd=tmp_path)
+    assert json.loads(shown.stdout)["part"].endswith(" of 3"), shown.stdout
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert every_step(run) == list(range(1, 51)), "each step was taken once"
+    assert [cluster.wait_for_state(job, *ENDED) for job in ids] == ["FAILED", "COMPLETED", "CANCELLED"]
+    assert [event["job_id"] for event in events(run, "started")] == ids[:2]
+
+
+@pytest.mark.parametrize(("how", "states"), [("failure", ["FAILED", "CANCELLED"]), ("scancel", ["CANCELLED"] * 3)])
+@pytest.mark.long_form(25)  # tests/launch/test_slurm.py
+def test_a_failure_or_scancel_of_one_job_ends_the_chain(
+    cluster: Cluster, tmp_path: Path, how: str, states: list[str]
+) -> None:
+    case = [*FAULTY] if how == "failure" else [*SLOW, "train.steps=600"]
+    options = [f"launch.chain={len(states)}", "launch.detach=true", "run.name=run", "-m"]
+    left = cluster.hpc_train(*case, *ONE_NODE, *options, cwd=tmp_path)
+    assert left.returncode == 0, left.stdout + left.stderr
+    run = tmp_path / "outputs" / "run"
+    ids = chain(run)
+    if how == "scancel":
+        wait_for_step(run, 2)
+        cluster.call("scancel", ids[0])
+    assert [cluster.wait_for_state(job, *ENDED) for job in ids] == states
+    assert {event["job_id"] for event in events(run, "started")} == {ids[0]}

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hpc_train.commands.train import _check_foreground
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.errors import UserError
+from hpc_train.launch.executors.slurm import SlurmJobExecutor
+from hpc_train.launch.script import ENVIRONMENT
 from hpc_train.run.directory import RunDirectory
-from tests.checkpoint.progress import IN_LONG_FORM
+from hpc_train.schedulers.slurm import client
+from hpc_train.schedulers.slurm.site import begun_site
 from tests.doors.command import TINY
-from tests.slurm.cluster import Cluster
+from tests.launch.jobs import make_job
+from tests.slurm.cluster import Cluster, reconfigured, wait_for
 from tests.slurm.runs import status
 from tests.warm_parents.sitecustomize import SOCKET
 
@@ -21,120 +31,100 @@ WORKERS = ["cluster.cpu_workers=2", "batch.global_size=24"]
 HYBRID = ["+strategy=hybrid", *TINY, *WORKERS]
 # The variables with which the agents of a job get a warm parent from the tests, if the job has no others.
 FOR_WARM_PARENTS = (SOCKET, "PYTHONPATH", "OMP_WAIT_POLICY")
-REFUSED = [
-    (["cluster.partition=gpuu"], "did you mean gpu?"),
-    (["cluster.nodes=5"], "partition cpu has 4"),
-    (["cluster.partition=debug", "cluster.nodes=3"], "partition debug allows 2"),
-    (["cluster.partition=debug", "cluster.time=02:00:00"], "cluster.time=00:30:00"),
-    (["cluster.account=nobody"], "one of research, root"),
-    (["cluster.qos=gold"], "one of normal"),
-    (["cluster.partition=gpu", "cluster.gpus_per_node=8"], "cluster.gpus_per_node=4"),
-    (["cluster.partition=gpu", "cluster.gpus_per_node=2", "cluster.gpu_type=h200"], "of type h200"),
-    (["cluster.mem=64G"], "cluster.mem=4000M or less"),
-    (["cluster.constraint=nowhere"], "Invalid feature specification"),
-    (["cluster.partition=gpu", "cluster.gpus_per_node=4", "cluster.time=08:00:00"], "launch.yes=true"),
-]
+
+
+@pytest.fixture
+def shell(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives this process the environment of ``cluster``."""
+    for name in {*os.environ} - {*cluster.environment}:
+        monkeypatch.delenv(name)
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+def check(sweep: Path, count: int = 1, **keys: object) -> list[str]:
+    """Checks ``count`` jobs as ``-m`` does before it submits them, and returns the notes."""
+    config = ClusterConfig(kind="slurm", cpu_workers=2, **keys)  # type: ignore[arg-type]
+    gpus = int(config.gpus_per_node) if "gpus_per_node" in keys else 0
+    return SlurmJobExecutor().check([make_job(sweep, number, cluster=config, gpus=gpus) for number in range(count)])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"), REFUSED, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
-)
-@pytest.mark.long_form(
-    4,
-    cases=[
-        "cluster.partition=debug cluster.nodes=3",
-        "cluster.partition=debug cluster.time=02:00:00",
-        "cluster.qos=gold",
-        "cluster.partition=gpu cluster.gpus_per_node=8",
-        "cluster.mem=64G",
+    ("keys", "named"),
+    [
+        ({"partition": "gpuu"}, "did you mean gpu?"),
+        ({"nodes": 8}, "partition cpu has 4"),
+        ({"partition": "debug", "nodes": 4}, "partition debug allows 2"),
+        ({"partition": "debug", "time": "02:00:00"}, "cluster.time=00:30:00"),
+        ({"account": "nobody"}, "one of research, root"),
+        ({"qos": "gold"}, "one of normal"),
+        ({"partition": "gpu", "gpus_per_node": 8}, "cluster.gpus_per_node=4"),
+        ({"partition": "gpu", "gpus_per_node": 2, "gpu_type": "h200"}, "of type h200"),
+        ({"mem": "64G"}, "cluster.mem=4000M or less"),
+        ({"constraint": "nowhere"}, "Invalid feature specification"),
     ],
-)  # tests/launch/test_limits.py
-def test_a_job_that_cannot_be_is_refused_with_the_fix(
-    arguments: list[str], named: str, cluster: Cluster, tmp_path: Path
-) -> None:
-    done = cluster.hpc_train("+strategy=dp", *TINY, *WORKERS, *arguments, "-m", cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert named in done.stderr
-    assert done.stderr.count("fix:") == 1
-    assert not list(tmp_path.iterdir())
+    ids=str,
+)
+@pytest.mark.usefixtures("shell")
+def test_a_job_that_cannot_be_is_refused_with_the_fix(keys: dict[str, object], named: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        check(tmp_path / "sweep", **keys)
+    assert named in refused.value.what + refused.value.fix
+    assert refused.value.fix
 
 
+@pytest.mark.usefixtures("shell")
 def test_a_job_may_wait_for_a_node_that_is_drained(cluster: Cluster, tmp_path: Path) -> None:
     """sbatch takes it, though with --test-only it would not."""
     node = ["scontrol", "update", "nodename=n4", "reason=test"]
     assert cluster.call(*node, "state=drain").returncode == 0
     try:
-        asked = ["cluster.nodes=4", "cluster.cpu_workers=1", "launch.dry_run=true", "-m"]
-        done = cluster.hpc_train("+strategy=dp", *TINY, *asked, cwd=tmp_path)
+        notes = check(tmp_path / "sweep", nodes=4)
     finally:
         cluster.call(*node[:3], "state=resume")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "down or drained now: n4" in done.stdout + done.stderr
+    assert "down or drained now: n4" in "\n".join(notes)
 
 
-@pytest.fixture
-def limit_queue(cluster: Cluster) -> Iterator[Callable[[int], None]]:
-    """Sets how many jobs the account ``limited`` may have in the queue; other tests submit on another account."""
-    cluster.call("sacctmgr", "-iQ", "add", "account", "limited", "Cluster=devcluster")
-    cluster.call("sacctmgr", "-iQ", "add", "user", getpass.getuser(), "account=limited")
+@pytest.mark.usefixtures("shell")
+def test_a_full_queue_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    """Others of the user's jobs may fill it, which only sbatch knows."""
+    for words in (["account", "limited", "Cluster=devcluster"], ["user", getpass.getuser(), "account=limited"]):
+        cluster.call("sacctmgr", "-iQ", "add", *words)
+    limit = ["sacctmgr", "-iQ", "modify", "account", "limited", "set"]
+    assert cluster.call(*limit, "MaxSubmitJobs=1").returncode == 0
+    begun_site.cache_clear()  # it was read before the limit was set
+    try:
+        with pytest.raises(UserError, match="allows 1 in the queue"):
+            check(tmp_path / "sweep", 2, account="limited")
+        waiting = cluster.call("sbatch", "--account=limited", "--begin=now+1hour", "--wrap=true", cwd=tmp_path)
+        assert waiting.returncode == 0, waiting.stderr
+        with pytest.raises(UserError, match="limit"):
+            check(tmp_path / "one", account="limited")
+    finally:
+        cluster.call(*limit, "MaxSubmitJobs=-1")
 
-    def limit(jobs: int) -> None:
-        changed = ["sacctmgr", "-iQ", "modify", "account", "limited", "set", f"MaxSubmitJobs={jobs}"]
-        assert cluster.call(*changed).returncode == 0
 
-    yield limit
-    limit(-1)
+@pytest.mark.usefixtures("shell")
+def test_training_on_the_login_node_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="login node") as refused:
+        _check_foreground(make_job(tmp_path / "run", cluster=ClusterConfig()).config)
+    assert "cluster=local" in refused.value.fix
 
 
-@pytest.mark.long_form(8)  # the full queue, and tests/launch/test_limits.py
-def test_more_jobs_than_the_user_may_have_are_refused(
-    cluster: Cluster, limit_queue: Callable[[int], None], tmp_path: Path
+def test_a_dry_run_shows_the_script_and_asks_the_site(
+    call: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    limit_queue(3)
-    done = cluster.hpc_train(*HYBRID, "cluster.account=limited", "train.seed=1,2,3,4", "-m", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "allows 3 in the queue" in done.stderr
-
-
-def test_training_on_the_login_node_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    done = cluster.hpc_train(*HYBRID, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "login node" in done.stderr
-    assert "cluster=local" in done.stderr
-
-
-@pytest.mark.beside
-def test_a_sweep_of_two_shapes_is_two_arrays_and_its_losses_are_those_of_this_machine(
-    cluster: Cluster, tmp_path: Path, local_losses: list[float]
-) -> None:
-    """The strategies ask for their own nodes; inherited variables do not reach the jobs; export=NONE does no harm."""
-    (tmp_path / "experiment").mkdir()
-    for name, nodes in (("wide", 2), ("narrow", 1)):
-        text = f"# @package _global_\ncluster: {{nodes: {nodes}, cpu_workers: 2}}\n"
-        (tmp_path / "experiment" / f"{name}.yaml").write_text(text)
-    environment = cluster.environment | {"SBATCH_PARTITION": "nowhere", "SBATCH_NODES": "4", "SBATCH_TIMELIMIT": "1"}
-    shared = ["strategy=hybrid", "cluster=slurm", "cluster.partition=cpu", "+cluster.extra.export=NONE", *TINY]
-    shared += [f"+cluster.env.{name}={environment[name]}" for name in FOR_WARM_PARENTS if name in environment]
-    sweep = ["-cd", str(tmp_path), "+experiment=wide,narrow", "train.seed=0,1", "run.name=sweep", "-m"]
-    here = Cluster(environment)
-    done = here.hpc_train(*shared, *sweep, cwd=tmp_path)
+    dry_run = ["launch.dry_run=true", "-m"]
+    done = call(*HYBRID, "cluster.nodes=2-4", *dry_run)
     assert done.returncode == 0, done.stdout + done.stderr
-    runs = [RunDirectory(tmp_path / "outputs" / "sweep" / str(number)) for number in range(4)]
-    ids = [run.record()["submissions"][-1]["job_id"] for run in runs]
-    arrays = [job_id.split("_")[0] for job_id in ids]
-    assert arrays[0] == arrays[1] != arrays[2] == arrays[3]
-    worlds = [event["world_size"] for run in runs for event in run.read_events() if event["event"] == "started"]
-    assert sorted(worlds) == [2, 2, 4, 4]
-    assert [line["loss"] for line in runs[0].read_metrics()] == pytest.approx(local_losses, rel=1e-5)
-    for run in runs:
-        assert "srun" in (run.path / "job.sbatch").read_text()
-    lines = (tmp_path / "outputs" / ".queue-estimates.jsonl").read_text().splitlines()
-    estimates = [json.loads(line) for line in lines]
-    assert [(each["cluster"], each["partition"], each["job_id"]) for each in estimates] == [
-        ("devcluster", "cpu", ids[0]),
-        ("devcluster", "cpu", ids[2]),
-    ]
-    assert all(each["expected"] > each["submitted"] - 60 for each in estimates)
+    for part in ("--nodes=2-4", "#!/bin/bash", "account research, partition cpu, 2-4 nodes", "at most 0 GPU-hours"):
+        assert part in done.stdout
+    assert done.stdout.count("verdict: ") == done.stdout.count("verdict: can be submitted") == 1
+    refused = call(*HYBRID, "cluster.partition=debug", "cluster.nodes=3", *dry_run)
+    assert refused.returncode == 2
+    assert refused.stdout.count("verdict: ") == refused.stdout.count("verdict: refused") == 1, refused.stdout
+    assert "partition debug allows 2" in refused.stdout
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long_form(8)  # tests/schedulers/test_queue_estimate.py
@@ -150,31 +140,11 @@ def test_a_plan_shows_when_slurm_would_start_each_shape(cluster: Cluster, tmp_pa
     assert refused["starts"] is None and "Slurm refuses 64 GPUs" in refused["queue"][0]
 
 
-@IN_LONG_FORM  # the sweep below compares losses, too
-def test_four_nodes_give_the_losses_of_this_machine(
-    cluster: Cluster, tmp_path: Path, local_losses: list[float]
-) -> None:
-    wanted = ["cluster=slurm", "cluster.nodes=4", "cluster.cpu_workers=2", "run.name=wide", "-m"]
-    done = cluster.hpc_train("+strategy=hybrid", *TINY, *wanted, cwd=tmp_path, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    run = RunDirectory(tmp_path / "outputs" / "wide")
-    meeting = json.loads((run.attempts / "000.json").read_text())
-    assert (meeting["nodes"], meeting["layout"]["pp"], meeting["layout"]["dp"]) == (4, 2, 4)
-    assert [line["loss"] for line in run.read_metrics()] == pytest.approx(local_losses, rel=1e-5)
-
-
 @pytest.mark.long_form(12)  # tests/launch/test_slurm.py
 def test_a_sweep_larger_than_an_array_may_be_becomes_several(plain: Cluster, tmp_path: Path) -> None:
-    conf = Path(plain.environment["SLURM_CONF"])
-    as_it_was = conf.read_text()
-    conf.write_text(f"{as_it_was}\nMaxArraySize=2\n")
-    try:
-        plain.call("scontrol", "reconfigure")
+    with reconfigured(plain, lambda conf: f"{conf}\nMaxArraySize=2\n"):
         options = ["cluster.begin=now+1hour", "launch.detach=true", "launch.array_parallelism=2", "run.name=sweep"]
         done = plain.hpc_train(*HYBRID, *options, "train.seed=1,2,3,4,5", "-m", cwd=tmp_path)
-    finally:
-        conf.write_text(as_it_was)
-        plain.call("scontrol", "reconfigure")
     assert done.returncode == 0, done.stdout + done.stderr
     runs = [RunDirectory(tmp_path / "outputs" / "sweep" / str(number)) for number in range(5)]
     ids = [run.record()["submissions"][-1]["job_id"] for run in runs]
@@ -202,21 +172,16 @@ return slurm.SUCCESS
 """
 
 
+@pytest.mark.long_form(12)  # tests/launch/test_slurm.py has such answers of sbatch
 def test_the_words_of_the_site_reach_the_user(plain: Cluster, tmp_path: Path) -> None:
     """Those of a submit plugin and, where munge is down, those of sbatch."""
     conf = Path(plain.environment["SLURM_CONF"])
-    if not (plugins := list(Path("/usr/lib").glob("*/slurm-wlm/job_submit_lua.so"))):
+    if not list(Path("/usr/lib").glob("*/slurm-wlm/job_submit_lua.so")):
         pytest.skip("Slurm has no job_submit/lua here")
-    as_it_was = conf.read_text()
     conf.with_name("job_submit.lua").write_text(PLUGIN)
-    conf.write_text(f"{as_it_was}\nJobSubmitPlugins=lua\n")
-    try:
-        assert plain.call("scontrol", "reconfigure").returncode == 0, plugins
-        asked = [*HYBRID, "cluster=slurm", "cluster.nodes=1"]
+    asked = [*HYBRID, "cluster=slurm", "cluster.nodes=1"]
+    with reconfigured(plain, lambda conf: f"{conf}\nJobSubmitPlugins=lua\n"):
         refused = plain.hpc_train(*asked, "cluster.constraint=rack3", "-m", cwd=tmp_path)
-    finally:
-        conf.write_text(as_it_was)
-        plain.call("scontrol", "reconfigure")
     assert refused.returncode == 2, refused.stdout
     assert "Jobs on rack3 need a project code: use --wckey=PROJECT" in refused.stderr
     assert "set in: cluster.wckey\n" in refused.stderr
@@ -232,20 +197,7 @@ def test_the_words_of_the_site_reach_the_user(plain: Cluster, tmp_path: Path) ->
     assert not (tmp_path / "outputs").exists()
 
 
-def test_a_full_queue_is_refused_and_leaves_nothing(
-    cluster: Cluster, limit_queue: Callable[[int], None], tmp_path: Path
-) -> None:
-    """Others of the user's jobs fill it: only sbatch itself knows."""
-    limit_queue(1)
-    waiting = cluster.call("sbatch", "--account=limited", "--begin=now+1hour", "--wrap=true", cwd=tmp_path)
-    assert waiting.returncode == 0, waiting.stderr
-    done = cluster.hpc_train(*HYBRID, "cluster.account=limited", "run.name=full", "-m", cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "limit" in done.stderr
-    assert not (tmp_path / "outputs").exists()
-
-
-@pytest.mark.beside
+@pytest.mark.long_form(25)  # tests/launch/test_script.py has its text, test_jobs.py a batch script of slurm/
 def test_a_script_of_its_own_trains_the_same_run(cluster: Cluster, tmp_path: Path) -> None:
     asked = [*HYBRID, "cluster=slurm", "cluster.nodes=1-2", "run.name=alone", "+cluster.env.MARK=a b"]
     asked += ["cluster.teardown=['echo \"$MARK\" > teardown']"]
@@ -261,7 +213,7 @@ def test_a_script_of_its_own_trains_the_same_run(cluster: Cluster, tmp_path: Pat
     assert (tmp_path / "teardown").read_text() == "a b\n"
 
 
-@pytest.mark.beside
+@pytest.mark.long_form(20)  # tests/launch/test_executor.py
 def test_inside_an_allocation_jobs_run_in_it(cluster: Cluster, tmp_path: Path) -> None:
     python = [sys.executable, "-m", "hpc_train"]
     run = [*HYBRID, "cluster.nodes=2", "run.name=inside", "-m"]
@@ -272,7 +224,6 @@ def test_inside_an_allocation_jobs_run_in_it(cluster: Cluster, tmp_path: Path) -
     assert [json.loads(path.read_text())["nodes"] for path in attempts] == [2]
 
 
-@pytest.mark.beside
 @pytest.mark.long_form(25)  # inside an allocation above
 def test_inside_a_step_jobs_share_its_resources(cluster: Cluster, tmp_path: Path) -> None:
     """Without this, srun would wait for the end of the step that it is called in, such as ``srun --pty bash``."""
@@ -284,15 +235,62 @@ def test_inside_a_step_jobs_share_its_resources(cluster: Cluster, tmp_path: Path
     assert RunDirectory(tmp_path / "outputs" / "inside").record()["result"]["steps"] == 6
 
 
-def test_a_dry_run_shows_the_script_and_asks_the_site(cluster: Cluster, tmp_path: Path) -> None:
-    done = cluster.hpc_train(*HYBRID, "cluster.nodes=2-4", "launch.dry_run=true", "-m", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for part in ("--nodes=2-4", "#!/bin/bash", "account research, partition cpu, 2-4 nodes", "at most 0 GPU-hours"):
-        assert part in done.stdout
-    assert not list(tmp_path.iterdir())
-    assert done.stdout.count("verdict: ") == done.stdout.count("verdict: can be submitted") == 1
-    few = ["cluster.partition=debug", "cluster.nodes=3"]
-    refused = cluster.hpc_train(*HYBRID, *few, "launch.dry_run=true", "-m", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert refused.stdout.count("verdict: ") == refused.stdout.count("verdict: refused") == 1, refused.stdout
-    assert "partition debug allows 2" in refused.stdout
+LEFT_OVER = {
+    "SBATCH_ARRAY_INX": "0-1",  # two tasks of one run
+    "SBATCH_WAIT": "1",  # sbatch waits for the end
+    "SBATCH_GPUS_PER_TASK": "1",  # refused
+    "SLURM_HINT": "x",  # refused
+    "SLURM_MEM_PER_NODE": "9999999",  # refused by srun
+    "SLURM_MEM_PER_CPU": "100",
+}
+OF_SRUN = {
+    "SLURM_CPU_BIND": "map_cpu:0",  # all ranks on one core
+    "SLURM_TRES_PER_TASK": "cpu=1",
+    "SLURM_TIMELIMIT": "0",
+    "SLURM_STDOUTMODE": "none",
+    "SRUN_CONTAINER": "/nowhere",
+    "SQUEUE_PARTITION": "gpu",  # hides the job
+    "SQUEUE_STATES": "PENDING",
+    "SCANCEL_INTERACTIVE": "1",  # asks
+}
+SCRIPT = f"""#!/bin/bash
+{ENVIRONMENT}
+squeue --noheader --jobs="$SLURM_JOB_ID" --format='state %T'
+srun --ntasks=1 bash -c 'echo cores $(nproc); env | grep ^SLURM_CPU_BIND= || true'
+"""
+
+
+def test_a_dirty_shell_changes_no_job_and_a_lost_answer_loses_none(
+    cluster: Cluster, shell: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "job.sbatch"
+    script.write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    asked = ["--partition=cpu", "--cpus-per-task=2", "--time=2"]
+    by_hand = client.run(
+        ["sbatch", "--parsable", *asked, "--output=by_hand.out", str(script)],
+        environment={**os.environ, **OF_SRUN},
+    ).strip()
+    for name, value in {**LEFT_OVER, **OF_SRUN}.items():
+        monkeypatch.setenv(name, value)
+    ours = client.submit([*asked, "--output=ours.out"], SCRIPT, f"hpc_train-job:{tmp_path}/ours")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    wrapper = tools / "sbatch"
+    wrapper.write_text(
+        f'#!/bin/sh\n{shutil.which("sbatch")} "$@" > /dev/null\n'
+        "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2\nexit 1\n"
+    )
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    lost = client.submit([*asked, "--array=0-1", "--hold"], SCRIPT, f"hpc_train-job:{tmp_path}/lost")
+    state = client.job_state(f"{lost}_1")
+    assert state is not None and state.is_alive
+    client.cancel([lost])
+    for job_id in (by_hand, ours):
+        assert cluster.wait_for_state(job_id, "COMPLETED", "FAILED") == "COMPLETED"
+    for name in ("by_hand", "ours"):
+        wait_for(f"{name}.out", (tmp_path / f"{name}.out").exists, 20)
+        lines = (tmp_path / f"{name}.out").read_text().splitlines()
+        assert lines[:2] == ["state RUNNING", "cores 2"], name
+        assert "SLURM_CPU_BIND=quiet,map_cpu:0" not in lines, name

@@ -18,12 +18,12 @@ from tests.telemetry.test_mlflow import real_server
 
 @pytest.mark.timeout(1800)
 @IN_LONG_FORM  # tests/telemetry has the same without a cluster; this takes one to two minutes
-def test_trackers_show_one_run_over_a_kill_a_requeue_and_a_resume(quiet: Cluster, tmp_path: Path) -> None:
+def test_trackers_show_one_run_over_a_kill_a_requeue_and_a_resume(plain: Cluster, tmp_path: Path) -> None:
     """MLflow's server is a real one with SQLite; the client of W&B is real and its service a stand-in."""
     run = tmp_path / "outputs" / "run"
     with real_server(tmp_path) as mlflow, wandb_service.service() as wandb:
         account = {"WANDB_BASE_URL": wandb.url, "WANDB_API_KEY": "0" * 40}
-        cluster = replace(quiet, environment=quiet.environment | account)
+        cluster = replace(plain, environment=plain.environment | account)
         case = [*SLOW, "cluster.nodes=2", "cluster.cpu_workers=1", "checkpoint.every=5", "elastic.max_requeues=3"]
         case += ["run.name=run", "telemetry.wandb.mode=online", f"telemetry.mlflow.uri={mlflow}"]
         process = cluster.start(*case, "train.steps=4000", "-m", cwd=tmp_path)
