@@ -29,6 +29,7 @@ from hpc_train.checkpoint.state import compression_state, training_state
 from hpc_train.checkpoint.writer import quiet
 from hpc_train.parallel.mesh import largest, synchronize, synchronize_ranks
 from hpc_train.run.agent_worker import WorkerSpec
+from hpc_train.run.directory import rank_writer
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.requests import StopFlag
@@ -90,7 +91,7 @@ class _CheckpointBench:
         config = replace(rank.config, checkpoint=settings)
         training = Training.build(config, mesh)
         engine = training.engine
-        events = EventLog.open(run, f"rank-{mesh.rank:04d}", run.newest_attempt(), mesh.rank)
+        events = EventLog.open(run, rank_writer(mesh.rank), run.newest_attempt(), mesh.rank)
         self.run = run
         self.mesh = mesh
         self.manager = CheckpointManager(

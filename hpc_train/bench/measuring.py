@@ -92,7 +92,7 @@ def config_of(words: list[str], several_nodes: bool = False) -> Config:
             where="srun --nodes",
             fix="srun --nodes=1 python -m hpc_train bench …",
         )
-    return compose_job(parse_line(words), "bench measures one job").config
+    return compose_job(parse_line(words), "bench").config
 
 
 def check_here(config: Config) -> Layout:

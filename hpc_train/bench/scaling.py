@@ -295,7 +295,7 @@ def measure_on_slurm(steps: Sequence[tuple[int, Sequence[str]]]) -> list[dict[st
     executor = SlurmJobExecutor()
     jobs = []
     for _, words in steps:
-        composed = compose_job(parse_line([word for word in words if "=" in word]), "bench measures one job")
+        composed = compose_job(parse_line([word for word in words if "=" in word]), "bench")
         jobs.append(check_job(composed.config, RunDirectory(Path("scaling")), overrides=composed.overrides))
     folder = Path(jobs[0].config.run.root).absolute() / f"scaling-{secrets.token_hex(3)}"
     folder.mkdir(parents=True)

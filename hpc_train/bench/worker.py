@@ -24,7 +24,7 @@ from hpc_train.preflight.bandwidth import OPERATIONS, expected_bandwidths, read_
 from hpc_train.preflight.measure import Ranks, measure
 from hpc_train.preflight.run import nccl_log, preflight
 from hpc_train.run.agent_worker import WorkerSpec
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RunDirectory, rank_writer
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
@@ -147,7 +147,7 @@ def run_preflight(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """Runs the preflight; rank 0 writes its event as ``bench-result.json``."""
     run = RunDirectory(Path(spec.run_dir))
     config = load(run)
-    writer = f"rank-{spec.rank:04d}"
+    writer = rank_writer(spec.rank)
     with closing(EventLog.open(run, writer, spec.attempt, spec.rank)) as events, nccl_log(spec, config, run) as log:
         mesh = join(spec, config)
         preflight(spec, config, run, mesh, events, log, always=True)

@@ -16,7 +16,7 @@ from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
 from hpc_train.layout.memory import state_bytes
 from hpc_train.machine.storage import FILE_SYSTEM, room_in
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RANK_0, RunDirectory
 from hpc_train.units import format_bytes
 
 MARGIN = 1.02  # overhead of zip archives and metadata
@@ -51,10 +51,11 @@ def _fitting_keep(store: CheckpointStore, lacking: int, keep: int) -> str:
         with suppress(BadCheckpoint, OSError):
             sizes.append(checkpoint.manifest().size)
     freed = 0
-    for left, size in zip(range(len(sizes) - 1, 0, -1), sizes, strict=False):
+    for deleted, size in enumerate(sizes[:-1], 1):
         freed += size
+        left = len(sizes) - deleted
         if freed >= lacking and left < keep:
-            return f", keep={left} would fit"
+            return f", checkpoint.keep={left} would fit"
     return ""
 
 
@@ -64,7 +65,6 @@ LEAST_S = 60
 SAVE_SAFETY_FACTOR = 2  # the file system may be busy during the next save
 BYTES_PER_S = 0.5e9  # assumed write bandwidth per node on a shared file system
 ROUND_S = 30  # rounding lets runs of one sweep share a job array
-SAVER = "rank-0000"  # the writer of the events about saves; all writers of a large job have thousands of files
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _slowest_save(run: RunDirectory) -> float | None:
     """Returns the seconds of the slowest save of this run, or else of the run that it was forked from."""
     source = run.record().get("forked_from")
     for directory in (run, *([RunDirectory(Path(source))] if source else [])):
-        saves = [event.seconds for event in directory.events_of(SAVER) if event.name == "checkpoint_saved"]
+        saves = [event.seconds for event in directory.events_of(RANK_0) if event.name == "checkpoint_saved"]
         if saves:
             return max(saves)
     return None

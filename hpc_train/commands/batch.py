@@ -58,7 +58,7 @@ def freeze_run(arguments: list[str]) -> int:
     refuse_components()
     line = parse_line(rest)
     refuse_search(line, "freeze")
-    job = compose_job(line, "freeze writes one run", ", or add --task N to freeze job N of the sweep", options.task)
+    job = compose_job(line, "freeze", sweep="add --task N to freeze job N of the sweep", task=options.task)
     job_id = os.environ.get("SLURM_JOB_ID")
     if job.config.run.name is None and job_id is not None:
         # the name survives a requeue, and the tasks of an array share one parent directory
@@ -121,8 +121,8 @@ def print_script(arguments: list[str]) -> int:
     parser = _parser("script", "Prints a batch script that trains the run that the overrides describe.")
     parser.add_argument("--json", action="store_true", help="print one JSON object with the script")
     options, rest = parser.parse_known_args(arguments)
-    instead = "; launch.dry_run=true -m shows the scripts of a sweep"
-    text = _batch_script(compose_job(parse_line(rest), "script prints one job", instead))
+    job = compose_job(parse_line(rest), "script", sweep="show the scripts of a sweep by launch.dry_run=true -m")
+    text = _batch_script(job)
     print(json.dumps({"script": text}) + "\n" if options.json else text, end="")
     return 0
 
@@ -144,7 +144,7 @@ def _batch_script(composed: ComposedJob) -> str:
         raise UserError("a batch script needs Slurm, got cluster.kind=local", where="cluster.kind", fix="cluster=slurm")
     if config.launch.chain > 1:
         raise UserError(
-            f"script prints one job, but launch.chain={config.launch.chain} makes a chain of jobs",
+            f"script takes one job, but launch.chain={config.launch.chain} makes a chain of jobs",
             where="launch.chain",
             fix="launch.chain=1, or submit the chain with -m",
         )

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from hpc_train.config.run_path import default_root
 from hpc_train.errors import UserError
+from hpc_train.run.directory import RANK_0
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.ledger import Account, read_ledger
@@ -145,7 +146,7 @@ def _describe(
         row["part"] = statuses[item.job_id].part  # the position in a chain of jobs
     attempt = item.run.newest_attempt()
     if view.exit is None and attempt >= 0:  # saves that have failed in succession up to now
-        row["failed_saves"] = failing(item.run.events_of("rank-0000", attempt))
+        row["failed_saves"] = failing(item.run.events_of(RANK_0, attempt))
     spent = None
     if with_ledger:
         spent = read_ledger(item.run, time.time() if view.exit is None else None).total

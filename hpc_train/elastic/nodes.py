@@ -19,7 +19,7 @@ from hpc_train.errors import UserError
 from hpc_train.machine.gpus import KEY as GPUS_KEY
 from hpc_train.machine.network.facts import NodeFacts, distance
 from hpc_train.machine.placement import node_order, with_nvlink_domain
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RANK_0, RunDirectory
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import BackgroundCall, patiently
 from hpc_train.run.rows import check_fields
@@ -160,7 +160,7 @@ def why_unfit(nodes: Iterable[Node]) -> tuple[str, str]:
 
 def have_been_checked(run: RunDirectory, launch: str, nodes: Sequence[str]) -> bool:
     """Returns whether a preflight of an earlier attempt of this start of the job has checked all of ``nodes``."""
-    checks = [event for event in run.events_of("rank-0000") if event.name == "preflight"]
+    checks = [event for event in run.events_of(RANK_0) if event.name == "preflight"]
     return any(set(nodes) <= set(check.get("nodes", ())) for check in checks if check.get("launch") == launch)
 
 
@@ -223,7 +223,7 @@ class NodeFailures:
 
     def _slow(self) -> Iterator[dict[str, Any]]:
         """Yields nodes that rank 0 reported as slow or unfit in the event log."""
-        for event in self.run.events_of("rank-0000"):
+        for event in self.run.events_of(RANK_0):
             line = {"time": event.time, "node": event.node}
             if event.name == "slow_node":
                 yield from (line | {"class": f"slow with {partner}"} for partner in event.partners)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
@@ -46,17 +46,18 @@ class Job:
 
     Attributes:
         number: its place in a sweep, from 0.
-        overrides: those of its command line.
-        trust_owner: its agents continue the run although it belongs to another user.
-        choice: of ``strategy=auto``.
+        overrides: the overrides of its command line.
+        trust_owner: whether its agents continue the run although it belongs to another user.
+        choice: the choice of ``strategy=auto``, if it chose the layout.
     """
 
-    number: int
-    overrides: tuple[str, ...]
     config: Config
     layout: Layout
     shape: JobShape
     run: RunDirectory
+    _: KW_ONLY
+    number: int = 0
+    overrides: tuple[str, ...] = ()
     trust_owner: bool = False
     choice: Choice | None = None
 

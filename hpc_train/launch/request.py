@@ -1,6 +1,7 @@
-"""The path from a command line to a frozen run, which all commands take: compose, check, freeze.
+"""The path from a command line to a frozen run: compose, check, freeze.
 
-``compose_job`` makes a typed config of the command line of one job. ``check_job`` chooses the layout of
+``compose_job`` makes a typed config of the command line of a single job; for a training, Hydra itself composes the jobs
+and calls the launcher. From there all commands take the same path: ``check_job`` chooses the layout of
 ``strategy=auto`` and refuses what cannot run, with all independent mistakes in one message. ``freeze_job`` writes the
 run directory. ``notices_of`` names the keys that a user sets without an effect.
 """
@@ -95,21 +96,21 @@ def parse_line(arguments: Sequence[str]) -> CommandLine:
     return CommandLine.parse(complete_arguments(arguments))
 
 
-def compose_job(line: CommandLine, what: str, instead: str = "", task: int | None = None) -> ComposedJob:
+def compose_job(line: CommandLine, command: str, *, sweep: str = "", task: int | None = None) -> ComposedJob:
     """Composes the job of ``line``, or job ``task`` of the sweep that it describes.
 
     Raises UserError if the config is wrong, or ``line`` describes several jobs and no ``task`` is given.
 
     Args:
-        what: what the command does with the job, for the refusal of a sweep: ``script prints one job``.
-        instead: how the command does it for a sweep.
+        command: the command that needs a single job.
+        sweep: what to do instead for a sweep.
     """
     jobs = expand(line.overrides)
     if task is None and (line.multirun or len(jobs) > 1):
         raise UserError(
-            f"{what}, but the overrides describe a sweep of {len(jobs)}",
+            f"{command} takes one job, but the overrides describe a sweep of {len(jobs)}",
             where="the command line",
-            fix=f"give each key one value and drop -m{instead}",
+            fix=", or ".join(filter(None, ["give each key one value and drop -m", sweep])),
         )
     if task is not None and not 0 <= task < len(jobs):
         raise UserError(
@@ -145,9 +146,18 @@ def check_job(
     with mistakes.collected():
         config, layout, choice = choose_and_check(config, run, shape)
     with mistakes.collected():
-        is_foreign = check_freeze(config, run, trust_owner)
+        trust_owner = check_freeze(config, run, trust_owner)
     mistakes.report()
-    return Job(number, tuple(overrides), config, layout, shape, run, is_foreign, choice)
+    return Job(
+        config,
+        layout,
+        shape,
+        run,
+        number=number,
+        overrides=tuple(overrides),
+        trust_owner=trust_owner,
+        choice=choice,
+    )
 
 
 def choose_and_check(config: Config, run: RunDirectory, shape: JobShape) -> tuple[Config, Layout, Choice | None]:

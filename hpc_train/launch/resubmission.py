@@ -63,7 +63,7 @@ def resubmit(
     for item in handles:
         shape = select_executor(item.config.cluster).shape(item.config)
         layout = resolve_layout(item.config, shape.nodes, shape.workers, shape.device_bytes)
-        jobs.append(Job(item.number, (), item.config, layout, shape, item.run, item.trusts_owner))
+        jobs.append(Job(item.config, layout, shape, item.run, number=item.number, trust_owner=item.trusts_owner))
     executor = select_executor(jobs[0].config.cluster)
     for line in executor.check(jobs):
         show(line, soft_wrap=True)

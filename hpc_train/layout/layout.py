@@ -148,3 +148,8 @@ class JobShape:
     in_job: bool = False
     device_bytes: float | None = None
     gpu_types: frozenset[str] = frozenset()
+
+    @classmethod
+    def on_slurm(cls, nodes: int, gpus: int, workers: int) -> JobShape:
+        """Returns the shape of a job that is not submitted: ``nodes`` of Slurm with ``workers`` on each."""
+        return cls(nodes, nodes, gpus, workers, Place.SLURM, in_job=True)

@@ -59,7 +59,7 @@ from hpc_train.preflight.checks import (
 from hpc_train.preflight.measure import Crew, Measured, effort, measure_all, paired_test, to_first
 from hpc_train.preflight.nccl_log import NCCLLog, copied_warnings, log_transport, logged_transport
 from hpc_train.run.agent_worker import WorkerSpec
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RunDirectory, rank_writer
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import UnfitNode
 from hpc_train.run.freeze import config_hash
@@ -82,7 +82,7 @@ def nccl_log(spec: WorkerSpec, config: Config, run: RunDirectory) -> Iterator[NC
         yield None
         return
     folder = run.logs / "nccl"
-    name = f"rank-{spec.rank:04d}.log"
+    name = f"{rank_writer(spec.rank)}.log"
     (folder / f"{spec.attempt - 1:03d}-{name}").unlink(missing_ok=True)
     log = log_transport()
     with nullcontext() if log is None else copied_warnings(log, folder / f"{spec.attempt:03d}-{name}"):

@@ -257,6 +257,15 @@ class RunDirectory:
             yield from self.follow(path).read()
 
 
+def rank_writer(rank: int) -> str:
+    """Returns the name under which a rank writes its events and logs."""
+    return f"rank-{rank:04d}"
+
+
+# Rank 0 writes the events about saves and the preflight; all writers of a large job have thousands of files.
+RANK_0 = rank_writer(0)
+
+
 def parsed_config(text: str) -> Any:
     """Returns the value of the YAML of a config.
 

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.opening import DamagedFile
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RANK_0, RunDirectory
 from hpc_train.run.events import Event
 from hpc_train.run.files import PATIENCE_S, BackgroundCall, in_time
 from hpc_train.run.ledger import Account, read_ledger
@@ -163,7 +163,7 @@ class Progress:
         self._resume_command = resume_command
         self._first_attempt = run.newest_attempt() + 1
         self._lines = _NewLinesOfAttempts(run, self._first_attempt, run.metrics_file)
-        writers = ("rank-0000", TRACKING)
+        writers = (RANK_0, TRACKING)
         self._events = [_NewLinesOfAttempts(run, self._first_attempt, partial(run.events_file, one)) for one in writers]
         self._look = BackgroundCall(self._read)
         self._total: int | None = None

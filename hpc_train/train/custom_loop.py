@@ -31,7 +31,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.preflight.run import nccl_log, preflight
 from hpc_train.run.agent_worker import Heartbeat, Phase, WorkerSpec
 from hpc_train.run.code import check_imports
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RunDirectory, rank_writer
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.requests import StopFlag
@@ -545,7 +545,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
         Exception: that of the function.
     """
     run = RunDirectory(Path(spec.run_dir))
-    with closing(EventLog.open(run, f"rank-{spec.rank:04d}", spec.attempt, spec.rank)) as events:
+    with closing(EventLog.open(run, rank_writer(spec.rank), spec.attempt, spec.rank)) as events:
         config = frozen_config(spec, run)
         heartbeat = Heartbeat.of(spec.heartbeat)
         answer_requests(spec)

@@ -35,7 +35,7 @@ from hpc_train.parallel.pipeline.balance import plan_split
 from hpc_train.preflight.run import nccl_log, preflight
 from hpc_train.run.agent_worker import Heartbeat, Phase, WorkerSpec
 from hpc_train.run.code import check_imports
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RunDirectory, rank_writer
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import patiently
@@ -71,7 +71,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
         UserError: the config does not fit the model, the data or the checkpoint.
     """
     run = RunDirectory(Path(spec.run_dir))
-    with closing(EventLog.open(run, f"rank-{spec.rank:04d}", spec.attempt, spec.rank)) as events:
+    with closing(EventLog.open(run, rank_writer(spec.rank), spec.attempt, spec.rank)) as events:
         config = for_nodes(frozen_config(spec, run), spec.nodes)
         heartbeat = Heartbeat.of(spec.heartbeat)
         answer_requests(spec)

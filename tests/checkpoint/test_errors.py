@@ -231,7 +231,7 @@ def test_the_space_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(OSError, match="needs 475 GiB, 381 GiB free") as caught:
         space.check_space(tmp_path, store, 500_000_000_000, 2, keep=3)
     assert "would fit" not in str(caught.value)
-    with pytest.raises(OSError, match=r"needs 381 GiB, 381 GiB free, keep=2 would fit"):
+    with pytest.raises(OSError, match=r"needs 381 GiB, 381 GiB free, checkpoint.keep=2 would fit"):
         space.check_space(tmp_path, store, 401_568_501_891, 2, keep=3)
     with pytest.raises(OSError, match="needs 20 inodes, 9 free"):
         space.check_space(tmp_path, store, 5, 20, keep=3)

@@ -51,4 +51,4 @@ def make_job(
     nodes = node_range(cluster)[1]
     layout = resolve_layout(config, nodes, workers)
     shape = JobShape(nodes, nodes, gpus, workers, Place.MACHINE)
-    return Job(number, ("+strategy=dp",), config, layout, shape, run)
+    return Job(config, layout, shape, run, number=number, overrides=("+strategy=dp",))

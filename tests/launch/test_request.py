@@ -229,7 +229,7 @@ def test_one_job_is_required(place: Path, capsys: pytest.CaptureFixture[str]) ->
     for command in ("freeze", "script", "doctor"):
         assert cli.run([command, "optim.lr=1,2", *CPUS]) == 2
         assert "but the overrides describe a sweep of 2" in capsys.readouterr().err
-    with pytest.raises(UserError, match="bench measures one job, but the overrides describe a sweep of 2"):
+    with pytest.raises(UserError, match="bench takes one job, but the overrides describe a sweep of 2"):
         config_of(["optim.lr=1,2"])
 
 

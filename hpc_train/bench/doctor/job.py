@@ -21,7 +21,7 @@ from hpc_train.launch.job import Job
 from hpc_train.launch.request import ComposedJob, choose_and_check, compose_job, parse_line
 from hpc_train.launch.sbatch import NO_SITE, arguments, options
 from hpc_train.launch.storage import check_room
-from hpc_train.layout.layout import JobShape, Place
+from hpc_train.layout.layout import JobShape
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.layout.validate import check_values
 from hpc_train.machine.allocation import workers_per_node
@@ -40,7 +40,7 @@ def composed(overrides: Sequence[str]) -> ComposedJob:
     Raises:
         UserError: a value is wrong on any machine.
     """
-    job = compose_job(parse_line(overrides), "doctor checks one job")
+    job = compose_job(parse_line(overrides), "doctor")
     check_values(job.config)
     return job
 
@@ -79,10 +79,10 @@ def resources(request: ComposedJob) -> list[str]:
     site = read_site() if controller_answers() else NO_SITE
     gpus, workers = workers_per_node(cluster, visible=asked_gpus(cluster, site).count)
     nodes = node_range(cluster)[1]
-    shape = JobShape(nodes, nodes, gpus, workers, Place.SLURM, in_job=True)
+    shape = JobShape.on_slurm(nodes, gpus, workers)
     config = with_all_workers(request.config, nodes * workers)
     layout = resolve_layout(config, nodes, workers)
-    sbatch_options = options(Job(0, request.overrides, config, layout, shape, _directory(config)), site)
+    sbatch_options = options(Job(config, layout, shape, _directory(config)), site)
     return arguments({name: value for name, value in sbatch_options.items() if name not in NOT_FOR_A_CHECK})
 
 
@@ -100,7 +100,8 @@ def _job(request: ComposedJob) -> tuple[Job, str]:
         described = f"{shape.nodes} nodes (without +strategy=NAME no layout is checked)"
     directory = _directory(config)
     config, layout, choice = choose_and_check(config, directory, shape)
-    return Job(0, request.overrides, config, layout, shape, directory, choice=choice), described or str(layout)
+    job = Job(config, layout, shape, directory, overrides=request.overrides, choice=choice)
+    return job, described or str(layout)
 
 
 def _directory(config: Config) -> RunDirectory:

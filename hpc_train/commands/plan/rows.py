@@ -22,7 +22,7 @@ from hpc_train.config.command_line import CommandLine, JobComposer
 from hpc_train.config.compose import packaged, typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.layout.layout import JobShape, Place
+from hpc_train.layout.layout import JobShape
 from hpc_train.layout.resolve import SIMPLEST
 from hpc_train.layout.sizes import parameter_count
 from hpc_train.layout.techniques import AUTO
@@ -304,8 +304,11 @@ class Search:
         """Returns why the keys that are set permit no layout on any number of GPUs."""
         per_node = self.machine.devices_per_node
         places = [(max(1, count // per_node), min(count, per_node)) for count in self.gpus]
-        refused = (refusal(training.config, *place, training.fixed) for place in places)
-        why = next((f": {error.what}" for error in refused if error is not None), "")
+        refusals = [refusal(training.config, *place, training.fixed) for place in places]
+        first = next((error for error in refusals if error is not None), None)
+        if first is not None and {str(error) for error in refusals} == {str(first)}:
+            return first  # another number of GPUs does not help
+        why = "" if first is None else f": {first.what}"
         return UserError(
             f"no layout is possible with these settings{why}",
             where="the command line",
@@ -368,7 +371,7 @@ def in_time(rows: Sequence[Row], deadline: float) -> list[Row]:
     raise UserError(
         f"no layout is done in time: the fastest, {row.candidate.layout} on {row.candidate.devices} GPUs, takes "
         f"{format_duration(row.seconds or 0)} and is done {late} later",
-        where="--by, --within",
+        where="--within",
         fix="more --gpus, fewer train.steps, or a later time",
     )
 
@@ -390,9 +393,9 @@ def with_starts(rows: Sequence[Row], config: Config, sort: str) -> tuple[list[Ro
         nodes = row.candidate.nodes
         workers = row.candidate.devices // nodes
         gpus = 0 if config.cluster.gpus_per_node == 0 else workers
-        shape = JobShape(nodes, nodes, gpus, workers, Place.SLURM, in_job=True)
+        shape = JobShape.on_slurm(nodes, gpus, workers)
         chosen = with_values(config, {**row.candidate.values, "cluster.nodes": nodes})
-        sbatch_options = options(Job(0, (), chosen, row.candidate.layout, shape, run), site)
+        sbatch_options = options(Job(chosen, row.candidate.layout, shape, run), site)
         shapes.append(
             tuple(arguments({name: value for name, value in sbatch_options.items() if name not in WITHOUT_EFFECT}))
         )
