@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +70,22 @@ def node(root: Path, **changes: str) -> AmdMachine:
     return machine
 
 
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> AmdMachine:
+    """A node without a defect, for tests that leave it as it is."""
+    return node(tmp_path_factory.mktemp("healthy"))
+
+
+@contextmanager
+def third_gpu(machine: AmdMachine, **changes: str) -> Iterator[None]:
+    """Gives the third GPU of ``machine`` the files ``changes``."""
+    fill(machine, LUMI[2][0], **changes)
+    try:
+        yield
+    finally:
+        fill(machine, LUMI[2][0])
+
+
 def check(machine: AmdMachine, quick: bool = True) -> VendorHealth:
     return amd_health("n1", quick, paths(machine))
 
@@ -75,8 +94,8 @@ def bad(health: VendorHealth) -> list[Finding]:
     return [finding for finding in health.findings if finding.level != OK]
 
 
-def test_healthy_gpus_are_one_line(tmp_path: Path) -> None:
-    health = check(node(tmp_path))
+def test_healthy_gpus_are_one_line(healthy: AmdMachine) -> None:
+    health = check(healthy)
     assert (health.present, health.shared, len(health.gpus)) == (8, False, 8)
     first = health.gpus[0]
     assert (first.pci, first.pcie_width, first.pcie_gen, first.pcie_best_gen) == ("0000:c1:00.0", 16, 4, 4)
@@ -98,15 +117,18 @@ def test_healthy_gpus_are_one_line(tmp_path: Path) -> None:
         ("current_link_speed", "8.0 GT/s PCIe", WARNING, "its PCIe link runs at generation 3 of 4"),
     ],
 )
-def test_what_is_wrong_has_its_level_and_fix(tmp_path: Path, name: str, content: str, level: str, text: str) -> None:
-    (found,) = bad(check(node(tmp_path, **{name: content})))
+def test_what_is_wrong_has_its_level_and_fix(
+    healthy: AmdMachine, name: str, content: str, level: str, text: str
+) -> None:
+    with third_gpu(healthy, **{name: content}):
+        (found,) = bad(check(healthy))
     assert found.level == level and found.text.startswith("GPU2 (0000:c9:00.0): ") and text in found.text
     assert found.fix.startswith("cluster.exclude=n1; for the staff: ") and "nvidia" not in found.fix
 
 
-def test_an_idle_gpu_may_lower_its_link(tmp_path: Path) -> None:
-    idle = {"current_link_speed": "2.5 GT/s PCIe", "gpu_busy_percent": "0"}
-    assert not bad(check(node(tmp_path, **idle)))
+def test_an_idle_gpu_may_lower_its_link(healthy: AmdMachine) -> None:
+    with third_gpu(healthy, current_link_speed="2.5 GT/s PCIe", gpu_busy_percent="0"):
+        assert not bad(check(healthy))
 
 
 def test_the_link_to_the_slot_counts_and_not_the_one_inside_of_a_card(tmp_path: Path) -> None:
@@ -120,16 +142,17 @@ def test_the_link_to_the_slot_counts_and_not_the_one_inside_of_a_card(tmp_path: 
     assert "its PCIe link has 4 of 16 lanes" in found.text
 
 
-def test_counts_that_cannot_be_read_are_not_known(tmp_path: Path) -> None:
+def test_counts_that_cannot_be_read_are_not_known(healthy: AmdMachine) -> None:
     resetting = "Query currently inaccessible"  # as the driver prints
-    health = check(node(tmp_path, **{"ras/umc_err_count": resetting, "ras/gfx_err_count": resetting}))
+    with third_gpu(healthy, **{"ras/umc_err_count": resetting, "ras/gfx_err_count": resetting}):
+        health = check(healthy)
     assert not bad(health) and health.gpus[2].uncorrected is None
     unknown, fine, _ = health.findings
     assert unknown.unknown and "GPU2 (0000:c9:00.0)" in unknown.text
     assert fine.text == "8 GPUs healthy: PCIe links"
 
 
-def test_gpus_are_counted_on_the_bus_in_the_driver_and_in_slurm(tmp_path: Path) -> None:
+def test_gpus_are_counted_on_the_bus_in_the_driver_and_in_slurm(healthy: AmdMachine, tmp_path: Path) -> None:
     machine = node(tmp_path)
     machine.on_bus(MI250X, 0xE1)
     places = paths(machine)
@@ -138,7 +161,7 @@ def test_gpus_are_counted_on_the_bus_in_the_driver_and_in_slurm(tmp_path: Path) 
         "the PCI bus shows 9 AMD Instinct GPUs, but the driver amdgpu manages 8",
         "Slurm configures 9 GPUs on this node, but 8 can be found",
     ]
-    whole = check_node("n1", gpus=8, paths=paths(node(tmp_path / "whole")))
+    whole = check_node("n1", gpus=8, paths=paths(healthy))
     assert whole.healthy and whole.line() == "ok: 8 GPUs, 0 RDMA ports"
     without = AmdMachine(tmp_path / "without")
     without.on_bus(MI300X, 0x05)
@@ -285,9 +308,10 @@ def test_only_errors_of_the_hardware_prove_a_defect() -> None:
         ("ring sdma0 timeout, signaled seq=75, emitted seq=77", Failure.KERNEL),
     ],
 )
-def test_a_logged_defect_makes_an_error_of_hip_the_nodes_fault(tmp_path: Path, line: str, expected: Failure) -> None:
-    machine = node(tmp_path)
-    places = paths(machine)
+def test_a_logged_defect_makes_an_error_of_hip_the_nodes_fault(
+    healthy: AmdMachine, tmp_path: Path, line: str, expected: Failure
+) -> None:
+    places = replace(paths(healthy), kmsg=tmp_path / "kmsg")
     places.kmsg.write_text(f"3,1,{int((time.monotonic() - 5) * 1e6)},-;amdgpu 0000:c9:00.0: amdgpu: {line}\n")
     gpus = tuple(Gpu(number, f"0000:{bus:02x}:00.0", "AMD Instinct MI250X") for number, (bus, _) in enumerate(LUMI))
     facts = NodeFacts("n1", gpus, visible=tuple(str(number) for number in range(8)))

@@ -18,7 +18,7 @@ from hpc_train.machine.network.smi import parse_matrix
 from hpc_train.run.rows import check_fields
 from tests.machine.network.machines import matrix
 
-FAST = settings(max_examples=2000 if os.environ.get("HPC_TRAIN_LONG") else 30, deadline=None)
+FAST = settings(max_examples=2000 if os.environ.get("HPC_TRAIN_LONG") else 20, deadline=None)
 WAYS = ["NV4", "PIX", "PXB", "PHB", "NODE", "SYS"]
 CPUS = st.sets(st.integers(0, 63), max_size=32).map(lambda found: tuple(sorted(found)))
 
