@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,9 +31,24 @@ from hpc_train.data.tokens import TokensDataset
 from hpc_train.errors import UserError
 from hpc_train.run.file_lock import STALE_S, LockOwner, acquire, newest_lock
 from hpc_train.train.prompts import choose_tokenizer
+from tests.checkpoint.progress import LONG
 from tests.config.composing import compose
 
 SEPARATOR = "<|endoftext|>"
+
+
+@pytest.fixture(autouse=True)
+def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encodes in this process: each worker would take a second to start. The cases of the long form start them."""
+
+    def run_jobs(function: Any, jobs: Sequence[Any], workers: int, on_progress: Callable[[Progress], None]) -> None:
+        counts = np.zeros((len(jobs), 2), np.int64)
+        for job, own in zip(jobs, counts, strict=True):
+            function(job, lambda done, items, own=own: own.__setitem__(slice(None), (done, items)))
+            on_progress(Progress(*counts.sum(0).tolist()))
+
+    if not LONG:
+        monkeypatch.setattr(prepare, "run_jobs", run_jobs)
 
 
 def write_jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
@@ -210,11 +225,12 @@ def test_truncation_and_padding_of_the_tokenizer_are_ignored(tmp_path: Path) -> 
     assert np.bincount(both)[[1, 101]].tolist() == [10 * 1005, 20] and 102 not in both
 
 
-def test_text_files_are_documents_and_gzip_is_read(tmp_path: Path) -> None:
+def test_text_files_are_documents_and_gzip_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "_PIECE", 20_000)
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json", SEPARATOR)
     folder = tmp_path / "books" / "deep"
     folder.mkdir(parents=True)
-    long = "".join(f"w{i % 100} w7\n" for i in range(200_000))  # more than one piece
+    long = "".join(f"w{i % 100} w7\n" for i in range(10_000))  # more than one piece
     (folder / "long.txt").write_text(long)
     with gzip.open(folder / "short.txt.gz", "wt") as file:
         file.write("w1 w2 w3")
@@ -222,7 +238,7 @@ def test_text_files_are_documents_and_gzip_is_read(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run(tmp_path / "books", folder / "long.txt", "--out", out, "--tokenizer", tokenizer, "--workers", 1) == 0
     both = np.concatenate([tokens(out, split) for split in ("train", "validation")])
-    assert len(both) == 400_000 + 1 + 3 + 1  # the second mention of long.txt is the same file
+    assert len(both) == 20_000 + 1 + 3 + 1  # the second mention of long.txt is the same file
     assert (both == 101).sum() == 2
     assert json.loads((out / "meta.json").read_text())["source"]["validation"] == "the end of the tokens"
     assert len(tokens(out, "validation")) == round(len(both) * 0.01)
@@ -328,6 +344,7 @@ def test_the_lengths_of_many_documents_take_little_memory(tmp_path: Path) -> Non
     assert train.tolist() == [7] * 999_999 + [3] and validation.tolist() == [4]
 
 
+@pytest.mark.long_form(5)  # test_shards ends a prepare with its workers
 def test_ctrl_c_ends_all_and_says_how_to_go_on(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "documents.jsonl", ["text " * 100] * 30_000)
     code = "import sys\nfrom hpc_train.commands.prepare import main\nsys.exit(main(sys.argv[1:]))"
@@ -384,6 +401,14 @@ def test_a_full_disk_is_what_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, "train.bin is full")
 
 
+def test_a_successor_ends_an_earlier_builder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="another process has begun to prepare"), sole_builder(tmp_path) as builder:
+        os.utime(builder.lock.path, (time.time() - STALE_S - 1,) * 2)
+        assert acquire(tmp_path / ".locks", replace(LockOwner.of_this_process(), machine="another")).number == 2
+        builder.check()
+
+
+@pytest.mark.long_form(8)  # the case before has the check
 def test_a_suspended_process_leaves_the_directory_to_its_successor(tmp_path: Path) -> None:
     with preparing(tmp_path) as suspended:
         os.killpg(suspended.pid, signal.SIGSTOP)

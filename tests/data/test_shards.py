@@ -63,7 +63,7 @@ def test_processes_that_share_an_open_shard_do_not_disturb_each_other(pictures: 
     assert prepare(pictures) == 0
     dataset = ShardsDataset(ShardsDataConfig(path=str(pictures / "shards"), image_size=16, n_classes=3), "train", 0)
     expected = sums(dataset, list(range(15)))  # the shard is open now
-    orders = [list(np.random.default_rng(seed).permutation(15)) * 20 for seed in range(4)]
+    orders = [list(np.random.default_rng(seed).permutation(15)) * 10 for seed in range(3)]
     fork = multiprocessing.get_context("fork")
     pipes = [fork.Pipe(duplex=False) for _ in orders]
     readers = [
