@@ -14,7 +14,7 @@ from hpc_train.config.translate import translate
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze
-from tests.config.composing import config_of
+from tests.config.composing import config_of, share_compositions
 from tests.doors.command import hpc_train
 
 IMAGES = ["data=synthetic", "data.task=images"]
@@ -237,6 +237,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "outputs" / "done" / name).touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    share_compositions(monkeypatch)
     return tmp_path
 
 

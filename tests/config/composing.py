@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
+import pytest
 from omegaconf import DictConfig
 
 from hpc_train.config import compose as with_hydra
@@ -24,15 +26,35 @@ def compose(overrides: Sequence[str]) -> DictConfig:
     return _SHARED(overrides)
 
 
+def share_compositions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the commands that a test runs in this process share what Hydra has composed, as the jobs of a sweep do."""
+    composer = CommandLine.composer
+
+    @contextmanager
+    def shared(line: CommandLine) -> Iterator[JobComposer]:
+        with composer(line) as compose:
+            if _is_packaged(line):
+                compose._composed = _SHARED._composed
+            yield compose
+
+    monkeypatch.setattr(CommandLine, "composer", shared)
+
+
+def _is_packaged(line: CommandLine) -> bool:
+    """Returns whether only files of the package are composed."""
+    return not line.directories and not line.overrides_strategy and line.config_name == PRIMARY
+
+
 def config_of(*arguments: str) -> Config:
     """Returns the typed config of a command line in this directory and environment."""
-    return deepcopy(_composed(Path.cwd(), frozenset(os.environ.items()), *arguments))
+    environment = frozenset(item for item in os.environ.items() if item[0] != "PYTEST_CURRENT_TEST")
+    return deepcopy(_composed(Path.cwd(), environment, *arguments))
 
 
 @cache
 def _composed(directory: Path, environment: frozenset[tuple[str, str]], *arguments: str) -> Config:
     line = CommandLine.parse(with_right_plus(arguments))
-    if not line.directories and not line.overrides_strategy and line.config_name == PRIMARY:
+    if _is_packaged(line):
         return typed(compose(line.overrides))
     with line.composer() as composer:
         return typed(composer(line.overrides))

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.structure.shape import PACKAGE, REPOSITORY, nodes_of, sources
+from tests.structure.shape import REPOSITORY, nodes_of
 
 # kind -> (pattern, what to write instead)
 KINDS = {
@@ -53,7 +53,7 @@ def texts(path: Path, nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
 def phrases(root: Path = REPOSITORY) -> dict[str, list[str]]:
     """Returns the places of each kind, as ``file:line: phrase``."""
     places: dict[str, list[str]] = {kind: [] for kind in KINDS}
-    for path, nodes in nodes_of(sources(root, PACKAGE)).items():
+    for path, nodes in nodes_of(root).items():
         for line, text in texts(path, nodes):
             for kind, (pattern, _) in KINDS.items():
                 for match in re.finditer(pattern, text):

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import ast
+import gc
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = "hpc_train"
@@ -23,9 +25,15 @@ def sources(root: Path, folder: str) -> dict[Path, str]:
     return {path: path.read_text() for path in sorted((root / folder).rglob("*.py"))}
 
 
-def nodes_of(files: dict[Path, str]) -> dict[Path, list[ast.AST]]:
-    """Returns all nodes of the syntax tree of each file."""
-    return {path: list(ast.walk(ast.parse(text))) for path, text in files.items()}
+@cache
+def nodes_of(root: Path) -> dict[Path, list[ast.AST]]:
+    """Returns all nodes of the syntax tree of each file of the package; without the garbage collector, which would take
+    three quarters of the time."""
+    gc.disable()
+    try:
+        return {path: list(ast.walk(ast.parse(text))) for path, text in sources(root, PACKAGE).items()}
+    finally:
+        gc.enable()
 
 
 def bound_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
@@ -107,7 +115,7 @@ def rows(root: Path) -> dict[str, str]:
     """Returns the figures by name."""
     product = sources(root, PACKAGE)
     tests = sources(root, "tests")
-    nodes = nodes_of(product)
+    nodes = nodes_of(root)
     components = cycles(imports(root, nodes))
     lines = sum(text.count("\n") for text in product.values())
     packages = [path for path in (root / PACKAGE).iterdir() if (path / "__init__.py").exists()]
@@ -127,5 +135,5 @@ if __name__ == "__main__":
     where = Path(sys.argv[1]) if len(sys.argv) > 1 else REPOSITORY
     for name, figure in rows(where).items():
         print(f"{name:45} {figure}")
-    for component in cycles(imports(where, nodes_of(sources(where, PACKAGE)))):
+    for component in cycles(imports(where, nodes_of(where))):
         print("cycle:", *component)

@@ -23,7 +23,7 @@ from tests.structure.shape import (
 
 def test_figures_of_the_code_do_not_rise() -> None:
     product = sources(REPOSITORY, PACKAGE)
-    nodes = nodes_of(product)
+    nodes = nodes_of(REPOSITORY)
     components = cycles(imports(REPOSITORY, nodes))
     packages = [path for path in (REPOSITORY / PACKAGE).iterdir() if (path / "__init__.py").exists()]
     assert len(packages) <= 20
