@@ -303,7 +303,7 @@ def test_options_that_mean_nothing_are_refused(arguments: list[str], capsys: pyt
         ([*TINY, "--gpus", "9..15"], "no number of --gpus fills nodes of 8"),
         ([*TINY, "cluster.gpu_type=a100"], "a100 does not decide which machine file describes the job"),
         ([*TINY, "cluster.gpu_type=rtx4090"], "no machine file describes the GPU type rtx4090"),
-        ([*TINY, "--figure", "wats=1"], "the machine has no number wats"),
+        (["experiment=hybrid_8gpu", "--figure", "wats=1"], "the machine has no number wats"),
         ([*TINY, "--figure", "matmul_share=3"], "matmul_share is 3"),
     ],
 )

@@ -71,8 +71,9 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_intermixed_args(arguments)
     directory = [] if options.config_dir is None else ["-cd", options.config_dir]
     line = without_auto(CommandLine.parse(with_right_plus([*options.overrides, *directory])))
+    strategy = strategy_key(line)  # composes, so not within another composition
     with line.composer() as compose:
-        training = PlannedTraining(line, compose, strategy_key(line))
+        training = PlannedTraining(line, compose, strategy)
         config = training.config
         machine = with_figures(machine_of(options, config, training.fixed), options)
         gpus = gpus_of(options, machine)
