@@ -15,8 +15,6 @@ from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.memory import estimate
 from hpc_train.layout.techniques import SCHEDULES, DataParallelKind, PipelineSchedule, find_kind, find_schedule
-from hpc_train.layout.validate import validate
-from tests.config.composing import config_of
 from tests.extensions.package import dualpipev, kinds
 from tests.parallel.cells import Cell
 from tests.parallel.oracle import check_cells
@@ -28,22 +26,27 @@ KIND = "tests.extensions.package.kinds:KIND"
 DUALPIPEV = {"schedule": SCHEDULE, "stages_per_rank": 2}
 
 
-def test_a_schedule_from_outside_trains_as_one_process_does() -> None:
+def test_each_trains_as_one_process_does() -> None:
+    check_cells(
+        [Cell(2, "gpt-tied", strategy=split) for split in ({"pp": 2} | DUALPIPEV, {"dp": 2, "data_parallel": KIND})]
+    )
+
+
+@pytest.mark.long_form(15)
+def test_each_trains_with_other_techniques_as_one_process_does() -> None:
     splits: list[dict[str, Any]] = [
-        {"pp": 4},
-        *({"pp": 2, "dp": 2, "data_parallel": kind} for kind in ("allreduce", "zero1", "zero2")),
+        {"pp": 4} | DUALPIPEV,
+        {"pp": 2, "dp": 2, "data_parallel": KIND} | DUALPIPEV,
+        *({"pp": 2, "dp": 2, "data_parallel": kind} | DUALPIPEV for kind in ("allreduce", "zero1", "zero2")),
+        {"dp": 4, "data_parallel": KIND},
+        {"pp": 2, "dp": 2, "data_parallel": KIND},
     ]
-    check_cells([Cell(4, "gpt-tied", strategy=split | DUALPIPEV) for split in splits])
+    cells = [Cell(4, "gpt-tied", strategy=split) for split in splits]
+    cells.append(Cell(4, "vit", strategy={"dp": 4, "data_parallel": KIND}, batch={"micro_batches": 3}))
+    check_cells(cells)
 
 
-@pytest.mark.long_form(6)  # a run trains with a kind and a schedule below
-def test_a_kind_from_outside_trains_as_one_process_does() -> None:
-    splits: list[dict[str, Any]] = [{"dp": 4}, {"pp": 2, "dp": 2}, {"pp": 2, "dp": 2} | DUALPIPEV]
-    chosen = [Cell(4, "gpt-tied", strategy=split | {"data_parallel": KIND}) for split in splits]
-    chosen.append(Cell(4, "vit", strategy={"dp": 4, "data_parallel": KIND}, batch={"micro_batches": 3}))
-    check_cells(chosen)
-
-
+@pytest.mark.long_form(15)  # the numbers above; that workers find a kind of the user's: tests/parallel
 def test_a_run_trains_with_both(tmp_path: Path) -> None:
     both = [f"strategy.schedule={SCHEDULE}", "strategy.stages_per_rank=2", f"strategy.data_parallel={KIND}"]
     run = frozen(tmp_path / "run", "+strategy=hybrid", *both, "train.steps=3", "model.dropout=0")
@@ -94,7 +97,7 @@ def test_what_does_not_go_together_is_refused(strategy: dict[str, Any], train: d
 
 
 FACTS = [("dualpipev", "SCHEDULE", PipelineSchedule), ("kinds", "KIND", DataParallelKind)]
-KEYS = {"SCHEDULE": "strategy.schedule", "KIND": "strategy.data_parallel"}
+KEYS = {"SCHEDULE": "schedule", "KIND": "data_parallel"}
 
 
 @pytest.mark.parametrize(
@@ -108,9 +111,8 @@ def test_a_row_without_one_fact_is_refused_when_the_config_is_validated(
     text, removed = re.subn(rf"^    {fact}=.*\n", "", source.read_text(), flags=re.MULTILINE)
     path = write_package(tmp_path, monkeypatch, text)
     assert removed == 1
-    config = config_of(f"{KEYS[attribute]}={path}:{attribute}")
     with pytest.raises(UserError) as refused:
-        validate(config, 1, 4)
+        Cell(4, strategy={"pp": 2, KEYS[attribute]: f"{path}:{attribute}"}).layout()
     assert refused.value.what == f"mine_{tmp_path.name}.row:{attribute} does not state {fact}"
     assert refused.value.where == f"{tmp_path}/mine_{tmp_path.name}/row.py"
     assert f"{fact}=..." in refused.value.fix
@@ -133,7 +135,7 @@ def test_a_wrong_row_is_refused(text: str, message: str, tmp_path: Path, monkeyp
     row = (Path(__file__).parent / "package" / "dualpipev.py").read_text() + "\nfrom dataclasses import replace\n"
     path = write_package(tmp_path, monkeypatch, text.replace("{row}", row))
     with pytest.raises(UserError, match=message):
-        validate(config_of(f"strategy.schedule={path}:SCHEDULE"), 1, 4)
+        Cell(4, strategy={"pp": 2, "schedule": f"{path}:SCHEDULE"}).layout()
 
 
 def write_package(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> str:

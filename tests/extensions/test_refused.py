@@ -3,42 +3,50 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
 import pytest
 
+from hpc_train.config.extensions import load_family, load_source
+from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.validate import validate
+from hpc_train.models.contract import disagreement
 from tests.config.composing import config_of
 from tests.extensions.model_and_data import overrides, write_package
 
 NUMBERS = count()
-FAMILY_FACTS = ["schema", "learns_from", "parameters", "activations", "flops_per_sample"]
+Change = tuple[str, str, str]
+PLAN = 'TensorParallel(plan="PACKAGE.mixer:plan", divisible=("ffn_dim",), shards_sequence=False)'
 
 
-def refusal(folder: Path, monkeypatch: pytest.MonkeyPatch, *changes: tuple[str, str, str], more: str = "") -> str:
-    """The message for a package with these mistakes."""
-    name = f"refused_{next(NUMBERS)}"
-    write_package(folder, name, *changes)
-    monkeypatch.syspath_prepend(str(folder))
-    with pytest.raises(UserError) as error:
-        validate(config_of("+strategy=single", *overrides(name), *more.split()), 1, 2)
-    return str(error.value)
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Returns a function that writes a package with these changes and returns its name."""
+
+    def write(*changes: Change) -> str:
+        name = f"refused_{next(NUMBERS)}"  # rows are loaded once per process
+        write_package(tmp_path, name, *changes)
+        return name
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return write
 
 
-@pytest.mark.parametrize("fact", FAMILY_FACTS)
-def test_a_family_without_a_fact_is_refused_by_its_name_and_file(
-    fact: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = {"schema": "    schema=MixerConfig,\n", "learns_from": '    learns_from="tokens",\n'}
-    message = refusal(tmp_path, monkeypatch, ("mixer_family", line.get(fact, f"    {fact}={fact},\n"), ""))
-    assert f"does not state {fact}" in message and "mixer_family.py" in message
+def composed(name: str, *more: str) -> Config:
+    return config_of("+strategy=single", *overrides(name), *more)
 
 
 @pytest.mark.parametrize(
     ("file", "text", "replacement", "words"),
     [
+        ("mixer_family", "    schema=MixerConfig,\n", "", "does not state schema"),
+        ("mixer_family", '    learns_from="tokens",\n', "", "does not state learns_from"),
+        ("mixer_family", "    parameters=parameters,\n", "", "does not state parameters"),
+        ("mixer_family", "    activations=activations,\n", "", "does not state activations"),
+        ("mixer_family", "    flops_per_sample=flops_per_sample,\n", "", "does not state flops_per_sample"),
         ("mixer_family", "    tensor_parallel=", "    chunked_loss=False) if 0 else dict(x=", "must be a ModelFamily"),
         ("mixer_family", "n_layers: int", "depth: int", "has no key n_layers"),
         ("mixer_family", "PACKAGE.mixer:Mixer", "PACKAGE.mixer:Blender", "defines no Blender"),
@@ -52,59 +60,59 @@ def test_a_family_without_a_fact_is_refused_by_its_name_and_file(
         ("counting_source", "vocab_size: int", "size: int", "has no key vocab_size"),
         ("counting_source", '"tokens"', '"images"', "has no key image_size, channels, n_classes"),
         ("counting", "config, split, seed", "config", "does not take 3 positional arguments"),
-        ("counting_source", '"tokens"', '"audio"', "requires tokens as samples, but"),
     ],
 )
 def test_a_missing_or_contradictory_fact_is_refused(
-    file: str, text: str, replacement: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, text: str, replacement: str, words: str, package: Callable[..., str], tmp_path: Path
 ) -> None:
-    message = refusal(tmp_path, monkeypatch, (file, text, replacement))
+    name = package((file, text, replacement))
+    with pytest.raises(UserError) as error:
+        load_source(f"{name}.counting_source:SOURCE")
+        load_family(f"{name}.mixer_family:FAMILY")
+    message = str(error.value)
     assert words in message
-    assert str(tmp_path) in message or "set in: model, data" in message
+    assert str(tmp_path) in message
 
 
-@pytest.mark.parametrize(
-    ("text", "replacement", "words"),
-    [
-        ("return model.n_layers *", "return 1 + model.n_layers *", "but the model has"),
-        pytest.param(
-            "return 6.0 *", "return 3.0 * len(shape) +", "flops_per_sample is", marks=pytest.mark.long_form(10)
-        ),
-        pytest.param('"mixer." + name', '{}[name]', "has no name for", marks=pytest.mark.long_form(10)),
-    ],
-)  # fmt: skip
-def test_a_description_that_contradicts_the_model_is_refused(
-    text: str, replacement: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes = [("mixer_family", text, replacement)]
-    if "flops" in words:
-        changes.append(("mixer", "return flops_per_sample(self.config, inputs.shape[1:])", "return 1.0"))
-    message = refusal(tmp_path, monkeypatch, *changes)
-    assert words in message and "mixer_family.py" in message
+CONTRADICTIONS = [
+    ("mixer_family", "return model.n_layers *", "return 1 + model.n_layers *", "but the model has"),
+    ("mixer", "return flops_per_sample(self.config, inputs.shape[1:])", "return 1.0", "flops_per_sample is"),
+    ("mixer_family", '"mixer." + name', "{}[name]", "has no name for"),
+    ("mixer", '        "norm": ReplicatedStyle(),\n', "", "omits layers.0.norm.weight"),
+]
 
 
-def test_a_plan_that_shards_the_sequence_and_omits_a_module_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes = [
-        ("mixer_family", "shards_sequence=False", "shards_sequence=True"),
-        ("mixer", '        "norm": ReplicatedStyle(),\n', ""),
-    ]
-    assert "omits layers.0.norm.weight" in refusal(tmp_path, monkeypatch, *changes, more="strategy.tp=2")
+def test_a_description_that_contradicts_the_model_is_refused(package: Callable[..., str]) -> None:
+    for file, text, replacement, words in CONTRADICTIONS:
+        shards = ("mixer_family", "shards_sequence=False", f"shards_sequence={words.startswith('omits')}")
+        name = package((file, text, replacement), shards)
+        family, source = load_family(f"{name}.mixer_family:FAMILY"), load_source(f"{name}.counting_source:SOURCE")
+        kinds = {"model": f"{name}.mixer_family:FAMILY", "data": f"{name}.counting_source:SOURCE"}
+        model = family.schema(kind=kinds["model"], vocab_size=16, n_layers=2)
+        assert words in disagreement(model, source.schema(kind=kinds["data"]))
 
 
-def test_values_outside_the_range_and_unknown_keys_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "model.dim" in refusal(tmp_path, monkeypatch, more="+model.dim=0")
-    assert "model.width is not a config key" in refusal(tmp_path, monkeypatch, more="+model.width=3")
-    assert "data.start is 99" in refusal(tmp_path, monkeypatch, more="+data.start=99")
+@pytest.mark.long_form(15)  # the comparison itself above
+def test_a_contradiction_is_found_in_another_process(package: Callable[..., str]) -> None:
+    name = package(CONTRADICTIONS[0][:3])
+    with pytest.raises(UserError, match="but the model has") as refused:
+        validate(composed(name), 1, 2)
+    assert "mixer_family.py" in str(refused.value)
 
 
-def test_a_family_without_a_tensor_parallel_plan_is_refused_under_tp(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = 'tensor_parallel=TensorParallel(plan="PACKAGE.mixer:plan", divisible=("ffn_dim",), shards_sequence=False)'
-    change = ("mixer_family", line, "tensor_parallel=None")
-    assert "has no tensor-parallel plan" in refusal(tmp_path, monkeypatch, change, more="strategy.tp=2")
+def test_what_does_not_fit_the_config_is_refused(package: Callable[..., str]) -> None:
+    name = package()
+    without_plan = package(("mixer_family", f"tensor_parallel={PLAN}", "tensor_parallel=None"))
+    audio = package(("counting_source", '"tokens"', '"audio"'))
+    for arguments, words in [
+        ((name, "+model.dim=0"), "model.dim"),
+        ((name, "+model.width=3"), "model.width is not a config key"),
+        ((name, "+data.start=99"), "data.start is 99"),
+        ((without_plan, "strategy.tp=2"), "has no tensor-parallel plan"),
+        ((audio,), "requires tokens as samples, but"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            validate(composed(*arguments), 1, 2)
 
 
 def test_a_size_that_the_data_does_not_have_is_named() -> None:

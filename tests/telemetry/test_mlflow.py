@@ -27,8 +27,6 @@ from tests.telemetry import mlflow_service
 from tests.telemetry.test_wandb import logged
 from tests.train.runs import frozen
 
-LONG = bool(os.environ.get("HPC_TRAIN_LONG"))
-
 
 def test_two_attempts_and_a_rollback_are_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -118,7 +116,7 @@ def real_server(folder: Path) -> Iterator[str]:
             os.killpg(server.pid, 15)
 
 
-@pytest.mark.skipif(not LONG, reason="a real server, which takes long to start: HPC_TRAIN_LONG=1")
+@pytest.mark.long_form(40)  # the stand-in above
 def test_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from mlflow.tracking import MlflowClient
 

@@ -28,6 +28,18 @@ def run(tmp_path: Path) -> RunDirectory:
     return directory
 
 
+@pytest.fixture
+def view(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Progress:
+    """A view without a terminal, which looks at the run and prints a line at each tick."""
+    monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "PLAIN_LINE_EVERY_S", 0.0)
+    return Progress(run, Console(file=io.StringIO(), width=200))
+
+
+def printed(view: Progress) -> str:
+    return view._console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
 def log(run: RunDirectory, attempt: int, *steps: int) -> None:
     for step in steps:
         line = {"time": 1000.0 + 2 * step, "step": step, "attempt": attempt, "loss": 5.0 - step / 50}
@@ -47,47 +59,41 @@ def test_the_line() -> None:
     assert progress_line([images], 100) == "step 100/100 · loss 4.2500 · 12,346 samples/s"
 
 
-def test_plain_lines_where_there_is_no_terminal(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(progress, "PLAIN_LINE_EVERY_S", 0.0)
+def test_plain_lines_where_there_is_no_terminal(run: RunDirectory, view: Progress) -> None:
     run.claim_attempt()
-    log(run, 0, 10, 20)  # an earlier attempt: not ours to show
-    output = io.StringIO()
-    shown = Progress(run, Console(file=output, width=200))
-    shown.tick()
+    log(run, 0, 10, 20)
+    view = Progress(run, view._console)  # of a later job, which does not show the earlier attempt
+    view.tick()
     run.claim_attempt()
     log(run, 1, 30)
-    shown.tick()
-    shown.tick()
+    view.tick()
+    view.tick()
     run.claim_attempt()
     log(run, 2, 25, 40)
-    shown.tick()
+    view.tick()
     run.update_record(result={"steps": 40, "loss": 4.2})
-    shown.finish()
-    lines = output.getvalue().splitlines()
+    view.finish()
+    lines = printed(view).splitlines()
     assert lines.pop(0).startswith("starting: importing torch")
     assert [line.split(" · ")[0] for line in lines[:2]] == ["step 30/100", "step 40/100"]
     assert lines[1].endswith("1 restart")
     assert lines[2:] == [f"run directory: {run.path}"], "the run is not done: no summary"
 
 
-def test_a_look_reads_only_what_is_new(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.0)
-    output = io.StringIO()
-    shown = Progress(run, Console(file=output, width=200))
+def test_a_look_reads_only_what_is_new(run: RunDirectory, view: Progress) -> None:
     run.claim_attempt()
     line = json.dumps({"time": 1000.0, "step": 1, "attempt": 0, "loss": 1.0, "more": "x" * 500}) + "\n"
-    run.metrics_file(0).write_text(line * 20_000)
-    shown.tick()
+    run.metrics_file(0).write_text(line * 2_000)
+    view.tick()
     with run.metrics_file(0).open("a") as file:
         file.write(line.replace('"step": 1,', '"step": 2,'))
         file.write(line[:20])  # being written
     before = bytes_read()
     for _ in range(10):
-        shown.tick()
-    assert bytes_read() - before < 100_000, "the file has 11 MB"
-    shown.finish()
-    assert "step 2/100" in output.getvalue()
+        view.tick()
+    assert bytes_read() - before < 100_000, "the file has 1.1 MB"
+    view.finish()
+    assert "step 2/100" in printed(view)
 
 
 def bytes_read() -> int:
@@ -95,49 +101,43 @@ def bytes_read() -> int:
 
 
 def test_a_file_system_that_hangs_does_not_hold_up_the_agent(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, view: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(progress, "LOOK_S", 0.1)
-    shown = Progress(run, Console(file=io.StringIO(), width=200))
     run.claim_attempt()
-    responds, read = threading.Event(), shown._read
+    responds, read = threading.Event(), view._read
 
     def hang() -> progress.Look:
         responds.wait()
         return read()
 
-    shown._look = progress.BackgroundCall(hang)
+    view._look = progress.BackgroundCall(hang)
     for _ in range(100):
-        shown.tick()
+        view.tick()
     log(run, 0, 10)
     responds.set()
-    shown.finish()
-    assert "step 10/100" in shown._console.file.getvalue()  # type: ignore[attr-defined]
+    view.finish()
+    assert "step 10/100" in printed(view)
 
 
-def test_saves_that_fail_are_told_once_and_counted(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(progress, "PLAIN_LINE_EVERY_S", 0.0)
-    output = io.StringIO()
-    shown = Progress(run, Console(file=output, width=200))
+def test_saves_that_fail_are_told_once_and_counted(run: RunDirectory, view: Progress) -> None:
     events = EventLog.open(run, "rank-0000", run.claim_attempt(), 0)
     full = "rank 0: OSError: [Errno 28] No space left on device: '/scratch/run'"
     events.write("checkpoint_saved", step=30)
     log(run, 0, 30)
-    shown.tick()
+    view.tick()
     for step in (31, 32, 33):
         events.write("checkpoint_failed", step=step, message=full, final=False)
         log(run, 0, step)
-        shown.tick()
+        view.tick()
     events.write("checkpoint_failed", step=34, message=full, final=True)
     events.write("save_deferred", step=34, path="/scratch/run/checkpoints", seconds=600.0, message=full)
-    shown.tick()
+    view.tick()
     events.write("checkpoint_saved", step=34)
     log(run, 0, 34)
-    shown.tick()
+    view.tick()
     failed = "rank 0: No space left on device: '/scratch/run'"
-    lines = output.getvalue().splitlines()
+    lines = printed(view).splitlines()
     assert [line for line in lines if not line.startswith("step")] == [
         f"saving has failed since step 31: {failed}; training continues, but a failure would lose the steps after "
         "checkpoint 30",
@@ -151,25 +151,21 @@ def test_saves_that_fail_are_told_once_and_counted(run: RunDirectory, monkeypatc
     assert "failed" not in ends[0] and "failed" not in ends[-1]
 
 
-def test_events_are_told_in_a_line_each(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(progress, "PLAIN_LINE_EVERY_S", 0.0)
-    output = io.StringIO()
-    shown = Progress(run, Console(file=output, width=200))
+def test_events_are_told_in_a_line_each(run: RunDirectory, view: Progress) -> None:
     events = EventLog.open(run, "rank-0000", run.claim_attempt(), 0)
     events.write("checkpoint_set_aside", step=6, path="/run/checkpoints/bad", message="model.bin has 3 bytes, not 4")
     events.write("resumed", step=4)
     events.write("warning", message="W&B: there is no API key")
     log(run, 0, 5)
-    shown.tick()
+    view.tick()
     events.write("evaluation_started", step=6)
-    shown.tick()
+    view.tick()
     log(run, 0, 6)
-    shown.tick()
+    view.tick()
     events.write("checkpoint_set_aside", step=6, path="x", message="rolling back", rolled_back=True)
     events.write("rolled_back", step=6, to_step=4, reason="the loss was not finite")
-    shown.tick()
-    assert [line.split(" · ")[-1] if "step 5" in line else line for line in output.getvalue().splitlines()] == [
+    view.tick()
+    assert [line.split(" · ")[-1] if "step 5" in line else line for line in printed(view).splitlines()] == [
         "the checkpoint of step 6 is damaged and set aside as /run/checkpoints/bad: model.bin has 3 bytes, not 4",
         "resumed from the checkpoint of step 4",
         "warning: W&B: there is no API key",
@@ -181,14 +177,13 @@ def test_events_are_told_in_a_line_each(run: RunDirectory, monkeypatch: pytest.M
 
 
 def test_a_live_line_in_a_terminal(run: RunDirectory) -> None:
-    output = io.StringIO()
-    shown = Progress(run, Console(file=output, force_terminal=True, width=80))
-    shown.tick()
+    view = Progress(run, Console(file=io.StringIO(), force_terminal=True, width=80))
+    view.tick()
     run.claim_attempt()
     log(run, 0, 10)
-    shown.finish()
-    assert "starting" in output.getvalue()
-    assert "step 10/100" in output.getvalue()
+    view.finish()
+    assert "starting" in printed(view)
+    assert "step 10/100" in printed(view)
 
 
 def test_the_summary_says_where_how_and_what_next(run: RunDirectory) -> None:

@@ -60,25 +60,35 @@ def silent() -> Iterator[Silent]:
             connection.close()
 
 
-def test_a_tracker_that_hangs_is_nothing_to_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rank opens a connection; the tracking process does, tells once that it did not finish, and ends."""
-    monkeypatch.setattr(tracking, "FINISH_S", 0.5)
+@pytest.fixture
+def silent_service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
     with silent() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-        keys = ["telemetry.wandb.mode=online", f"telemetry.mlflow.uri={server.url}", "train.steps=3"]
-        run = frozen(tmp_path / "run", "+strategy=single", *keys)
-        assert run_attempt(run, 1) == [0]
-        assert [line["step"] for line in run.read_metrics()] == [1, 2, 3]
-        assert server.accepted == []
-        run = frozen(
-            tmp_path / "run", "+strategy=single", keys[0], "telemetry.tensorboard=true"
-        )  # MLflow is slow to import
-        with tracked(run, load(run)) as process:
-            assert process is not None
-            wait_for(lambda: server.accepted)
-            wait_for((run.path / "tensorboard").exists)
-            process.end(True, None)
+        yield server
+
+
+@pytest.mark.long_form(6)  # ranks have no trackers: the tests below start them without a rank
+def test_no_rank_opens_a_connection_to_a_tracker(tmp_path: Path, silent_service: Silent) -> None:
+    keys = ["telemetry.wandb.mode=online", f"telemetry.mlflow.uri={silent_service.url}", "train.steps=3"]
+    run = frozen(tmp_path / "run", "+strategy=single", *keys)
+    assert run_attempt(run, 1) == [0]
+    assert [line["step"] for line in run.read_metrics()] == [1, 2, 3]
+    assert silent_service.accepted == []
+
+
+@pytest.mark.long_form(8)  # test_wandb.py::test_a_failure_is_told_once has the decision
+def test_a_tracker_that_hangs_is_reported_and_left(
+    tmp_path: Path, silent_service: Silent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "FINISH_S", 0.5)
+    run = frozen(tmp_path / "run", "+strategy=single", "telemetry.wandb.mode=online", "telemetry.tensorboard=true")
+    logged(run, 0, [1])
+    with tracked(run, load(run)) as process:
+        assert process is not None
+        wait_for(lambda: silent_service.accepted)
+        wait_for((run.path / "tensorboard").exists)
+        process.end(True, None)
     assert run.record()["wandb"]["problem"] == "it did not finish in 0.5 s"
     (message,) = [message for message in warnings(run) if "did not finish" in message]
     assert message.startswith("W&B: it did not finish in 0.5 s; continuing without it.")
@@ -100,10 +110,14 @@ def steps(run: RunDirectory) -> list[int]:
 
 
 def test_one_process_follows_all_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It removes the temporary directories that W&B leaves to exit handlers."""
+    """It ignores the signals that Ctrl-C, scancel and a preemption send to all processes of a job, and removes the
+    temporary directories that W&B leaves to exit handlers."""
+    monkeypatch.setattr(tracking, "FINISH_S", 200)  # a machine with other work
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     run, process = started(tmp_path / "run", "telemetry.wandb.mode=offline")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        os.kill(process.pid, number)
     logged(run, 0, [1, 2, 3])
     wait_for(lambda: steps(run))
     logged(run, 1, [3, 4])
@@ -125,14 +139,3 @@ def test_a_tracking_process_that_dies_or_hangs_is_told_once(tmp_path: Path, monk
         process.end(False, None)
         (message,) = warnings(run)
         assert word in message and f"python -m hpc_train sync {run.path} --to tensorboard" in message
-
-
-def test_it_outlives_signals_to_the_job(tmp_path: Path) -> None:
-    """Ctrl-C, scancel and a preemption send signals to all processes of a job; the agent decides what they mean."""
-    run, process = started(tmp_path / "run")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        os.kill(process.pid, number)
-    logged(run, 0, [1])
-    process.end(False, None)
-    assert steps(run) == [1]
-    assert warnings(run) == []

@@ -172,7 +172,11 @@ def leave(**settings: Any) -> None:
     sys.exit(3)
 
 
-def followed(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[Any]]:
+def hang(**settings: Any) -> None:
+    time.sleep(1)
+
+
+def followed(path: Path, monkeypatch: pytest.MonkeyPatch, limit_s: float = 60) -> tuple[str, list[Any]]:
     """Returns the one message about a run of three steps that cannot be sent, and the outcomes that were recorded."""
     monkeypatch.setattr(follow, "FIRST_EVERY_S", 0.01)
     told: list[str] = []
@@ -182,17 +186,20 @@ def followed(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[Any
     follower = follow.Follower(Replay(run, backend(path)), told.append, lambda *outcome: recorded.append(outcome))
     follower.start()
     follower.end.set()
-    follower.join(time.monotonic() + 60, 60)
+    follower.join(time.monotonic() + limit_s, limit_s)
     (message,) = told
     return message, recorded
 
 
-@pytest.mark.parametrize(("init", "word"), [(fail, "no such project"), (leave, "SystemExit"), (None, "wandb")])
+@pytest.mark.parametrize(
+    ("init", "word"),
+    [(fail, "no such project"), (leave, "SystemExit"), (hang, "it did not finish in 0.3 s"), (None, "wandb")],
+)
 def test_a_failure_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: Any, word: str) -> None:
     install(monkeypatch, init)
     if init is None:  # the package is missing
         monkeypatch.setitem(sys.modules, "wandb", None)
-    message, recorded = followed(tmp_path, monkeypatch)
+    message, recorded = followed(tmp_path, monkeypatch, limit_s=0.3 if init is hang else 60)
     assert word in message and f"python -m hpc_train sync {tmp_path} --to wandb" in message
     assert [(name, word in outcome["problem"]) for name, outcome in recorded] == [("wandb", True)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -33,12 +34,28 @@ def seen(folder: Path, attempt: int, rank: int) -> dict[str, str]:
     return found
 
 
-def test_a_script_that_is_killed_hangs_and_is_preempted_goes_on(tmp_path: Path) -> None:
+def git(folder: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-C", str(folder), *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a git repository with the script and a module next to it."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    shutil.copy(SCRIPT, tree)
+    (tree / "words.py").write_text("LAST = 'the last words'\n")
+    git(tree, "init", "--quiet")
+    monkeypatch.chdir(tree)
+    return tree
+
+
+def test_a_script_that_is_killed_hangs_and_is_preempted_goes_on(tmp_path: Path, tree: Path) -> None:
+    """It is frozen with the module that it imports."""
     faults = ("kill:1:5", "hang:0:9", "SIGUSR2:1:12")
-    run = frozen(
-        tmp_path / "run", command("python", SCRIPT, tmp_path, 15, *faults), "elastic.hang_timeout_s=4",
-        "elastic.stop_grace_s=20",
-    )  # fmt: skip
+    case = command("python", "script.py", tmp_path, 15, *faults), "elastic.hang_timeout_s=3"
+    run = frozen(tmp_path / "run", *case, code=snapshot_code([config_of(*case)], tmp_path / "code"))
+    (tree / "words.py").write_text("LAST = 'changed'\n")
     code, error = run_agent(run)
     assert code == 75, error
     assert failures(run) == [("killed", 1), ("hang", 0)]
@@ -50,12 +67,24 @@ def test_a_script_that_is_killed_hangs_and_is_preempted_goes_on(tmp_path: Path) 
     assert totals == [[15, 120], [15, 240]]
     assert [line["step"] for line in run.read_metrics()][-1] == 15, "the file of rank 0 says so"
     assert len({seen(tmp_path, attempt, 0)["MASTER_PORT"] for attempt in range(4)}) == 4
-    assert seen(tmp_path, 3, 1) | {"MASTER_PORT": ""} == {
+    known = seen(tmp_path, 3, 1)
+    assert ".code" in Path(known.pop("file")).parts
+    assert known | {"MASTER_PORT": ""} == {
         "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "", "TORCHELASTIC_RESTART_COUNT": "3",
-        "TORCHELASTIC_RUN_ID": run.record()["run_id"], "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "cwd": str(Path.cwd()), "file": str(SCRIPT),
+        "TORCHELASTIC_RUN_ID": run.record()["run_id"], "TORCHELASTIC_USE_AGENT_STORE": "False", "cwd": str(tree),
     }  # fmt: skip
+
+
+@pytest.mark.long_form(6)  # test_exit_codes
+def test_a_script_that_ends_with_2_is_not_repeated(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nprint('as it was')\nsys.exit(2)\n")
+    run = frozen(tmp_path / "run", command("python", script), "cluster.cpu_workers=1")
+    code, error = run_agent(run)
+    assert code == 2
+    assert "run.command exited with code 2: as it was" in error
+    assert failures(run) == [("refused", 0)]
 
 
 WRITES_FILES = """
@@ -82,30 +111,6 @@ def test_a_script_hangs_when_no_newer_file_appears_in_its_directory(tmp_path: Pa
     assert code == 0, error
     assert failures(run) == [("hang", 0)]
     assert time.monotonic() - began > 8, "newer files were signs of life for some seconds"
-
-
-def git(folder: Path, *arguments: str) -> None:
-    subprocess.run(["git", "-C", str(folder), *arguments], check=True, capture_output=True)
-
-
-def test_a_frozen_script_and_the_modules_beside_it_do_not_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It exits with 2, which no attempt repeats."""
-    tree = tmp_path / "tree"
-    (tree / "scripts").mkdir(parents=True)
-    (tree / "scripts" / "train.py").write_text("import sys, beside\nprint(beside.WORDS)\nsys.exit(2)\n")
-    (tree / "scripts" / "beside.py").write_text("WORDS = 'as it was'\n")
-    git(tmp_path, "init", "--quiet", str(tree))
-    monkeypatch.chdir(tree)
-    case = command("python", "scripts/train.py")
-    code = snapshot_code([config_of(case)], tmp_path / "code")
-    run = frozen(tmp_path / "run", case, "cluster.cpu_workers=1", code=code)
-    (tree / "scripts" / "beside.py").write_text("WORDS = 'changed'\n")
-    code_of_agent, error = run_agent(run)
-    assert code_of_agent == 2
-    assert "run.command exited with code 2: as it was" in error
-    assert failures(run) == [("refused", 0)]
 
 
 @pytest.mark.parametrize(

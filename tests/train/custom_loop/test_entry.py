@@ -89,6 +89,7 @@ def test_a_function_that_leaves_early_is_done_and_its_last_state_is_saved(tmp_pa
     assert warning["step"] == 2 and "set elastic.stop_grace_s" in warning["message"]
 
 
+@pytest.mark.long_form(6)  # tests/checkpoint has the objects that a checkpoint lacks
 def test_a_schedule_that_comes_later_needs_a_fork(tmp_path: Path) -> None:
     base = ["run.entry=tests.train.custom_loop.functions:with_schedule", "cluster.cpu_workers=1"]
     assert run_attempt(frozen(tmp_path / "base", *base, "train.steps=2"), 1) == [0]
