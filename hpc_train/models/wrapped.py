@@ -1,13 +1,16 @@
 """Gives any ``nn.Module`` with a loss the forward interface of a ``Model``, and finds its blocks.
 
 A wrapped module has no stem, layers and head, so it trains only with the data-parallel strategies. Its blocks are its
-repeated parts, which are sharded, recomputed and compiled separately.
+repeated parts, which are sharded, recomputed and compiled separately. Its constructor, or a hook, may put parts into
+evaluation mode: a frozen backbone with batch statistics, a network that only measures a perceptual loss.
+``nn.Module.train`` would switch them to training, so modes are switched and restored here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -292,3 +295,49 @@ def _separate(module: nn.Module, names: Sequence[str]) -> Iterator[str]:
 def replace_block(module: nn.Module, name: str, block: nn.Module) -> None:
     path, _, last = name.rpartition(".")
     module.get_submodule(path)._modules[last] = block
+
+
+def all_modules(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules of ``model``, and the user's own module, for which a ``WrappedModel`` stands."""
+    bare = [model.bare] if isinstance(model, WrappedModel) else []
+    return [*model.modules(), *bare]
+
+
+def begin_training(model: nn.Module) -> None:
+    """Switches ``model`` to training, and keeps in evaluation mode the parts that its constructor left in it.
+
+    A model that is in evaluation mode as a whole, as those of ``from_pretrained`` are, trains as a whole.
+    """
+    modes = [(module, module.training) for module in all_modules(model)]
+    top = model.bare if isinstance(model, WrappedModel) else model
+    trains = top.training
+    model.train()
+    if trains:
+        _restore(modes)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switches ``model`` to evaluation mode, and every part back to its mode at the end."""
+    modes = [(module, module.training) for module in all_modules(model)]
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)  # a module may override it, to do more than set an attribute
+        _restore(modes)
+
+
+def parts_in_evaluation(model: nn.Module) -> list[str]:
+    """Returns the outermost parts in evaluation mode of a model that trains."""
+    parts: list[str] = []
+    for name, module in model.named_modules():
+        if not module.training and not any(name.startswith(f"{outer}.") for outer in parts):
+            parts.append(name)
+    return parts
+
+
+def _restore(modes: list[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training

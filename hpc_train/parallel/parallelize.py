@@ -27,9 +27,8 @@ from hpc_train.models import batch_norm
 from hpc_train.models.hf.build import HFWhole
 from hpc_train.models.linear_head import LinearHead
 from hpc_train.models.model import Model, canonical_name, keep_shared
-from hpc_train.models.modes import begin_training
 from hpc_train.models.transformer import CrossEntropyHead
-from hpc_train.models.wrapped import WrappedModel
+from hpc_train.models.wrapped import WrappedModel, begin_training
 from hpc_train.parallel.activation_checkpointing import apply_activation_checkpointing
 from hpc_train.parallel.activation_offload import offload_activations
 from hpc_train.parallel.compile import compile_model, share_memory

@@ -13,8 +13,7 @@ from hpc_train.errors import UserError
 from hpc_train.layout.techniques import CompilerMode, compiler_mode
 from hpc_train.models import batch_norm
 from hpc_train.models.model import Model, aliases, named_buffers, named_parameters, refuse_ragged
-from hpc_train.models.modes import evaluating
-from hpc_train.models.wrapped import WrappedModel
+from hpc_train.models.wrapped import WrappedModel, evaluating
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.compression import Compression
 from hpc_train.parallel.context import own_tokens, whole_sequence

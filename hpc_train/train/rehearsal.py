@@ -31,8 +31,7 @@ from hpc_train.errors import UserError
 from hpc_train.models import batch_norm
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model, canonical_name, keep_shared, named_parameters
-from hpc_train.models.modes import begin_training
-from hpc_train.models.wrapped import WrappedModel
+from hpc_train.models.wrapped import WrappedModel, begin_training
 from hpc_train.parallel.collectives import broadcast_plain
 from hpc_train.parallel.engine import Engine, seed_micro_batch
 from hpc_train.parallel.mesh import Mesh

@@ -25,7 +25,7 @@ from hpc_train.data.stream import States
 from hpc_train.errors import UserError
 from hpc_train.layout.resolve import for_nodes, long_warmup
 from hpc_train.layout.techniques import check_compiler_device
-from hpc_train.models.modes import parts_in_evaluation
+from hpc_train.models.wrapped import parts_in_evaluation
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.collectives import broadcast_plain
 from hpc_train.parallel.compile import kept_artifacts

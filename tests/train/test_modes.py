@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.config.schema import CustomModelConfig
-from hpc_train.models.modes import begin_training, parts_in_evaluation
-from hpc_train.models.wrapped import WrappedModel
+from hpc_train.models.wrapped import WrappedModel, begin_training, parts_in_evaluation
 from hpc_train.parallel.build import build_engine
 from tests.parallel.cells import CLASSES, IMAGE, Cell
 from tests.parallel.module import NormedNet, Tiny

@@ -25,7 +25,7 @@ from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.models import batch_norm
 from hpc_train.models.model import Model, check_hidden_shape, named_buffers, named_parameters, refuse_ragged
-from hpc_train.models.modes import evaluating
+from hpc_train.models.wrapped import evaluating
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.compression import Compression
 from hpc_train.parallel.context import own_tokens
