@@ -11,10 +11,11 @@ import pytest
 
 import hpc_train
 from hpc_train.report.monitoring.metrics import METRICS, STATES
+from hpc_train.run import files
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import STRICT, EventLog
 from hpc_train.run.events import EVENTS, HEAD, reference
-from hpc_train.run.files import BLOCK_BYTES, read_lines
+from hpc_train.run.files import read_lines
 from hpc_train.run.ledger import Account
 from tests.run.outage import detachable
 
@@ -94,8 +95,11 @@ def test_a_line_that_was_cut_short_does_not_spoil_the_next(run: RunDirectory) ->
     assert messages(next(run.events.glob("*.jsonl"))) == ["one", "two", "three"]
 
 
-def test_damaged_lines_among_those_that_are_decoded_together_are_skipped(tmp_path: Path) -> None:
-    whole = [f'{{"step":{number},"x":[1,2]}}\n' for number in range(3 * BLOCK_BYTES // 24)]
+def test_damaged_lines_among_those_that_are_decoded_together_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "BLOCK_BYTES", block := 1 << 14)
+    whole = [f'{{"step":{number},"x":[1,2]}}\n' for number in range(3 * block // 24)]
     damaged = {3: '{"step":3,"x":', len(whole) // 2: "[4]", len(whole) - 9: '{"step":5},{"step":-5}'}
     for number, text in damaged.items():
         whole[number] = f"{text}\n"

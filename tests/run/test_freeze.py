@@ -242,12 +242,12 @@ def test_a_secret_is_found_by_its_value_too(monkeypatch: pytest.MonkeyPatch) -> 
         assert "s3cr3t-s3cr3t" not in str(refused.value)
 
 
-@pytest.mark.parametrize("written", [1, 2, 4, 7])
+@pytest.mark.parametrize("written", [1, 4, 7])
 def test_a_sweep_whose_submission_is_killed_leaves_whole_runs_or_none(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, written: int
 ) -> None:
     """After ``written`` files the machine crashes: what was not flushed to the disk is lost, too."""
-    monkeypatch.setattr(file_lock, "STALE_S", 1.0)  # the owner of a lock may not be written yet
+    monkeypatch.setattr(file_lock, "STALE_S", 0.3)  # the owner of a lock may not be written yet
     frozen = config(run)
     runs = [RunDirectory(run.path / str(number)) for number in range(3)]
     child = os.fork()

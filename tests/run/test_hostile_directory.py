@@ -36,6 +36,7 @@ from hpc_train.run.streams import CONTROLS, escape_controls, escaped
 from hpc_train.runs import job_status
 from hpc_train.runs.lookup import run_directories
 from hpc_train.telemetry.terminal import Terminal
+from tests.checkpoint.progress import LONG
 from tests.other_user import OTHER, as_other, common, needs_root
 from tests.run.recorded_run import READERS, UserError, record_run
 
@@ -78,6 +79,9 @@ def change_record(run: RunDirectory, **fields: Any) -> None:
         (run.path / name).write_text(json.dumps(with_digest(content | fields)))
 
 
+FEW_READERS = {name: READERS[name] for name in ("why --json", "logs", "monitoring", "trackers")}
+
+
 def pipe(path: Path) -> None:
     os.mkfifo(path)
 
@@ -92,7 +96,7 @@ def sparse(path: Path) -> None:
         os.truncate(file.fileno(), 200 << 30)
 
 
-KINDS = (pipe, sparse, *([endless] if os.geteuid() == 0 else []))
+KINDS = {pipe: READERS, sparse: FEW_READERS, endless: FEW_READERS}
 FILES = (  # that are replaced together: the first two alone say what the run is
     ("config.yaml",),
     ("run.json", "run.copy.json"),
@@ -108,6 +112,8 @@ FILES = (  # that are replaced together: the first two alone say what the run is
 def test_special_and_huge_files_cost_a_line_and_hide_no_other_run(
     root: Path, kind: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if kind is endless and os.geteuid():
+        pytest.skip("a link of this user is followed")
     run = RunDirectory(root / "bad")
     for names in FILES:
         before = {run.path / name: (run.path / name).read_bytes() for name in names if (run.path / name).exists()}
@@ -118,7 +124,7 @@ def test_special_and_huge_files_cost_a_line_and_hide_no_other_run(
         assert cli.run(["status"]) == 0
         out, err = capsys.readouterr()
         assert "outputs/done" in out and err.count("outputs/bad/") >= 1, names
-        for reader in READERS.values():
+        for reader in KINDS[kind].values():
             try:
                 reader(run)
             except UserError as error:
@@ -165,23 +171,31 @@ def test_the_output_of_a_job_is_found_after_its_directory_was_renamed_and_linked
     assert RunDirectory(root / "sweep" / "0").end_of_output(sweep / "7_0.out") == "of the array\n"
 
 
-@pytest.mark.parametrize("folder", ["metrics", "events", "attempts", "checkpoints", "logs"])
-def test_a_pipe_in_place_of_a_folder_hides_no_other_run(
-    root: Path, folder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.rmtree(root / "bad" / folder)
-    os.mkfifo(root / "bad" / folder)
+def test_a_pipe_in_place_of_a_folder_hides_no_other_run(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One folder after the other, and all of them at the end."""
+    for folder in ("metrics", "events", "attempts", "checkpoints", "logs"):
+        path = root / "bad" / folder
+        path.rename(root / folder)
+        os.mkfifo(path)
+        for command in ("why", "compare"):
+            assert cli.run([command, str(root / "bad")]) in (0, 1, 2), "no exception"
+        capsys.readouterr()
+        assert cli.run(["status", str(root)]) in (0, 1)
+        assert "done" in capsys.readouterr().out
+        path.unlink()
+        (root / folder).rename(path)
+    for folder in ("metrics", "events", "attempts", "checkpoints", "logs"):
+        shutil.rmtree(root / "bad" / folder)
+        os.mkfifo(root / "bad" / folder)
     for command in ("status", "why", "compare", "report"):
         assert cli.run([command, str(root / "bad")]) in (0, 1, 2), "no exception"
-    capsys.readouterr()
-    assert cli.run(["status", str(root)]) in (0, 1)
-    assert "done" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["0x", "9 9", "999999999", "9" * 200])
-def test_a_name_like_that_of_an_attempt_neither_raises_nor_hangs(root: Path, name: str) -> None:
+@pytest.mark.parametrize("names", [("0x", "9 9", "9" * 200), ("999999999",)])
+def test_a_name_like_that_of_an_attempt_neither_raises_nor_hangs(root: Path, names: tuple[str, ...]) -> None:
     run = RunDirectory(root / "bad")
-    (run.attempts / f"{name}.json").write_text("{}")
+    for name in names:
+        (run.attempts / f"{name}.json").write_text("{}")
     shutil.rmtree(run.metrics)  # the readers look for the newest attempt that has logged a step
     for command in ("status", "why", "logs", "compare", "wait"):
         assert cli.run([command, str(run.path)]) in (0, 1, 2, 75), "no exception"
@@ -354,17 +368,16 @@ JSON = st.recursive(
 
 @settings(
     derandomize=True,
-    max_examples=4,
+    max_examples=20,
     deadline=None,
     suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],
+    phases=[Phase.explicit, Phase.generate] if LONG else [Phase.explicit],
 )
 @given(
     name=st.sampled_from(["done", "bad"]), values=st.lists(JSON, min_size=4, max_size=4), seed=st.integers(0, 1 << 30)
 )
 @example(name="done", values=[None, True, -1, 10**400], seed=1)
-@example(name="bad", values=[ESC, [], {}, float("nan")], seed=2)
-@example(name="bad", values=[1e308, [None], {"a": 1}, 3], seed=3)
+@example(name="bad", values=[ESC, [], {}, float("nan"), 1e308, [None], {"a": 1}, 3], seed=2)
 def test_values_of_any_type_raise_nothing_in_any_reader(
     recorded: Path, name: str, values: list[Any], seed: int
 ) -> None:
@@ -414,7 +427,7 @@ def _mutated(value: dict[str, Any], values: list[Any], choose: random.Random) ->
 
 @settings(
     derandomize=True,
-    max_examples=100,
+    max_examples=100 if LONG else 40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.generate],
@@ -436,22 +449,15 @@ def test_wrong_values_are_told_in_one_line(root: Path, capsys: pytest.CaptureFix
     assert err.count("agent-n1-001.jsonl has lines with values of a wrong type, which are left out") == 1
 
 
+NAMES = (
+    "event", "node", "job_id", "output", "run_id", "config_hash", "kind", "host", "pid_started", "executor",
+)  # fmt: skip
+
+
 def _hostile(value: Any) -> Any:
     """Returns ``value`` with control characters in each text that is not a name of the format."""
     if isinstance(value, dict):
-        names = (
-            "event",
-            "node",
-            "job_id",
-            "output",
-            "run_id",
-            "config_hash",
-            "kind",
-            "host",
-            "pid_started",
-            "executor",
-        )
-        return {key: inner if key in names else _hostile(inner) for key, inner in value.items()}
+        return {key: inner if key in NAMES else _hostile(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return list(map(_hostile, value))
     return value if not isinstance(value, str) or value in ("forward", "backward", "user_error") else value + HOSTILE

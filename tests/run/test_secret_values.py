@@ -7,11 +7,12 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hpc_train.config.schema import ClusterConfig
+from hpc_train.config.schema import ClusterConfig, Config, RunConfig
 from hpc_train.config.secrets import file_mode, shown, without_secrets
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import keep_others_from_writing, write_for_group, write_text
@@ -71,8 +72,9 @@ def test_a_run_leaves_no_secret_in_files_that_others_read(tmp_path: Path) -> Non
 
 def test_a_change_of_the_environment_is_told_without_its_values(tmp_path: Path, umask: None) -> None:
     run = RunDirectory(tmp_path / "runs" / "one")
+    config = config_of(f"run.root={tmp_path / 'runs'}", "run.name=one")
     for value in ("first-canary", "second-canary"):
-        freeze(config_of(f"run.root={tmp_path / 'runs'}", "run.name=one", f"+cluster.env.TOKEN={value}"), run)
+        freeze(replace(config, cluster=replace(config.cluster, env={"TOKEN": value})), run)
     (warning,) = run.read_events()
     assert "cluster.env.TOKEN: (hidden) -> (hidden)" in warning["message"]
     assert {path.name for path in holders(run.path, "-canary")} == {"config.yaml", "config-000.yaml"}
@@ -100,12 +102,13 @@ def test_only_assignments_to_secrets_are_hidden_in_lines_of_bash() -> None:
     lines = ["module load cuda", "export HF_TOKEN='a b' PATH=/bin:$PATH; API_KEY=xyz", "MONKEY=1"]
     hidden = ["module load cuda", "export HF_TOKEN=(hidden) PATH=/bin:$PATH; API_KEY=(hidden)", "MONKEY=1"]
     assert shown("cluster.setup", lines) == hidden
-    config = config_of("+cluster.env.NAME=value-canary", 'cluster.setup=["export HF_TOKEN=value-canary"]')
+    secret = ["export HF_TOKEN=value-canary"]
+    config = Config(cluster=ClusterConfig(env={"NAME": "value-canary"}, setup=secret))
     assert "value-canary" not in str(without_secrets(config))
     assert without_secrets(config)["cluster"]["env"] == {"NAME": "(hidden)"}
-    assert file_mode(config_of('cluster.setup=["export HF_TOKEN=value-canary"]')) == 0o600
-    assert file_mode(config_of('cluster.setup=["module load cuda"]')) == 0o666
-    assert file_mode(config_of("+cluster.env.NAME=value-canary", "run.group=lab")) == 0o660
+    assert file_mode(Config(cluster=ClusterConfig(setup=secret))) == 0o600
+    assert file_mode(Config(cluster=ClusterConfig(setup=["module load cuda"]))) == 0o666
+    assert file_mode(replace(config, run=RunConfig(group="lab"))) == 0o660
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import pytest
 
 from hpc_train.errors import UserError
 from hpc_train.run import snapshot
-from hpc_train.run import snapshot as snapshots
 from hpc_train.run.code import FrozenCode, check_imports, frozen_code, reexec_from_snapshot
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.owner import check_owner, deciding_files
@@ -38,10 +37,9 @@ def usual_umask() -> Iterator[None]:
     os.umask(before)
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """A work tree with a tracked, a changed, an untracked, an ignored and a deleted file, and a link."""
-    root = tmp_path / "project"
+@pytest.fixture(scope="module")
+def made_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("made") / "project"
     (root / "package").mkdir(parents=True)
     git(root, "init", "-q")
     (root / ".gitignore").write_text("*.secret\nhidden_module.py\n")
@@ -58,6 +56,12 @@ def tree(tmp_path: Path) -> Path:
     (root / "hidden_module.py").write_text("class Model: ...\n")
     (root / "gone.py").unlink()
     return root
+
+
+@pytest.fixture
+def tree(made_tree: Path, tmp_path: Path) -> Path:
+    """A work tree with a tracked, a changed, an untracked, an ignored and a deleted file, and a link."""
+    return Path(shutil.copytree(made_tree, tmp_path / "project", symlinks=True))
 
 
 def taken(tree: Path, *arguments: str, directory: Path | None = None) -> FrozenCode:
@@ -84,14 +88,8 @@ def test_tracked_and_untracked_files_are_copied_ignored_ones_are_not(tree: Path)
 
 
 SECRETS = (
-    ".env",
-    ".netrc",
-    "deploy/id_rsa",
-    "credentials.json",
-    ".aws/credentials",
-    ".ENV.production",
-    "tls/server.key",
-)
+    ".env", ".netrc", "deploy/id_rsa", "credentials.json", ".aws/credentials", ".ENV.production", "tls/server.key",
+)  # fmt: skip
 NO_SECRETS = (".env.example", "secrets.py", "keys.txt", "conf/credentials/default.yaml")
 
 
@@ -216,7 +214,7 @@ def test_no_work_tree_or_not_wanted_no_copy(tree: Path, tmp_path: Path) -> None:
 
 
 def test_too_large_a_tree_is_refused_and_the_largest_are_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "LIMIT_BYTES", 2**20)
+    monkeypatch.setattr(snapshot, "LIMIT_BYTES", 2**20)
     (tree / "weights.bin").write_bytes(bytes(2**20))
     with pytest.raises(UserError, match=r"the limit is 1 MiB; the largest entries are weights\.bin \(1 MiB\)"):
         taken(tree)
@@ -260,7 +258,7 @@ def test_a_process_with_the_environment_imports_the_copy(tree: Path) -> None:
     assert done.stdout == "3\n"
 
 
-__all__ = ["common", "tree", "usual_umask"]
+__all__ = ["common"]
 DAY_S = 24 * 3600.0
 
 
