@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -43,6 +44,7 @@ VERSIONS = (("cuda", "12.8"), ("driver", "570.86.15"), ("kernel", "5.15.0-1074")
 ENVIRONMENT = ("NCCL_DEBUG_SUBSYS", "OMP_NUM_THREADS", "FI_LOG_LEVEL", "UCX_TLS")
 
 
+@cache
 def hgx_facts() -> NodeFacts:
     """Returns the facts of one such node as its agent reads them."""
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,13 @@
-"""Provides frozen runs of a few CPU workers to the tests of the agent, and counts the files that they open."""
+"""Provides frozen runs of a few CPU workers and commands of Slurm to the tests of the agent, and counts the files that
+they open."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,13 @@ from hpc_train.run.freeze import freeze
 
 Freeze = Callable[..., RunDirectory]
 TINY = GPTConfig(vocab_size=256, n_layers=2, dim=16, n_heads=2, n_kv_heads=2, ffn_dim=32)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    return run
 
 
 @pytest.fixture
@@ -82,3 +92,19 @@ class Opened:
 @pytest.fixture(scope="session")
 def opened() -> Opened:
     return Opened()
+
+
+def stand_in(folder: Path, **lines: str) -> None:
+    """Makes commands by these names."""
+    for name, line in lines.items():
+        tool = folder / name
+        tool.write_text(f"#!/bin/sh\n{line}\n")
+        tool.chmod(0o755)
+
+
+@pytest.fixture
+def in_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Returns a function that replaces commands for this process, which is in job 7."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    return partial(stand_in, tmp_path)

@@ -44,14 +44,19 @@ _kept: list[object] = []
 def finish(spec: WorkerSpec, stop: StopFlag) -> Exit:
     _kept.append(multiprocessing.Lock())  # a library's global lock, such as that of tqdm
     print(f"hello from {spec.rank} of {spec.layout.world_size}")
-    _mark(spec, f"{spec.master_port} {os.environ['OMP_NUM_THREADS']} {spec.store_prefix}")
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    _mark(spec, f"{spec.master_port} {os.environ['OMP_NUM_THREADS']} {files} {spec.store_prefix}")
     return Exit.DONE
 
 
-def records_limits(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    """Records which GPUs this worker sees, and its limits of open files."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    _mark(spec, json.dumps({"visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "files": files}))
+LINES = 5_000  # more than a pipe holds
+
+
+def records_gpus_and_prints_much(spec: WorkerSpec, stop: StopFlag) -> Exit:
+    _mark(spec, os.environ["CUDA_VISIBLE_DEVICES"])
+    for number in range(LINES):
+        print(f"line {number} " + "x" * 60)
+    sys.stdout.write("no newline at the end")
     return Exit.DONE
 
 
@@ -120,8 +125,9 @@ def _lose_connection() -> Exit:
 
 
 def one_leaves_children(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    """Rank 1 forks two processes and is killed: one ends a moment later by itself, the other never ends. The next
-    attempt requires that both are gone, as they would hold the memory of its GPU.
+    """Rank 1 forks two processes, one of which never ends, and is killed; rank 0 reports a lost connection.
+
+    The next attempt requires that both processes are gone, as they would hold the memory of its GPU.
     """
     children = Path(spec.run_dir, "children")
     if spec.attempt > 0:
@@ -137,8 +143,9 @@ def one_leaves_children(spec: WorkerSpec, stop: StopFlag) -> Exit:
                 Path(spec.run_dir, f"slept-{seconds}").touch()
                 os._exit(0)
         children.write_text(" ".join(map(str, pids)))
+        print("the last words of rank one", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-    return _wait_for_stop(StopFlag())
+    return _lose_connection()
 
 
 def one_raises(spec: WorkerSpec, stop: StopFlag) -> Exit:
@@ -146,16 +153,6 @@ def one_raises(spec: WorkerSpec, stop: StopFlag) -> Exit:
         time.sleep(0.3)
         raise ArithmeticError("rank one cannot count")
     return _lose_connection() if spec.rank == 0 else _wait_for_stop(StopFlag())
-
-
-class AcceleratorError(RuntimeError):
-    """Imitates the error that torch raises on a GPU."""
-
-
-def one_gpu_fails(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    if spec.rank == 1:
-        raise AcceleratorError("CUDA error: uncorrectable ECC error encountered")
-    return _lose_connection()
 
 
 def one_gpu_fails_in_the_watchdog(spec: WorkerSpec, stop: StopFlag) -> Exit:
@@ -174,12 +171,6 @@ def one_gpu_fails_in_the_watchdog(spec: WorkerSpec, stop: StopFlag) -> Exit:
         for _ in range(3):
             threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
         abort(60)
-    return _lose_connection()
-
-
-def one_kernel_fails(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    if spec.rank == 1:
-        raise AcceleratorError("CUDA error: device-side assert triggered")
     return _lose_connection()
 
 
@@ -219,19 +210,6 @@ def serve(listener: socket.socket) -> threading.Thread:
     thread = threading.Thread(target=welcome, daemon=True)
     thread.start()
     return thread
-
-
-def connects(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    with socket.create_connection((spec.master_address, spec.master_port)) as client:
-        assert client.recv(7) == b"welcome"
-    return Exit.DONE
-
-
-def prints_much(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    for number in range(20_000):
-        print(f"line {number} " + "x" * 60)
-    sys.stdout.write("no newline at the end")
-    return Exit.DONE
 
 
 def start_agent(

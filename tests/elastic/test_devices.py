@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import resource
 import threading
 import time
 from pathlib import Path
@@ -28,10 +26,8 @@ from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.file_writer import FileWriter
-from hpc_train.run.processes import MAX_DESCRIPTORS
 from hpc_train.train import processes
-from tests.elastic.conftest import Freeze
-from tests.elastic.entries import start_agent
+from tests.elastic.entries import LINES
 
 NVIDIA = tuple(Gpu(index, model="NVIDIA H100", uuid=f"GPU-{index}{index}") for index in range(4))
 AMD = tuple(Gpu(index, model="AMD Instinct MI300X") for index in range(4))
@@ -85,36 +81,28 @@ def test_what_a_rank_sees(
     assert alike == (not names or expected[0][1] is not None)
 
 
-def test_workers_start_with_their_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_start_with_their_own_gpu_and_all_of_their_output_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
     specs = specs_of(tmp_path, NodeFacts(gpus=NVIDIA, visible=("1", "3")), TWO, "own")
-    workers, warm_parent = Workers(WorkerLog(tmp_path / "log", FileWriter("the output"))), ensure_warm_parent()
+    log = WorkerLog(tmp_path / "log", FileWriter("the output"))
+    workers, warm_parent = Workers(log), ensure_warm_parent()
     for spec in specs:
-        workers.start(warm_parent, spec, "tests.elastic.entries:records_limits")
+        workers.start(warm_parent, spec, "tests.elastic.entries:records_gpus_and_prints_much")
     try:
         while workers.alive:
             workers.wait(1.0)
     finally:
         workers.kill()
     assert not workers.failures
-    found = [json.loads((tmp_path / f"mark-{rank}").read_text().partition(" ")[2]) for rank in range(2)]
-    assert [one["visible"] for one in found] == ["1", "3"]
-
-
-def test_workers_may_open_many_files(frozen: Freeze) -> None:
-    run = frozen(workers=1)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    hard = before[1]
-    assert hard == resource.RLIM_INFINITY or hard > 512, "the test needs room to raise the limit"
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
-    try:
-        agent = start_agent(run.path, "records_limits")
-        assert agent.wait(60) == 0
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        agent.communicate()
-    files = json.loads((run.path / "mark-0").read_text().partition(" ")[2])["files"]
-    assert files == [MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS), hard]
+    assert [(tmp_path / f"mark-{rank}").read_text().split()[1] for rank in range(2)] == ["1", "3"]
+    log.close()
+    lines = [line.split()[1:] for line in log.path.read_text().splitlines()]
+    for rank in range(2):
+        *numbered, last = [words for name, *words in lines if name == f"[{rank}]"]
+        assert [words[1] for words in numbered] == [str(number) for number in range(LINES)]
+        assert last == ["no", "newline", "at", "the", "end"]
 
 
 @pytest.fixture

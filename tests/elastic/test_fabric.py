@@ -20,9 +20,7 @@ from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import read_json
 
 
-def test_what_is_wrong_with_a_node_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunDirectory(tmp_path)
-    run.create()
+def test_what_is_wrong_with_a_node_is_told_once(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     good = NodeFacts(
         "n1", (Gpu(0),), (Nic("mlx5_0", "mellanox"),), limits=NodeLimits(UNLIMITED, 1024), gpu_direct="DMA-BUF"
     )
@@ -52,9 +50,7 @@ def test_what_is_wrong_with_a_node_is_told_once(tmp_path: Path, capsys: pytest.C
         (1, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", False),
     ],
 )
-def test_the_dumps_of_nccl_go_to_the_run_directory(tmp_path: Path, gpus: int, own: str | None, is_set: bool) -> None:
-    run = RunDirectory(tmp_path)
-    run.create()
+def test_the_dumps_of_nccl_go_to_the_run_directory(run: RunDirectory, gpus: int, own: str | None, is_set: bool) -> None:
     settings = () if own is None else (Setting(own, "/scratch/trace-", "the environment"),)
     facts = NodeFacts("n1", (Gpu(0),) * gpus, settings=settings)
     start = Start((Node(0, "n1", "", None, gpus, 2, facts),), Layout(2, 1, 1, 1, "ddp", "1f1b", 1, 1, 1))
@@ -67,9 +63,7 @@ def test_the_dumps_of_nccl_go_to_the_run_directory(tmp_path: Path, gpus: int, ow
     assert prefix.parent.is_dir(), "torch does not make it"
 
 
-def test_groups_that_straddle_switches_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunDirectory(tmp_path)
-    run.create()
+def test_groups_that_straddle_switches_are_reported(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     nodes = tuple(
         Node(number, f"n{number}", "", f"spine.{rack}.n{number}", 0, 2) for number, rack in enumerate("aabbbb")
     )
@@ -85,10 +79,8 @@ def test_groups_that_straddle_switches_are_reported(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().err == "", "one switch"
 
 
-def test_nodes_are_looked_at_once_per_start_of_a_job(tmp_path: Path) -> None:
+def test_nodes_are_looked_at_once_per_start_of_a_job(run: RunDirectory) -> None:
     """Not after a restart in place or with fewer of them; again with another node, and in the next start."""
-    run = RunDirectory(tmp_path)
-    run.create()
     EventLog.open(run, "rank-0000", 0, 0).write("preflight", launch="7.0.0", nodes=["n1", "n2", "n3"])
     assert have_been_checked(run, "7.0.0", ["n1", "n2", "n3"]) and have_been_checked(run, "7.0.0", ["n3", "n1"])
     assert not have_been_checked(run, "7.0.0", ["n1", "n2", "n4"])

@@ -7,42 +7,29 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpc_train.config.schema import Config, ElasticConfig
 from hpc_train.elastic import agent_loop, nodes
 from hpc_train.elastic.agent_loop import DeletionWatch
-from hpc_train.elastic.attempts import Attempts
 from hpc_train.elastic.decision import Budget, RestartDecision
-from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.elastic.rendezvous import client
 from hpc_train.elastic.rendezvous.messages import Leave, Start
-from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
-from hpc_train.machine.allocation import Allocation
 from hpc_train.run import files
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Action, Exit
 from hpc_train.run.files import BackgroundCall, in_time, read_json
-from tests.checkpoint.progress import IN_LONG_FORM
 from tests.elastic.conftest import Freeze
 from tests.elastic.entries import start_agent
 from tests.elastic.test_agent import alive, end, last_event, marks, until
-from tests.elastic.test_hub import Served, order_of
-from tests.elastic.test_requeue import stand_in
+from tests.elastic.test_hub import SILENT_S, Served, order_of
+from tests.elastic.test_requeue import attempts_of
 from tests.run.outage import detachable, disk_that_can_hang, fill, small_disk
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
 
 
 def test_a_restart_on_a_full_disk(frozen: Freeze, tmp_path: Path) -> None:
@@ -72,7 +59,7 @@ def test_a_restart_on_a_full_disk(frozen: Freeze, tmp_path: Path) -> None:
 def test_an_agent_acts_while_its_file_system_hangs(frozen: Freeze, tmp_path: Path) -> None:
     """Workers that do not stop are killed after the grace, which only the agent's own thread does."""
     with disk_that_can_hang(tmp_path / "run") as hang:
-        run = frozen(stop_grace_s=2)
+        run = frozen(stop_grace_s=0.5)
         agent = start_agent(run.path, "never_stops")
         pids = [int(mark[0]) for mark in until(lambda: marks(run))]
         with hang():
@@ -80,7 +67,7 @@ def test_an_agent_acts_while_its_file_system_hangs(frozen: Freeze, tmp_path: Pat
             until(lambda: not any(alive(pid) for pid in pids), timeout=60)
         code, error = end(agent)
         assert code == 1, error
-        assert "did not stop within 2 s of the request" in last_event(run, "worker_failed")["message"]
+        assert "did not stop within 0.5 s of the request" in last_event(run, "worker_failed")["message"]
         assert last_event(run, "stop_requested")["reason"] == "SIGTERM"
 
 
@@ -97,22 +84,20 @@ def test_a_server_sends_heartbeats_while_it_waits_for_the_file_system(
 
     served.hub._begin = hangs
     link = served.link(0)
-    time.sleep(3.0)  # an agent whose server is silent for 2 s gives it up
+    time.sleep(1.5 * SILENT_S)  # an agent whose server is silent for SILENT_S gives it up
     assert not link.lost
     returns.set()
     assert order_of(link)["kind"] == "start"
 
 
 def test_a_job_whose_run_directory_stays_away_is_requeued_by_slurm(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, in_job: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The marker for the batch script cannot be written."""
     monkeypatch.setattr(files, "PATIENCE_S", 0.2)
     monkeypatch.setattr(in_time, "__defaults__", (0.5,))
     calls = tmp_path / "calls"
-    stand_in(tmp_path, squeue="echo RUNNING 100", scontrol=f'[ "$1" = show ] || echo "$*" >> {calls}')
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    in_job(squeue="echo RUNNING 100", scontrol=f'[ "$1" = show ] || echo "$*" >> {calls}')
     with detachable(run.attempts)():
         assert leave(run, 0) is Exit.STOPPED
         assert calls.read_text().splitlines() == ["requeue incomplete 7"]
@@ -126,16 +111,13 @@ def test_a_job_whose_run_directory_stays_away_is_requeued_by_slurm(
 
 def leave(run: RunDirectory, restart: int) -> Exit:
     """The end of a job that lost a node."""
-    here = Allocation(2, 0, "n1", "7", "7.0.0", "n1", ("n1", "n2"))
-    config, events = Config(elastic=ElasticConfig(max_requeues=3)), EventLog.open(run, "agent-n1", 0)
-    stores, fabric = Stores("tests.elastic.entries:serve"), Fabric(run, config, [])
-    attempts = Attempts(run, config, here, JobEnd(run, "7", restart, 0), stores, fabric, events)
+    attempts = attempts_of(run, JobEnd(run, "7", restart, 0), max_requeues=3)
     code = attempts.leave(Leave(RestartDecision(Action.REQUEUE, "lost")))
-    events.close()
+    attempts.events.close()
     return Exit(code)
 
 
-@IN_LONG_FORM  # the next test has the decision
+@pytest.mark.long_form(5)  # the next test has the decision
 def test_a_run_directory_that_is_deleted_ends_the_job(frozen: Freeze) -> None:
     run = frozen()
     agent = start_agent(run.path, "never_stops")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -657,17 +656,14 @@ def test_a_rank_that_waits_for_a_processor_is_late_and_not_hung(
     assert found is None if after is None else found == pytest.approx(after, abs=4 * TICK)
 
 
-SPIN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); {then}\nwhile True: pass"
-
-
 def test_the_share_of_a_process_that_gets_no_processor() -> None:
-    core = str(min(os.sched_getaffinity(0)))
-    idle = "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
-    scripts = [SPIN.replace("{then}", then) for then in (idle, "pass", "pass")]
-    scripts.append("import time; time.sleep(60)")
-    processes = [subprocess.Popen([sys.executable, "-c", script, core]) for script in scripts]
+    core = {min(os.sched_getaffinity(0))}
+    processes = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(2)]
+    processes.append(subprocess.Popen(["sleep", "60"]))
     try:
-        time.sleep(0.5)
+        for process in processes:
+            os.sched_setaffinity(process.pid, core)
+        os.sched_setscheduler(processes[0].pid, os.SCHED_IDLE, os.sched_param(0))
         starved, asleep = Starvation(), Starvation()
         for watch, process in ((starved, processes[0]), (asleep, processes[-1])):
             assert watch.share({0: activity(process.pid)}, time.monotonic()) == 1.0

@@ -58,6 +58,17 @@ with head_start(1) as begun:
     print(pid == early, "early_forkserver" in open(f"/proc/{pid}/cmdline").read())
 """
 
+FORKS_TWICE = """
+import os, signal, sys, time
+from hpc_train.elastic.warm_parent.imports import LaterImports
+LaterImports("colorsys", 0.05).prepare()
+for _ in range(2):
+    if os.fork() == 0:
+        print("colorsys" in sys.modules, signal.getsignal(signal.SIGALRM) == signal.SIG_DFL, flush=True)
+        os._exit(0)
+    os.wait()
+    time.sleep(0.1)
+"""
 LATER = """
 import time
 from hpc_train.elastic.worker_process import fork_process, start_warm_parent
@@ -122,6 +133,7 @@ def test_a_command_that_does_not_train_leaves_no_import_behind(tmp_path: Path, e
         ({"PYTHONPATH": "{folder}/frozen"}, "frozen", True),
     ],
 )
+@pytest.mark.long_form(4, cases=["variables2"])  # the case before it starts another process too
 def test_the_warm_parent_is_as_a_new_process_would_be(
     tmp_path: Path, variables: dict[str, str], code: str, same_process: bool
 ) -> None:
@@ -139,6 +151,12 @@ def test_the_warm_parent_is_as_a_new_process_would_be(
         assert (tmp_path / "imported").read_text() == "imported\n"
 
 
+def test_a_process_that_has_forked_imports_more_for_its_next_forks(tmp_path: Path) -> None:
+    done = python(tmp_path, FORKS_TWICE)
+    assert done.stdout.splitlines() == ["False True", "True True"], done.stderr
+
+
+@pytest.mark.long_form(6)  # the case before
 def test_what_the_first_lines_do_not_need_is_imported_for_the_workers_after_a_failure(tmp_path: Path) -> None:
     stand_in(tmp_path / "packages")
     (tmp_path / "packages" / "torch" / "_dynamo.py").touch()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import subprocess
+import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -16,12 +19,8 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.events import Event
 
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    found = RunDirectory(tmp_path / "mine")
-    found.create()
-    return found
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MESSAGE = "rank 1 on n1: out of memory"
 
 
 def record(run: RunDirectory, command: str | None, *names: str, is_first: bool = True) -> list[str]:
@@ -29,7 +28,7 @@ def record(run: RunDirectory, command: str | None, *names: str, is_first: bool =
     events = EventLog.open(run, "agent-n1", 0)
     with calling(command, run, events, is_first) as heard:
         for name in names:
-            heard.of(0).write(name, message="rank 1 on n1: out of memory")
+            heard.of(0).write(name, message=MESSAGE)
     events.close()
     return [event["message"] for event in run.read_events() if event["event"] == "warning"]
 
@@ -46,6 +45,31 @@ def test_the_command_gets_each_event_of_the_first_agent(run: RunDirectory) -> No
     assert json.loads(heard.read_text().splitlines()[0])["event"] == "gpu_idle"
     assert len(heard.read_text().splitlines()) == 2
     assert not record(run, None, "started")
+
+
+class Webhook(http.server.BaseHTTPRequestHandler):
+    messages: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        self.messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_the_example_posts_the_events_that_matter_to_a_webhook(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Webhook)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HPC_TRAIN_WEBHOOK_URL", f"http://127.0.0.1:{server.server_address[1]}/hooks/secret")
+    assert not record(run, f"bash {EXAMPLES / 'webhook.sh'}", "started", "failed")
+    server.shutdown()
+    server.server_close()
+    assert Webhook.messages == [f"{run.path}: failed\n{MESSAGE}\npython -m hpc_train why {run.path}"]
+    assert "secret" not in json.dumps(run.read_events())
 
 
 def test_a_failure_is_a_warning_that_is_written_once(run: RunDirectory) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
@@ -49,9 +48,7 @@ def test_the_store_serves_on_the_address_of_the_job(address: str) -> None:
             socket.create_connection(("127.0.0.1", store.port))
 
 
-def test_the_prefix_of_the_keys_is_not_recorded(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    run.create()
+def test_the_prefix_of_the_keys_is_not_recorded(run: RunDirectory) -> None:
     SPEC.publish(run)
     recorded = read_json(run.attempts / "003.json")
     assert "random" not in str(recorded)

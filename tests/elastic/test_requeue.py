@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,16 +42,10 @@ from hpc_train.run.file_lock import LockOwner
 from hpc_train.run.files import write_json
 from hpc_train.run.requests import record_stop_request
 from hpc_train.runs.diagnosis import find_cause
+from tests.elastic.conftest import stand_in
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
-
-
-def start(run: RunDirectory, restart: int, step: int | None, **elastic: float) -> Exit:
+def start(run: RunDirectory, restart: int, step: int | None, **elastic: Any) -> Exit:
     """One start of job 7 that was stopped when ``step`` was the newest checkpoint."""
     if step is not None:
         (run.checkpoints / f"step-{step:08d}").mkdir(exist_ok=True)
@@ -81,12 +76,11 @@ def test_a_job_of_a_chain_needs_progress_since_the_job_before(run: RunDirectory)
     assert ask("8") == Exit.GAVE_UP
 
 
-def stand_in(folder: Path, **lines: str) -> None:
-    """Makes commands by these names."""
-    for name, line in lines.items():
-        tool = folder / name
-        tool.write_text(f"#!/bin/sh\n{line}\n")
-        tool.chmod(0o755)
+def attempts_of(run: RunDirectory, end: JobEnd, nodes: int = 2, **elastic: Any) -> Attempts:
+    """Returns the attempts of job 7 on the agent of its first node."""
+    here = Allocation(nodes, 0, "n1", "7", "7.0.0", "n1", ("n1", "n2")[:nodes])
+    config, events = Config(elastic=ElasticConfig(**elastic)), EventLog.open(run, "agent-n1", 0)
+    return Attempts(run, config, here, end, Stores("tests.elastic.entries:serve"), Fabric(run, config, []), events)
 
 
 @pytest.mark.parametrize(
@@ -239,30 +233,21 @@ SHOWN = "JobState=RUNNING RunTime={run} TimeLimit={limit} TimeMin=N/A PreemptTim
     ],
 )
 def test_a_stop_signal_near_the_limit_that_no_command_has_sent_is_slurms(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    stop: str, shown: str, recorded: bool, expected: bool,
-) -> None:  # fmt: skip
-    stand_in(tmp_path, scontrol=f"echo '{shown}'" if shown else "exit 1")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    run: RunDirectory, in_job: Callable[..., None], stop: str, shown: str, recorded: bool, expected: bool
+) -> None:
+    in_job(scontrol=f"echo '{shown}'" if shown else "exit 1")
     if recorded:
         record_stop_request(run)
     assert is_announcement(stop, run) == expected
     end = JobEnd(run, "7", 0, 0)
-    here = Allocation(1, 0, "n1", "7", "7.0.0", "n1", ("n1",))
-    config, events = Config(), EventLog.open(run, "agent-n1", 0)
-    attempts = Attempts(run, config, here, end, Stores("tests.elastic.entries:serve"), Fabric(run, config, []), events)
-    assert attempts.leave(Leave(RestartDecision(Action.STOP), stop=stop)) == Exit.STOPPED
+    assert attempts_of(run, end, nodes=1).leave(Leave(RestartDecision(Action.STOP), stop=stop)) == Exit.STOPPED
     assert end.requeues() == [] and (run.attempts / "end-7.0.requeue").exists() == expected
 
 
 def test_a_hub_that_wakes_up_when_another_agent_acts_for_the_job_says_nothing(run: RunDirectory) -> None:
     """Slurm wakes it to end it: it sees its nodes gone, and the job is to run again."""
     end = JobEnd(run, "7", 0, 0)
-    here = Allocation(2, 0, "n1", "7", "7.0.0", "n1", ("n1", "n2"))
-    config, stores = Config(), Stores("tests.elastic.entries:serve")
-    events = EventLog.open(run, "agent-n1", 0)
-    attempts = Attempts(run, config, here, end, stores, Fabric(run, config, []), events)
+    attempts = attempts_of(run, end)
     assert attempts.superseded() is None
     assert JobEnd(run, "7", 0, 1).claim_succession()
     assert attempts.superseded() is not None
@@ -284,15 +269,11 @@ def test_a_hub_that_wakes_up_when_another_agent_acts_for_the_job_says_nothing(ru
     ],
 )
 def test_a_hub_that_wakes_up_after_slurm_has_requeued_the_job_says_nothing(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str, replaced: bool
+    run: RunDirectory, in_job: Callable[..., None], shown: str, replaced: bool
 ) -> None:
-    stand_in(tmp_path, scontrol=f"echo {shown}")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    in_job(scontrol=f"echo {shown}")
     end = JobEnd(run, "7", 0, 0)
-    here = Allocation(2, 0, "n1", "7", "7.0.0", "n1", ("n1", "n2"))
-    config, events = Config(), EventLog.open(run, "agent-n1", 0)
-    attempts = Attempts(run, config, here, end, Stores("tests.elastic.entries:serve"), Fabric(run, config, []), events)
+    attempts = attempts_of(run, end)
     why = attempts.replaced_by_slurm()
     assert (why is not None) == replaced
     if why is not None:
@@ -301,15 +282,13 @@ def test_a_hub_that_wakes_up_after_slurm_has_requeued_the_job_says_nothing(
         assert list(run.read_events()) == []
 
 
-@pytest.mark.parametrize(("in_job", "event"), [(True, "suspended"), (False, "paused")])
+@pytest.mark.parametrize(("in_slurm", "event"), [(True, "suspended"), (False, "paused")])
 def test_a_pause_is_a_suspension_if_slurm_has_just_resumed_the_job(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_job: bool, event: str
+    run: RunDirectory, in_job: Callable[..., None], in_slurm: bool, event: str
 ) -> None:
     now = time.time()
-    stand_in(tmp_path, scontrol=f"date --date=@{now:.0f} +SuspendTime=%Y-%m-%dT%H:%M:%S")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    write_pause(Pause(25.0, now), EventLog.open(run, "agent-n1", 0), in_job)
+    in_job(scontrol=f"date --date=@{now:.0f} +SuspendTime=%Y-%m-%dT%H:%M:%S")
+    write_pause(Pause(25.0, now), EventLog.open(run, "agent-n1", 0), in_slurm)
     (written,) = run.read_events()
     assert (written["event"], written["seconds"], written["until"]) == (event, 25.0, now)
     assert written["reason"].endswith("for 25 s")
@@ -338,15 +317,14 @@ def test_a_node_that_failed_twice_is_excluded_at_the_requeue_and_only_for_a_time
 )
 def test_a_node_without_which_the_job_could_not_start_is_not_excluded(
     run: RunDirectory,
-    tmp_path: Path,
+    in_job: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     states: str,
     cluster: dict[str, Any],
     excluded: str,
 ) -> None:
     printed = "\n".join(f"{line.replace(' ', '|')}|none" for line in states.splitlines())
-    stand_in(tmp_path, sinfo=f"echo '{printed}'" if states else "exit 1")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    in_job(sinfo=f"echo '{printed}'" if states else "exit 1")
     monkeypatch.setenv("SLURM_JOB_PARTITION", "cpu")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     NodeFailures(run, expiry_s=3600).note("n2", "node_lost", TOO_OFTEN)
@@ -370,10 +348,8 @@ CGROUP = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of th
 
 
 @pytest.fixture
-def killed_run(tmp_path: Path) -> RunDirectory:
+def killed_run(run: RunDirectory, tmp_path: Path) -> RunDirectory:
     """A run whose first attempt was made by step 0 of job 7."""
-    run = RunDirectory(tmp_path / "run")
-    run.create()
     run.update_record(run_id="abc", submissions=[{"job_id": "7", "output": str(run.logs / "7.out")}])
     (tmp_path / "7.out").write_text("srun: error: n1: task 0: Killed\n")
     attempt(run, "7.0.0")

@@ -45,13 +45,6 @@ def nodes() -> list[Node]:
     return [replace(node, facts=machines.add(node.facts)) for node in simulated(NODES)]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path)
-    run.create()
-    return run
-
-
 def started(nodes: list[Node]) -> Start:
     return Start(tuple(nodes), resolve_layout(config_of(len(nodes)), len(nodes), GPUS))
 

@@ -47,13 +47,6 @@ from tests.elastic.test_hub import Served
 LAYOUT = resolve_layout(config_of(2), 2, GPUS)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    return run
-
-
 def test_an_agent_whose_workers_train_reads_no_shared_file(
     run: RunDirectory, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:

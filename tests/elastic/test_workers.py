@@ -27,8 +27,6 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import FILE_SYSTEM, HOST_MEMORY, Failure, advice_for, classify
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.train.saving import TRANSIENT
-from tests.elastic.conftest import Freeze
-from tests.elastic.entries import start_agent
 
 
 def semaphore_failure() -> str:
@@ -371,13 +369,3 @@ def test_the_stacks_of_old_attempts_are_removed(tmp_path: Path) -> None:
     assert kept == made[-5 * RETAINED_ATTEMPTS :]
     assert all(path.exists() for path in answers)
     prune_logs(RunDirectory(tmp_path / "empty"), 14)
-
-
-def test_much_output_is_complete(frozen: Freeze) -> None:
-    run = frozen()
-    assert start_agent(run.path, "prints_much").wait(60) == 0
-    lines = lines_of(next(run.logs.glob("*.log")))
-    for rank in range(2):
-        own = [line for line in lines if line.startswith(f"[{rank}] ")]
-        assert [line.split()[2] for line in own[:-1]] == [str(number) for number in range(20_000)]
-        assert own[-1] == f"[{rank}] no newline at the end"

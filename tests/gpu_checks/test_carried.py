@@ -13,7 +13,7 @@ import pytest
 from gpu_checks.check import read
 from gpu_checks.checks import ALL
 from gpu_checks.wheels import MOST_BYTES, ROOT, TARGET, UNNEEDED, WITH_TORCH, Wheel, WheelError, check, required
-from tests.checkpoint.progress import LONG
+from tests.checkpoint.progress import IN_LONG_FORM
 
 # importable names of what wheels.py gathers, of what torch brings, and of the source tree
 CARRIED = "hydra omegaconf antlr4 yaml submitit cloudpickle psutil xxhash rich pygments markdown_it mdurl packaging"
@@ -33,7 +33,7 @@ class FindCarried(PathFinder):
         return super().find_spec(name, path, target)
 sys.meta_path[sys.meta_path.index(PathFinder)] = FindCarried
 """
-QUICK = ("facts", "overflow")
+QUICK = ("facts", "overflow")  # the checks that start no training
 
 
 @pytest.fixture
@@ -52,25 +52,27 @@ def test_what_is_not_carried_cannot_be_imported(carried: dict[str, str]) -> None
     assert "No module named 'wandb'" in done.stderr
 
 
-@pytest.mark.long_form(15, every_share=True)
-def test_every_module_of_the_checks_is_imported_without_what_is_not_carried(carried: dict[str, str]) -> None:
-    modules = {each.entry.partition(":")[0] for each in ALL} | {"gpu_checks.__main__"}
+@pytest.mark.long_form(30, every_share=True)  # test_runner.py has the runner, and every check can be found
+def test_the_checks_are_imported_and_run_on_a_cpu_with_what_is_carried(carried: dict[str, str], tmp_path: Path) -> None:
+    modules = {check.entry.partition(":")[0] for check in ALL} | {"gpu_checks.__main__"}
     command = [sys.executable, "-c", f"import {', '.join(sorted(modules))}"]
     done = subprocess.run(command, env=carried, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.timeout(1500)
-def test_the_checks_run_on_a_cpu_with_what_is_carried(carried: dict[str, str], tmp_path: Path) -> None:
-    """All of them in the long form, else those that start no training."""
-    only = [] if LONG else ["--only", *QUICK]
-    command = [sys.executable, "-m", "gpu_checks", "--out", str(tmp_path), "--budget", "1400", *only]
-    done = subprocess.run(command, env=carried, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    verdicts = {line["check"]: line["verdict"] for line in read(tmp_path) if line["kind"] == "verdict"}
-    wanted = {each.name: "not run" if each.gpus else "passed" for each in ALL}
-    assert verdicts == (wanted if LONG else dict.fromkeys(QUICK, "passed"))
+    assert verdicts(carried, tmp_path, "--only", *QUICK) == dict.fromkeys(QUICK, "passed")
     assert "| **facts** | passed |" in (tmp_path / "table.md").read_text()
+
+
+@IN_LONG_FORM  # the case before
+@pytest.mark.timeout(1500)
+def test_all_checks_pass_on_a_cpu_or_need_a_gpu(carried: dict[str, str], tmp_path: Path) -> None:
+    assert verdicts(carried, tmp_path) == {check.name: "not run" if check.gpus else "passed" for check in ALL}
+
+
+def verdicts(environment: dict[str, str], out: Path, *options: str) -> dict[str, str]:
+    command = [sys.executable, "-m", "gpu_checks", "--out", str(out), "--budget", "1400", *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {line["check"]: line["verdict"] for line in read(out) if line["kind"] == "verdict"}
 
 
 def wheel(folder: Path, name: str, version: str, *requires: str, size: int = 0) -> Wheel:

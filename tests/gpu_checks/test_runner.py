@@ -90,14 +90,14 @@ def test_a_check_that_cannot_be_imported_is_a_crash(run: Run) -> None:
 
 
 def test_a_check_that_exceeds_its_limit_is_killed_with_what_it_has_started(run: Run, tmp_path: Path) -> None:
-    found = run(check("never_ends", limit_s=1.5), check("good"))
+    found = run(check("never_ends", limit_s=0.8), check("good"))
     assert verdicts(found) == {"never_ends": "too slow", "good": "passed"}
     assert not psutil.pid_exists(int((tmp_path / "out" / "pid").read_text()))
     assert "made_up.py" in (tmp_path / "out" / FAILURES).read_text()  # its stacks
 
 
 def test_the_budget_ends_a_check_without_calling_it_a_failure(run: Run) -> None:
-    found = run(check("never_ends"), check("good", least_s=5), budget_s=RESERVE_S + 3)
+    found = run(check("never_ends"), check("good", least_s=5), budget_s=RESERVE_S + 1)
     assert verdicts(found) == {"never_ends": "cut off", "good": "not run"}
     assert "of the budget are left" in found["good"]["reason"]
 
@@ -263,7 +263,7 @@ def test_what_levers_have_measured_is_told_row_by_row(tmp_path: Path, monkeypatc
 
 def test_rows_of_levers_are_valid_for_one_gpu(tmp_path: Path) -> None:
     world = World(Probe(check("good"), Place(tmp_path, tmp_path, gpus=1)))
-    for overrides in (ROWS[AS_IT_STANDS], ROWS["CUDA graphs"], ROWS["activations by a budget"]):
+    for overrides in (ROWS["CUDA graphs"], ROWS["activations by a budget"]):
         assert validate(world.config(*EXPERIMENT, *overrides), 1, 1).world_size == 1
 
 
