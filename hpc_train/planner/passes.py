@@ -86,6 +86,7 @@ class Passes:
             device = products + self._attention(block) + self._moved(block) + self._cast(float8.forward)
             started = self._started(block, block.kernels + float8.kernels[0])
             seconds = pass_seconds(device, started, self.rates) + self._traffic(block, "forward", products)
+            self._known[id(block), None] = seconds
         return seconds
 
     def backward(self, block: Block, recomputed: LayerMode) -> float:

@@ -51,6 +51,15 @@ def test_the_backward_takes_twice_the_products_and_two_and_a_half_times_the_atte
     assert found.backward(block, "none") == pytest.approx(2 * products + 2.5 * attention)
 
 
+def test_the_passes_of_a_block_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of()
+    block = count_work(config).blocks[1]
+    found = passes(config, changed(**ONLY_PRODUCTS))
+    seconds = (found.forward(block), found.backward(block, "none"))
+    monkeypatch.delattr(Passes, "_products")
+    assert (found.forward(block), found.backward(block, "none")) == seconds
+
+
 def test_recomputing_ends_before_the_last_product_of_a_layer() -> None:
     config = config_of("train.activation_checkpointing=full")
     block = count_work(config).blocks[1]
