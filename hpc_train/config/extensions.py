@@ -351,23 +351,30 @@ def _execute(spec: ModuleSpec, path: str) -> ModuleType:
     file = str(spec.origin)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their annotations in sys.modules
-    blocks = "torch" not in sys.modules
-    if blocks:
-        # makes imports of torch fail
-        sys.modules["torch"] = None  # type: ignore[assignment]
+    refusal = _NoTorch()
+    if "torch" not in sys.modules:
+        sys.meta_path.insert(0, refusal)
     try:
         if file.endswith(".py"):  # also in a process that has torch
             for statement in ast.parse(Path(file).read_text(encoding="utf-8")).body:
                 if any(name.partition(".")[0] == "torch" for name in _imported_modules(statement)):
-                    raise ModuleNotFoundError(name="torch")
+                    raise ImportError(name="torch")
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[spec.name]
         raise _explained(error, path, file) from error
     finally:
-        if blocks:
-            del sys.modules["torch"]
+        if refusal in sys.meta_path:
+            sys.meta_path.remove(refusal)
     return module
+
+
+class _NoTorch:
+    """Makes imports of torch fail, and the question whether it is installed, whose answer a package would keep."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] == "torch":
+            raise ImportError(name="torch")
 
 
 def _imported_modules(statement: ast.stmt) -> list[str]:

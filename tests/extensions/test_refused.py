@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.extensions import load_family, load_source
+from hpc_train.config.extensions import load_family, load_row, load_source
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.validate import validate
@@ -72,6 +72,21 @@ def test_a_missing_or_contradictory_fact_is_refused(
     message = str(error.value)
     assert words in message
     assert str(tmp_path) in message
+
+
+@pytest.mark.parametrize("question", ["torch.nn", "importlib.util\n\nimportlib.util.find_spec('torch')"])
+def test_a_package_that_looks_for_torch_does_not_stay_loaded_without_it(
+    question: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"looks_for_torch_{next(NUMBERS)}"
+    (tmp_path / f"{name}.py").write_text(f"import {question}\n", encoding="utf-8")
+    (tmp_path / f"row_of_{name}.py").write_text(f"import {name}\n\nROW = 1\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in [module for module in sys.modules if module.partition(".")[0] == "torch"]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(UserError, match=f"row_of_{name}:ROW imports torch"):
+        load_row(f"row_of_{name}:ROW", "model.kind", int)
+    assert not {name, f"row_of_{name}"} & sys.modules.keys()
 
 
 CONTRADICTIONS = [
