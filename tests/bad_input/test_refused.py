@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze
 from tests.config.composing import config_of, share_compositions
-from tests.doors.command import hpc_train
+
+Called = Callable[..., subprocess.CompletedProcess[str]]
 
 IMAGES = ["data=synthetic", "data.task=images"]
 MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message must name
@@ -35,7 +38,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
         ["model=custom", "model._target_=a.B", "model.args.act=relu,gelu", "-m"],
         "fix:    +model.args.act=relu,gelu",
     ),
-    (["model=custom", "model._target_=a.B", "model.width=4"], "your own class is +model.args.width=VALUE"),
+    (["model=custom", "model._target_=a.B", "model.width=4"], "a custom class is +model.args.width=VALUE"),
     (["model._target_=a.B"], "add model=custom"),
     (["data.args.digits=3"], "add data=custom"),
     (["+cluster=local"], "cluster=local without +"),
@@ -209,32 +212,22 @@ SITES = {  # lines after the defaults
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with some inputs that are not as they should be."""
+    files = {f"site/cluster/{name}.yaml": f"defaults: [local, _self_]\n{lines}\n" for name, lines in SITES.items()}
+    files |= {
+        "site/strategy/mine.yaml": "defaults: [zero2, _self_]\nname: mine\ncompression: topk\n",
+        "site/experiment/bare.yaml": "optim: {lr: 1e-3}\n",
+        "site/mine.yaml": "defaults: [config, _self_]\noptim:\n  lr: -1\n",
+    }
+    empty = ("blank/a.py", "outputs/taken", "outputs/done/config.yaml", "outputs/done/run.json")
+    files |= dict.fromkeys((*empty, "outputs/sweep/0/config.yaml", "outputs/sweep/1/config.yaml"), "")
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "blank").mkdir()
-    (tmp_path / "blank" / "a.py").touch()
-    for split in ("train", "validation"):
-        for label in ("cat", "dog"):
-            (tmp_path / "pictures" / split / label).mkdir(parents=True)
-    (tmp_path / "site" / "cluster").mkdir(parents=True)
-    for name, lines in SITES.items():
-        (tmp_path / "site" / "cluster" / f"{name}.yaml").write_text(f"defaults: [local, _self_]\n{lines}\n")
-    (tmp_path / "site" / "strategy").mkdir()
-    (tmp_path / "site" / "strategy" / "mine.yaml").write_text(
-        "defaults: [zero2, _self_]\nname: mine\ncompression: topk\n"
-    )
-    (tmp_path / "site" / "experiment").mkdir()
-    (tmp_path / "site" / "experiment" / "bare.yaml").write_text("optim: {lr: 1e-3}\n")
-    (tmp_path / "site" / "mine.yaml").write_text("defaults: [config, _self_]\noptim:\n  lr: -1\n")
-    (tmp_path / "outputs").mkdir()
-    (tmp_path / "outputs" / "taken").touch()
+    for folder in ("train/cat", "train/dog", "validation/cat", "validation/dog"):
+        (tmp_path / "pictures" / folder).mkdir(parents=True)
     (tmp_path / "outputs" / "broken").symlink_to("gone")
     (tmp_path / "loop").symlink_to("loop")
-    for number in range(2):
-        (tmp_path / "outputs" / "sweep" / str(number)).mkdir(parents=True)
-        (tmp_path / "outputs" / "sweep" / str(number) / "config.yaml").touch()
-    (tmp_path / "outputs" / "done").mkdir()
-    for name in ("config.yaml", "run.json"):
-        (tmp_path / "outputs" / "done" / name).touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     share_compositions(monkeypatch)
@@ -285,7 +278,6 @@ ALIKE = (
     "+hydra.callbacks.mine._target_=nope.B",
     "-p train",
     "--package train -m",
-    "",
     "--strategy=dp",
     "--optim.lr=0.1",
     "why first run.root=/x",
@@ -388,29 +380,25 @@ def test_an_own_model_and_missing_packages_are_told_at_once(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (
-            ["+strategy=hybird", "strategy.nothing=1", "optim.lrr=1", "train.compile=perhaps", "model=gpt_tny"],
-            ["did you mean hybrid?", "did you mean lr?", "train.compile is 'perhaps'", "did you mean gpt_tiny?"],
-        ),
+        (["+strategy=hybird", "strategy.nothing=1", "optim.lrr=1", "train.compile=perhaps", "model=gpt_tny",
+          "nodel=gpt_tiny", "cluster=here"],
+         ["did you mean hybrid?", "did you mean lr?", "train.compile is 'perhaps'", "did you mean gpt_tiny?",
+          "did you mean model?", "a file of your own, DIR/cluster/here.yaml, needs -cd DIR"]),
         (["optim.lr=1,foo", "optim.lrr=1", "-m"], ["optim.lr is 'foo'", "did you mean lr?"]),
         (["strategy=tp", "model.n_heads=3", "model.dim=48", "model.n_kv_heads=1", "data.sequence_length=255"],
          ["model.n_heads=3", "model.n_kv_heads=1", "data.sequence_length=255"]),
         (["train.loss_chunks=99999", "strategy.offload=all", "data.path=nope", "run.name=live"],
          ["train.loss_chunks", "strategy.offload=all requires", "nope does not exist", "is live"]),
-        (["cluster.time=soon", "optim.betas=[0.9]", "checkpoint.every=often"],
-         ["cluster.time is", "optim.betas", "checkpoint.every"]),
         (["optim.lr=foo", "data.sequence_length=1.5", "train.compile=perhaps", "optim.betas=[0.9,a]",
           "cluster.preflight_action.tpc=stop", "cluster.env=[A]", "cluster.setup=module", "eval_sets=5"],
          ["optim.lr", "data.sequence_length", "train.compile", "optim.betas", "did you mean tcp?",
           "cluster.env must be NAME: VALUE pairs", "cluster.setup must be a list of lines",
           "eval_sets must be NAME: VALUE pairs"]),
         (["optim.lr=-1", "train.steps=0", "model.dropout=1.5", "batch.global_size=0", "telemetry.log_every=0",
-          "data.validation_share=1", "train.seed=9223372036854775808"],
+          "data.validation_share=1", "train.seed=9223372036854775808", "cluster.time=soon", "optim.betas=[0.9]",
+          "checkpoint.every=often"],
          ["above 0", "must be at least 1", "below 1", "batch.global_size", "telemetry.log_every",
-          "data.validation_share", "too large"]),
-        (["optim.lrr=1", "nodel=gpt_tiny", "strategy=hybird", "model=gpt_tny", "cluster=here"],
-         ["did you mean lr?", "did you mean model?", "did you mean hybrid?", "did you mean gpt_tiny?",
-          "a file of your own, DIR/cluster/here.yaml, needs -cd DIR"]),
+          "data.validation_share", "too large", "cluster.time is", "optim.betas", "checkpoint.every"]),
         (["model.n_heads=3", "batch.micro_size=2", "batch.micro_batches=2", "train.steps=5", "train.epochs=1",
           "data.path=nope"],
          ["does not divide", "auto", "only one may be set", "does not exist"]),
@@ -468,9 +456,9 @@ def test_a_live_run_and_changed_identity_keys_are_told(place: Path, capsys: pyte
     ],
     ids=" ".join,
 )
-def test_every_door_refuses_alike_and_leaves_nothing(arguments: list[str], place: Path) -> None:
+def test_every_door_refuses_alike_and_leaves_nothing(arguments: list[str], place: Path, called: Called) -> None:
     before = everything(place)
-    done = hpc_train(*arguments, cwd=place)
+    done = called(*arguments)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.count("set in:") == 1

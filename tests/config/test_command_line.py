@@ -17,6 +17,8 @@ from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from tests.doors.command import environment, hpc_train
 
+Called = Callable[..., subprocess.CompletedProcess[str]]
+
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
@@ -27,9 +29,9 @@ def site(tmp_path: Path) -> Path:
     return folder
 
 
-def test_config_is_printed_with_either_form_of_strategy(tmp_path: Path) -> None:
+def test_config_is_printed_with_either_form_of_strategy(called: Called) -> None:
     shown = [
-        hpc_train(form, "experiment=hybrid_8gpu", "--cfg", "job", "--package", "strategy", cwd=tmp_path)
+        called(form, "experiment=hybrid_8gpu", "--cfg", "job", "--package", "strategy")
         for form in ("strategy=zero2", "+strategy=zero2")
     ]
     assert [done.returncode for done in shown] == [0, 0]
@@ -37,14 +39,15 @@ def test_config_is_printed_with_either_form_of_strategy(tmp_path: Path) -> None:
     assert "data_parallel: zero2" in shown[0].stdout
 
 
-def test_directories_of_the_user_are_searched(site: Path, tmp_path: Path) -> None:
+def test_directories_of_the_user_are_searched(site: Path, called: Called) -> None:
+    chosen = ("model=mine", "strategy=dp")
     for where in (["-cd", str(site)], [f"hydra.searchpath=[file://{site}]"]):
-        shown = hpc_train("model=mine", "strategy=dp", *where, "--cfg", "job", cwd=tmp_path)
+        shown = called(*chosen, *where, "--cfg", "job")
         assert "n_layers: 6" in shown.stdout, shown.stderr
-        planned = hpc_train("model=mine", "strategy=dp", *where, "launch.dry_run=true", cwd=tmp_path)
-        assert "can be submitted" in planned.stdout, planned.stderr
-        frozen = hpc_train("freeze", "model=mine", *where, "run.name=x", cwd=tmp_path)
+        frozen = called("freeze", *chosen, *where, "run.name=x")
         assert "n_layers: 6" in (Path(frozen.stdout.strip()) / "config.yaml").read_text()
+    planned = called(*chosen, "-cd", str(site), "launch.dry_run=true")
+    assert "can be submitted" in planned.stdout, planned.stderr
 
 
 def test_help_and_info_and_completion(tmp_path: Path) -> None:
@@ -55,8 +58,8 @@ def test_help_and_info_and_completion(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_freeze_makes_one_run_and_finds_it_again(tmp_path: Path) -> None:
-    calls = [hpc_train("freeze", "+strategy=hybrid", "run.name=x", cwd=tmp_path) for _ in range(2)]
+def test_freeze_makes_one_run_and_finds_it_again(called: Called, tmp_path: Path) -> None:
+    calls = [called("freeze", "+strategy=hybrid", "run.name=x") for _ in range(2)]
     assert [done.returncode for done in calls] == [0, 0]
     assert [done.stdout for done in calls] == [f"{tmp_path}/outputs/x\n"] * 2
 
@@ -73,39 +76,39 @@ def test_a_restarted_batch_script_finds_the_frozen_config(site: Path, tmp_path: 
     assert (tmp_path / "outputs" / "slurm-17" / "config.yaml").read_bytes() == before
 
 
-@pytest.mark.parametrize("arguments", [["freeze", "run.name=x"], ["+strategy=hybrid", "launch.dry_run=true"]])
-def test_neither_freezing_nor_a_dry_run_imports_torch_or_wandb(arguments: list[str], tmp_path: Path) -> None:
-    script = (
-        "import sys\n"
-        "from hpc_train.cli import run\n"
-        f"code = run({arguments!r})\n"
-        "heavy = {'torch', 'wandb'} & set(sys.modules)\n"
-        "sys.exit(str(heavy) if heavy else code)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def imported(statement: str, cwd: Path) -> set[str]:
-    """Returns the packages among these that a process imports that runs ``statement``."""
+def imported(cwd: Path, *statements: str) -> list[set[str]]:
+    """Returns the packages among these that a process has imported after each of ``statements``."""
     packages = {"torch", "wandb", "hydra", "submitit", "omegaconf", "rich", "torch._dynamo"}
     packages |= {"hpc_train.elastic.agent_loop"}
-    script = f"import sys\n{statement}\nprint(*({packages!r} & set(sys.modules)), file=sys.stderr)"
+    script = "import sys\n"
+    for statement in statements:
+        script += f"{statement}\nprint('imported:', *({packages!r} & set(sys.modules)), file=sys.stderr)\n"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, check=True)
-    return set(done.stderr.split("\n")[-2].split())
+    lines = done.stderr.splitlines()
+    return [set(line.split()[1:]) for line in lines if line.startswith("imported:")]
 
 
 def test_commands_import_only_what_they_need(tmp_path: Path) -> None:
-    assert imported("import hpc_train.cli", tmp_path) == set()
-    assert imported("import hpc_train.commands.status", tmp_path) == {"rich"}
-    assert imported("import hpc_train.commands.train", tmp_path) == {"hydra", "omegaconf", "rich"}
-    # the agent imports the rest while its warm parent imports torch
-    assert imported("import hpc_train.commands.agent", tmp_path) == set()
-    # the agent has read the config, and the first lines of a worker need no compiler
-    assert imported("import hpc_train.train.worker", tmp_path) == {"torch"}
+    cli, agent, status, train, frozen, planned = imported(
+        tmp_path,
+        "import hpc_train.cli",
+        "import hpc_train.commands.agent",
+        "import hpc_train.commands.status",
+        "import hpc_train.commands.train",
+        "assert hpc_train.cli.run(['freeze', 'run.name=x']) == 0",
+        "assert hpc_train.cli.run(['+strategy=hybrid', 'launch.dry_run=true']) == 0",
+    )
+    assert cli == set()
+    assert agent == set(), "the agent imports the rest while its warm parent imports torch"
+    assert status == {"rich"}
+    assert train == {"hydra", "omegaconf", "rich"}
+    assert not {"torch", "wandb"} & (frozen | planned)
+
+
+@pytest.mark.long_form(5)  # imports torch; benchmarks/startup.py measures it
+def test_the_first_lines_of_a_worker_need_no_compiler(tmp_path: Path) -> None:
+    assert imported(tmp_path, "import hpc_train.train.worker") == [{"torch"}]
 
 
 def test_a_working_directory_that_has_been_removed_is_one_message(tmp_path: Path) -> None:
@@ -117,9 +120,7 @@ def test_a_working_directory_that_has_been_removed_is_one_message(tmp_path: Path
 
 
 @pytest.mark.parametrize("key", ["run.root", "data.path", "cluster.comment", "run.name"])
-def test_a_value_that_is_not_utf8_is_refused(
-    key: str, called: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
+def test_a_value_that_is_not_utf8_is_refused(key: str, called: Called, tmp_path: Path) -> None:
     done = called("+strategy=dp", "cluster=local", f"{key}=caf\udce9")
     assert done.returncode == 2
     assert done.stderr.startswith(f"{key} is caf\\udce9, which is not UTF-8\n")
@@ -137,9 +138,7 @@ def test_a_working_directory_that_is_not_utf8_is_refused(tmp_path: Path, monkeyp
         refuse_other_encodings(Config())
 
 
-def test_ctrl_c_while_a_run_starts(
-    called: Callable[..., subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ctrl_c_while_a_run_starts(called: Called, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupted(*arguments: object) -> int:
         raise KeyboardInterrupt
 

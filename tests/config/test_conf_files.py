@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from benchmarks.savers import ROWS
-from hpc_train.config.arguments import with_right_plus
 from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import config_directory, typed
 from hpc_train.config.run_path import SCRATCH
@@ -97,20 +96,18 @@ def test_every_file_composes_to_valid_values(row: list[str]) -> None:
     check_values(config_of(*row))
 
 
-@pytest.mark.parametrize(
-    ("site", "root"),
-    [
-        ("clariden", "/capstor/scratch/cscs/me/hpc_train"),
-        ("lumi", "/scratch/project_1/hpc_train"),
-        ("leonardo_booster", "/mine/hpc_train"),
-        ("aws_parallelcluster", "/fsx/hpc_train"),
-    ],
-)
-def test_a_site_keeps_runs_on_its_scratch_space(site: str, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = f"cluster={site}", "cluster.account=project_1"
-    assert config_of(*chosen).run.root == root
+def test_a_site_keeps_runs_on_its_scratch_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    roots = {
+        "clariden": "/capstor/scratch/cscs/me/hpc_train",
+        "lumi": "/scratch/project_1/hpc_train",
+        "leonardo_booster": "/mine/hpc_train",
+        "aws_parallelcluster": "/fsx/hpc_train",
+    }
+    for site, root in roots.items():
+        assert config_of(f"cluster={site}", "cluster.account=project_1").run.root == root
     monkeypatch.setenv("HPC_TRAIN_ROOT", "/own")
-    assert config_of(*chosen).run.root == "/own"
+    for site in roots:
+        assert config_of(f"cluster={site}", "cluster.account=project_1").run.root == "/own"
 
 
 def test_every_public_site_names_its_sources() -> None:
@@ -136,18 +133,14 @@ def strategy_alone(name: str) -> StrategyConfig:
     return config_of(*next(row for row in rows() if f"strategy={name}" in row)).strategy
 
 
+# Each experiment has a case of the short form; each strategy is composed without one.
+@pytest.mark.long_form(1, cases=STRATEGIES[len(EXPERIMENTS) :])
 @pytest.mark.parametrize(("strategy", "experiment"), [*zip(STRATEGIES, cycle(EXPERIMENTS), strict=False)])
 def test_any_strategy_replaces_that_of_any_experiment(strategy: str, experiment: str) -> None:
     """The pairs contain every strategy and every experiment. An experiment chooses a strategy, so no plus is needed."""
     (config,) = composed([*of_experiment(experiment), f"strategy={strategy}"])
     check_values(config)
     assert config.strategy == strategy_alone(strategy)
-
-
-def test_a_plus_before_strategy_makes_no_difference() -> None:
-    for arguments in (["experiment=hybrid_8gpu"], []):
-        forms = [with_right_plus([*arguments, f"{plus}strategy=zero2"]) for plus in ("", "+")]
-        assert forms[0] == forms[1]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -192,7 +185,8 @@ def test_all_stages_come_from_the_workers_that_there_are() -> None:
 
 def test_the_experiments_are_the_cases_they_are_named_for() -> None:
     rows = {n: config_of(f"experiment=cifar100_vit_large_{n}gpu", "data.path=/data") for n in (32, 8, 1)}
-    layouts = {n: resolve_layout(row, row.cluster.nodes, n // row.cluster.nodes) for n, row in rows.items()}
+    nodes = {n: int(row.cluster.nodes) for n, row in rows.items()}
+    layouts = {n: resolve_layout(row, nodes[n], n // nodes[n]) for n, row in rows.items()}
     assert {row.batch.global_size for row in rows.values()} == {4096}
     assert {n: (layout.dp, layout.micro_batches) for n, layout in layouts.items()} == {
         32: (32, 1),
@@ -201,8 +195,12 @@ def test_the_experiments_are_the_cases_they_are_named_for() -> None:
     }
     llama = config_of("experiment=llama7b_4xa100", "data.path=/data")
     assert (llama.strategy.data_parallel, llama.train.activation_checkpointing) == ("zero3", "full")
+    hybrid = resolve_layout(config_of("experiment=hybrid_8gpu"), 1, 8)
+    assert (hybrid.pp, hybrid.dp) == (4, 2)
+
+
+@pytest.mark.long_form(5)  # of benchmarks/savers.py, which needs the GPU
+def test_each_row_of_the_benchmark_of_savers_fits_on_an_h200() -> None:
     for config in composed(*(["experiment=gpt1b_h200", *switched] for switched in ROWS.values())):
         memory = estimate(config, validate(config, 1, 1))
         assert memory is not None and memory.total < 0.9 * 141e9
-    hybrid = resolve_layout(config_of("experiment=hybrid_8gpu"), 1, 8)
-    assert (hybrid.pp, hybrid.dp) == (4, 2)

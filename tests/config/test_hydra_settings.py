@@ -48,12 +48,11 @@ def jobs(*arguments: str) -> list[list[str]]:
     return expand(CommandLine.parse(with_right_plus(arguments)).overrides)
 
 
-@pytest.mark.parametrize("plus", ["", "+"])
-def test_params_of_the_sweeper_are_a_sweep_unless_the_command_line_sets_their_keys(plus: str) -> None:
-    found = jobs(plus + GRID, "-m")
-    assert [job[:2] for job in found] == [
-        [f"optim.lr={lr}", f"+strategy={name}"] for lr in ("0.001", "0.0003") for name in ("dp", "pp")
-    ]
+def test_params_of_the_sweeper_are_a_sweep_unless_the_command_line_sets_their_keys() -> None:
+    for plus in ("", "+"):
+        assert [job[:2] for job in jobs(plus + GRID, "-m")] == [
+            [f"optim.lr={lr}", f"+strategy={name}"] for lr in ("0.001", "0.0003") for name in ("dp", "pp")
+        ]
     assert len(jobs(GRID, "optim.lr=1e-2", "strategy=dp", "-m")) == 1
     assert jobs(GRID, "experiment=hybrid_8gpu", "-m")[0][1] == "strategy=dp", "the experiment chooses one"
     assert len(jobs(GRID)) == 1, "without -m Hydra does not sweep"
@@ -79,16 +78,17 @@ def test_glob_lists_the_options_of_a_group(site: Path) -> None:
         with_right_plus(["strategy=glob(nope*)", "-m"])
 
 
-@pytest.mark.parametrize(("arguments", "name"), [([], "zero2"), (["strategy=pp"], "pp"), (["+strategy=pp"], "pp")])
-def test_an_experiment_may_override_the_strategy(site: Path, arguments: list[str], name: str) -> None:
-    line = CommandLine.parse(with_right_plus(["experiment=over", "-cd", str(site), *arguments]))
-    with line.composer() as compose:
-        config = typed(compose(line.overrides))
-    assert (config.strategy.name, config.optim.name) == (name, "sgd")
+@pytest.mark.parametrize(("file", "own"), [("over", "zero2"), ("add", "zero3")])
+def test_a_strategy_replaces_that_of_an_experiment_that_overrides_or_adds_one(site: Path, file: str, own: str) -> None:
+    experiment = [f"experiment={file}", "-cd", str(site)]
+    for arguments, name in (([], own), (["strategy=pp"], "pp")):
+        line = CommandLine.parse(with_right_plus([*experiment, *arguments]))
+        with line.composer() as compose:
+            config = typed(compose(line.overrides))
+        assert config.strategy.name == name
+        assert (config.optim.name == "sgd") == (file == "over")
+    assert with_right_plus([*experiment, "+strategy=pp"]) == with_right_plus([*experiment, "strategy=pp"])
     assert with_right_plus(["strategy=dp"]) == ["+strategy=dp"]
-    plain = CommandLine.parse(with_right_plus(["experiment=add", "-cd", str(site), *arguments]))
-    with plain.composer() as compose:
-        assert compose(plain.overrides).strategy.name == (name if arguments else "zero3")
 
 
 def test_experiments_that_choose_a_strategy_in_different_ways_are_not_one_sweep(site: Path) -> None:

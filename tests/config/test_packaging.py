@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -34,7 +33,8 @@ def install(folder: Path, *what: str) -> Path:
     """A virtual environment with ``what`` in it, and this interpreter's packages behind that."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = next(folder.glob("lib/python*/site-packages"))
-    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "dependencies.pth").write_text("\n".join(packages) + "\n")
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "--disable-pip-version-check"]
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run([*pip, "install", *options, *what], capture_output=True, text=True, check=False)

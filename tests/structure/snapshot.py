@@ -70,8 +70,8 @@ def show(arguments: list[str], place: Path) -> str:
     for path in sorted(place.rglob("*")):
         if path.name in FILES:
             text += f"--- {path.relative_to(place)}\n{path.read_text()}"
-    for path, word in ((str(place), "PLACE"), (sys.executable, "PYTHON"), (str(REPOSITORY), "REPOSITORY")):
-        text = text.replace(path, word)
+    for location, word in ((str(place), "PLACE"), (sys.executable, "PYTHON"), (str(REPOSITORY), "REPOSITORY")):
+        text = text.replace(location, word)
     text = re.sub(r"\d{4}-\d\d-\d\d[/_ T]\d\d[:-]\d\d[:-]\d\d(\.\d+)?", "TIME", text)
     return re.sub(r"\b[0-9a-f]{12,64}\b", "HASH", text)
 
