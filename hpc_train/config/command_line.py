@@ -129,7 +129,8 @@ class CommandLine:
 def _refuse(message: str) -> NoReturn:
     fix = "`python -m hpc_train help` and --hydra-help list the options"
     if found := re.match(r"unrecognized arguments: -+(\w[\w.]*)(?:=(\S+))?(?:\s|$)", message):
-        name, value = found[1], found[2] or "VALUE"
+        name = found[1]
+        value = found[2] or "VALUE"
         defaults = Config()
         keys = [f"{group}.{name}" for group in vars(defaults) if hasattr(getattr(defaults, group), name)]
         if "." in name or hasattr(defaults, name):

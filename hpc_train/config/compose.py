@@ -204,7 +204,8 @@ def _group(name: str, model: str, data: str, values: bytes) -> Any:
 @cache
 def _schema(model: str, data: str) -> DictConfig:
     schema: DictConfig = OmegaConf.structured(Config)
-    schema.model, schema.data = load_family(model).schema, load_source(data).schema
+    schema.model = load_family(model).schema
+    schema.data = load_source(data).schema
     return schema
 
 

@@ -161,7 +161,8 @@ def check_loss(values: Mapping[str, Any], task: str) -> None:
             where=WHERE,
             fix="+model.config.problem_type=" + ", ".join(PROBLEM_TYPES[:-1]) + f" or {PROBLEM_TYPES[-1]}",
         )
-    kind, smoothing = values.get("model_type"), values.get(SMOOTHING)
+    kind = values.get("model_type")
+    smoothing = values.get(SMOOTHING)
     if smoothing and task == "causal_lm" and kind in DECODERS:
         raise _refused(SMOOTHING, smoothing, f"which is not implemented for models of type {kind}", 0)
     if task != "causal_lm":

@@ -51,7 +51,8 @@ def _of_hydra(text: str) -> UserError:
     where = "the command line or conf/"
     if match := re.match(r"Multiple values for (\S+)\. To override a value use 'override (\S+): (\S+)'", text):
         what = f"{match[1]} is chosen twice: the config already chooses a file of this group"
-        group, name = match[2], match[3]
+        group = match[2]
+        name = match[3]
         fix = f"{group}={name} without +; in the defaults of a file: override {group}: {name}"
         return UserError(what, where=where, fix=fix)
     if match := re.match(r"Could not override '(\S+)'\. No match in the defaults list.*\s.*use (\+\S+)", text):

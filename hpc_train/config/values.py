@@ -212,7 +212,8 @@ def fewest_nodes(config: Config) -> int:
     """Returns the smallest number of nodes on which the run must fit, at its start or after it loses nodes. Raises
     UserError if ``elastic.min_nodes`` is larger than ``cluster.nodes``.
     """
-    fewest, least = node_range(config.cluster)[0], config.elastic.min_nodes
+    fewest = node_range(config.cluster)[0]
+    least = config.elastic.min_nodes
     if least is not None and least > fewest:
         raise UserError(
             f"elastic.min_nodes is {least}, but cluster.nodes allows the run to start with {fewest} nodes",

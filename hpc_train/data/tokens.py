@@ -217,7 +217,9 @@ def pack(sizes: Indices, sequence_length: int) -> Indices:
     order = np.argsort((sequence_length - sizes).astype(np.min_scalar_type(sequence_length)), kind="stable")
     sequence_of = np.empty(len(sizes), dtype=np.int64)
     with_room: list[list[int]] = [[] for _ in range(sequence_length + 1)]  # sequences by their remaining room
-    rooms, count, first = 0, 0, 0  # bit r of ``rooms`` is set if some sequence has room r
+    rooms = 0  # bit r is set if some sequence has room r
+    count = 0
+    first = 0
     for size, last in _runs(sizes[order]):
         while first < last:
             larger = rooms >> size

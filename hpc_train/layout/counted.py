@@ -168,7 +168,8 @@ def sample_shape(data: Any) -> tuple[int, ...]:
 
 def key_of(config: Config) -> str:
     """Returns what the counts depend on, besides the files of the user and versions, as a hash."""
-    model, data = config.model, config.data
+    model = config.model
+    data = config.data
     samples = asdict(data) if has_own_samples(data) else {"shape": sample_shape(data)}
     values = None
     if isinstance(model, HFModelConfig):

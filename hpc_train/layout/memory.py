@@ -185,7 +185,8 @@ def passage(changes: Iterable[Change]) -> Passage:
         total += size
         held[place] += size
         if total > height:
-            height, peak = total, tuple(held)
+            height = total
+            peak = tuple(held)
         if moment:
             total -= size
             held[place] -= size
@@ -411,7 +412,8 @@ class _Step:
     def _begin(self) -> Iterator[Change]:
         """Allocates the state, its casts, and the buffers of messages, which torch has for each micro-batch."""
         count = cast = 0.0
-        of, per = self.sizes.parameters, self.sizes.per_parameter
+        of = self.sizes.parameters
+        per = self.sizes.per_parameter
         for stage in self.rank.stages.values():
             stem, layer, head = self._parameters(stage)
             count += stem + stage.layers * layer + head
@@ -446,13 +448,15 @@ class _Step:
         """Returns what is on the device of activations that are kept in host memory: those of the layer that computes
         and of its neighbor. The last layer of the model, which stays, replaces one of them.
         """
-        stages, moved = self.rank.stages.values(), self.sizes.activations.moved
+        stages = self.rank.stages.values()
+        moved = self.sizes.activations.moved
         sizes = [moved[run.mode] for stage in stages for run in stage.runs for _ in range(run.layers * run.moves)]
         sizes.sort(reverse=True)
         return sum(sizes[: 2 - any(stage.last for stage in stages)])
 
     def _forward(self, number: int) -> Iterator[Change]:
-        stage, held = self.rank.stages[number], self.sizes.activations
+        stage = self.rank.stages[number]
+        held = self.sizes.activations
         _, layer, _ = self._parameters(stage)
         yield from self._gather(number)
         for run in stage.runs:
@@ -473,7 +477,8 @@ class _Step:
         """Gathers what stays whole until the backward, or until the last one of the step."""
         if self.rank.gathers == "never" or number in self.gathered:
             return
-        stage, per = self.rank.stages[number], self.sizes.per_parameter
+        stage = self.rank.stages[number]
+        per = self.sizes.per_parameter
         stem, layer, head = self._parameters(stage)
         yield Change("parameters", (stem + head) * per.gathered)
         yield Change("parameters", (stem + head) * per.gathered, moment=True)  # the buffer of the collective
@@ -487,7 +492,8 @@ class _Step:
 
     def _inputs(self, number: int) -> Iterator[Change]:
         """Computes the gradients of inputs only. Nothing is freed, and gradients of results are kept."""
-        stage, held = self.rank.stages[number], self.sizes.activations
+        stage = self.rank.stages[number]
+        held = self.sizes.activations
         if stage.first:
             return  # which torch leaves to the second part
         if stage.last:
@@ -499,7 +505,8 @@ class _Step:
 
     def _backward(self, number: int, split: bool) -> Iterator[Change]:
         """Computes all gradients, or those of parameters if those of inputs are ``split`` off and done."""
-        stage, held = self.rank.stages[number], self.sizes.activations
+        stage = self.rank.stages[number]
+        held = self.sizes.activations
         _, layer, _ = self._parameters(stage)
         inputs_done = split and not stage.first
         if stage.last:
@@ -516,7 +523,8 @@ class _Step:
         yield from self._end(number)
 
     def _head_backward(self, number: int, inputs_done: bool) -> Iterator[Change]:
-        per, held = self.sizes.per_parameter, self.sizes.activations
+        per = self.sizes.per_parameter
+        held = self.sizes.activations
         _, _, head = self._parameters(self.rank.stages[number])
         if not inputs_done:
             yield Change("activations", held.backward, moment=True)
@@ -550,7 +558,9 @@ class _Step:
 
     def _layer_backward(self, number: int, mode: LayerMode, layer: float, several: int) -> Iterator[Change]:
         """Computes the gradients of ``several`` equal layers, of which the peak of one counts."""
-        per, held, matrix = self.sizes.per_parameter, self.sizes.activations, self.sizes.parameters.matrix
+        per = self.sizes.per_parameter
+        held = self.sizes.activations
+        matrix = self.sizes.parameters.matrix
         recomputed = held.kept["none"] * (mode != "none")
         gathered = 2 * layer * per.gathered * (self.rank.gathers == "layer")
         adds_copy = number in self.summed and per.fresh != per.whole  # to a gradient of another type
@@ -590,7 +600,9 @@ class _Step:
 
         A gradient that is larger than a bucket is sent itself, unless it is compressed.
         """
-        bucket, copied, whole = self.rank.bucket, self.rank.copied, self.sizes.per_parameter.whole
+        bucket = self.rank.bucket
+        copied = self.rank.copied
+        whole = self.sizes.per_parameter.whole
         if self.rank.reduces != "after" or self.left[number] or not bucket or (block * whole > bucket and copied == 1):
             return
         self.computed += parameters * whole
@@ -624,7 +636,8 @@ class _Step:
 
     def _end(self, number: int) -> Iterator[Change]:
         """Ends the backward of a micro-batch with the stem and, for ZeRO, what is reduced and resharded with it."""
-        per, stage = self.sizes.per_parameter, self.rank.stages[number]
+        per = self.sizes.per_parameter
+        stage = self.rank.stages[number]
         stem, layer, head = self._parameters(stage)
         if not self._shares:
             yield from self._gradient(number, stem, stem)

@@ -151,7 +151,8 @@ def _dual_pipe_v(shape: PipelineShape, rank: int) -> Iterator[Action]:
     down, up = rank, 2 * shape.ranks - 1 - rank
     following = shape.ranks - 1 - rank  # ranks
     passes = _Passes()
-    act, waiting = passes.act, passes.waiting
+    act = passes.act
+    waiting = passes.waiting
     for _ in range(2 * following):
         yield act(FORWARD, down)
     for _ in range(rank + 1):
@@ -182,7 +183,8 @@ def _round(shape: PipelineShape) -> int:
 
 def _turns(shape: PipelineShape, rank: int, work: Work) -> list[Action]:
     """Returns one pass of all stages of a rank and all micro-batches; backwards begin at its last stage."""
-    turn, stages = _round(shape), [rank + shape.ranks * local for local in range(shape.stages_per_rank)]
+    turn = _round(shape)
+    stages = [rank + shape.ranks * local for local in range(shape.stages_per_rank)]
     if work != FORWARD:
         stages.reverse()
     counts = Counter[int]()
@@ -204,7 +206,8 @@ def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: i
 
 def filled(shape: PipelineShape, forwards: int) -> tuple[int, ...]:
     """Returns how many of a rank's first ``forwards`` forwards belong to each of its stages, in turns of ``ranks``."""
-    turn, stages = shape.ranks, range(shape.stages_per_rank)
+    turn = shape.ranks
+    stages = range(shape.stages_per_rank)
     forwards = min(forwards, len(stages) * shape.micro_batches)
     rounds, rest = divmod(forwards, turn * len(stages))
     return tuple(rounds * turn + min(turn, max(0, rest - stage * turn)) for stage in stages)

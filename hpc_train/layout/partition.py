@@ -164,6 +164,7 @@ def predict(
     stage_s = tuple(sum(seconds[held.start : held.stop]) for held in blocks)
     ranks = max(placement) + 1
     of_rank = [sum(cost for cost, rank in zip(stage_s, placement, strict=True) if rank == r) for r in range(ranks)]
-    slowest, total = max(of_rank), sum(of_rank)
+    slowest = max(of_rank)
+    total = sum(of_rank)
     step_s = micro_batches * slowest + (total - slowest) * ranks / len(stage_s)
     return Prediction(stage_s, step_s, 1 - micro_batches * total / (ranks * step_s))

@@ -84,7 +84,8 @@ class PipelineSchedule:
                 "compiles and ops_checkpointing must be False if splits_backward is True": one_pass,
             },
         )
-        counts, share = self.in_flight(shape, 0), self.bubble(shape)
+        counts = self.in_flight(shape, 0)
+        share = self.bubble(shape)
         _refuse(
             self.name,
             {

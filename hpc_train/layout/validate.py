@@ -79,7 +79,8 @@ def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: fl
 
 def _check_parts(config: Config, nodes: int, workers_per_node: int, device_bytes: float | None) -> Layout:
     """Checks independent parts and returns the layout. Raises UserError with all problems."""
-    family, source = family_of(config.model), source_of(config.data)
+    family = family_of(config.model)
+    source = source_of(config.data)
     mistakes = Mistakes()
     with mistakes.collected():
         _check_length(config)
@@ -175,7 +176,8 @@ def _check_time(name: str, limit: str | None) -> None:
 
 
 def _check_length(config: Config) -> None:
-    steps, epochs = config.train.steps, config.train.epochs
+    steps = config.train.steps
+    epochs = config.train.epochs
     where = "train.steps, train.epochs"
     if steps is None and epochs is None:
         what = "neither train.steps nor train.epochs is set"

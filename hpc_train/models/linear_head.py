@@ -344,7 +344,8 @@ class _Known(torch.autograd.Function):
             raise RuntimeError("the backward pass of a loss ran twice, although the first did not retain the graph")
         if torch._C._autograd._get_current_graph_task_keep_graph():
             return None, (ctx.gradient * scale).to(ctx.dtype), None
-        gradient, ctx.gradient = ctx.gradient, None  # with no other reference autograd takes it as the parameter's
+        gradient = ctx.gradient
+        ctx.gradient = None  # with no other reference autograd takes it as the parameter's
         return None, gradient.mul_(scale).to(ctx.dtype), None
 
 

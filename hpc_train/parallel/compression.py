@@ -152,7 +152,8 @@ class TopK(Exchange):
             indices.append(index + start)
             self.residual.set_next(parameter, corrected.index_fill_(0, index, 0))
             start += gradient.numel()
-        value, index = flatten(values), flatten(indices).to(torch.int32)
+        value = flatten(values)
+        index = flatten(indices).to(torch.int32)
         sent = torch.cat([value.view(torch.int32), index, used.to(torch.int32)])  # one message
         received = sent.new_empty(dist.get_world_size(self._group) * sent.numel())
         yield all_gather_tensor(received, sent, group=self._group, async_op=True)

@@ -135,7 +135,8 @@ def choose(config: Config, shape: JobShape, machine: Machine) -> Choice:
     try:
         count_work(config)
     except UserError as error:
-        what, fix = f"strategy=auto cannot choose a layout: {error.what}", f"{error.fix}; or +strategy=dp"
+        what = f"strategy=auto cannot choose a layout: {error.what}"
+        fix = f"{error.fix}; or +strategy=dp"
         raise UserError(what, where=error.where, fix=fix) from error
     learned = read_calibration(Path(config.run.root), config, machine)
     return _shared(_Question(question(config, shape, machine.name), config, shape, machine, learned))
@@ -164,7 +165,9 @@ class _Question:
 
 @lru_cache(maxsize=64)
 def _shared(which: _Question) -> Choice:
-    shape, machine, names = which.shape, which.machine, open_keys(which.config)
+    shape = which.shape
+    machine = which.machine
+    names = open_keys(which.config)
     main = _chosen(which, shape.nodes)
     others = {str(count): _or_none(which, count) for count in _other_counts(shape)}
     fixed = {name: value for name, value, _ in keys(which.config) if name in (*SIMPLEST, "batch.micro_size")}
@@ -200,7 +203,8 @@ def _or_none(which: _Question, nodes: int) -> dict[str, Any]:
 def _chosen(which: _Question, nodes: int) -> dict[str, Any]:
     """Returns the choice for ``nodes`` nodes and the table of the best layouts; raises UserError if no layout is
     possible or fits."""
-    config, names = which.config, open_keys(which.config)
+    config = which.config
+    names = open_keys(which.config)
     machine = which.machine.with_devices(which.shape.workers)
     fixed = {name for name, _, _ in keys(config)} - {*names}
     predicted = [

@@ -201,7 +201,8 @@ class Calibration:
     def corrected(self, prediction: Prediction) -> Prediction:
         """Returns ``prediction`` with its times and its memory multiplied by the factors."""
         by = self.factors
-        busy, update = prediction.compute_s * by["compute_s"], prediction.optimizer_s * by["compute_s"]
+        busy = prediction.compute_s * by["compute_s"]
+        update = prediction.optimizer_s * by["compute_s"]
         communication = prediction.communication_s * by["communication_s"]
         bubble = prediction.bubble_s * by["bubble_s"]
         faster = prediction.step_s / (busy + update + communication + bubble)

@@ -57,7 +57,8 @@ class Candidate:
     @property
     def complexity(self) -> tuple[int, ...]:
         """Orders layouts that are equally fast: fewer techniques come first."""
-        layout, ckpt = self.layout, str(self.values["train.activation_checkpointing"])
+        layout = self.layout
+        ckpt = str(self.values["train.activation_checkpointing"])
         split = (layout.pp > 1) + (layout.tp > 1)
         kind = KINDS.index(layout.data_parallel) if layout.data_parallel in KINDS else 0
         again = CHECKPOINTING.index(ckpt) if ckpt in CHECKPOINTING else len(CHECKPOINTING)
@@ -65,7 +66,8 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the layout with its settings and its prediction."""
-        prediction, memory = self.prediction, self.prediction.memory
+        prediction = self.prediction
+        memory = self.prediction.memory
         return {
             "layout": str(self.layout),
             "settings": dict(self.values),
@@ -99,7 +101,8 @@ def candidates(
             where="--gpus",
             fix=f"a multiple of {per_node}, or a number below it",
         )
-    nodes, workers = max(1, devices // per_node), min(devices, per_node)
+    nodes = max(1, devices // per_node)
+    workers = min(devices, per_node)
     by_key: dict[tuple[Any, ...], Candidate] = {}
     for values in _choices(config, machine, devices, fixed, also):
         chosen = with_values(config, values)
@@ -148,7 +151,8 @@ def distinct(ranked: Iterable[Candidate]) -> Iterator[Candidate]:
     """Yields the first candidate of each split, data-parallel kind, schedule, and value of ``FURTHER``."""
     seen = set[tuple[object, ...]]()
     for candidate in ranked:
-        layout, further = candidate.layout, tuple(candidate.values.get(name) for name in FURTHER)
+        layout = candidate.layout
+        further = tuple(candidate.values.get(name) for name in FURTHER)
         split = (layout.dp, layout.pp, layout.tp, layout.shard, layout.data_parallel, layout.schedule, further)
         if split not in seen:
             seen.add(split)
@@ -217,9 +221,13 @@ def _splits_batch(config: Config) -> bool:
 
 def _is_sensible(chosen: Values, devices: int, per_node: int, fixed: Collection[str]) -> bool:
     """Returns whether the open keys of a choice make a difference that simpler candidates do not have."""
-    tp, pp, kind = chosen["strategy.tp"], chosen["strategy.pp"], chosen["strategy.data_parallel"]
-    if not isinstance(pp, int) or tp * pp > devices:
-        return not isinstance(pp, int)
+    tp = chosen["strategy.tp"]
+    pp = chosen["strategy.pp"]
+    kind = chosen["strategy.data_parallel"]
+    if not isinstance(pp, int):
+        return True
+    if tp * pp > devices:
+        return False
     dp = devices // (tp * pp)
     differs = {
         "strategy.compression": chosen.get("strategy.compression", "none") == "none" or dp > 1,

@@ -153,7 +153,8 @@ class Machine:
 
         Fewer ranks get larger shares. While there are more ranks than cores, the time of the host grows with them.
         """
-        cores, before = self.rates.cores, self.devices_per_node
+        cores = self.rates.cores
+        before = self.devices_per_node
         if not cores or ranks == before:
             return self
         slower = max(1.0, ranks / cores) / max(1.0, before / cores)
@@ -216,7 +217,8 @@ def parse_machine(content: Any, where: str) -> Machine:
 
 def _figure(content: Any, name: str, where: str) -> Figure:
     try:
-        value, figure = content["value"], Figure(float(content["value"]), content["kind"], str(content["source"]))
+        value = content["value"]
+        figure = Figure(float(content["value"]), content["kind"], str(content["source"]))
     except (KeyError, TypeError, ValueError) as error:
         raise _not_a_figure(content, name, where) from error
     if isinstance(value, bool):

@@ -55,7 +55,8 @@ class Passes:
 
     def __init__(self, config: Config, layout: Layout, machine: Machine, work: Work) -> None:
         check_float8_rate(config, machine)
-        self.layout, self.work = layout, work
+        self.layout = layout
+        self.work = work
         self.rates: Rates = machine.rates
         self.width = 8 if config.precision.name == "fp64" else 4
         self.narrow = {"bf16": 2, "fp16": 2}.get(config.precision.name, self.width)
@@ -82,7 +83,8 @@ class Passes:
         """Returns the seconds of the forward of ``block``."""
         seconds = self._known.get((id(block), None))
         if seconds is None:
-            products, float8 = self._products(block), self._float8(block)
+            products = self._products(block)
+            float8 = self._float8(block)
             device = products + self._attention(block) + self._moved(block) + self._cast(float8.forward)
             started = self._started(block, block.kernels + float8.kernels[0])
             seconds = pass_seconds(device, started, self.rates) + self._traffic(block, "forward", products)
@@ -97,7 +99,8 @@ class Passes:
         return seconds
 
     def _backward(self, block: Block, recomputed: LayerMode) -> float:
-        products, float8 = self._products(block), self._float8(block)
+        products = self._products(block)
+        float8 = self._float8(block)
         device = 2 * products + ATTENTION_BACKWARD * self._attention(block) + 2 * self._moved(block)
         device += self._cast(float8.backward) + self.accumulated(block)
         started = self._started(block, 2 * block.kernels + float8.kernels[1])
@@ -136,7 +139,8 @@ class Passes:
 
     def _at_full_rate(self, block: Block, operations: float) -> float:
         """Returns the seconds of ``operations`` of a sample in matrix products, part of them in fp8."""
-        of_rank, share = operations * self.layout.micro_size / self.split, self._float8(block).share
+        of_rank = operations * self.layout.micro_size / self.split
+        share = self._float8(block).share
         if not share:
             return of_rank / self.flops_per_s
         return (1 - share) * of_rank / self.flops_per_s + share * of_rank / self.float8_per_s
@@ -170,7 +174,8 @@ class Passes:
         """Returns the seconds of the all-gathers and reduce-scatters of the hidden states of a layer, and the seconds
         of its exchanges of heads: two of each, of which ``again`` leaves out the last. They may overlap with
         ``products`` seconds of products."""
-        exchanged, rates = self._exchange(block), self.rates
+        exchanged = self._exchange(block)
+        rates = self.rates
         if self.layout.tp == 1 or not block.products:
             return exchanged
         size = self.work.hidden * self.layout.micro_size * self.narrow / self.layout.cp

@@ -153,11 +153,14 @@ class _Step:
 
     def __init__(self, config: Config, layout: Layout, machine: Machine, work: Work) -> None:
         machine = machine.shared_by(min(layout.world_size, machine.devices_per_node))
-        self.config, self.layout, self.machine = config, layout, machine
+        self.config = config
+        self.layout = layout
+        self.machine = machine
         self.rates: Rates = machine.rates
         self.work = work
         self.passes = Passes(config, layout, machine, work)
-        self.width, self.narrow = self.passes.width, self.passes.narrow
+        self.width = self.passes.width
+        self.narrow = self.passes.narrow
         self.recomputation: Recomputation = recomputation_of(config, layout)
         stem, *layers, head = self.work.blocks
         blocks = [(layer, self.recomputation.mode(number)) for number, layer in enumerate(layers)]
@@ -174,7 +177,8 @@ class _Step:
     def predict(self, simulated: bool) -> Prediction:
         layout = self.layout
         busy, waiting = self._passes(simulated)
-        communication, optimizer = self._exposed(busy), self._optimizer()
+        communication = self._exposed(busy)
+        optimizer = self._optimizer()
         samples = self.config.batch.global_size / (busy + waiting + communication + optimizer)
         peak = self.machine.peak(self.config.precision.name) * layout.world_size
         return Prediction(
@@ -217,7 +221,9 @@ class _Step:
         """Returns the seconds in which activations leave a stage in one pass; in the backward they come back."""
         if self.config.train.activation_offload == "none":
             return [0.0] * self.layout.stages
-        config, first, estimates = counted(self.config), 0, []
+        config = counted(self.config)
+        first = 0
+        estimates = []
         for count in self._counts():
             numbers = range(first, first + count)
             moved = sum(moved_bytes(config, self.layout, number) for number in numbers)
@@ -241,7 +247,8 @@ class _Step:
         layout = self.layout
         if layout.dp_cp == 1:
             return 0.0
-        parameters, blocks = self._parameters(), max(1, len(self.work.blocks) // layout.pp)
+        parameters = self._parameters()
+        blocks = max(1, len(self.work.blocks) // layout.pp)
         everyone = group_of(layout.dp_cp, layout.tp, self.machine.devices_per_node)
         # of the passes of one micro-batch, a third is the forward
         micro_batch_s = busy / layout.micro_batches
@@ -264,7 +271,8 @@ class _Step:
 
     def _sharded(self, parameters: float, blocks: int, micro_batch_s: float) -> float:
         """Returns the same for ZeRO, where ``micro_batch_s`` is the time of the passes of one micro-batch."""
-        layout, rates = self.layout, self.rates
+        layout = self.layout
+        rates = self.rates
         shards = group_of(layout.shard, layout.tp, self.machine.devices_per_node)
         gathered = self._of_blocks(gather, parameters * self.narrow, shards, blocks)
         scattered = self._of_blocks(scatter, parameters * self.width * self._sent_share(), shards, blocks)
@@ -274,7 +282,8 @@ class _Step:
             per_node = max(1, self.machine.devices_per_node // max(1, layout.shard * layout.tp))
         across = Group(replicas, per_node)
         reduced = self._of_blocks(all_reduce, parameters / layout.shard * self.width, across, blocks)
-        batches, busy = layout.micro_batches, load(shards, rates)
+        batches = layout.micro_batches
+        busy = load(shards, rates)
         gathers = scatters = 1
         again = 0.0
         if "parameters" in layout.kind.shards:
@@ -294,7 +303,8 @@ class _Step:
 
     def _optimizer(self) -> float:
         """Returns the time in which memory moves parameters, gradients and state, with the norm of the gradients."""
-        layout, strategy = self.layout, self.config.strategy
+        layout = self.layout
+        strategy = self.config.strategy
         updated = self._parameters() / (layout.shard if layout.shards_state else 1)
         moved = updated * self.width * (2 + 2 + 2 * values_per_parameter(self.config.optim))
         weight = self.passes.weight
@@ -339,7 +349,8 @@ def step_seconds(
     and ``backwards`` list the seconds that each stage takes for the forward and the backward of one micro-batch,
     ``messages`` the seconds of a message from each stage to the next one.
     """
-    count, turn = layout.micro_batches, layout.pp
+    count = layout.micro_batches
+    turn = layout.pp
     short = count - max(0, count - 3 * layout.stages) // turn * turn
     seconds = simulate(layout, short, forwards, backwards, messages).seconds
     if short == count:
@@ -367,7 +378,8 @@ def simulate(
     while left:
         before = left
         for rank_events, actions in zip(events, orders, strict=True):
-            began, last = len(rank_events), len(forwards) - 1
+            began = len(rank_events)
+            last = len(forwards) - 1
             clock = rank_events[-1].end if rank_events else 0.0
             for action in actions[began:]:
                 work, stage, batch = action

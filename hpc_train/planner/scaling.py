@@ -155,7 +155,8 @@ def _saves_and_failures(
 ) -> tuple[Saves, list[float]]:
     """Returns what saves take, and the seconds between failures, from few to many failures. A save blocks while ranks
     agree and copy their shares to host memory."""
-    size, rates = float(state_bytes(config) or 0), machine.rates
+    size = float(state_bytes(config) or 0)
+    rates = machine.rates
     blocked = AGREE_S + size / best.devices / rates.host_bytes_per_s
     durable = blocked + size / assumed.storage_bytes_per_s
     every = best_interval(blocked, durable, assumed.failures_per_gpu_hour[1], best.devices)

@@ -83,7 +83,8 @@ def count_work(config: Config) -> Work:
     """Returns what the model of ``config`` computes; raises UserError if its family, or custom code, does not define
     this."""
     config = counted(config)
-    model, family = config.model, family_of(config.model)
+    model = config.model
+    family = family_of(config.model)
     if isinstance(model, CountedModel):
         counts = model.counts
         share = 1.0
@@ -117,7 +118,8 @@ def count_work(config: Config) -> Work:
 
 def _count(config: Config, layers: int, total: float, activations: Activations, count: int) -> Work:
     fewer = _one_layer_fewer(config, layers, total, count)
-    layer_flops, layer_parameters = total - fewer[0], count - fewer[1]
+    layer_flops = total - fewer[0]
+    layer_parameters = count - fewer[1]
     ends = max(0.0, count - layers * layer_parameters)
     tied = getattr(config.model, "tied_embeddings", False)
     table = ends if tied else ends / 2
@@ -151,7 +153,8 @@ def _count(config: Config, layers: int, total: float, activations: Activations, 
 
 def _one_layer_fewer(config: Config, layers: int, total: float, count: int) -> tuple[float, float]:
     """Returns the operations and the parameters of the model with one layer fewer."""
-    model, family = config.model, family_of(config.model)
+    model = config.model
+    family = family_of(config.model)
     assert family.flops_per_sample is not None and family.parameters is not None
     if family.layer_parameters is not None:
         assert family.activations is not None
@@ -159,7 +162,8 @@ def _one_layer_fewer(config: Config, layers: int, total: float, count: int) -> t
         of_layer = float(family.layer_parameters(model) or 0)
         return total - 6 * of_layer * tokens, count - of_layer
     shorter = replace(model, n_layers=layers - 1)  # type: ignore[call-arg]
-    flops, parameters = family.flops_per_sample(shorter, _shape(config)), family.parameters(shorter)
+    flops = family.flops_per_sample(shorter, _shape(config))
+    parameters = family.parameters(shorter)
     assert flops is not None and parameters is not None
     return flops, parameters
 
@@ -170,7 +174,8 @@ def _shape(config: Config) -> tuple[int, ...]:
     length = getattr(data, "sequence_length", None)
     if getattr(data, "task", None) != "images" and isinstance(length, int):
         return (length,)
-    side, channels = getattr(data, "image_size", 1), getattr(data, "channels", 3)
+    side = getattr(data, "image_size", 1)
+    channels = getattr(data, "channels", 3)
     return (channels, side, side)
 
 

@@ -141,7 +141,9 @@ class MlflowRegistry:
         match = MLFLOW_REFERENCE.fullmatch(reference)
         if match is None:
             raise bad_reference(f"mlflow:{reference}", "mlflow:NAME@ALIAS or mlflow:NAME/VERSION")
-        client, name, version = self._client(), match["name"], match["version"]
+        client = self._client()
+        name = match["name"]
+        version = match["version"]
         if version is None:
             version = client.get_model_version_by_alias(name, match["alias"]).version
         source = client.get_model_version_download_uri(name, version)
@@ -163,7 +165,8 @@ class MlflowRegistry:
         from mlflow.exceptions import MlflowException
 
         run = find_or_create(client, self._experiment, Identity.of(model.config, model.run))
-        run_id, folder = run.info.run_id, f"model-{model.about[MANIFEST][:12]}"
+        run_id = run.info.run_id
+        folder = f"model-{model.about[MANIFEST][:12]}"
         client.log_artifacts(run_id, str(model.folder), f"{folder}/{CHECKPOINT}")
         client.log_artifacts(run_id, str(model.notes), folder)
         try:

@@ -36,7 +36,8 @@ class Top(App[None]):
 
     def __init__(self, runs: Runs, interval_s: float) -> None:
         super().__init__()
-        self._runs, self._interval_s = runs, interval_s
+        self._runs = runs
+        self._interval_s = interval_s
         self._rows: list[Row] = []
         self._details: Details | None = None
 

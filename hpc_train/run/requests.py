@@ -37,7 +37,8 @@ class StopFlag:
     def request(self, reason: str) -> None:
         """Requests a stop; later requests do not change the reason."""
         if self.reason is None:
-            self.reason, self.since = reason, time.monotonic()
+            self.reason = reason
+            self.since = time.monotonic()
 
 
 def record_stop_request(run: RunDirectory, by: str = "cancel") -> None:

@@ -263,7 +263,8 @@ def _checks_of(type_: Any) -> tuple[tuple[str, Check], ...]:
 
 def _check_of(hint: Any) -> Check:
     """Returns the check for an annotation made of the types that JSON messages and frozen dataclasses contain."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         options = [_check_of(argument) for argument in arguments]
         return lambda value: any(check(value) for check in options)
@@ -282,7 +283,8 @@ _SPECIAL: dict[Any, Check] = {
 
 
 def _check_of_mapping(key: Any, content: Any) -> Check:
-    of_key, of_content = _check_of(key), _check_of(content)
+    of_key = _check_of(key)
+    of_content = _check_of(content)
     return lambda value: isinstance(value, Mapping) and all(map(of_key, value)) and all(map(of_content, value.values()))
 
 

@@ -371,7 +371,8 @@ def _ignored(path: str, where: str) -> UserError:
 
 def has_changed(code: FrozenCode, config: Config) -> bool:
     """Returns whether the work tree differs from the frozen code, whose run has ``config``."""
-    root, snapshot = Path(code.work_tree), Path(code.snapshot)
+    root = Path(code.work_tree)
+    snapshot = Path(code.snapshot)
     listed = _listed_code(root, config, snapshot.parent)
     names = {name: size for name, size in listed.items() if not is_secret_file(name)}
     if not any((snapshot / name).exists() for name in OF_DEVELOPERS):

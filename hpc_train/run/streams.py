@@ -142,7 +142,8 @@ def nonfailing_streams() -> Iterator[None]:
     open_closed_streams()
     replace_unencodable()
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _NonFailingStream(sys.stdout), _NonFailingStream(sys.stderr)  # type: ignore[assignment]
+    sys.stdout = _NonFailingStream(sys.stdout)  # type: ignore[assignment]
+    sys.stderr = _NonFailingStream(sys.stderr)  # type: ignore[assignment]
     try:
         yield
     finally:

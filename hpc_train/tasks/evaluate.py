@@ -123,7 +123,8 @@ def _apply(node: DictConfig, override: Override) -> None:
     Raises:
         UserError: the config has no such key, or a deletion names another value.
     """
-    key, value = override.key_or_group, override.value()
+    key = override.key_or_group
+    value = override.value()
     adds = bool(override.is_add() or override.is_force_add())
     before = OmegaConf.select(node, key, default=node)
     group, _, name = key.rpartition(".")

@@ -46,7 +46,8 @@ def generation_config(run: Config, overrides: Sequence[str]) -> Config:
         overrides = ["+strategy=single", *overrides]
     config = evaluation_config(run, overrides)
 
-    model, data = config.model, config.data
+    model = config.model
+    data = config.data
     task = model.task if isinstance(model, HFModelConfig) else "causal_lm"
     images = hasattr(data, "image_size") and (data.kind != "synthetic" or getattr(data, "task", None) == IMAGES)
     if images or family_of(model).learns_from == IMAGES or task != "causal_lm":
@@ -84,7 +85,8 @@ def check_prompts(config: Config, prompts: Sequence[Sequence[int]], max_tokens: 
     """
     if max_tokens < 1:
         raise UserError(f"--max-tokens is {max_tokens}, but must be at least 1", where="--max-tokens", fix="32")
-    model, data = config.model, config.data
+    model = config.model
+    data = config.data
     positions = None  # of a published model
     if isinstance(model, HFModelConfig):
         values = hf_config.read(model.name_or_path, model.revision, model.config)

@@ -358,7 +358,8 @@ class Trainer:
             return
         line, skipped = self._line.content()
         self._line = None
-        step, loss = line["step"], line["loss"]
+        step = line["step"]
+        loss = line["loss"]
         divergence = self.watch.check(step, loss, skipped.in_a_row)
         self._divergence = (step, divergence) if divergence is not None else None
         if step == 1 and loss == 0:

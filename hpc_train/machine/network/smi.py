@@ -212,7 +212,8 @@ def _links(
     for i, a in enumerate(header.devices):
         for j, b in enumerate(header.devices[:i]):
             seen = {_way(rows, a, j), _way(rows, b, i)} - {None}
-            first, second = names.get(b, b), names.get(a, a)
+            first = names.get(b, b)
+            second = names.get(a, a)
             if len(seen) == 1 and (path_type := seen.pop()) and path_type != "X":
                 links.append(GpuLink(first, second, path_type))
             elif rows:

@@ -175,7 +175,8 @@ class _Server(HTTPServer):
     def server_bind(self) -> None:
         """Binds without the look-up of the host's full name, which may take seconds."""
         TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.server_name = str(self.server_address[0])
+        self.server_port = self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores clients that are too slow or leave; they are not the run's concern."""

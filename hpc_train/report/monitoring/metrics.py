@@ -244,7 +244,8 @@ class RunReader:
             yield from (line for line in lines.read() if "time" in line)
 
     def _add_event(self, event: Event) -> None:
-        name, kind = event.name, event.kind
+        name = event.name
+        kind = event.kind
         self._events[name] = event
         self._counts[kind.counter] += 1
         if kind.counter == FAILURES:

@@ -89,7 +89,8 @@ class RunFacts:
         begins = [(stretch.time, stretch.step) for attempt in self.attempts for stretch in attempt.stretches]
         if self.diagnosis.exit_code is not None and not (self.attempts and self.attempts[-1].closed):
             begins.append((float("inf"), newest_checkpoint_step(self.events)))
-        lost, least = [False] * len(self.lines), float("inf")
+        lost = [False] * len(self.lines)
+        least = float("inf")
         upcoming = sorted(begins)
         for index in reversed(range(len(self.lines))):
             line = self.lines[index]

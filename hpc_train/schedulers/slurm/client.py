@@ -72,7 +72,9 @@ class SlurmError(UserError):
 
     def __init__(self, command: str, problem: Problem, said: str, output: str = "") -> None:
         super().__init__(f"{command} failed: {said}", where=command, fix=FIXES[problem])
-        self.problem, self.said, self.output = problem, said, output
+        self.problem = problem
+        self.said = said
+        self.output = output
 
 
 def run(
@@ -235,7 +237,8 @@ def own_job(environment: Mapping[str, str] = os.environ) -> str:
 
     For ``SLURM_JOB_ID`` alone the commands would show the whole array if this process is in its last task.
     """
-    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    array = environment.get("SLURM_ARRAY_JOB_ID")
+    task = environment.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"]
 
 

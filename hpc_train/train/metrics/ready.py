@@ -75,7 +75,8 @@ class _ClassCounts(Metric):
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         logits, labels = kept(outputs, targets)
-        classes, predicted = logits.shape[-1], logits.argmax(dim=-1)
+        classes = logits.shape[-1]
+        predicted = logits.argmax(dim=-1)
         counted = (labels[predicted == labels], predicted, labels)
         return torch.stack([torch.bincount(group, minlength=classes) for group in counted])
 

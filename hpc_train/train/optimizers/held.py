@@ -203,7 +203,8 @@ class WholeTensor:
             whole = self.local.detach().to(shard.device).contiguous()
         parameter = self.parameter
         assert isinstance(parameter, DTensor)
-        place, dims = _own_place(parameter), _sharded_dims(parameter)
+        place = _own_place(parameter)
+        dims = _sharded_dims(parameter)
         for index in reversed(range(len(dims))):  # from the owner to all ranks, one dimension of the mesh at a time
             if place[:index] == self.owner[:index]:
                 group = parameter.device_mesh.get_group(dims[index])

@@ -162,7 +162,8 @@ def rate(config: OptimConfig, peak: float, step: int, total_steps: int) -> float
     arXiv:1608.03983. ``wsd`` (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395) falls linearly in the last
     ``decay_share`` of all steps.
     """
-    warmup, lowest = config.warmup_steps, config.min_lr_ratio
+    warmup = config.warmup_steps
+    lowest = config.min_lr_ratio
     if step < warmup:
         return peak * (step + 1) / warmup
     match config.schedule:

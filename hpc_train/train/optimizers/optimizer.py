@@ -46,7 +46,8 @@ class Optimizer:
 
     def __init__(self, config: OptimConfig, parameters: Mapping[str, nn.Parameter], offload: bool = False) -> None:
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        self._config, self._groups = config, parameter_groups(config)
+        self._config = config
+        self._groups = parameter_groups(config)
         self._held = hold(trained, {name: self._target(name).elementwise for name in trained}, offload)
         self._together = [*_updated_together(self._held.values())]
         members: dict[str, dict[str, ParameterGroup | None]] = {}  # by the place of the optimizer in the config

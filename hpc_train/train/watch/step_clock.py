@@ -235,7 +235,8 @@ class HostStopwatch:
 
     def cut(self) -> None:
         """Ends the period whose seconds the next ``take`` returns; called once before each ``take``."""
-        self._taken, self._seconds = self._seconds, 0.0
+        self._taken = self._seconds
+        self._seconds = 0.0
 
     def take(self) -> float:
         """Returns the seconds between the last two cuts; waits for the device to finish these intervals."""
@@ -255,7 +256,8 @@ class DeviceStopwatch:
 
     def __init__(self) -> None:
         self.stretches = 0
-        self._current, self._closed = _Period(), _Period()
+        self._current = _Period()
+        self._closed = _Period()
         self._free: list[torch.cuda.Event] = []
 
     def begin(self) -> torch.cuda.Event:
@@ -272,7 +274,8 @@ class DeviceStopwatch:
         self._collect(self._current)
 
     def cut(self) -> None:
-        self._closed, self._current = self._current, _Period()
+        self._closed = self._current
+        self._current = _Period()
 
     def take(self) -> float:
         if self._closed.open:
