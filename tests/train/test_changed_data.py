@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hpc_train.config.compose import typed
-from hpc_train.run.agent_worker import WorkerSpec
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze
-from hpc_train.run.requests import StopFlag
+from hpc_train.train.data_progress import IDENTITY, data_changes
 from tests.config.composing import compose
 from tests.train.runs import TINY, run_attempt
 
@@ -27,6 +29,31 @@ class Growing:
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
         return np.full(8, index % 32), np.full(8, index % 32)
+
+
+def changes(before: dict[str, Any], after: dict[str, Any], forked: bool = False) -> list[str]:
+    restored: Any = SimpleNamespace(forked=forked, step=3, extra={IDENTITY: before})
+    feed: Any = SimpleNamespace(identity=after)
+    return data_changes(restored, feed)
+
+
+def test_files_that_changed_are_refused_and_data_of_a_user_may_grow() -> None:
+    files = {"samples": 64, "fingerprint": "a"}
+    for changed, words in (
+        ({"samples": 63, "fingerprint": "b"}, "has 63 samples, but had 64 in the checkpoint of step 3"),
+        ({"samples": 64, "fingerprint": "b"}, "is not that of the checkpoint of step 3, although it also has 64"),
+    ):
+        with pytest.raises(UserError, match=words) as refused:
+            changes(files, changed)
+        assert refused.value.fix.startswith("restore the data, or run.fork=NEWNAME")
+        assert changes(files, changed, forked=True) == []
+        assert changes({}, changed) == [], "an earlier version saved no identity"
+    assert changes(files, files) == []
+    own, grown = {"samples": 64, "fingerprint": None}, {"samples": 80, "fingerprint": None}
+    (warning,) = changes(own, grown)
+    assert warning.startswith("the training data has 80 samples, but had 64 in the checkpoint of step 3")
+    (warning,) = changes({"sources": {"mine": own, "files": files}}, {"sources": {"mine": grown, "files": files}})
+    assert warning.startswith("the training data of the source mine has 80 samples")
 
 
 def texts(folder: Path, count: int) -> Path:
@@ -47,6 +74,7 @@ def of_text(folder: Path) -> tuple[str, ...]:
     return ("data=text", f"data.path={folder}", "data.vocab_size=256", "model.vocab_size=256", "data.sequence_length=8")
 
 
+@pytest.mark.long_form(7)
 def test_files_that_changed_are_refused_and_a_fork_goes_on(tmp_path: Path) -> None:
     folder = texts(tmp_path / "texts", 20)
     run = frozen(tmp_path / "run", *of_text(folder), steps=3)
@@ -69,23 +97,8 @@ def test_files_that_changed_are_refused_and_a_fork_goes_on(tmp_path: Path) -> No
     assert [line["step"] for line in run.read_metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-def say_nothing_of_the_data(spec: WorkerSpec, stop: StopFlag) -> None:
-    from hpc_train.train import trainer
-
-    trainer.positions = lambda *values: {}  # type: ignore[assignment]  # an earlier version
-
-
-def test_a_checkpoint_that_does_not_say_its_data_loads(tmp_path: Path) -> None:
-    folder = texts(tmp_path / "texts", 20)
-    run = frozen(tmp_path / "run", *of_text(folder), steps=3)
-    assert run_attempt(run, 1, say_nothing_of_the_data) == [0]
-    (folder / "07.py").unlink()
-    frozen(run.path, *of_text(folder), steps=6)
-    assert run_attempt(run, 1) == [0]
-
-
 @pytest.mark.parametrize("where", ["data", "data.sources.mine"])
-@pytest.mark.long_form(7, cases=["data.sources.mine"])
+@pytest.mark.long_form(7)
 def test_data_of_a_user_may_grow(tmp_path: Path, where: str) -> None:
     (tmp_path / "size").write_text("64")
     others = ["data=mixture", "+data@data.sources.mine=custom", "+data@data.sources.other=synthetic"]

@@ -70,7 +70,7 @@ def a_collective_of_its_own(spec: WorkerSpec, stop: StopFlag) -> None:
         ("dp", a_collective_of_its_own, "Detected mismatch between collectives on ranks"),
     ],
 )
-@pytest.mark.long_form(4, cases=["tp"])
+@pytest.mark.long_form(4, cases=["tp", "dp-root_of_zero"])
 def test_the_mistake_is_named(tmp_path: Path, strategy: str, prepare: Any, message: str) -> None:
     run = frozen(tmp_path / "run", f"+strategy={strategy}", "train.debug=true")
     with pytest.raises(AssertionError, match=message):
@@ -85,4 +85,6 @@ def test_without_a_mistake_it_ends_after_a_few_steps_of_the_same_run(tmp_path: P
     lines = debugged.read_metrics()
     assert [line["step"] for line in lines] == list(range(1, DEBUG_STEPS + 1))
     assert lines[-1]["lr"] > lines[0]["lr"] * 1.2, "the learning rate is that of 50 steps: far from its end"
-    assert [path.name for path in debugged.checkpoints.iterdir()] == [f"step-{DEBUG_STEPS:08d}"]
+    saved = {path.name for path in debugged.checkpoints.iterdir()}
+    assert f"step-{DEBUG_STEPS:08d}" in saved
+    assert len(saved) <= 2, "a slow machine also saves before the last evaluation"

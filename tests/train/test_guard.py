@@ -6,6 +6,7 @@ import copy
 import random
 from collections import deque
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,9 +34,8 @@ from hpc_train.run.freeze import freeze
 from hpc_train.train.guard import CheckedWrites, padding_of_evaluation, padding_of_training
 from hpc_train.train.loss_check import check_loss
 from hpc_train.train.rehearsal import Rehearsal, rehearse
-from tests.checkpoint.progress import LONG
 from tests.config.composing import compose
-from tests.parallel.cells import CLASSES, Cell
+from tests.parallel.cells import CLASSES, Cell, Form, covering, in_two_forms
 from tests.parallel.module import Tiny
 from tests.parallel.oracle import error, global_batch, mesh_of, relative, train_engine, train_plainly
 from tests.ranks import run_on_world
@@ -316,15 +316,13 @@ WRITES = ("Teacher", "Clipped", "Prototypes")
 WRITTEN = {"Teacher": "teacher.bias, teacher.weight", "Clipped": "last.weight", "Prototypes": "last.weight"}
 
 
-def test_parameters_that_the_forward_pass_writes_are_kept_or_refused() -> None:
+@in_two_forms(20)
+def test_parameters_that_the_forward_pass_writes_are_kept_or_refused(form: Form) -> None:
     cells = [of("Teacher", kind) for kind in KINDS]
     cells += [of(target, kind) for target in WRITES[1:] for kind in ("ddp", "zero3")]
-    single = [
-        of(target, dp=1) for target in (*WRITES, "Centers", "Scaling", "Habits", "Extra", "Diary", "Noisy", "Hidden")
-    ]
+    if form is covering:
+        cells = [of("Clipped"), of("Teacher", "zero3")]
     found, other = run_on_world(2, outcomes, cells)
-    (alone,) = run_on_world(1, outcomes, single)
-    assert max(alone) < 1e-10
     for cell, first, second in zip(cells, found, other, strict=True):
         if cell.strategy["data_parallel"].startswith("zero"):
             assert f"writes to the parameters {WRITTEN[cell.target]}, but zero" in str(first), cell
@@ -334,22 +332,31 @@ def test_parameters_that_the_forward_pass_writes_are_kept_or_refused() -> None:
             assert isinstance(first, float) and first < 1e-10, (cell, first)
 
 
+@pytest.mark.long_form(10)  # with two replicas above and below
+def test_one_process_accepts_every_habit() -> None:
+    targets = (*WRITES, "Centers", "Scaling", "Habits", "Extra", "Diary", "Noisy", "Hidden")
+    (differences,) = run_on_world(1, outcomes, [of(target, dp=1) for target in targets])
+    assert max(differences) < 1e-10
+
+
 def test_state_that_differs_between_replicas_is_refused_before_the_first_update() -> None:
-    cells = [of("Centers"), of("Centers", "zero3"), of("Scaling"), of("RankAware"), of("RankAware", "zero2")]
+    cells = [of("Centers", "zero3"), of("Scaling"), of("RankAware", "zero2")]
     found, other = run_on_world(2, outcomes, cells)
     assert found == other
-    for message in found[:2]:
-        assert "changes the buffers center, and each of the 2 ranks" in str(message)
-        assert "train.buffers=rank0" in str(message) and "calls" not in str(message)
-    assert "writes to the parameters norm.weight" in str(found[2]) and "strategy=single" in str(found[2])
-    for message in found[3:]:
-        assert "are not those of one process: " in str(message) and "train.check=off" in str(message)
+    buffers, parameters, ranks = map(str, found)
+    assert "changes the buffers center, and each of the 2 ranks" in buffers
+    assert "train.buffers=rank0" in buffers and "calls" not in buffers
+    assert "writes to the parameters norm.weight" in parameters and "strategy=single" in parameters
+    assert "are not those of one process: " in ranks and "train.check=off" in ranks
 
 
-def test_habits_that_change_no_results_are_accepted() -> None:
-    cells = [of(target, kind) for target in ("Habits",) for kind in KINDS]
+@in_two_forms(20)
+def test_habits_that_change_no_results_are_accepted(form: Form) -> None:
+    cells = [of("Habits", kind) for kind in KINDS]
     cells += [of("Tiny", kind, precision="fp32") for kind in ("ddp", "zero3")]
-    cells += [of(target, kind) for target in ("Diary", "Noisy", "Hidden") for kind in ("ddp", "zero3")[not LONG :]]
+    cells += [of(target, kind) for target in ("Diary", "Noisy", "Hidden") for kind in ("ddp", "zero3")]
+    if form is covering:
+        cells = [of("Habits", "zero3"), of("Tiny", precision="fp32"), of("Noisy")]
     found, _ = run_on_world(2, outcomes, cells)
     assert [(cell.strategy, value) for cell, value in zip(cells, found, strict=True) if not float(value) < 1e-5] == []
 
@@ -358,22 +365,23 @@ def half_precision(rank: int, world_size: int, cells: list[OwnCell]) -> list[Reh
     return [rehearsed(cell, mesh_of(cell, rank))[1] for cell in cells]
 
 
-def test_rounding_is_no_difference() -> None:
+@in_two_forms(20)
+def test_rounding_is_no_difference(form: Form) -> None:
     cells = [
         of(target, kind, precision=precision)
         for target in ("Tiny", "Variational", "Normed")
         for kind in ("ddp", "zero3")
         for precision in ("bf16", "fp32")
     ]
+    cells = form(cells, "target", "data_parallel", "precision")
     # casts that are kept for a step would hide what the forward pass writes
     found, _ = run_on_world(2, half_precision, [*cells, of("Clipped", precision="bf16")])
     assert found == [*[Rehearsal()] * len(cells), Rehearsal(written=["last.weight"])]
 
 
 def test_a_model_that_communicates_is_not_compared() -> None:
-    for found in run_on_world(2, half_precision, [of("Sinkhorn"), of("Sinkhorn", "zero3")], timeout=60):
-        for rehearsal in found:
-            assert "the model communicates with other ranks" in str(rehearsal.not_compared)
+    for (rehearsal,) in run_on_world(2, half_precision, [of("Sinkhorn", "zero3")], timeout=60):
+        assert "the model communicates with other ranks" in str(rehearsal.not_compared)
 
 
 class Normed(Tiny):
@@ -400,24 +408,27 @@ def test_an_embedding_with_max_norm_is_found() -> None:
     assert written_in_lookups([Looking()]) == ["table.weight"]
 
 
-def shared(rank: int, world_size: int, policy: str, kind: str) -> tuple[list[float], int]:
-    """The buffers after two steps."""
-    cell = of("Centers", kind)
-    mesh = mesh_of(cell, rank)
-    config = cell.config()
-    config.train.buffers = policy
-    engine = build_engine(config, mesh)
-    train_engine(cell, mesh, CheckedWrites(engine, mesh))
-    buffers = engine.named_buffers()
-    return buffers["center"].tolist(), int(buffers["calls"])
+def shared(rank: int, world_size: int) -> list[tuple[list[float], int]]:
+    """Returns the buffers after two steps under each policy."""
+    found = []
+    for policy, kind in (("rank0", "ddp"), ("mean", "zero3")):
+        cell = of("Centers", kind)
+        mesh = mesh_of(cell, rank)
+        config = cell.config()
+        config.train.buffers = policy
+        engine = build_engine(config, mesh)
+        train_engine(cell, mesh, CheckedWrites(engine, mesh))
+        buffers = engine.named_buffers()
+        found.append((buffers["center"].tolist(), int(buffers["calls"])))
+    return found
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero3"])
-@pytest.mark.parametrize("policy", ["rank0", "mean"])
-def test_buffers_are_shared(policy: str, kind: str) -> None:
-    (first, calls), (second, others) = run_on_world(2, shared, policy, kind)
-    assert first == second and any(first)
-    assert calls == others == 2
+def test_buffers_are_shared() -> None:
+    first, second = run_on_world(2, shared)
+    assert first == second
+    for centers, calls in first:
+        assert any(centers)
+        assert calls == 2
 
 
 class Squares(Tiny):
@@ -457,20 +468,32 @@ def paddings(rank: int, world_size: int, cells: list[OwnCell]) -> list[str | Non
     return found
 
 
-def test_padding_in_a_loss_is_found() -> None:
-    targets = ("Squares", "Counting", "Mixing", "Masking", "Tiny", "Variational", "Normed")
-    cells = [of(target, precision=precision) for target in targets for precision in ("fp64", "fp32", "bf16")]
+RELATES = "depending on the inputs of a row without targets"
+COUNTS = "its count is 4 with and without the targets of a row"
+PADDED = [
+    ("Squares", "fp64", RELATES),
+    ("Squares", "fp32", RELATES),
+    ("Squares", "bf16", "with a row without targets and"),  # the errors are rounded
+    *(("Counting", precision, COUNTS) for precision in ("fp64", "fp32", "bf16")),
+    *(("Mixing", precision, RELATES) for precision in ("fp64", "fp32", "bf16")),
+]
+
+
+@in_two_forms(25)
+def test_padding_in_a_loss_is_found(form: Form) -> None:
+    sound = product(("Masking", "Tiny", "Variational", "Normed"), ("fp64", "fp32", "bf16"))
+    cases = [*PADDED, *((target, precision, None) for target, precision in sound)]
+    if form is covering:
+        sparse = [("Masking", "fp64", None), ("Variational", "bf16", None)]
+        cases = [PADDED[1], PADDED[2], PADDED[3], PADDED[8], *sparse]
+    cells = [of(target, precision=precision) for target, precision, _ in cases]
     found, other = run_on_world(2, paddings, cells)
     assert found == other
-    squares, counting, mixing, *others = (found[index : index + 3] for index in range(0, len(found), 3))
-    assert "with a row without targets and" in str(squares.pop()), found  # bf16, in which the errors are rounded
-    for each in (*squares, *mixing):
-        assert "depending on the inputs of a row without targets" in str(each), found
-    for each in counting:
-        assert "its count is 4 with and without the targets of a row" in str(each), found
-    assert others == [[None] * 3] * 4
-    ((alone,),) = run_on_world(1, paddings, [of("Squares", dp=1)])
-    assert "depending on the inputs" in str(alone)
+    for case, message in zip(cases, found, strict=True):
+        if case[2] is None:
+            assert message is None, case
+        else:
+            assert case[2] in str(message), case
 
 
 RUN = [
@@ -501,7 +524,6 @@ def test_a_run_is_checked_once(tmp_path: Path) -> None:
     assert run_attempt(run, workers=2) == [Exit.DONE] * 2
     record = run.record()
     assert "rate, mean. Checkpoints do not contain them" in record["loss_warning"]
-    freeze(typed(compose([*RUN, f"model._target_={__name__}.Annealed", "data.validation_samples=7"])), run)
     assert run_attempt(run, workers=2) == [Exit.DONE] * 2
     assert run.record()["checked"] == record["checked"] and record["checked"]["written"] == []
     log = (run.path / "logs" / "rank-0-001.log").read_text()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from hpc_train.checkpoint.listing import choose
 from hpc_train.checkpoint.transfer import export
@@ -185,29 +186,35 @@ def test_early_stopping_of_another_metric_or_mode_begins_anew() -> None:
     assert same.state_dict()["best"] == 2.0
 
 
-MINE = "+hooks.mine._target_="
+REACH = {"_target_": "examples.own_hook.ReachLoss"}
+CONFIDENCE = {"x": {"_target_": "examples.own_metric.confidence"}}
 
 
-@pytest.mark.parametrize(("overrides", "message"), [
-    (["+hooks.mine.args.n=1"], "hooks.mine has no _target_"),
-    ([MINE + "nope.Hook"], "there is no module nope"),
-    ([MINE + "examples.own_hook.Nope"], "own_hook.py defines no Nope"),
-    ([MINE + "examples.own_hook.ReachLoss"], "requires loss"),
-    ([MINE + "examples.own_hook.ReachLoss", "+hooks.mine.loss=1"], "hooks.mine.loss is not a config key"),
-    ([MINE + "examples.own_hook.ReachLoss", "+hooks.mine.args={loss: 1, los: 2}"], "has no parameter los"),
-    (["+metrics.x._target_=examples.own_metric.nope"], "own_metric.py defines no nope"),
-    (["+metrics.loss._target_=examples.own_metric.confidence"], "two metrics have the name val_loss"),
-    (["+hooks=ema", "hooks.ema.args.decay=1"], "must be at least 0 and below 1"),
-    (["+hooks=early_stopping", "hooks.early_stopping.args.monitor=val_los"], "no evaluation computes"),
-    (["+hooks=early_stopping", "hooks.early_stopping.args.patience=0"], "a number of evaluations, at least 1"),
-    (["checkpoint.keep_best=val_f1"], "no evaluation computes"),
-    (["checkpoint.keep_best=val_x", "+metrics.x._target_=examples.own_metric.confidence"], "does not know whether"),
-    (["+eval_sets.other.path=3x", "+eval_sets.other.sampels=2"], "eval_sets.other.path is not a config key"),
-    (["+eval_sets.other.task=images"], "gives images as samples, but data gives tokens"),
+@pytest.mark.parametrize(("overrides", "added", "message"), [
+    ([], {"hooks.mine": {"args": {"n": 1}}}, "hooks.mine has no _target_"),
+    ([], {"hooks.mine": {"_target_": "nope.Hook"}}, "there is no module nope"),
+    ([], {"hooks.mine": {"_target_": "examples.own_hook.Nope"}}, "own_hook.py defines no Nope"),
+    ([], {"hooks.mine": REACH}, "requires loss"),
+    ([], {"hooks.mine": REACH | {"loss": 1}}, "hooks.mine.loss is not a config key"),
+    ([], {"hooks.mine": REACH | {"args": {"loss": 1, "los": 2}}}, "has no parameter los"),
+    ([], {"metrics.x": {"_target_": "examples.own_metric.nope"}}, "own_metric.py defines no nope"),
+    ([], {"metrics.loss": CONFIDENCE["x"]}, "two metrics have the name val_loss"),
+    (["+hooks=ema", "hooks.ema.args.decay=1"], {}, "must be at least 0 and below 1"),
+    (["+hooks=early_stopping", "hooks.early_stopping.args.monitor=val_los"], {}, "no evaluation computes"),
+    (["+hooks=early_stopping", "hooks.early_stopping.args.patience=0"], {}, "a number of evaluations, at least 1"),
+    (["checkpoint.keep_best=val_f1"], {}, "no evaluation computes"),
+    (["checkpoint.keep_best=val_x"], {"metrics": CONFIDENCE}, "does not know whether"),
+    ([], {"eval_sets.other": {"path": "3x", "sampels": 2}}, "eval_sets.other.path is not a config key"),
+    ([], {"eval_sets.other": {"task": "images"}}, "gives images as samples, but data gives tokens"),
 ])  # fmt: skip
-def test_mistakes_are_refused_before_submission(overrides: list[str], message: str) -> None:
+def test_mistakes_are_refused_before_submission(
+    overrides: list[str], added: dict[str, dict[str, Any]], message: str
+) -> None:
+    composed = compose([*TINY, *overrides])
+    for key, value in added.items():
+        OmegaConf.update(composed, key, value, force_add=True)
     with pytest.raises(UserError, match=message):
-        validate(typed(compose([*TINY, *overrides])), nodes=1, workers_per_node=2)
+        validate(typed(composed), nodes=1, workers_per_node=2)
 
 
 def test_an_evaluation_set_is_the_data_with_other_values(tmp_path: Path) -> None:

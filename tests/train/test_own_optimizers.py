@@ -31,7 +31,6 @@ from hpc_train.train.optimizers import probe
 from hpc_train.train.optimizers.learning_rate import learning_rates
 from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.optimizers.own import check_elementwise
-from tests.checkpoint.progress import LONG
 from tests.checkpoint.training import Training, join_again
 from tests.parallel.cells import Cell
 from tests.parallel.oracle import MAX_NORM, error, global_batch, local_batch, mesh_of, whole
@@ -108,8 +107,6 @@ SPLITS: list[dict[str, Any]] = [
     {"dp": 2, "pp": 2, "data_parallel": "zero1"},
     {"dp": 2, "tp": 2, "data_parallel": "zero3"},
     {"pp": 2, "tp": 2, "offload": "optimizer"},
-]
-MORE: list[dict[str, Any]] = [
     {"dp": 4, "data_parallel": "zero2", "offload": "optimizer"},
     *({"dp": 4, "data_parallel": kind} for kind in ("allreduce", "zero1", "zero3")),
     *({"dp": 2, "tp": 2, "data_parallel": kind} for kind in ("allreduce", "zero1", "zero2")),
@@ -119,9 +116,9 @@ MORE: list[dict[str, Any]] = [
 
 @pytest.mark.long_form(25, every_share=True)
 def test_every_optimizer_trains_as_in_one_process_under_every_strategy() -> None:
-    batch, splits = {"micro_batches": 2}, SPLITS + (MORE if LONG else [])
-    cells = [Cell(4, "gpt-tied" if "pp" in split else "gpt", strategy=split, batch=batch) for split in splits]
-    ranks = run_on_world(4, compare, cells)
+    batch = {"micro_batches": 2}
+    cells = [Cell(4, "gpt-tied" if "pp" in split else "gpt", strategy=split, batch=batch) for split in SPLITS]
+    ranks = run_on_world(4, compare, cells, timeout=300)
     worst = {str(cell): max(errors) for cell, errors in zip(cells, zip(*ranks, strict=True), strict=True)}
     assert not {cell: error for cell, error in worst.items() if not error < 1e-10}
     single = [Cell(1, strategy={}), Cell(1, strategy={"offload": "optimizer"})]
@@ -353,7 +350,7 @@ def test_a_mistake_is_printed_as_json(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert found[1] == {}
 
 
-@pytest.mark.skipif(not LONG, reason="imports torch in another process, as the commands of docs/howto/optimizer.md do")
+@pytest.mark.long_form(8)  # it imports torch in another process
 def test_a_login_node_hears_of_a_mistake_from_another_process() -> None:
     config = replace(Cell(1).config(), optim=OptimConfig(_target_=f"{OWN}.KeepsText"))
     with pytest.raises(UserError, match="which is a str"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,20 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.config.schema import Config, OptimConfig
+from hpc_train.config.schema import Config, CustomModelConfig, GPTConfig, OptimConfig
 from hpc_train.data.build import build_dataset
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.partition import layers_of, partition
 from hpc_train.models.build import build_model
+from hpc_train.models.gpt import GPT
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.pipeline import balance
-from hpc_train.parallel.pipeline.balance import BlockCost, plan_split, stage_bytes
+from hpc_train.parallel.pipeline.balance import BlockCost, measure_blocks, plan_split, stage_bytes
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
 from hpc_train.run.files import read_lines
-from hpc_train.run.freeze import load
 from tests.parallel.cells import Cell
+from tests.parallel.oracle import local_batch
 from tests.ranks import run_ranks
 from tests.train.runs import frozen, run_attempt
 
@@ -75,20 +77,18 @@ def test_the_flops_of_blocks_are_those_of_the_model(model: str) -> None:
     assert sum(flops) == pytest.approx(built.flops_per_sample(inputs))
 
 
-def test_blocks_are_measured_under_tensor_parallelism_and_activation_checkpointing() -> None:
-    cell = Cell(4, "gpt-tied", "fp32", {"pp": 2, "tp": 2, "schedule": "1f1b"})
-    checkpointed = Cell(4, "gpt-tied", "bf16", {"pp": 2, "dp": 2}, train={"activation_checkpointing": "full"})
-    for of_rank in run_ranks(4, _costs, [cell, checkpointed]):
-        plain, frugal = of_rank
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long_form(8))])
+def test_blocks_are_measured_under_tensor_parallelism_and_activation_checkpointing(tp: int) -> None:
+    cell = Cell(2 * tp, "gpt-tied", "fp32", {"pp": 2, "tp": tp, "schedule": "1f1b"})
+    checkpointed = Cell(2 * tp, "gpt-tied", "bf16", {"pp": 2, "dp": tp}, train={"activation_checkpointing": "full"})
+    for plain, frugal in run_ranks(2 * tp, _costs, [cell, checkpointed]):
         assert len(plain) == len(frugal) == 5
-        assert plain[1].parameters < frugal[1].parameters  # half of a layer on each of two ranks, and the norms
+        # half of a layer on each of two ranks, and the norms
+        assert (plain[1].parameters < frugal[1].parameters) == (tp == 2)
         assert frugal[1].activation_bytes < plain[1].activation_bytes
 
 
 def _costs(rank: int, _: int, cells: list[Cell]) -> list[tuple[BlockCost, ...]]:
-    from hpc_train.parallel.pipeline.balance import measure_blocks
-    from tests.parallel.oracle import local_batch
-
     found = []
     for cell in cells:
         mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
@@ -111,49 +111,34 @@ def test_the_memory_of_a_stage() -> None:
     assert stage_bytes(config, layout("zero1", "1f1b"), 1, blocks) == 1500 * 4 * 2 + 1500 * 2 + 17
 
 
-def test_a_model_that_does_not_count_is_told_so(tmp_path: Path) -> None:
-    custom = ["model=custom", "model._target_=tests.train.test_pipeline_split.uncounted", "strategy.pp_split=flops"]
-    overrides = ["+strategy=pp", *custom]
-    with pytest.raises(AssertionError, match=r"block_flops.*\n.*\n.*fix: *strategy.pp_split=measured"):
-        run_attempt(_custom(tmp_path, overrides), 2)
-
-
-def _custom(path: Path, overrides: list[str]) -> RunDirectory:
-    from hpc_train.config.compose import compose, typed
-    from hpc_train.run.freeze import freeze
-    from tests.train.runs import TINY
-
-    run = RunDirectory(path / "run")
-    freeze(typed(compose([o for o in TINY if not o.startswith("model.")] + overrides)), run)
-    return run
-
-
 def uncounted() -> Model:
-    from hpc_train.config.schema import GPTConfig
-    from hpc_train.models.gpt import GPT
-
     model = GPT(GPTConfig(vocab_size=32, n_layers=4, dim=16, n_heads=2, n_kv_heads=2, ffn_dim=32))
     model.block_flops = lambda _: None  # type: ignore[method-assign]
     return model
-
-
-def test_a_wrong_shape_is_reported_before_the_blocks_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was unpacked first: ``not enough values to unpack``."""
-    custom = ["model=custom", "model._target_=tests.train.test_pipeline_split.misstated", "strategy.pp_split=measured"]
-    config = load(_custom(tmp_path, ["+strategy=pp", *custom]))
-    layout = Cell(2, strategy={"pp": 2, "schedule": "1f1b"}).layout()
-    mesh: Any = SimpleNamespace(layout=layout, device=torch.device("cpu"))
-    monkeypatch.setattr(balance, "_read", lambda *_: None)  # no earlier attempt
-    with pytest.raises(UserError, match=r"hidden_shape of the model GPT returns \(2,\)"):
-        plan_split(config, mesh, build_dataset(config.data, "train", 0))
 
 
 def misstated() -> Model:
     model = uncounted()
     model.hidden_shape = lambda inputs: (len(inputs),)  # type: ignore[method-assign]
     return model
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "message"),
+    [
+        ("uncounted", "flops", r"block_flops(.|\n)*fix: *strategy.pp_split=measured"),
+        ("misstated", "measured", r"hidden_shape of the model GPT returns \(2,\)"),
+    ],
+)
+def test_a_model_without_the_facts_is_refused(
+    model: str, how: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = Cell(2, strategy={"pp": 2, "schedule": "1f1b", "pp_split": how})
+    config = replace(cell.config(), model=CustomModelConfig(_target_=f"{__name__}.{model}"))
+    mesh: Any = SimpleNamespace(layout=cell.layout(), device=torch.device("cpu"))
+    monkeypatch.setattr(balance, "_read", lambda *_: None)  # no earlier attempt
+    with pytest.raises(UserError, match=message):
+        plan_split(config, mesh, build_dataset(config.data, "train", 0))
 
 
 def test_words_are_checked_before_a_submission() -> None:

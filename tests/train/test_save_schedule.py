@@ -22,7 +22,6 @@ from hpc_train.run.requests import StopFlag
 from hpc_train.train import saving
 from hpc_train.train.evaluation import Evaluation
 from hpc_train.train.saving import FIRST_S, LAST_S, BestSoFar, SaveSchedule, failure_rate
-from tests.checkpoint.progress import LONG
 from tests.train.runs import frozen, run_attempt
 
 
@@ -94,23 +93,22 @@ def saved_steps(run: RunDirectory) -> list[str]:
 
 
 def test_an_error_in_the_last_evaluation_does_not_lose_the_training(tmp_path: Path) -> None:
-    run = frozen(tmp_path / "run", "+strategy=dp", "train.steps=3")
+    """The last checkpoint has the metrics of the last evaluation."""
+    run = frozen(tmp_path / "run", "+strategy=single", "train.steps=3", "data.validation_samples=8")
     with pytest.raises(AssertionError, match="a metric of the user's"):
-        run_attempt(run, 2, fail_to_evaluate)
+        run_attempt(run, 1, fail_to_evaluate)
     assert saved_steps(run) == ["step-00000002"]
-
-
-def test_the_last_checkpoint_has_the_metrics_of_the_last_evaluation(tmp_path: Path) -> None:
-    run = frozen(tmp_path / "run", "+strategy=dp", "train.steps=3", "data.validation_samples=8")
-    assert run_attempt(run, 2, save_before_the_end) == [0, 0]
+    assert run_attempt(run, 1, save_before_the_end) == [0]
     assert saved_steps(run) == ["step-00000002", "step-00000003"]
     manifest = json.loads((run.checkpoints / "step-00000003" / MANIFEST).read_text())
     assert manifest["metrics"]["val_loss"] == pytest.approx(run.read_metrics()[-1]["val_loss"])
-    if not LONG:
-        return
-    earlier = frozen(tmp_path / "earlier", "+strategy=dp", "train.steps=4", "train.eval_every=1")
-    assert run_attempt(earlier, 2, save_before_the_end) == [0, 0]
-    assert saved_steps(earlier) == ["step-00000004"], "an evaluation has succeeded"
+
+
+@pytest.mark.long_form(6)  # test_the_step_before_the_last_is_saved_if_much_would_be_lost
+def test_an_evaluation_that_succeeded_needs_no_save_before_the_last_one(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", "+strategy=dp", "train.steps=4", "train.eval_every=1")
+    assert run_attempt(run, 2, save_before_the_end) == [0, 0]
+    assert saved_steps(run) == ["step-00000004"]
 
 
 def test_auto_follows_what_a_save_costs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,10 +142,10 @@ def test_failures_that_this_run_has_seen_count_and_the_users_mistakes_do_not(tmp
 
 
 def test_all_ranks_save_at_the_step_that_the_first_ones_clock_says(tmp_path: Path) -> None:
-    run = frozen(tmp_path / "run", "+strategy=dp", "checkpoint.every=0.001s", "train.steps=6", "checkpoint.keep=9")
+    run = frozen(tmp_path / "run", "+strategy=dp", "checkpoint.every=0.001s", "train.steps=4", "checkpoint.keep=9")
     assert run_attempt(run, 2) == [0, 0]
     steps = [event["step"] for event in run.read_events() if event["event"] == "checkpoint_saved"]
-    assert steps[-1] == 6
+    assert steps[-1] == 4
     assert len(steps) >= 3
 
 

@@ -142,6 +142,7 @@ def compiled(rank: int, world_size: int) -> tuple[int, int]:
     return graphs.compiled, graphs.called - before
 
 
+@pytest.mark.long_form(8)  # the eager update below and above
 def test_a_compiled_update_is_one_graph_for_each_size_and_survives_a_new_learning_rate() -> None:
     ((graphs, calls),) = run_ranks(1, compiled)
     assert graphs == 4, "of two large sizes, of the small matrices and of the norms"

@@ -183,7 +183,7 @@ def test_a_rank_that_takes_twice_as_long_is_named(ranks: int, run: Run) -> None:
 @pytest.mark.long_form(4, cases=["8-run_of"])
 def test_noise_names_nobody(ranks: int, run: Run) -> None:
     """Also where it doubles the time of a step."""
-    for seed in range(200 if run is run_of else 20):
+    for seed in range(25 * ranks if run is run_of else 10):
         assert find_straggler(arrivals_of(run(ranks, 60, {}, noise=0.1, seed=seed))) is None
 
 

@@ -6,87 +6,58 @@ import pytest
 
 from hpc_train.train.watch.peak_rates import peak_flops
 
-
-@pytest.mark.parametrize(
-    ("name", "bf16"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835.5),
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA H200 NVL", 835.5),
-        ("NVIDIA GH200 480GB", 989.4),
-        ("NVIDIA GH200 120GB", 989.4),
-        ("NVIDIA GH200 144G HBM3e", 989.4),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA B300 SXM6 AC", 2250),
-        ("NVIDIA GB200", 2500),
-        ("NVIDIA GB300", 2500),
-        ("NVIDIA A100-SXM4-40GB", 312),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100-PCIE-40GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
-        ("A100-SXM4-40GB", 312),
-        ("NVIDIA A30", 165),
-        ("NVIDIA A40", 149.7),
-        ("NVIDIA A10", 125),
-        ("NVIDIA A10G", 70),
-        ("NVIDIA L4", 121),
-        ("NVIDIA L40", 181),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA RTX A1000", 26.9),
-        ("NVIDIA RTX A2000 12GB", 31.9),
-        ("NVIDIA RTX A4000", 76.7),
-        ("NVIDIA RTX A5000", 111.1),
-        ("NVIDIA RTX A6000", 154.8),
-        ("NVIDIA RTX 6000 Ada Generation", 364.2),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 500),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 500),
-        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 438.9),
-        ("NVIDIA GeForce RTX 3090", 71),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA GeForce RTX 5090", 209.5),
-        ("AMD Instinct MI210", 181),
-        ("AMD Instinct MI250X", 191.5),  # half of a module
-        ("AMD Instinct MI250X / MI250", 191.5),
-        ("AMD Instinct MI300A", 980.6),
-        ("AMD Instinct MI300X", 1307.4),
-        ("AMD Instinct MI300X VF", 1307.4),
-        ("AMD Instinct MI325X", 1307.4),
-        ("AMD Instinct MI355X", 2516.6),
+BF16 = {  # in TFLOP/s
+    989.4: [
+        "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA GH200 120GB", "NVIDIA GH200 144G HBM3e",
     ],
-)
+    756: ["NVIDIA H100 PCIe"],
+    835.5: ["NVIDIA H100 NVL", "NVIDIA H200 NVL"],
+    2250: ["NVIDIA B200", "NVIDIA B300 SXM6 AC"],
+    2500: ["NVIDIA GB200", "NVIDIA GB300"],
+    312: [
+        "NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe",
+        "A100-SXM4-40GB",
+    ],
+    165: ["NVIDIA A30"],
+    149.7: ["NVIDIA A40"],
+    125: ["NVIDIA A10"],
+    70: ["NVIDIA A10G"],
+    121: ["NVIDIA L4"],
+    181: ["NVIDIA L40", "AMD Instinct MI210"],
+    362: ["NVIDIA L40S"],
+    26.9: ["NVIDIA RTX A1000"],
+    31.9: ["NVIDIA RTX A2000 12GB"],
+    76.7: ["NVIDIA RTX A4000"],
+    111.1: ["NVIDIA RTX A5000"],
+    154.8: ["NVIDIA RTX A6000"],
+    364.2: ["NVIDIA RTX 6000 Ada Generation"],
+    500: ["NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "NVIDIA RTX PRO 6000 Blackwell Server Edition"],
+    438.9: ["NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"],
+    71: ["NVIDIA GeForce RTX 3090"],
+    165.2: ["NVIDIA GeForce RTX 4090"],
+    209.5: ["NVIDIA GeForce RTX 5090"],
+    191.5: ["AMD Instinct MI250X", "AMD Instinct MI250X / MI250"],
+    980.6: ["AMD Instinct MI300A"],
+    1307.4: ["AMD Instinct MI300X", "AMD Instinct MI300X VF", "AMD Instinct MI325X"],
+    2516.6: ["AMD Instinct MI355X"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "bf16"), [(name, bf16) for bf16, names in BF16.items() for name in names])
 def test_peaks_by_name(name: str, bf16: float) -> None:
     assert peak_flops(name, "bf16") == bf16 * 1e12
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "NVIDIA H20",
-        "NVIDIA H100 64GB HBM2",  # another chip
-        "NVIDIA A100-SXM-64GB",
-        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",  # a seventh of the card
-        "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
-        "NVIDIA A40-48Q",  # a share
-        "GRID A100D-10C",
-        "NVIDIA RTX A1000 Laptop GPU",
-        "NVIDIA RTX A3000 Laptop GPU",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 3090 Ti",
-        "NVIDIA T400",
-        "NVIDIA T400 4GB",
-        "NVIDIA T4G",
-        "NVIDIA L20",
-        "Tesla P100-PCIE-16GB",
-        "AMD Instinct MI308X",
-        "AMD Instinct MI300X HF",
-        "AMD Radeon Graphics",
-        "AMD gfx942",
-        "",
-    ],
-)
+UNKNOWN = (  # other chips, slices and shares of cards, laptops
+    "NVIDIA H20", "NVIDIA H100 64GB HBM2", "NVIDIA A100-SXM-64GB", "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+    "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "NVIDIA A40-48Q", "GRID A100D-10C", "NVIDIA RTX A1000 Laptop GPU",
+    "NVIDIA RTX A3000 Laptop GPU", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D",
+    "NVIDIA GeForce RTX 3090 Ti", "NVIDIA T400", "NVIDIA T400 4GB", "NVIDIA T4G", "NVIDIA L20", "Tesla P100-PCIE-16GB",
+    "AMD Instinct MI308X", "AMD Instinct MI300X HF", "AMD Radeon Graphics", "AMD gfx942", "",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_card_has_no_peak(name: str) -> None:
     assert [peak_flops(name, precision) for precision in ("bf16", "fp16", "fp32", "fp64")] == [None] * 4
 

@@ -71,22 +71,22 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(
 
 
 def test_a_run_with_a_profile(tmp_path: Path) -> None:
-    asked = ["telemetry.profile.steps=4-5", "telemetry.profile.ranks=[1]"]
-    run = frozen(tmp_path / "run", "+strategy=pp", "train.steps=5", *asked)
+    asked = ["telemetry.profile.steps=2-3", "telemetry.profile.ranks=[1]"]
+    run = frozen(tmp_path / "run", "+strategy=pp", "train.steps=3", *asked)
     assert run_attempt(run, 2) == [0, 0]
     (trace,) = run.profile.glob("*.json.gz")
-    assert trace.name == "steps-4-5-rank-0001.json.gz"
+    assert trace.name == "steps-2-3-rank-0001.json.gz"
     with gzip.open(trace) as file:
         names = {entry.get("name", "") for entry in json.load(file)["traceEvents"]}
     assert any(name.startswith("aten::") for name in names)
     found = json.loads((run.profile / "summary.json").read_text())
-    assert (found["first"], found["last"], list(found["ranks"])) == (4, 5, ["1"])
+    assert (found["first"], found["last"], list(found["ranks"])) == (2, 3, ["1"])
     assert sum(found["ranks"]["1"].values()) == pytest.approx(1)
     assert found["ranks"]["1"]["compute"] > 0 and found["ranks"]["1"]["bubble"] > 0
     table = (run.profile / "summary.txt").read_text()
     assert table in (run.logs / "rank-0-000.log").read_text()
     assert [event["ranks"] for event in run.read_events() if event["event"] == "profiled"] == [found["ranks"]]
-    assert "profile:         steps 4 to 5: compute" in summary(run)
+    assert "profile:         steps 2 to 3: compute" in summary(run)
 
 
 @pytest.mark.long_form(6)

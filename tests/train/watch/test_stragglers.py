@@ -1,4 +1,4 @@
-"""A rank that the others wait for is named: surely, once, and with its node."""
+"""What the numbers of all ranks come to; a rank that the others wait for is named once and with its node."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hpc_train.layout.layout import Layout
-from hpc_train.train.watch.stragglers import IN_A_ROW, RankTimes, SlowRankWatch, find_slow_rank
+from hpc_train.train.watch.stragglers import IN_A_ROW, RankTimes, SlowRankWatch, find_slow_rank, over_ranks
 
-ROW = RankTimes(seconds=10.0, steps=5, data_s=0.0, memory_bytes=1)
+ROW = RankTimes(seconds=10.0, steps=5, data_s=1.0, memory_bytes=100)
 
 
 def layout(dp: int, pp: int = 1) -> Layout:
@@ -53,3 +53,38 @@ def test_it_is_named_once_and_only_when_lines_agree() -> None:
     assert [late is not None for late in reported] == [False] * (1 + IN_A_ROW) + [True, False]
     assert reported[-2] is not None
     assert reported[-2].details() | {"message": ""} == {"rank": 1, "node": "n2", "share": 0.5, "message": ""}
+
+
+def test_shares_imbalance_and_skew() -> None:
+    measured = [
+        replace(ROW, communication_s=4.0, bubble_s=1.0, memory_bytes=300, net_sent=50, net_received=0),
+        replace(ROW, communication_s=3.0, bubble_s=1.0),
+        replace(ROW, communication_s=0.0, bubble_s=3.0, net_sent=25, net_received=0),
+        replace(ROW, communication_s=1.0, bubble_s=3.0),
+    ]
+    found = over_ranks(measured, layout(dp=2, pp=2))
+    assert found == pytest.approx({
+        "data_wait_share": 0.1,
+        "comm_share": 0.2,
+        "bubble_share": 0.2,
+        "compute_imbalance": 6 / 5,  # 4, 5, 6, 5 seconds are left
+        "arrival_skew_s": 0.2,  # in either stage 1 s in 5 steps, not the 4 s between stages
+        "peak_memory_bytes": 300,
+        "memory_imbalance": 2.0,
+        "net_tx_bytes": 15.0,
+        "net_rx_bytes": 0.0,
+    })  # fmt: skip
+
+
+def test_what_one_rank_does_not_know_is_absent() -> None:
+    measured = [replace(ROW, communication_s=1.0, gpu_util=0.5), ROW]
+    assert over_ranks(measured, layout(dp=2)).keys() == {
+        "data_wait_share", "peak_memory_bytes", "memory_imbalance",
+    }  # fmt: skip
+
+
+def test_one_gpu_that_waits_for_the_host() -> None:
+    found = over_ranks([replace(ROW, gpu_util=0.6)], layout(dp=1))
+    assert found == pytest.approx(
+        {"data_wait_share": 0.1, "peak_memory_bytes": 100, "gpu_util": 0.6, "host_share": 0.3}
+    )
