@@ -15,7 +15,7 @@ def test_a_detached_job_finishes_alone(tmp_path: Path) -> None:
     pause.touch()
     slow = ["model=custom", "model._target_=tests.faults.models.OnNode", f"+model.args.pause={pause}"]
     small = [part for part in TINY if not part.startswith("model.")]
-    arguments = ["+strategy=dp", "cluster.cpu_workers=2", *small, *slow, "run.name=run"]
+    arguments = ["+strategy=dp", "cluster.cpu_workers=1", *small, *slow, "run.name=run"]
     left = hpc_train(*arguments, "launch.detach=true", "-m", cwd=tmp_path)
     assert left.returncode == 0, left.stdout + left.stderr
     run = RunDirectory(tmp_path / "outputs" / "run")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -21,14 +21,22 @@ from tests.launch.jobs import make_job
 NAMES = ["gpu-0", "gpu-1", "gpu-2"]
 
 
+@pytest.fixture
+def cores() -> Iterator[set[int]]:
+    """The cores of this process, which has them again after the test."""
+    before = os.sched_getaffinity(0)
+    yield before
+    os.sched_setaffinity(0, before)
+
+
 def never() -> bool:
     return False
 
 
 def at_once(folder: Path, count: int) -> list[str]:
     """What can be had without waiting."""
-    asked = iter([False, False, False, True])
-    with take(folder, NAMES, count, lambda: next(asked, True)) as held:
+    answers = iter([False, False, False, True])
+    with take(folder, NAMES, count, lambda: next(answers, True)) as held:
         return held
 
 
@@ -41,31 +49,27 @@ def test_two_holders_never_share(tmp_path: Path) -> None:
     assert at_once(tmp_path, 3) == NAMES
 
 
+def hold(folder: Path, ready: Event) -> None:
+    with take(folder, NAMES, 3, never):
+        ready.set()
+        time.sleep(60)
+
+
 def test_a_killed_holder_gives_back(tmp_path: Path) -> None:
-    script = (
-        "import sys, time; from pathlib import Path; from hpc_train.launch.executors.local import take\n"
-        f"with take(Path({str(tmp_path)!r}), {NAMES!r}, 3, lambda: False):\n"
-        "    print('held', flush=True); time.sleep(60)\n"
-    )
-    holder = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
-    with holder, holder.stdout:
-        assert holder.stdout.readline() == "held\n"
-        assert at_once(tmp_path, 1) == []
-        holder.kill()
+    processes = multiprocessing.get_context("fork")
+    ready = processes.Event()
+    holder = processes.Process(target=hold, args=(tmp_path, ready))
+    holder.start()
+    assert ready.wait(60)
+    assert at_once(tmp_path, 1) == []
+    holder.kill()
+    holder.join()
     assert at_once(tmp_path, 3) == NAMES
 
 
-def test_a_job_sees_only_the_cores_that_it_holds(tmp_path: Path) -> None:
-    before = os.sched_getaffinity(0)
-    script = (
-        "import os; from hpc_train.launch.executors.local import Share, reserve\n"
-        f"with reserve(Share(0, 1, {str(tmp_path)!r}, 1), lambda: False):\n"
-        "    print(len(os.sched_getaffinity(0)))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "1\n"
-    assert os.sched_getaffinity(0) == before
+def test_a_job_sees_only_the_cores_that_it_holds(tmp_path: Path, cores: set[int]) -> None:
+    with reserve(Share(0, 1, str(tmp_path), 1), never):
+        assert len(os.sched_getaffinity(0)) == 1
 
 
 def test_a_job_sees_only_the_gpus_that_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,37 +80,32 @@ def test_a_job_sees_only_the_gpus_that_it_holds(tmp_path: Path, monkeypatch: pyt
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,GPU-abc"
 
 
+@pytest.mark.usefixtures("cores")
 def test_a_sweep_keeps_to_its_cap(tmp_path: Path) -> None:
-    share = Share(gpus=0, cores=1, sweep=str(tmp_path), at_once=1)
-    before = os.sched_getaffinity(0)
-    try:
-        asked = iter([False, False, True, True])
-        with reserve(share, never), take(tmp_path / ".slots", ["slot-0"], 1, asked.__next__) as turn:
-            assert turn == []
-    finally:
-        os.sched_setaffinity(0, before)
+    answers = iter([False, False, True, True])
+    with (
+        reserve(Share(gpus=0, cores=1, sweep=str(tmp_path), at_once=1), never),
+        take(tmp_path / ".slots", ["slot-0"], 1, answers.__next__) as turn,
+    ):
+        assert turn == []
 
 
-def test_two_sweeps_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    before = os.sched_getaffinity(0)
-    sweeps = [tmp_path / "first", tmp_path / "second"]
-    try:
-        for sweep in sweeps:
-            sweep.mkdir()
-        first, second = (Share(0, len(before), str(sweep), 1) for sweep in sweeps)
-        with reserve(first, never), reserve(second, never):
-            assert os.sched_getaffinity(0) == before
-    finally:
-        os.sched_setaffinity(0, before)
+def test_two_sweeps_do_not_wait_for_each_other(tmp_path: Path, cores: set[int]) -> None:
+    first, second = (Share(0, len(cores), str(tmp_path / name), 1) for name in ("first", "second"))
+    for share in (first, second):
+        Path(share.sweep).mkdir()
+    with reserve(first, never), reserve(second, never):
+        assert os.sched_getaffinity(0) == cores
 
 
-def test_a_job_runs_without_locks_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = os.sched_getaffinity(0)
+def test_a_job_runs_without_locks_that_cannot_be_used(
+    tmp_path: Path, cores: set[int], capsys: pytest.CaptureFixture[str]
+) -> None:
     slots = tmp_path / ".slots"
     slots.mkdir()
-    (slots / f"core-{min(before)}").symlink_to("elsewhere")
+    (slots / f"core-{min(cores)}").symlink_to("elsewhere")
     with reserve(Share(0, 1, str(tmp_path), 1), never):
-        assert os.sched_getaffinity(0) == before
+        assert os.sched_getaffinity(0) == cores
     assert "does not wait for others of its sweep" in capsys.readouterr().err
 
 
@@ -166,13 +165,6 @@ def tell_session(path: str) -> None:
     Path(path).write_text(f"{os.getsid(0)} {os.environ.get('CUDA_VISIBLE_DEVICES')} {stop.reason}")
 
 
-def until(condition: Callable[[], bool], timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_a_job_has_its_own_session_sees_the_gpus_and_gets_a_signal_that_arrives_before_it_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +172,6 @@ def test_a_job_has_its_own_session_sees_the_gpus_and_gets_a_signal_that_arrives_
     reported = tmp_path / "reported"
     job = SessionExecutor(tmp_path / "submitit", {}).submit(tell_session, str(reported))
     os.kill(int(job.job_id), signal.SIGTERM)
-    until(job.done)
+    job.wait()
     assert reported.read_text().split() == [job.job_id, "5,6", "SIGTERM"]
     assert int(job.job_id) != os.getsid(0)

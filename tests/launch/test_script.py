@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import dataclasses
 import os
 import random
@@ -124,6 +124,8 @@ def test_the_rest_of_a_script_by_hand() -> None:
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     ends = text.replace("--no-kill --kill", "--kill").replace("continue without it", "end too")
     assert by_hand(survives=False) == ends
+    outside = subprocess.run(["bash", "-c", text, "x.sbatch"], env={}, capture_output=True, text=True, check=False)
+    assert outside.returncode == 2 and "fix:    sbatch x.sbatch with the same arguments" in outside.stderr
 
 
 def test_what_an_image_is_and_what_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,18 +382,18 @@ def strings(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
                 yield from strings(found, (*path, field.name))
 
 
-def with_value(job: Job, path: tuple[Any, ...], value: str) -> Job:
-    config = copy.deepcopy(job.config)
-    at: Any = config
-    *parents, last = path
-    for name in parents:
-        at = at[name] if isinstance(at, dict) else getattr(at, name)
-    if isinstance(at, dict):
-        at[last or value] = value
-    else:
-        setattr(at, last, value)
-    overrides = (*job.overrides, f"{'.'.join(path)}={value}")
-    return dataclasses.replace(job, config=config, overrides=overrides)
+def with_value(job: Job, path: tuple[str, ...], value: str) -> Job:
+    return dataclasses.replace(job, config=replaced(job.config, path, value))
+
+
+def replaced(node: Any, path: tuple[str, ...], value: str) -> Any:
+    """Returns a copy of a node of a config with ``value`` at ``path``; an empty name is replaced by the value."""
+    if not path:
+        return value
+    name, *rest = path
+    if isinstance(node, dict):
+        return node | {name or value: value}
+    return dataclasses.replace(node, **{name: replaced(getattr(node, name), tuple(rest), value)})
 
 
 def tried(job: Job) -> list[str]:
@@ -411,50 +413,50 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     return make_job(tmp_path / "sweep", cluster=cluster)
 
 
+def check_lines(base: list[str], lines: list[str], payload: str) -> None:
+    """Asserts that the script with ``payload`` is the one with a harmless value, but for the value."""
+    assert len(lines) == len(base), f"{payload!r} adds a line"
+    for before, after in zip(base, lines, strict=True):
+        if before.startswith("export HPC_TRAIN_EXPORTED=") and after.rpartition("=")[2].isalnum():
+            continue  # a digest of the values
+        assert before == after or HARMLESS in before, f"{payload!r} changes {before!r} to {after!r}"
+        if before != after and not after.startswith("# ") and payload.isprintable():
+            expected, words = (shlex.split(line.removesuffix(" \\")) for line in (before, after))
+            assert words == [word.replace(HARMLESS, payload) for word in expected], after
+
+
 def test_no_value_of_any_key_becomes_a_line_of_a_script(job: Job) -> None:
     paths = list(strings(job.config))
     assert len(paths) > 60 and ("cluster", "env", "NAME") in paths and ("strategy", "name") in paths
-    reached = set()
-    for path in paths:
-        base = tried(with_value(job, path, HARMLESS))
+    without = tried(job)
+    in_scripts = {path: base for path in paths if (base := tried(with_value(job, path, HARMLESS))) != without and base}
+    assert len(in_scripts) > 20
+    for path, base in in_scripts.items():
         for payload in PAYLOADS:
-            lines = tried(with_value(job, path, payload))
-            if not lines:
-                continue
-            reached.add(path)
-            assert len(lines) == len(base), f"{path} with {payload!r} adds a line"
-            for before, after in zip(base, lines, strict=True):
-                if before.startswith("export HPC_TRAIN_EXPORTED=") and after.rpartition("=")[2].isalnum():
-                    continue  # a digest of the values
-                assert before == after or HARMLESS in before, f"{path} with {payload!r} changes {before!r} to {after!r}"
-                if before != after and not after.startswith("# ") and payload.isprintable():
-                    words, found = (shlex.split(line.removesuffix(" \\")) for line in (before, after))
-                    assert found == [word.replace(HARMLESS, payload) for word in words], f"{path}: {after!r}"
-    assert reached
+            if lines := tried(with_value(job, path, payload)):
+                check_lines(base, lines, payload)
 
 
-def run_bash(text: str, folder: Path) -> None:
-    """Runs the lines of a script up to its step."""
-    subprocess.run(["bash"], input=text.encode("utf-8", "surrogateescape"), cwd=folder, check=False)
+def test_no_override_becomes_a_line_of_a_script(job: Job) -> None:
+    base, *others = (tried(dataclasses.replace(job, overrides=(f"a={value}",))) for value in (HARMLESS, *PAYLOADS))
+    for payload, lines in zip(PAYLOADS, others, strict=True):
+        assert lines or "\0" in payload or not payload.isascii()
+        if lines:
+            check_lines(base, lines, payload)
 
 
 @pytest.mark.parametrize("change", [("strategy", "name"), ("cluster", "env", "NAME"), ("cluster", "env", "")])
-@pytest.mark.parametrize("payload", PAYLOADS)
-def test_nothing_of_a_value_is_executed(
-    job: Job, change: tuple[str, ...], payload: str, tmp_path: Path, script: Callable[[Job], str]
-) -> None:
-    try:
-        text = script(with_value(job, change, payload))
-    except UserError:
-        return
-    head = text.partition("\n\n# what the container")[0]
-    run_bash(head, tmp_path)
+def test_nothing_of_a_value_is_executed(job: Job, change: tuple[str, ...], tmp_path: Path) -> None:
+    """The lines of the scripts up to the step of the container are run one after the other."""
+    heads = []
+    for payload in PAYLOADS:
+        with contextlib.suppress(UserError):
+            heads.append(every_script(with_value(job, change, payload))[0].partition("\n\n# what the container")[0])
+    assert heads or change[-1] == ""
+    text = "\n".join(heads).encode("utf-8", "surrogateescape")
+    done = subprocess.run(["bash"], input=text, cwd=tmp_path, capture_output=True, check=False)
+    assert b"syntax error" not in done.stderr and b"unexpected EOF" not in done.stderr
     assert not (tmp_path / "CANARY").exists()
-
-
-@pytest.fixture
-def script() -> Callable[[Job], str]:
-    return lambda job: every_script(job)[0]
 
 
 @pytest.mark.parametrize("line", ["export A=1\r", "a\0b"])
