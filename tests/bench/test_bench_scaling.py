@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from hpc_train.bench.scaling import STRONG, WEAK, paragraph, scaling_rows, table
-from tests.checkpoint.progress import IN_LONG_FORM
 from tests.doors.command import TINY, hpc_train
 
 HERE = ["cluster=local", "cluster.gpus_per_node=0", *TINY]
@@ -49,7 +48,7 @@ def test_speed_up_and_efficiency() -> None:
         assert part in words, words
 
 
-@IN_LONG_FORM  # tests/slurm runs it over nodes
+@pytest.mark.long_form(30)  # the rows and the table above
 def test_the_workers_of_this_machine(tmp_path: Path) -> None:
     few = ["--steps", "1", "--pairs", "1", "--csv", "s.csv", "--plot", "s.png", "--json"]
     done = hpc_train("bench", "scaling", "+strategy=dp", "workers=1,2", *HERE, *few, cwd=tmp_path)

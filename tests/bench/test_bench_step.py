@@ -1,4 +1,4 @@
-"""``python -m hpc_train bench step`` as a person calls it."""
+"""``bench step``: a strategy against its bare loop, and the advice on buckets and compression."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from hpc_train.bench.step import report
-from tests.checkpoint.progress import LONG
+from hpc_train.bench.step import MEASURED, describe_advice, report
+from hpc_train.bench.step_worker import SIZES_MB, advice, advised
 from tests.doors.command import TINY, environment, hpc_train
+from tests.parallel.cells import Cell
+from tests.parallel.oracle import local_batch, mesh_of
+from tests.ranks import run_on_world
 
 HERE = ["cluster=local", "cluster.cpu_workers=2", "cluster.gpus_per_node=0", *TINY]
 FEW = ["--steps", "2", "--pairs", "3"]
@@ -51,20 +54,16 @@ def test_a_strategy_against_its_bare_loop(strategy: str, tmp_path: Path) -> None
     assert "measured matrix product" in words and "bare loop" not in report(result | {"against": None})
 
 
-@pytest.mark.skipif(not LONG, reason="another bench of a strategy: HPC_TRAIN_LONG=1")
+@pytest.mark.long_form(10)
 def test_a_strategy_without_bare_loop(tmp_path: Path) -> None:
     done = hpc_train("bench", "step", "+strategy=tp", *HERE, *FEW, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "communication" in done.stdout and "bare loop" not in done.stdout
 
 
-def test_a_bare_loop_that_there_is_not(called: Callable[..., Any]) -> None:
-    refused = called("bench", "step", "+strategy=tp", *HERE, "--against", "raw")
-    assert refused.returncode == 2 and "there is no bare loop" in refused.stderr and not refused.stdout
-
-
 def test_wrong_calls_are_refused(called: Callable[..., Any]) -> None:
     for arguments, words in (
+        (["bench", "step", "+strategy=tp", *HERE, "--against", "raw"], "there is no bare loop"),
         (["bench", "step", *HERE, "--pairs", "0"], "must be at least 1"),
         (["bench", "step", "+strategy=dp,pp", *HERE], "one job"),
         (["bench", "stp"], "invalid choice"),
@@ -72,4 +71,35 @@ def test_wrong_calls_are_refused(called: Callable[..., Any]) -> None:
     ):
         done = called(*arguments)
         assert done.returncode == 2, done
-        assert words in done.stderr and "Traceback" not in done.stderr
+        assert words in done.stderr and "Traceback" not in done.stderr and not done.stdout
+
+
+def test_a_technique_that_loses_more_must_win_by_a_margin() -> None:
+    assert advised({"none": 1.0, "bf16": 0.9, "powersgd": 1.1, "topk": 2.0}) == "none"
+    assert advised({"none": 1.0, "bf16": 0.5, "powersgd": 0.45, "topk": 0.4}) == "bf16"
+    assert advised({"none": 9.0, "bf16": 4.5, "powersgd": 0.6, "topk": 0.3}) == "topk"
+
+
+def advice_of(rank: int, _: int, cells: list[Cell]) -> list[dict[str, Any]]:
+    results = []
+    for cell in cells:
+        mesh = mesh_of(cell, rank)
+        results.append(advice(cell.config(), mesh, None, local_batch(cell, mesh.layout, mesh.dp_rank, 0)))
+    return results
+
+
+@pytest.mark.parametrize("kind", ["ddp", "allreduce"])
+def test_the_advice_is_the_fastest_of_what_all_ranks_measured(kind: str) -> None:
+    sharded = Cell(2, strategy={"dp": 2, "data_parallel": "zero2"})
+    of_ranks = run_on_world(2, advice_of, [Cell(2, strategy={"dp": 2, "data_parallel": kind}), sharded])
+    assert of_ranks[0] == of_ranks[1]
+    found, of_zero = of_ranks[0]
+    assert of_zero == {}, "ZeRO has no buckets"
+    sizes = found["strategy.bucket_cap_mb"]
+    assert min(sizes["seconds"].values()) == sizes["seconds"][f"{sizes['best']:g}"] > 0
+    assert list(sizes["seconds"]) == [f"{SIZES_MB[0]:g}"], "the gradients of the test model fit in the first bucket"
+    techniques = found["strategy.compression"]
+    assert set(techniques["seconds"]) == {"none", "bf16", "powersgd", "topk"}
+    assert techniques["best"] == advised(techniques["seconds"])
+    lines = [describe_advice(key, measured) for key, measured in found.items()]
+    assert [line.split()[1].partition("=")[0] for line in lines] == [*MEASURED]

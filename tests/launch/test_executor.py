@@ -37,6 +37,10 @@ UP, DOWN = "echo 'Slurmctld(primary) at c is UP'", "echo 'Slurmctld(primary) at 
 
 def test_a_machine_without_slurm(tools: Path) -> None:
     assert select_executor(AUTO).name == "this machine"
+    with pytest.raises(UserError, match="sbatch is not on the PATH"):
+        select_executor(SLURM)
+    with pytest.raises(UserError, match="on this machine only"):
+        select_executor(AUTO).shape(make_job(tools / "sweep", cluster=ClusterConfig(nodes=2)).config)
 
 
 def test_a_controller_that_responds(tools: Path) -> None:

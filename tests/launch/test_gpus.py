@@ -215,28 +215,22 @@ def environment(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str
     return JOB | variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
 
-def by_name(column: int) -> list[object]:
-    return [pytest.param(name, case[column], id=name) for name, case in CASES.items()]
-
-
-@pytest.mark.parametrize(("environment", "expected"), by_name(2), indirect=["environment"])
-def test_the_gpus_that_a_step_gets(
-    environment: dict[str, str], expected: JobGpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", environment["PATH"])
-    assert gpus_of_this_job(environment) == expected
-    options = [f"--gpus-per-node={expected.per_node}"] if expected.per_node and not expected.inherited else []
-    assert expected.srun_options(expected.per_node) == options
-
-
-@pytest.mark.parametrize(("environment", "expected"), by_name(3), indirect=["environment"])
-def test_a_batch_script_names_the_gpus_that_its_steps_would_not_inherit(
-    environment: dict[str, str], expected: str
+@pytest.mark.parametrize(
+    ("environment", "expected", "exported"),
+    [pytest.param(name, *case[2:], id=name) for name, case in CASES.items()],
+    indirect=["environment"],
+)
+def test_a_step_gets_the_gpus_and_a_batch_script_names_those_that_its_steps_would_not_inherit(
+    environment: dict[str, str], expected: JobGpus, exported: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = 'echo "${SLURM_GPUS_PER_NODE:-}"; [ -z "${SLURM_GPU_BIND:-}" ]'
     script = "\n".join(["set -eu", *gpu_export_lines(), shown])
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected}\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{exported}\n", "")
+    monkeypatch.setenv("PATH", environment["PATH"])
+    assert gpus_of_this_job(environment) == expected
+    options = [f"--gpus-per-node={expected.per_node}"] if expected.per_node and not expected.inherited else []
+    assert expected.srun_options(expected.per_node) == options
 
 
 @pytest.mark.parametrize("environment", ["exclusive"], indirect=True)

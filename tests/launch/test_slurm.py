@@ -111,17 +111,6 @@ def test_a_refused_submission_takes_back_those_before_it(
     assert "cancelling the jobs that were submitted before: 41, 42" in capsys.readouterr().err
 
 
-def test_inside_a_job_nothing_of_it_is_handed_down(
-    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command(slurm, "sbatch", f"env > {tmp_path}/env; echo Submitted batch job 41")
-    for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SBATCH_PARTITION", "SLURM_CONF"):
-        monkeypatch.setenv(name, "7")
-    SlurmJobExecutor().submit([make_job(tmp_path / "sweep", cluster=SITE, gpus=4)], tmp_path / "sweep", 1)
-    handed = {line for line in (tmp_path / "env").read_text().splitlines() if line.startswith(("SLURM", "SBATCH"))}
-    assert handed == {"SLURM_CONF=7", "SBATCH_PARTITION=7"}, "defaults of the user stay"
-
-
 REFUSALS = [  # what sbatch prints, and what the user must read, set in and fix
     (["invalid partition specified: gpu", "Batch job submission failed: Invalid partition name specified"],
      "cluster.partition", "sinfo -s"),
@@ -216,15 +205,6 @@ def test_slurm_is_asked_rarely(slurm: Path, tmp_path: Path) -> None:
     for _ in range(10):
         assert set(executor.statuses(["41"])) == {"41"}
     assert (tmp_path / "squeue").read_text().split() == ["asked"]
-
-
-def test_without_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert select_executor(ClusterConfig()).name == "this machine"
-    with pytest.raises(UserError, match="sbatch is not on the PATH"):
-        select_executor(SITE)
-    with pytest.raises(UserError, match="on this machine only"):
-        select_executor(ClusterConfig()).shape(make_job(tmp_path / "sweep", cluster=ClusterConfig(nodes=2)).config)
 
 
 @pytest.mark.parametrize(("chain", "jobs"), [(1, 1), (1, 3), (3, 1)])

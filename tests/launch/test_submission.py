@@ -127,16 +127,6 @@ def test_one_interrupt_leaves_the_jobs_running(
     assert "to save and stop:  python -m hpc_train cancel " in printed(queue)
 
 
-def test_two_interrupts_without_a_terminal_leave_too(
-    queue: JobQueue, place: FakePlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps(monkeypatch, interrupt, interrupt)
-    with pytest.raises(SystemExit):
-        submission.wait(queue, queue._console)
-    assert place.stopped == place.cancelled == []
-    assert "hpc_train cancel" in printed(queue)
-
-
 @pytest.mark.parametrize(("answer", "cancelled"), [("y", True), ("Yes", True), ("s", False)])
 def test_two_interrupts_offer_to_cancel_the_jobs_and_wait_for_them(
     queue: JobQueue,
@@ -175,17 +165,19 @@ def test_what_is_said_of_a_cancelled_job(
     assert capsys.readouterr().out.startswith(f"{how}\n  python -m hpc_train -m run.name=sweep/0 +strategy=dp")
 
 
-@pytest.mark.parametrize("answer", ["n\n", "\n", ""])
-def test_who_does_not_want_to_cancel_leaves(
-    queue: JobQueue, place: FakePlace, monkeypatch: pytest.MonkeyPatch, answer: str
+@pytest.mark.parametrize("answer", ["n\n", "\n", "", None])
+def test_two_interrupts_leave_who_does_not_want_to_cancel_or_has_no_terminal(
+    queue: JobQueue, place: FakePlace, monkeypatch: pytest.MonkeyPatch, answer: str | None
 ) -> None:
-    monkeypatch.setattr(submission, "can_ask", lambda console: True)
-    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    if answer is not None:
+        monkeypatch.setattr(submission, "can_ask", lambda console: True)
+        monkeypatch.setattr("sys.stdin", io.StringIO(answer))
     steps(monkeypatch, interrupt, interrupt)
     with pytest.raises(SystemExit) as left:
         submission.wait(queue, queue._console)
     assert left.value.code == 130
     assert place.stopped == place.cancelled == []
+    assert "hpc_train cancel" in printed(queue)
 
 
 def test_one_failure_fails_all(queue: JobQueue, place: FakePlace) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.machine.allocation import Allocation
 from hpc_train.parallel.mesh import join_mesh
+from hpc_train.preflight import run as preflight_run
 from hpc_train.preflight.bandwidth import Expected, ExpectedBandwidths, PairRate, best_of, rounds, slow_nodes
 from hpc_train.preflight.checks import (
     Bandwidths,
@@ -225,15 +227,21 @@ def of_four_nodes(rank: int, world_size: int, each: int) -> tuple[object, object
     return found, paired_test(crew, 1e8, LITTLE)
 
 
-def on_one_node(rank: int, world_size: int) -> object:
+def on_one_node_and_on_two(rank: int, world_size: int) -> tuple[object, object]:
+    """Measures on a node of all ranks and, with no time at all, on a node of each rank."""
     mesh = join_mesh(Layout(world_size, 1, 1, 1, "ddp", "1f1b", 1, 1, 1), rank, torch.device("cpu"))
     own = RankFacts(rank, "n0", "abc", {}, "cpu", None, 0.0)
-    return measure_all(Crew(mesh, ("n0",), world_size), own, LITTLE, lambda: None, time.time)
+    one = measure_all(Crew(mesh, ("n0",), world_size), own, LITTLE, lambda: None, time.time)
+    own = replace(own, node=f"n{rank}")
+    nodes = Crew(mesh, tuple(f"n{number}" for number in range(world_size)), 1)
+    return one, measure_all(nodes, own, replace(LITTLE, limit_s=0.0), lambda: None, time.time)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_measuring_on_one_node(world_size: int) -> None:
-    found = run_ranks(world_size, on_one_node)[0]
+def test_measuring_on_one_node_and_without_the_time_for_two(world_size: int) -> None:
+    found, hurried = run_ranks(world_size, on_one_node_and_on_two)[0]
+    if world_size == 2:
+        assert hurried.left_out == ("in the node", "over each rail", "over all ranks")
     assert found.bandwidths.nodes == {} and found.bandwidths.rails == () and found.clocks == ()
     assert (found.bandwidths.world is None) == (world_size == 1)
     assert all(rank.gemm > 0 and rank.copy is None for rank in found.ranks)
@@ -265,18 +273,6 @@ def test_measuring_on_ranks_that_stand_for_nodes(each: int) -> None:
     for others, their_pairs in results[1:]:
         assert (others.ranks, others.clocks, their_pairs) == ((), (), ()), "nothing of N ranks on each of N ranks"
         assert (others.bandwidths.nodes, others.bandwidths.rails) == ({}, ())
-
-
-def test_what_takes_too_long_is_left_out() -> None:
-    found, _ = run_ranks(2, left_out)[0]
-    assert found == ("in the node", "over each rail", "over all ranks")
-
-
-def left_out(rank: int, world_size: int) -> tuple[object, object]:
-    mesh = join_mesh(Layout(2, 1, 1, 1, "ddp", "1f1b", 1, 1, 1), rank, torch.device("cpu"))
-    own = RankFacts(rank, f"n{rank}", "abc", {}, "cpu", None, 0.0)
-    found = measure_all(Crew(mesh, ("n0", "n1"), 1), own, replace(LITTLE, limit_s=0.0), lambda: None, time.time)
-    return found.left_out, found.bandwidths
 
 
 def test_nccl_logs_where_a_preflight_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,3 +352,37 @@ def test_a_machine_outside_of_slurm_is_not_excluded() -> None:
     for other_nodes in (actions_of(Config(), spec, replace(here, job_id="7")),
                         actions_of(Config(), replace(spec, nodes=2), here)):  # fmt: skip
         assert other_nodes == DEFAULT
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A torch that claims to be built with ROCm."""
+    (tmp_path / "version").write_text("6.12.12\n")
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482-0f2d60242")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 22, 3))
+    monkeypatch.setattr(preflight_run, "_DRIVER", tmp_path / "none")
+    monkeypatch.setattr(preflight_run, "_AMD_DRIVER", tmp_path / "version")
+
+
+@pytest.mark.usefixtures("rocm")
+def test_versions_of_rocm() -> None:
+    found = preflight_run.versions(cuda=True)
+    assert (found["rccl"], found["driver"]) == ("2.22.3", "6.12.12")
+    assert "nccl" not in found
+
+
+@pytest.mark.usefixtures("rocm")
+def test_gpus_without_a_serial_number_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ranks(*buses: int) -> list[RankFacts]:
+        found = []
+        for rank, bus in enumerate(buses):
+            gpu = SimpleNamespace(
+                uuid="0", name="AMD Instinct MI250X", pci_domain_id=0, pci_bus_id=bus, pci_device_id=0
+            )
+            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, gpu=gpu: gpu)
+            found.append(preflight_run.rank_facts(rank, "n1", "hash", torch.device("cuda", 0)))
+        return found
+
+    assert not list(check_shared_gpu(ranks(0xC1, 0xC6)))
+    (finding,) = check_shared_gpu(ranks(0xC1, 0xC1))
+    assert "ranks 0, 1 share the GPU 0 at 00:c1:00" in finding.message

@@ -225,20 +225,6 @@ def test_a_machine_without_sbatch_has_no_controller(monkeypatch: pytest.MonkeyPa
     assert client.find_controller()[0] is Controller.ABSENT
 
 
-def test_only_the_client_runs_commands_of_slurm() -> None:
-    """Also ``submitit``'s executor runs sbatch, with our options; a step of an allocation is no question to Slurm."""
-    package = Path(client.__file__).parents[2]
-    others = [path for path in package.rglob("*.py") if path != Path(client.__file__)]
-    text = {path.relative_to(package).as_posix(): path.read_text() for path in others}
-    running = {
-        name for name, words in text.items() if "subprocess.run(" in words or "subprocess.check_output(" in words
-    }
-    assert running == {
-        "bench/doctor/nodes.py", "machine/gpus.py", "machine/storage.py", "machine/network/discovery.py",
-        "machine/network/smi.py", "layout/user_code.py", "planner/work.py", "run/code.py",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("shown", "since", "expected"),
     [

@@ -56,9 +56,10 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_plan_asks_once_for_each_shape_and_is_sorted_by_the_end(
     slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for _ in range(2):
-        assert plan.main([*PLAN, "--gpus", "8,64", "--json"]) == 0
-        rows = json.loads(capsys.readouterr().out)
+    assert plan.main([*PLAN, "--gpus", "8,64", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert plan.main([*PLAN, "--gpus", "8,64"]) == 0
+    shown = capsys.readouterr().out
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == 2 and all("--test-only" in call for call in calls), "rows of a shape share the answer"
     assert [row["gpus"] for row in rows] == [8, 8, 64, 64], "though 64 GPUs have the shorter steps"
@@ -66,8 +67,6 @@ def test_a_plan_asks_once_for_each_shape_and_is_sorted_by_the_end(
     assert rows[0]["done"] == pytest.approx(rows[0]["starts"] + rows[0]["seconds"])
     assert rows[0]["starts"] == pytest.approx(time.time() + 3600, abs=600)
     assert any("Slurm refuses 64 GPUs: allocation failure: Node count" in line for line in rows[0]["queue"])
-    assert plan.main([*PLAN, "--gpus", "8"]) == 0
-    shown = capsys.readouterr().out
     assert "starts" in shown and "done" in shown and "after three jobs here have started" in shown
 
 
@@ -76,11 +75,11 @@ def test_a_queue_that_does_not_answer_is_one_message_beside_the_table(
     silent: str, slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command(slurm, silent, "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
-    assert plan.main([*PLAN, "--gpus", "8,16"]) == 0
+    assert plan.main([*PLAN, "--gpus", "2,4"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("the start in the queue is unknown: ") == 1
     assert "Unable to contact" in shown if silent == "sbatch" else "Slurm does not respond" in shown
-    assert "starts  " not in shown and "8 GPUs instead of 16" in shown
+    assert "starts  " not in shown and "2 GPUs instead of 4" in shown
 
 
 def test_an_answer_is_kept_for_minutes_and_a_silence_is_not(

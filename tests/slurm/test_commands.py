@@ -19,7 +19,7 @@ import torch
 from hpc_train.planner.machine import read_machine
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.made import commit
-from tests.checkpoint.progress import IN_LONG_FORM, LONG
+from tests.checkpoint.progress import LONG
 from tests.doors.command import REPOSITORY, TINY, TINY_GPT, lines_of_pages
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, events, every_step, job_id, steps, wait_for_step, with_python
@@ -70,7 +70,7 @@ def test_a_run_is_resumed_right_after_it_was_cancelled(cluster: Cluster, tmp_pat
     waiting.communicate(timeout=120)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=IN_LONG_FORM)])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGHUP])
 @pytest.mark.long_form(30)  # tests/launch/test_submission.py, tests/runs/test_logs.py
 def test_who_leaves_a_waiting_submission_can_follow_the_job(
     cluster: Cluster, tmp_path: Path, how: signal.Signals

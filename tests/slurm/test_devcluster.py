@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 import psutil
+import pytest
 
-from tests.checkpoint.progress import IN_LONG_FORM
 from tests.doors import command
 from tests.slurm.cluster import DEVCLUSTER, Cluster, running
 
@@ -35,7 +35,7 @@ def left_of(state: Path) -> list[str]:
     return found + [line for line in Path("/etc/hosts").read_text().splitlines() if line.endswith(f" {state}")]
 
 
-@IN_LONG_FORM  # two more clusters
+@pytest.mark.long_form(40)  # two more clusters
 def test_the_next_run_stops_what_a_killed_one_left(plain: Cluster) -> None:
     same_folder = command.environment(TMPDIR=tempfile.gettempdir())
     owner = subprocess.Popen([sys.executable, "-c", OWNER], env=same_folder, stdout=subprocess.PIPE, text=True)

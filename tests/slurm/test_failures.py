@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.checkpoint.progress import IN_LONG_FORM
 from tests.doors.command import REPOSITORY
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import FAULTY, SLOW, TWO_BY_TWO, detail, events, job_id, why, with_python
@@ -16,8 +15,8 @@ from tests.slurm.runs import FAULTY, SLOW, TWO_BY_TWO, detail, events, job_id, w
 GROWS = "import time; held = b'x' * (500 << 20); time.sleep(600)"
 
 
-@pytest.mark.parametrize(("how", "code"), [("raise", 1), pytest.param("kill", 93, marks=IN_LONG_FORM)])
-@pytest.mark.long_form(30)  # tests/elastic/test_agent.py, tests/runs/test_diagnosis.py
+@pytest.mark.parametrize(("how", "code"), [("raise", 1), ("kill", 93)])
+@pytest.mark.long_form(40)  # tests/elastic/test_agent.py, tests/runs/test_diagnosis.py
 def test_a_failing_rank_of_the_second_node(cluster: Cluster, tmp_path: Path, how: str, code: int) -> None:
     """It fails at the third step of every attempt, before anything was saved; only a kill is worth three more."""
     faulty = [*FAULTY, *TWO_BY_TWO, "+model.args.rank=3", f"+model.args.how={how}"]
@@ -99,7 +98,7 @@ def submit_command(cluster: Cluster, cwd: Path, command: str, *arguments: str) -
     return job_id(cwd / "outputs" / "run")
 
 
-@IN_LONG_FORM
+@pytest.mark.long_form(35)  # tests/elastic/test_requeue.py, tests/runs/test_diagnosis.py
 def test_steps_that_slurm_kills_for_memory(limited: Cluster, tmp_path: Path) -> None:
     (tmp_path / "grows.py").write_text(GROWS)
     job = submit_command(limited, tmp_path, "[python,grows.py]", "cluster.mem=400M")
@@ -114,7 +113,7 @@ def test_steps_that_slurm_kills_for_memory(limited: Cluster, tmp_path: Path) -> 
     assert [event["event"] for event in found["done"]] == ["agents_killed", "failed"]
 
 
-@IN_LONG_FORM
+@pytest.mark.long_form(30)  # tests/elastic/test_requeue.py, tests/runs/test_diagnosis.py
 def test_a_process_that_the_kernel_kills_for_the_memory_of_its_job(limited: Cluster, tmp_path: Path) -> None:
     if not Path(limited.environment["SLURM_CONF"]).parent.with_name("etc-gpu").exists():
         pytest.skip("the control groups of this machine cannot limit the memory of a job")
@@ -129,7 +128,7 @@ def test_a_process_that_the_kernel_kills_for_the_memory_of_its_job(limited: Clus
     assert found["advice"][0].startswith("set cluster.mem=600M instead of 400M")
 
 
-@IN_LONG_FORM
+@pytest.mark.long_form(45)  # tests/elastic/test_requeue.py, tests/runs/test_diagnosis.py
 def test_a_step_that_a_signal_kills_and_a_job_that_slurm_does_not_requeue(limited: Cluster, tmp_path: Path) -> None:
     job = submit_command(limited, tmp_path, '[sleep,"600"]', "cluster.mem=2G")
     run = tmp_path / "outputs" / "run"

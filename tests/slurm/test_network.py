@@ -165,7 +165,7 @@ def test_the_doctor_names_each_node_and_what_is_wrong_there(uneven: Cluster, tmp
     assert "n3 cannot write its report" in errors["nodes"]["text"] and errors["nodes"]["fix"]
 
 
-@IN_LONG_FORM  # tests/preflight/test_collectives.py
+@pytest.mark.long_form(20)  # tests/preflight/test_collectives.py
 def test_the_doctor_measures_two_nodes_with_the_collectives_of_the_preflight(uneven: Cluster, tmp_path: Path) -> None:
     asked = ["doctor", "--submit", "--measure", "--json", "cluster.nodes=2", "cluster.cpu_workers=1"]
     done = uneven.hpc_train(*asked, "cluster.nodelist='n[1-2]'", f"run.root={tmp_path / 'outputs'}", cwd=tmp_path)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,9 +43,9 @@ def shell(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def check(sweep: Path, count: int = 1, **keys: object) -> list[str]:
+def check(sweep: Path, count: int = 1, **keys: Any) -> list[str]:
     """Checks ``count`` jobs as ``-m`` does before it submits them, and returns the notes."""
-    config = ClusterConfig(kind="slurm", cpu_workers=2, **keys)  # type: ignore[arg-type]
+    config = ClusterConfig(kind="slurm", cpu_workers=2, **keys)
     gpus = int(config.gpus_per_node) if "gpus_per_node" in keys else 0
     return SlurmJobExecutor().check([make_job(sweep, number, cluster=config, gpus=gpus) for number in range(count)])
 
@@ -66,7 +67,7 @@ def check(sweep: Path, count: int = 1, **keys: object) -> list[str]:
     ids=str,
 )
 @pytest.mark.usefixtures("shell")
-def test_a_job_that_cannot_be_is_refused_with_the_fix(keys: dict[str, object], named: str, tmp_path: Path) -> None:
+def test_a_job_that_cannot_be_is_refused_with_the_fix(keys: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
         check(tmp_path / "sweep", **keys)
     assert named in refused.value.what + refused.value.fix

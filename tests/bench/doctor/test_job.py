@@ -35,7 +35,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["cluster.nodes=2"],
         ["cluster.nodes=2", "+strategy=single"],
         ["cluster.nodes=2", "+strategy=pp", "strategy.pp=64"],
         ["cluster.nodes=2", "+strategy=dp", "train.reproducible=any_world_size"],
