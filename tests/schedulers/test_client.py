@@ -82,6 +82,11 @@ def test_commands_that_fail(tools: Path, script: str, problem: Problem, said: st
     assert caught.value.fix
 
 
+def test_a_job_that_slurm_does_not_know_has_no_state_from_which_a_requeue_follows(tools: Path) -> None:
+    command(tools, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert client.state_and_priority("7") is None
+
+
 def test_a_command_that_is_missing() -> None:
     with pytest.raises(SlurmError) as caught:
         client.run(["no-such-scontrol"])

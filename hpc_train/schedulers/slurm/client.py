@@ -224,11 +224,13 @@ def job_state(job_id: str, clusters: str | None = None) -> JobState | None:
 
 
 def state_and_priority(job_id: str) -> tuple[JobState, int] | None:
-    """Returns the state of one job and its priority, which is 0 while it is held; None if Slurm does not respond."""
-    lines = _squeue(f"--jobs={job_id}", "--format=%T %Q")
-    if lines is None:
+    """Returns the state of one job and its priority, which is 0 while it is held; None if Slurm does not respond, or
+    does not know the job.
+    """
+    text = query(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T %Q"])
+    if text is None:
         return None
-    state, priority = [*" ".join(lines).split(), FORGOTTEN, "0"][:2]
+    state, priority = [*text.split(), FORGOTTEN, "0"][:2]
     return state_of(state), int(priority)
 
 
