@@ -67,8 +67,8 @@ def examine_all(nodes: int, config: Config, overrides: Sequence[str]) -> tuple[l
         fix = "remove files that are no longer needed, or set another run.root"
         return [], [Finding("nodes", ERROR, text, fix)]
     problem = ""  # as srun reports it
-    step = step_of_nodes(nodes, config, ["doctor", "--report-to", str(folder), *overrides])
     try:
+        step = step_of_nodes(nodes, config, ["doctor", "--report-to", str(folder), *overrides])
         try:
             client.run(step, environment=environment_for(Receiver.INNER_STEP), timeout_s=STEP_S)
         except SlurmError as error:

@@ -15,6 +15,8 @@ from hpc_train.bench.doctor import nodes
 from hpc_train.bench.doctor.nodes import check_reach, peers, ports_of
 from hpc_train.bench.doctor.report import environment_lines, finding_lines, verdict
 from hpc_train.cli import run
+from hpc_train.config.schema import Config, RunConfig
+from hpc_train.errors import UserError
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding
 from hpc_train.machine.network.decision import FabricDecision, UnsetVariable, Variable
 from tests.machine.network.machines import hgx
@@ -122,6 +124,16 @@ def test_the_quick_check_as_json(capsys: pytest.CaptureFixture[str], monkeypatch
     found = json.loads(capsys.readouterr().out)
     (count,) = [finding for finding in found["findings"] if finding["subject"] == "GPU count"]
     assert code == 1 and not found["healthy"] and "Slurm configures 4096 GPUs" in count["text"] and count["fix"]
+
+
+def test_a_step_that_is_refused_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> list[str]:
+        raise UserError("there is no such image", where="cluster.container.image", fix="another image")
+
+    monkeypatch.setattr(nodes, "step_of_nodes", refused)
+    with pytest.raises(UserError):
+        nodes.examine_all(2, Config(run=RunConfig(root=str(tmp_path))), [])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nodes_connect_to_the_first_and_the_next() -> None:
