@@ -111,10 +111,10 @@ def preflight(
     mode = config.cluster.preflight
     if mode == "off" or spec.checked or (spec.nodes == 1 and spec.gpus_per_node == 0 and not always):
         return
-    began = time.monotonic()
     allocation = current_allocation()
     node = allocation.node_name
     crew = Crew(mesh, tuple(to_first(node, mesh)[:: spec.local_world_size]), spec.local_world_size)
+    began = time.monotonic()  # all ranks are here
     actions = actions_of(config, spec, allocation)
     facts = read_fabric(run) if mesh.rank == 0 else ()
     expected = _broadcast(mesh, expected_bandwidths(facts, spec.gpus_per_node))

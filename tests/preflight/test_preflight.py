@@ -255,6 +255,27 @@ def test_a_job_on_the_cpus_of_one_node_has_no_preflight(tmp_path: Path) -> None:
     preflight(spec, Config(), run, None, EventLog.open(run, "rank-0000", 0, 0), None)
 
 
+def test_its_time_begins_when_all_ranks_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def gather(*_: object) -> list[str]:
+        calls.append("gather")
+        return ["n0"]
+
+    def clock() -> float:
+        calls.append("clock")
+        raise InterruptedError
+
+    monkeypatch.setattr("hpc_train.preflight.run.to_first", gather)
+    monkeypatch.setattr("hpc_train.preflight.run.time", SimpleNamespace(monotonic=clock))
+    layout = Layout(1, 1, 1, 1, "ddp", "1f1b", 1, 1, 1)
+    spec = WorkerSpec(str(tmp_path), 0, 0, 0, 1, 0, 2, layout, "n0", 1, gpus_per_node=0, threads=1)
+    run = RunDirectory(tmp_path)
+    with pytest.raises(InterruptedError):
+        preflight(spec, Config(), run, None, EventLog.open(run, "rank-0000", 0, 0), None)
+    assert calls == ["gather", "clock"]
+
+
 @pytest.mark.long_form(6, cases=["1"])
 @pytest.mark.parametrize("each", [1, 2])
 def test_measuring_on_ranks_that_stand_for_nodes(each: int) -> None:
