@@ -132,8 +132,6 @@ def _freeze(
     _check_access(run, source, trust_owner)  # another user may have made the directory meanwhile
     with exclusive(run.path / ".locks" / "freeze"):  # two commands with one run.name must not both find the run free
         _check_can_freeze(config, run, source)
-        if plan is not None:
-            write_text(run.plan, plan, file_mode(config))
         record = run.record()
         facts: dict[str, Any] = {
             "run_id": record.get("run_id") or secrets.token_hex(4),
@@ -150,6 +148,8 @@ def _freeze(
         }
         if source is not None:
             facts |= {"forked_from": str(source.path), PUBLISHED: published(source)}
+        if plan is not None:
+            write_text(run.plan, plan, file_mode(config))
         _write(config, run, facts)
         if config.run.group is not None:  # gets the run, the code, and the directories between them and run.root
             if code is not None:

@@ -125,6 +125,16 @@ def test_a_run_that_never_took_a_step_accepts_another_config(run: RunDirectory) 
         freeze(config(run, "model.dim=32"), run)
 
 
+def test_a_plan_is_written_only_if_the_rest_is_known(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise UserError("the version is unknown", where="git", fix="another directory")
+
+    monkeypatch.setattr("hpc_train.run.freeze.project_version", refused)
+    with pytest.raises(UserError):
+        freeze(config(run), run, plan="{}")
+    assert not run.plan.exists()
+
+
 def test_a_fork_starts_from_the_newest_checkpoint_under_its_own_name(run: RunDirectory) -> None:
     freeze(config(run), run)
     forked = config(run, "optim.lr=1", "run.fork=other")
