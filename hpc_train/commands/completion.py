@@ -87,8 +87,8 @@ def is_completion(arguments: Sequence[str]) -> bool:
 
 def complete(line: str) -> list[str]:
     """Returns the words that may replace the last word of ``line``, sorted."""
-    _, *before, word = line.split(" ")
-    rest = [argument for argument in before if argument]
+    *before, word = line.split(" ")
+    rest = [argument for argument in before[1:] if argument]
     is_named = bool(rest) and rest[0] in COMMANDS
     name = rest.pop(0) if is_named else "train"
     command = COMMANDS[name]
