@@ -23,6 +23,7 @@ from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import read_json
 from hpc_train.run.processes import MAX_DESCRIPTORS
 from hpc_train.run.requests import DUPLICATE_SIGINT_S, record_stop_request
+from tests.checkpoint.progress import IN_LONG_FORM
 from tests.config.composing import config_of
 from tests.elastic.conftest import Freeze
 from tests.elastic.entries import start_agent
@@ -139,7 +140,7 @@ def test_a_warm_parent_that_dies_while_it_forks_the_store_is_started_again() -> 
         assert worker_process.ensure_warm_parent() != parent
         stores.stop()
     """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=240)
 
 
 @pytest.mark.parametrize(
@@ -203,14 +204,14 @@ def test_a_mistake_found_by_a_worker_is_refused_without_a_traceback(frozen: Free
     assert error.splitlines() == ["no such data", "  set in: data.path", "  fix:    another path"]
 
 
-@pytest.mark.long_form(3)  # an import that crashes below
+@pytest.mark.long_form(3)  # test_workers has an import that fails
 def test_an_entry_that_cannot_be_imported_is_a_failure_with_its_traceback(frozen: Freeze) -> None:
     code, error = end(start_agent(frozen().path, "tests.elastic.missing:train"))
     assert code == 1
     assert "ModuleNotFoundError: No module named 'tests.elastic.missing'" in error
 
 
-@pytest.mark.long_form(3)  # an import that crashes below
+@pytest.mark.long_form(3)  # test_workers has an import that fails
 def test_an_import_that_fails_in_the_warm_parent_fails_the_run_at_once(frozen: Freeze) -> None:
     run = frozen()
     code, error = end(start_agent(run.path, "tests.elastic.failing_import:train", PYTORCH_JIT="maybe"))
@@ -219,6 +220,7 @@ def test_an_import_that_fails_in_the_warm_parent_fails_the_run_at_once(frozen: F
     assert "unset PYTORCH_JIT" in error and "Traceback" not in error
 
 
+@pytest.mark.long_form(5)  # test_workers has an import that fails
 def test_an_import_that_crashes_the_warm_parent_is_not_tried_again(frozen: Freeze) -> None:
     run = frozen()
     code, error = end(start_agent(run.path, "tests.elastic.failing_import:train", CRASH="1", PYTORCH_JIT="1"))
@@ -360,7 +362,7 @@ def test_a_restart_waits_for_a_file_system_that_is_away(frozen: Freeze) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "requested"), [(1, "auto"), (2, 2)])
-@pytest.mark.long_form(6, cases=["2-2"])
+@pytest.mark.long_form(8)  # test_coordinator has the decision, and tests/machine/test_gpus.py the reason
 def test_gpus_that_no_node_can_use_refuse_the_run(frozen: Freeze, nodes: int, requested: int | str) -> None:
     """Slurm has allocated two GPUs on each node, and the agents see none."""
     run = frozen(gpus_per_node=requested)
@@ -411,3 +413,23 @@ def test_a_live_run_refuses_a_second_agent(frozen: Freeze) -> None:
     assert "is live" in error
     agent.terminate()
     assert end(agent)[0] == 75
+
+
+STEPS = 100_000
+GROWTH_BYTES = 4 << 20  # an agent that reads all lines at each look grows by 0.6 MB per 1,000 steps
+
+
+@IN_LONG_FORM  # test_progress has a look that reads only what is new
+@pytest.mark.timeout(3600)
+def test_an_agent_does_not_grow_with_the_steps(frozen: Freeze) -> None:
+    run = frozen(workers=1)
+    agent = start_agent(run.path, "logs_many_steps", FOREGROUND="1", STEPS=str(STEPS))
+    _, error = agent.communicate(timeout=3600)
+    assert agent.returncode == 0, error
+    found = json.loads((run.path / "mark-0").read_text().partition(" ")[2])
+    print(f"{STEPS} steps, after each tenth: {found}")
+    first, last = found[len(found) // 2 - 1], found[-1]
+    assert last["memory"] - first["memory"] < GROWTH_BYTES
+    assert last["threads"] == first["threads"]
+    assert last["files"] <= first["files"] + 1  # a lock that is being taken
+    assert run.read_metrics()[-1]["step"] == STEPS

@@ -22,6 +22,7 @@ from tests.elastic.conftest import TINY
 JOIN_UNTIL = 100.0
 DONE = NodeReport(Exit.DONE, None, 9)
 NO_DRIVER = Unfit("4 are allocated to the step, and the process sees none: no driver", "cluster.exclude=NODE")
+UNHEALTHY = Unfit("Xid 79 on GPU 3", "cluster.exclude=NODE", "cluster.health_check")
 
 
 def failed(failure: Failure, step: int = 9, rank: int = 0, message: str = "no") -> NodeReport:
@@ -50,10 +51,10 @@ class Course:
     def join(self, number: int) -> None:
         self.head.joined(Node(number, f"n{number}", f"n{number}", None, 0, 2))
 
-    def join_unfit(self, *numbers: int) -> None:
-        """Nodes that cannot use their GPUs."""
+    def join_unfit(self, *numbers: int, unfit: Unfit = NO_DRIVER) -> None:
         for number in numbers:
-            self.head.joined(Node(number, f"n{number}", f"n{number}", None, 0, 0, unfit=NO_DRIVER))
+            node = Node(number, f"n{number}", f"n{number}", None, 0, 0, unfit=unfit)
+            self.head.joined(Node.from_json(node.to_json()))
 
     def lose(self, *numbers: int) -> None:
         for number in numbers:
@@ -137,6 +138,13 @@ def test_gpus_that_no_node_can_use_refuse_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("unfit", "message"),
+    [
+        (NO_DRIVER, "node n1 cannot use its GPUs: 4 are allocated to the step, and the process sees none: no driver"),
+        (UNHEALTHY, "the health check of node n1 failed: Xid 79 on GPU 3"),
+    ],
+)
+@pytest.mark.parametrize(
     ("elastic", "elsewhere", "expected"),
     [
         ({"spares": 1}, True, [0, 2]),
@@ -145,53 +153,32 @@ def test_gpus_that_no_node_can_use_refuse_the_job(tmp_path: Path) -> None:
         ({}, False, Action.FAIL),
     ],
 )
-def test_a_node_that_cannot_use_its_gpus_is_done_without(
-    tmp_path: Path, elastic: dict[str, int], elsewhere: bool, expected: Any
+def test_an_unfit_node_is_done_without(
+    tmp_path: Path, elastic: dict[str, int], elsewhere: bool, expected: Any, unfit: Unfit, message: str
 ) -> None:
     course = Course(tmp_path, 3, joined=0, **elastic)
     course.head.elsewhere = elsewhere
     course.join(0)
-    course.join_unfit(1)
+    course.join_unfit(1, unfit=unfit)
     course.join(2)
     order = course.next()
     assert course.head.node_failures.failing_nodes() == {"n1"}, "a requeue leaves it out"
     assert (order.cause.node, order.cause.failure.failure) == ("n1", Failure.UNFIT_NODE)
-    assert order.cause.failure.message.startswith("node n1 cannot use its GPUs: 4 are allocated to the step")
+    assert order.cause.failure.message == message
     found = [node.number for node in order.nodes] if isinstance(order, Start) else action(order)
     assert found == expected
-
-
-UNHEALTHY = Unfit("Xid 79 on GPU 3", "cluster.exclude=NODE", "cluster.health_check")
-
-
-def join_unhealthy(course: Course, *numbers: int) -> None:
-    for number in numbers:
-        node = Node(number, f"n{number}", f"n{number}", None, 0, 0, unfit=UNHEALTHY)
-        course.head.joined(Node.from_json(node.to_json()))
-
-
-@pytest.mark.parametrize(("spares", "expected"), [(1, [0, 2]), (0, Action.REQUEUE)])
-def test_a_node_that_fails_the_sites_check_is_done_without(tmp_path: Path, spares: int, expected: Any) -> None:
-    course = Course(tmp_path, 3, joined=1, spares=spares)
-    course.head.elsewhere = True
-    join_unhealthy(course, 1)
-    course.join(2)
-    order = course.next()
-    assert course.head.node_failures.failing_nodes() == {"n1"}
-    assert order.cause.failure.message == "the health check of node n1 failed: Xid 79 on GPU 3"
-    assert expected == ([node.number for node in order.nodes] if isinstance(order, Start) else action(order))
 
 
 def test_the_only_node_of_a_job_that_fails_the_sites_check_is_replaced(tmp_path: Path) -> None:
     course = Course(tmp_path / "job", 1, joined=0)
     course.head.elsewhere = True
-    join_unhealthy(course, 0)
+    course.join_unfit(0, unfit=UNHEALTHY)
     assert action(course.next()) is Action.REQUEUE
     assert course.head.node_failures.failing_nodes() == {"n0"}
     for folder, nodes, elsewhere in (("foreground", 1, False), ("all", 2, True)):
         course = Course(tmp_path / folder, nodes, joined=0)
         course.head.elsewhere = elsewhere
-        join_unhealthy(course, *range(nodes))
+        course.join_unfit(*range(nodes), unfit=UNHEALTHY)
         order = course.next()
         assert action(order) is Action.REFUSE and "set in: cluster.health_check" in order.decision.reason
 

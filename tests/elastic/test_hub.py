@@ -8,6 +8,8 @@ import json
 import os
 import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +29,6 @@ from hpc_train.elastic.rendezvous.messages import Leave, NodeReport, Start, repo
 from hpc_train.elastic.rendezvous.server import Member, RendezvousServer
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import EXITS, Action, Exit, Failure
-from tests.elastic.flood import flood
 from tests.elastic.test_agent import until
 from tests.elastic.test_coordinator import DONE, Course
 
@@ -437,6 +438,42 @@ def test_agents_that_do_not_introduce_themselves_do_not_pile_up(tmp_path: Path) 
         connection.close()
 
 
+FLOOD = """
+import collections, resource, socket, sys, time
+resource.setrlimit(resource.RLIMIT_NOFILE, [resource.getrlimit(resource.RLIMIT_NOFILE)[1]] * 2)
+port, held = int(sys.argv[1]), collections.deque(maxlen=int(sys.argv[2]))
+while True:
+    try:
+        held.append(socket.create_connection(("127.0.0.1", port), timeout=1))
+        sys.stdout.write(".")
+        sys.stdout.flush()
+    except OSError:
+        pass
+    time.sleep(0.001 if len(held) == held.maxlen else 0)
+"""
+
+
+@contextmanager
+def flood(port: int, held: int = 400) -> Iterator[Callable[[int], None]]:
+    """Keeps up to ``held`` connections from another process open inside the ``with`` block.
+
+    It yields a function that waits until the given number of connections has been opened.
+    """
+    process = subprocess.Popen([sys.executable, "-c", FLOOD, str(port), str(held)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+
+    def wait(opened: int) -> None:
+        assert process.stdout is not None
+        assert len(process.stdout.read(opened)) == opened
+
+    try:
+        yield wait
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
 def test_an_agent_is_taken_in_during_a_flood_of_connections(tmp_path: Path) -> None:
     served = Served(tmp_path, 2)
     first, before = served.link(0), descriptors()
@@ -506,7 +543,7 @@ def test_a_hub_whose_file_system_stays_away_ends_the_job_for_another_start(
 
 
 def test_two_hundred_nodes(tmp_path: Path) -> None:
-    many = Served(tmp_path, 200)
+    many = Served(tmp_path, 200, silent_s=60.0)
     channels = []
     for number in range(200):
         channel = Channel(joined(many, number))

@@ -1,7 +1,7 @@
 """Injects each kind of fault into runs on one machine. Each run must end like the undisturbed run and report
 every fault.
 
-The short form injects a few kinds into one run. The long form (``HPC_TRAIN_LONG=1``) runs a soak of 1,000 faults of
+The short form injects two kinds into one run. The long form (``HPC_TRAIN_LONG=1``) runs a soak of 1,000 faults of
 all kinds (``soak.py``) and 20 trials of each kind (200 of ``kill``). It prints its measurements, and resumes after an
 interruption (``tests/checkpoint/progress.py``).
 """
@@ -13,7 +13,6 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,23 +20,19 @@ import pytest
 from tests.checkpoint.progress import IN_LONG_FORM, LONG, Progress
 from tests.doors.command import hpc_train
 from tests.faults.measured import trials
-from tests.faults.plan import IN_SURROUNDINGS, KINDS, SPECIAL, Fault, draw
-from tests.faults.soak import FIRST_STEP, SPACING, Record, soak, upper_bound
+from tests.faults.plan import IN_SURROUNDINGS, KINDS, SPECIAL, Fault
+from tests.faults.soak import Record, soak, upper_bound
 from tests.faults.surroundings import Surroundings, surroundings
 from tests.faults.trial import (
-    EVERY,
-    assert_nothing_left,
     assert_survives,
     finish,
     freeze,
-    run_with_faults,
     start,
 )
 from tests.run.outage import detachable
 from tests.warm_parents import with_server
 
 STEPS = 12
-SHORT = ("kill", "warm_parent", "storage_in_save", "request", "nan")
 pytestmark = pytest.mark.timeout(6 * 3600 if LONG else 900)
 
 
@@ -52,16 +47,6 @@ def until(found: Callable[[], object], seconds: float = 240) -> None:
     while not found():
         assert time.monotonic() < limit
         time.sleep(0.2)
-
-
-@IN_LONG_FORM  # the decision and the agent have tests of it
-def test_three_attempts_without_a_step_are_enough(tmp_path: Path) -> None:
-    plan = [Fault("kill", 1, 0)] * 4
-    trial = run_with_faults(tmp_path / "run", STEPS, plan, EVERY)
-    assert trial.code == 93, trial.error
-    assert trial.reported == [("killed", 1)] * 3
-    assert len(trial.events("stopped_retrying")) == 1
-    assert_nothing_left(trial.run)
 
 
 @IN_LONG_FORM  # the soak has requests, and other tests a full disk
@@ -79,12 +64,6 @@ def test_a_preemption_while_the_event_log_cannot_be_written_saves_a_checkpoint(t
     assert [path.name for path in run.checkpoints.glob("step-*")] == [f"step-{step:08d}"]
     reported = [event["event"] for event in trial.events("stop_requested", "checkpoint_saved")]
     assert reported == ["stop_requested", "checkpoint_saved"]
-
-
-@IN_LONG_FORM  # the agent's tests have each class of GPU error
-def test_a_run_survives_errors_of_its_gpus(tmp_path: Path, around: Surroundings) -> None:
-    """The run has only one node, so it restarts there."""
-    assert_survives(tmp_path / "run", [Fault("device", 1, 6), Fault("kernel", 0, 10)], around)
 
 
 @pytest.mark.long_form(18)
@@ -110,12 +89,14 @@ def test_the_bound_of_the_soak_is_that_of_clopper_and_pearson() -> None:
     assert upper_bound(2, 20) == pytest.approx(0.2826, abs=1e-4)  # one-sided, from tables of the binomial distribution
 
 
-def test_faults_of_all_kinds_drawn_at_random(tmp_path: Path, around: Surroundings) -> None:
+def test_a_killed_rank_and_a_hang(tmp_path: Path) -> None:
     """The first port that each attempt would use is taken."""
-    if not LONG:
-        warm = replace(around, variables={**around.variables, **with_server(os.environ)})
-        assert_survives(tmp_path / "run", draw(0, len(SHORT), SHORT, FIRST_STEP, SPACING), warm)
-        return
+    plan = [Fault("kill", 1, 6), Fault("collective", 0, 9)]
+    assert_survives(tmp_path / "run", plan, Surroundings(variables=with_server(os.environ)))
+
+
+@IN_LONG_FORM  # the case before
+def test_faults_of_all_kinds_drawn_at_random(tmp_path: Path, around: Surroundings) -> None:
     progress = Progress.of("soak")
     assert progress.file is not None
     record = Record(progress.file.with_suffix(".jsonl"))

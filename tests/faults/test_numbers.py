@@ -13,7 +13,6 @@ from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import RESPONSES, Action, Diverged, Failure, classify
 from hpc_train.run.requests import StopFlag
-from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.checkpoint.tensors import assert_same_bits
 from tests.train.runs import frozen, run_attempt
 
@@ -116,9 +115,10 @@ def rollbacks(run: RunDirectory) -> list[tuple[int, int, list[list[int]]]]:
 def test_gradients_that_stay_nan_take_the_run_back_past_the_samples(tmp_path: Path) -> None:
     """And a resume, which knows of the samples from the checkpoint only, takes the same order, saved in the background
     or not; and all end as a run that has never seen these samples."""
-    cases = [("stopped", partial(poison_and_stop, "nan", range(5, 8), 11), 75, "true")]
-    if LONG:
-        cases.insert(0, ("whole", partial(poison, "nan", range(5, 8)), 0, "false"))
+    cases = [
+        ("whole", partial(poison, "nan", range(5, 8)), 0, "false"),
+        ("stopped", partial(poison_and_stop, "nan", range(5, 8), 11), 75, "true"),
+    ]
     runs = []
     for name, prepare, ends, background in cases:
         saves = ["checkpoint.every=2", f"checkpoint.asynchronous={background}"]
@@ -140,12 +140,9 @@ def test_gradients_that_stay_nan_take_the_run_back_past_the_samples(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("kind", "batches", "steps"),
-    [
-        pytest.param("nan", range(5, 8), (8, 4), marks=IN_LONG_FORM),
-        pytest.param("spike", range(10, 13), (13, 8), marks=IN_LONG_FORM),
-    ],
+    ("kind", "batches", "steps"), [("nan", range(5, 8), (8, 4)), ("spike", range(10, 13), (13, 8))]
 )
+@pytest.mark.long_form(20)  # tests/train/test_divergence.py
 def test_a_pipeline_goes_back_too(tmp_path: Path, kind: str, batches: range, steps: tuple[int, int]) -> None:
     run = frozen(tmp_path / "run", "+strategy=pp", *GOES_BACK, "checkpoint.every=4")
     assert run_attempt(run, 2, partial(poison, kind, batches)) == [0, 0]
@@ -167,6 +164,6 @@ def test_a_run_that_diverges_again_and_again_fails(tmp_path: Path) -> None:
 
 
 def test_a_jump_before_the_first_checkpoint_is_told(tmp_path: Path) -> None:
-    run = frozen(tmp_path / "run", "+strategy=dp", *GOES_BACK, "checkpoint.every=0")
-    assert run_attempt(run, 2, partial(poison, "spike", range(10, 13))) == [0, 0]
+    run = frozen(tmp_path / "run", "+strategy=dp", *GOES_BACK, "train.steps=14", "checkpoint.every=0")
+    assert run_attempt(run, 1, partial(poison, "spike", range(10, 13))) == [0]
     assert [event["step"] for event in run.read_events() if event["event"] == "warning"] == [13]

@@ -14,7 +14,6 @@ import pytest
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from tests.doors.command import REPOSITORY
 from tests.faults.measured import Times
 from tests.faults.on_slurm import (
     ASKED,
@@ -26,7 +25,6 @@ from tests.faults.on_slurm import (
     everything,
     kill_agent,
     kill_node,
-    of_node,
     signal_all,
     skip_unless_long,
     worker,
@@ -126,23 +124,6 @@ def test_a_controller_that_is_away_costs_nothing(
     assert len(events(on.run, "restarted")) == 1
 
 
-@pytest.mark.parametrize("what", ["agent", "node"])
-def test_what_was_paused_comes_back_and_does_no_harm(
-    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, what: str
-) -> None:
-    on = OnSlurm.submit(cluster, tmp_path, *TWO, "elastic.min_nodes=1", SOON_LOST)
-    on.wait_for_step(step)
-    node = on.nodes_of("started")[0][1]
-    paused = [agent(cluster, node)] if what == "agent" else of_node(cluster, node)
-    signal_all(paused, signal.SIGSTOP)
-    try:
-        on.wait_for_attempt(1)
-    finally:
-        signal_all(paused, signal.SIGCONT)
-    on.finished(whole)
-    assert on.reported("node_lost") == [("node_lost", 1, node)]
-
-
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_frozen_node_does_not_hold_the_job(
     cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times, which: int
@@ -161,19 +142,6 @@ def test_a_frozen_node_does_not_hold_the_job(
     (requeued,) = events(on.run, "requeued")
     assert requeued["exclude"] == [node], "it looks healthy to Slurm"
     assert node not in on.nodes_of("started")[-1]
-
-
-def test_a_suspended_job_loses_nothing(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int) -> None:
-    """By a person, or by gang scheduling; for longer than a node may be silent."""
-    on = OnSlurm.submit(cluster, tmp_path, *TWO, SOON_LOST)
-    on.wait_for_step(step)
-    cluster.call("scontrol", "suspend", on.job)
-    assert on.shown("JobState") == "SUSPENDED"
-    time.sleep(10)
-    cluster.call("scontrol", "resume", on.job)
-    on.finished(whole)
-    assert events(on.run, "node_lost", "worker_failed", "restarted", "requeued") == []
-    assert sum(1 for _ in RunDirectory(on.run).read_all_metrics()) == STEPS, "no step was taken twice"
 
 
 def test_a_rank_that_hangs_on_another_node_is_named(
@@ -204,23 +172,6 @@ def test_a_slow_rank_on_another_node_is_named_and_left_alone(
     on.finished(whole)
     assert [(late["rank"], late["node"]) for late in events(on.run, "straggler")] == [(1, "n2")]
     assert on.reported("worker_failed") == []
-
-
-def test_a_node_whose_clock_is_wrong(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int) -> None:
-    """By an hour."""
-    (tmp_path / "clock").mkdir()
-    (tmp_path / "clock" / "sitecustomize.py").write_text(
-        "import os, time\n"
-        "if os.environ.get('SLURMD_NODENAME') == 'n2':\n"
-        "    right = time.time\n"
-        "    time.time = lambda: right() + 3600\n"
-    )
-    on = OnSlurm.submit(cluster, tmp_path, *TWO, f"+cluster.env.PYTHONPATH={tmp_path / 'clock'}:{REPOSITORY}")
-    on.wait_for_step(step)
-    worker(cluster, "n2").kill()
-    on.finished(whole)
-    assert on.reported("worker_failed") == [("killed", 1, "n2")]
-    assert "rank 1 on n2" in on.why()
 
 
 @pytest.mark.trials(5)
