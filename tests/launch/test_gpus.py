@@ -14,7 +14,6 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors import cost
 from hpc_train.launch.gpus import JobGpus, asked_gpus, gpu_export_lines, gpus_of_this_job
 from hpc_train.schedulers.slurm.limits import check_limits
-from hpc_train.schedulers.slurm.records import gpus_of
 from hpc_train.schedulers.slurm.site import NodeKind, Partition, Site
 from tests.launch.jobs import make_job
 
@@ -122,10 +121,6 @@ def test_several_slices_of_a_gpu_are_refused_before_submission(
     with pytest.raises(UserError, match="NCCL cannot connect two slices of one GPU") as caught:
         check_limits(job, SITE)
     assert fix in caught.value.fix
-
-
-def test_gpus_that_are_not_consumed_are_counted() -> None:
-    assert gpus_of("gpu:a100:no_consume:4,gpu:no_consume:2") == {"a100": 4, "": 2}
 
 
 def test_sbatch_takes_the_partition_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,7 @@ def test_time_limits(text: str | None, expected: int | None) -> None:
     ("text", "expected"),
     [
         ("gpu:4", {"": 4}),
+        ("gpu:a100:no_consume:4,gpu:no_consume:2", {"a100": 4, "": 2}),
         ("gpu:a100:4(S:0-1)", {"a100": 4}),
         ("gpu:a100:4(S:0),gpu:v100:2(S:1),nvme:5", {"a100": 4, "v100": 2}),
         ("shard:8", {}),

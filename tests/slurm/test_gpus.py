@@ -102,13 +102,10 @@ def shell(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Cluster
         (folder / name).chmod(0o755)
     (folder / "image.sif").touch()
     list_gpus(folder / "driver")
-    own = {"IMAGE": str(folder / "image.sif"), "GPU_PROBE": str(folder / "driver")}
-    path = f"{folder}{os.pathsep}{cluster.environment['PATH']}"
-    return replace(cluster, environment=without_hidden_gpus(cluster.environment) | own | {"PATH": path})
-
-
-def without_hidden_gpus(environment: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment = {name: value for name, value in cluster.environment.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment["PATH"] = f"{folder}{os.pathsep}{environment['PATH']}"
+    folders = {"IMAGE": str(folder / "image.sif"), "GPU_PROBE": str(folder / "driver")}
+    return replace(cluster, environment=environment | folders)
 
 
 @pytest.fixture(scope="module")

@@ -89,6 +89,7 @@ def test_a_node_that_an_administrator_sets_down_is_named_with_the_reason(plain: 
     assert cause["message"] == f"Slurm requeued the job: node {node} is down (bad dimm)"
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.long_form(210)  # tests/elastic/test_requeue.py, and the signal in test_jobs.py
 def test_the_time_limit_loses_no_step_and_keeps_the_wandb_run(plain: Cluster, tmp_path: Path) -> None:
     steps = 400  # of 0.4 s: more than fit into three minutes less start and save; few are left for the second job
