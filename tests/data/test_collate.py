@@ -54,12 +54,14 @@ def test_ragged_items_become_nested_batches_of_any_width(workers: int) -> None:
     steps.close()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_random_numbers_depend_on_the_samples_and_not_on_ranks_or_restarts(workers: int) -> None:
+@pytest.mark.parametrize(("workers", "plan"), [(0, [(2, 4), (3, 6)]), (1, [(2, 2), (3, 1)])])
+def test_random_numbers_depend_on_the_samples_and_not_on_ranks_or_restarts(
+    workers: int, plan: list[tuple[int, int]]
+) -> None:
     one = feed(config("padded"))
-    expected = [columns([next(one)], "noise") for _ in range(10)]
+    expected = [columns([next(one)], "noise") for _ in range(sum(steps for _, steps in plan))]
     found = []
-    for dp, steps in ((2, 4), (3, 6)):
+    for dp, steps in plan:
         ranks = [feed(config("padded"), dp, rank, len(found), loader_workers=workers) for rank in range(dp)]
         found += [columns([next(rank) for rank in ranks], "noise") for _ in range(steps)]
         for rank in ranks:

@@ -71,12 +71,12 @@ def test_shares_hold_in_each_global_batch_and_far_into_a_run() -> None:
         assert np.bincount(picks(shares, first, first + 10)[0]).tolist() == [6, 3, 1]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_1_2_4_3_ranks_go_on_in_the_same_order(workers: int) -> None:
+@pytest.mark.parametrize(("workers", "plan"), [(0, [(2, 3), (4, 5), (3, 4)]), (1, [(2, 2), (3, 2)])])
+def test_other_numbers_of_ranks_go_on_in_the_same_order(workers: int, plan: list[tuple[int, int]]) -> None:
     one = feed()
-    expected = [read([next(one)]) for _ in range(12)]
+    expected = [read([next(one)]) for _ in range(sum(steps for _, steps in plan))]
     found: list[list[tuple[int, int]]] = []
-    for dp, steps in ((2, 3), (4, 5), (3, 4)):
+    for dp, steps in plan:
         ranks = [feed(dp, rank, len(found), workers) for rank in range(dp)]
         found += [read([next(rank) for rank in ranks]) for _ in range(steps)]
         for rank in ranks:

@@ -5,14 +5,13 @@ stops between them. Steps, batches and ranks do not divide each other.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from hpc_train.bench.step_worker import StepBench
 from hpc_train.config.schema import (
@@ -29,21 +28,19 @@ from hpc_train.config.schema import (
     TrainConfig,
 )
 from hpc_train.data.build import build_dataset
-from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import TrainFeed
 from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States
 from hpc_train.parallel.build import build_engine
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.data_progress import has_ended, positions
+from hpc_train.train.data_progress import positions
 from hpc_train.train.loss_check import LossCheck, check_loss
-from hpc_train.train.step import Control
 from tests.checkpoint.training import join_again
-from tests.parallel.oracle import error, whole
+from tests.data.descent import Weights, descent, tensors_of, weights_of
+from tests.parallel.oracle import error
 from tests.ranks import run_on_world
 
 RATE, GLOBAL_SIZE = 0.1, 10
-Weights = dict[str, NDArray[np.float64]]
 
 
 class Words:
@@ -122,23 +119,12 @@ def train_part(
     feed = TrainFeed(
         dataset, config.batch, mesh.layout, mesh.dp_rank, 5, mesh.device, start, 1, Skipped(((3, 4),)), states
     )
-    losses, control = [], Control(mesh)
-    for step in range(start, start + steps):
-        batch = next(feed)
-        if has_ended(feed, batch, step, mesh):
-            break
-        control.post(False, batch.local_count)
-        result = engine.train_step(step, StepBatch(batch.micro_batches, control.read().target_count))
-        losses.append(engine.reduce(result).loss)
-        with torch.no_grad():
-            for value in parameters.values():
-                assert value.grad is not None
-                value.add_(value.grad, alpha=-RATE)
+    losses = [loss for _, loss in descent(engine, feed, mesh, range(start, start + steps), RATE)]
     state = positions(feed, start + len(losses), mesh).get("stream", {})
-    return losses, {key: whole(value.detach()).numpy() for key, value in parameters.items()}, state
+    return losses, weights_of(engine), state
 
 
-def train(name: str, plan: Sequence[tuple[int, int]]) -> tuple[list[float], Mapping[str, torch.Tensor]]:
+def train(name: str, plan: Sequence[tuple[int, int]]) -> tuple[list[float], dict[str, torch.Tensor]]:
     losses: list[float] = []
     weights: Weights = {}
     states: States = {}
@@ -147,11 +133,11 @@ def train(name: str, plan: Sequence[tuple[int, int]]) -> tuple[list[float], Mapp
         found, weights, states = parts[0]
         states = json.loads(json.dumps(states))
         losses += found
-    return losses, {key: torch.from_numpy(value) for key, value in weights.items()}
+    return losses, tensors_of(weights)
 
 
 @cache
-def one_process(name: str) -> tuple[list[float], Mapping[str, torch.Tensor]]:
+def one_process(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     return train(name, [(1, 8)])
 
 

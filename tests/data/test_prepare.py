@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,24 +31,9 @@ from hpc_train.data.tokens import TokensDataset
 from hpc_train.errors import UserError
 from hpc_train.run.file_lock import STALE_S, LockOwner, acquire, newest_lock
 from hpc_train.train.prompts import choose_tokenizer
-from tests.checkpoint.progress import LONG
 from tests.config.composing import compose
 
 SEPARATOR = "<|endoftext|>"
-
-
-@pytest.fixture(autouse=True)
-def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encodes in this process: each worker would take a second to start. The cases of the long form start them."""
-
-    def run_jobs(function: Any, jobs: Sequence[Any], workers: int, on_progress: Callable[[Progress], None]) -> None:
-        counts = np.zeros((len(jobs), 2), np.int64)
-        for job, own in zip(jobs, counts, strict=True):
-            function(job, lambda done, items, own=own: own.__setitem__(slice(None), (done, items)))
-            on_progress(Progress(*counts.sum(0).tolist()))
-
-    if not LONG:
-        monkeypatch.setattr(prepare, "run_jobs", run_jobs)
 
 
 def write_jsonl(path: Path, texts: list[str], field: str = "text") -> Path:

@@ -33,11 +33,11 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze
 from hpc_train.train.evaluation import evaluate
-from hpc_train.train.step import Control
 from tests.checkpoint.training import join_again
 from tests.config.composing import compose
+from tests.data.descent import descent, tensors_of, weights_of
 from tests.data.layouts import replicas
-from tests.parallel.oracle import error, whole
+from tests.parallel.oracle import error
 from tests.ranks import run_on_world
 from tests.train.runs import TINY, run_attempt
 
@@ -179,23 +179,15 @@ def trained(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]])
         config = config_of(task, **strategy)
         mesh = join_again(config, rank, world_size)
         engine = build_engine(config, mesh)
-        parameters = engine.named_parameters()
         dataset = build_dataset(config.data, "train", 3)
         feed = TrainFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, 5, mesh.device, 0)
-        losses, control, empty = [], Control(mesh), 0
-        for step in range(STEPS):
-            batch = next(feed)
+        losses, empty = [], 0
+        for batch, loss in descent(engine, feed, mesh, range(STEPS), RATE):
             empty += sum(micro.inputs.items == 0 for micro in batch.micro_batches)
-            control.post(False, batch.local_count)
-            result = engine.train_step(step, StepBatch(batch.micro_batches, control.read().target_count))
-            losses.append(engine.reduce(result).loss)
-            with torch.no_grad():
-                for value in parameters.values():
-                    value.add_(value.grad, alpha=-RATE)
+            losses.append(loss)
         numbers = evaluate(engine, EvalFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, mesh.device))
         assert numbers is not None and numbers.accuracy is None
-        weights = {name: whole(value.detach()).numpy() for name, value in parameters.items()}
-        found.append((losses, weights, numbers.loss, empty))
+        found.append((losses, weights_of(engine), numbers.loss, empty))
     return found
 
 
@@ -213,7 +205,7 @@ def test_ranks_and_micro_batches_change_nothing(task: str) -> None:
     for split, *of_ranks in zip(splits, *found, strict=True):
         for found_losses, found_weights, found_evaluation, _ in of_ranks:
             assert found_losses == pytest.approx(losses, rel=1e-12), split
-            assert error({name: torch.from_numpy(each) for name, each in found_weights.items()}, weights) < 1e-10, split
+            assert error(tensors_of(found_weights), weights) < 1e-10, split
             assert found_evaluation == pytest.approx(evaluation, rel=1e-12), split
         assert sum(empty for *_, empty in of_ranks) > 0 or "micro_batches" not in split, split
 

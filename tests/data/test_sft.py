@@ -10,9 +10,7 @@ from pathlib import Path
 from threading import Barrier, get_ident
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from hpc_train.config.schema import (
     BatchConfig,
@@ -27,17 +25,17 @@ from hpc_train.config.schema import (
 from hpc_train.data import sft as records
 from hpc_train.data import sft_inputs
 from hpc_train.data.build import build_dataset
-from hpc_train.data.dataset import IGNORED, Dataset, StepBatch
+from hpc_train.data.dataset import IGNORED, Dataset
 from hpc_train.data.feed import TrainFeed
 from hpc_train.data.sources import SFT
 from hpc_train.errors import UserError
 from hpc_train.layout.validate import validate
 from hpc_train.parallel.build import build_engine
-from hpc_train.train.step import Control
 from tests.checkpoint.training import join_again
 from tests.config.composing import config_of
 from tests.data.chats import CHATML, LAST_ONLY, TAGGED, chats, write_jsonl, write_tokenizer
-from tests.parallel.oracle import error, whole
+from tests.data.descent import descent, tensors_of, weights_of
+from tests.parallel.oracle import error
 from tests.ranks import run_on_world
 
 pytest.importorskip("transformers")
@@ -266,20 +264,10 @@ def train_part(rank: int, world_size: int, data: Any, steps: int, size: int) -> 
         train=TrainConfig(seed=3, steps=20),
     )
     mesh = join_again(config, rank, world_size)
-    engine, control = build_engine(config, mesh), Control(mesh)
+    engine = build_engine(config, mesh)
     feed = TrainFeed(build_dataset(data, "train", 3), config.batch, mesh.layout, mesh.dp_rank, 5, mesh.device, 0)
-    losses = []
-    for step in range(steps):
-        batch = next(feed)
-        control.post(False, batch.local_count)
-        losses.append(
-            engine.reduce(engine.train_step(step, StepBatch(batch.micro_batches, control.read().target_count))).loss
-        )
-        with torch.no_grad():
-            for value in engine.named_parameters().values():
-                assert value.grad is not None
-                value.add_(value.grad, alpha=-0.1)
-    return losses, {name: whole(value.detach()).numpy() for name, value in engine.named_parameters().items()}
+    losses = [loss for _, loss in descent(engine, feed, mesh, range(steps), rate=0.1)]
+    return losses, weights_of(engine)
 
 
 @pytest.mark.long_form(10)  # tests/parallel/test_packing.py has packed documents
@@ -294,11 +282,7 @@ def test_packing_and_ranks_change_no_loss(tmp_path: Path, tokenizer: Any) -> Non
     for data in (packed, mixed):
         for found, values in run_on_world(2, train_part, data, 3, count):
             assert found == pytest.approx(losses, rel=1e-12)
-            assert error({k: torch.from_numpy(v) for k, v in values.items()}, as_tensors(weights)) < 1e-10
-
-
-def as_tensors(weights: dict[str, np.ndarray[Any, Any]]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(value) for name, value in weights.items()}
+            assert error(tensors_of(values), tensors_of(weights)) < 1e-10
 
 
 def composed(folder: Path, *others: str) -> Config:

@@ -10,7 +10,6 @@ import sys
 import tarfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from PIL import Image
 
 from hpc_train.commands.prepare import main
 from hpc_train.config.schema import ImagesDataConfig, ShardsDataConfig
-from hpc_train.data.image_shards import ShardsDataset, _shards
+from hpc_train.data.image_shards import ShardsDataset
 from hpc_train.data.images import ImagesDataset
 from hpc_train.errors import UserError
 
@@ -127,20 +126,6 @@ def test_killed_in_the_middle_it_goes_on(pictures: Path, monkeypatch: pytest.Mon
     assert names == sorted(path.name for path in (pictures / "whole").iterdir() if path.is_file())
     assert all((shards / name).read_bytes() == (pictures / "whole" / name).read_bytes() for name in names)
     assert not (shards / ".image-shards").exists()
-
-
-def test_the_size_of_each_image_is_added_once(tmp_path: Path) -> None:
-    class Counted:
-        asked = 0
-
-        @property
-        def size(self) -> int:
-            Counted.asked += 1
-            return 10
-
-    images: list[Any] = [Counted() for _ in range(1000)]
-    groups = [len(shard.images) for shard in _shards(tmp_path, "train", images, 4000)]
-    assert groups == [400, 400, 200] and Counted.asked == 1000
 
 
 def test_damage_is_told(pictures: Path) -> None:
