@@ -56,6 +56,7 @@ def test_the_readme_is_short() -> None:
     assert (REPOSITORY / "README.md").stat().st_size <= 7_000
 
 
+@pytest.mark.long_form(6, every_share=True)  # the links and the code of the pages are checked above
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="needs the extra docs")
 def test_the_site_builds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]

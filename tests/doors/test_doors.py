@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,7 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
     raise TimeoutError(f"step {step} was not reached")
 
 
+@pytest.mark.long_form(20)  # tests/elastic/test_agent.py has the signals, tests/runs/test_watch.py the command
 def test_interrupt_saves_and_says_how_to_resume(tmp_path: Path) -> None:
     slow = [argument for argument in FAULTY if "_target_" not in argument and "steps" not in argument]
     command = ["+strategy=dp", *slow, "model._target_=tests.doors.faulty.Slow", "train.steps=20", "run.name=run"]
@@ -175,18 +177,8 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path: Path) -> None:
     assert [step for step, _ in losses(run)] == list(range(losses(run)[0][0], losses(run)[0][0] + 20))
 
 
-def test_dry_run_writes_nothing_and_imports_neither_torch_nor_wandb(tmp_path: Path) -> None:
-    script = (
-        "import sys\n"
-        f"sys.argv = ['hpc_train', '+strategy=hybrid,dp', 'launch.dry_run=true', '-m', *{TINY!r}]\n"
-        "from hpc_train.cli import main\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
-        "heavy = {'torch', 'wandb'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
-    )
+def test_a_dry_run_writes_nothing(tmp_path: Path, called: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = called("+strategy=hybrid,dp", "launch.dry_run=true", "-m", *TINY)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "pp 2" in done.stdout
     assert "memory: a rank needs about" in done.stdout
@@ -227,6 +219,7 @@ def test_every_door_refuses_a_run_whose_checkpoints_are_gone(tmp_path: Path) -> 
     assert [step for step, _ in losses(run)] == [1, 2]
 
 
+@pytest.mark.long_form(15)  # tests/checkpoint/test_purged.py has the refusal
 def test_a_restart_within_a_job_refuses_when_the_checkpoints_have_gone_meanwhile(tmp_path: Path) -> None:
     purging = ["+model.args.how=purge", "checkpoint.every=2", "cluster=local", "run.name=run"]
     done = hpc_train("+strategy=dp", *FAULTY, *purging, cwd=tmp_path)
@@ -249,7 +242,7 @@ def test_the_console_script_finds_modules_of_the_working_directory_and_lets_none
     (tmp_path / "own_model.py").write_text("from tests.doors.faulty import Faulty\n\nclass Model(Faulty): ...\n")
     of_user = ["model._target_=own_model.Model", "train.steps=2", "telemetry.tensorboard=true"]
     asked = ["+strategy=dp", *FAULTY, *of_user, "cluster=local", "cluster.cpu_workers=1", "run.name=run"]
-    for arguments in (["status"], [*asked, "launch.dry_run=true"], *([asked] if LONG else [])):
+    for arguments in ([*asked, "launch.dry_run=true"], *([["status"], asked] if LONG else [])):
         command = [sys.executable, "-c", CONSOLE_SCRIPT, *arguments]
         done = subprocess.run(
             command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=300
@@ -282,11 +275,13 @@ def test_the_working_directory_is_searched_last_and_not_for_plugins(
         assert safe_path() == {}
 
 
-def test_help_and_config_printing_behave_as_in_hydra(tmp_path: Path) -> None:
-    config = hpc_train("+strategy=zero2", "--cfg", "job", cwd=tmp_path)
+def test_help_and_config_printing_behave_as_in_hydra(
+    tmp_path: Path, called: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    config = called("+strategy=zero2", "--cfg", "job")
     assert config.returncode == 0
     assert re.search(r"data_parallel: zero2", config.stdout)
     for command in ([], ["freeze"], ["script"]):
-        shown = hpc_train(*command, "--help", cwd=tmp_path)
+        shown = called(*command, "--help")
         assert shown.returncode == 0 and "#SBATCH" not in shown.stdout
     assert list(tmp_path.iterdir()) == []

@@ -1,8 +1,9 @@
-"""Runs the commands of README.md and docs/ with fewer and smaller steps.
+"""Runs the commands of README.md and docs/.
 
-In the short form only the README's runs are trained. On the other pages a training is checked by a dry run, or composed
-where it needs what an earlier command makes, and commands that only read a run read a recorded one. The long form
-(``HPC_TRAIN_LONG=1``) runs all commands of a page in their order, with a few steps, and most of them at full length.
+In the short form README's runs are trained, with fewer and smaller steps. The trainings of the other pages are checked
+by a dry run, or composed where they need what an earlier command makes, and commands that only read a run read a
+recorded one. The long form (``HPC_TRAIN_LONG=1``) runs all commands of a page in their order: those of README.md at
+full length, the others with a few steps.
 """
 
 from __future__ import annotations
@@ -21,47 +22,41 @@ import pytest
 
 from examples.vit_images import draw
 from hpc_train import cli
-from tests.checkpoint.progress import LONG
 from tests.data.chats import chats, write_chat_model, write_jsonl
 from tests.doors.command import REPOSITORY, TINY_GPT, environment, hpc_train, lines_of_pages
 from tests.doors.recorded import recorded_run
 from tests.warm_parents import HUGGING_FACE, with_server
 
+README = "README.md"
 NO_WANDB = "telemetry.wandb.mode=disabled"
 FEW = {
     "synthetic": ["data.validation_samples=8"],
     "stream": ["data.validation_samples=8"],
 }  # others: data.pattern of the text
-TAKEN_AS_THEY_ARE = (
-    "prepare",
-    "checkpoint",
-    "evaluate",
-    "generate",
-    "status",
-    "logs",
-    "why",
-    "compare",
-    "plan",
-    "plot",
-    "report",
-    "doctor",
-    "sync",
-    "--help",
-)
 READ = ("status", "logs", "why", "compare", "plot", "report", "sync")  # they need nothing but the run
-LONG_PAGES = {  # seconds of each on two cores
+TAKEN_AS_THEY_ARE = ("prepare", "checkpoint", "evaluate", "generate", "doctor", *READ)
+SECONDS = {  # of the long form of each page on two cores
+    README: 120,
+    "docs/extend.md": 20,
     "docs/howto/data.md": 60,
     "docs/howto/failures.md": 40,
     "docs/howto/hooks.md": 30,
     "docs/howto/huggingface.md": 120,
     "docs/howto/measure.md": 90,
+    "docs/howto/memory.md": 60,
     "docs/howto/model.md": 90,
+    "docs/howto/monitoring.md": 20,
+    "docs/howto/network.md": 20,
     "docs/howto/optimizer.md": 60,
     "docs/howto/own_loop.md": 60,
+    "docs/howto/precision.md": 30,
+    "docs/howto/reproducible.md": 20,
     "docs/howto/resume.md": 90,
     "docs/howto/sweeps.md": 30,
     "docs/howto/tracking.md": 20,
+    "docs/path.md": 30,
     "docs/quickstart.md": 30,
+    "docs/strategies.md": 60,
 }
 COMPOSED = (  # their trainings need what earlier commands make, or import torch for a dry run
     "docs/howto/hooks.md",
@@ -79,48 +74,59 @@ BENCH = {
 }
 
 
-def commands() -> list[tuple[str, str]]:
-    """Page and line of each command."""
-    return [found for found in lines_of_pages("bash") if found[1].startswith("python -m hpc_train ")]
+def commands() -> dict[str, list[list[str]]]:
+    """Returns the arguments of each command by its page."""
+    pages: dict[str, list[list[str]]] = {}
+    for page, line in lines_of_pages("bash"):
+        if line.startswith("python -m hpc_train "):
+            pages.setdefault(page, []).append(shlex.split(line, comments=True)[3:])
+    return pages
 
 
-def shortened(line: str, before: Sequence[str] = (), full: bool = LONG) -> list[str]:
-    """The arguments of ``line``, with overrides that make a run short at their end.
+COMMANDS = commands()
+
+
+def run_name(arguments: Sequence[str]) -> str | None:
+    return next((part.removeprefix("run.name=") for part in arguments if part.startswith("run.name=")), None)
+
+
+def shortened(arguments: Sequence[str], earlier: Sequence[Sequence[str]] = ()) -> list[str]:
+    """Returns ``arguments`` with overrides that make a run short at their end.
 
     Args:
-        before: the lines before it on the page: a run that is trained again goes on for two more steps.
-        full: whether runs keep their length.
+        earlier: the commands before it on the page: a run that is trained again goes on for two more steps.
     """
-    arguments = shlex.split(line, comments=True)[3:]
-    name = next((part for part in arguments if part.startswith("run.name=")), None)
     if any(part.startswith("run.command=") for part in arguments):
         return [*arguments, NO_WANDB]
-    if arguments[0] in TAKEN_AS_THEY_ARE or "--cfg" in arguments or arguments[:2] == ["bench", "collectives"]:
-        return arguments
+    if arguments[0] in TAKEN_AS_THEY_ARE or "--cfg" in arguments or list(arguments[:2]) == ["bench", "collectives"]:
+        return [*arguments]
     given = {part.partition("=")[0] for part in arguments} - {"train.steps", "batch.global_size"}
     data = next((part.partition("=")[2] for part in arguments if part.startswith("data=")), "text")
     own_model = any(part.startswith(("model=", "experiment", "+experiment")) for part in arguments)
     small = ["batch.global_size=8", *FEW.get(data, []), *(["data.pattern=json/*.py"] if data == "text" else [])]
     small += [] if own_model else TINY_GPT
     if arguments[0] == "bench":
-        return [*arguments, *([] if full else [*small, *BENCH.get(arguments[1], [])])]
-    again = sum(name is not None and name in shlex.split(one, comments=True) for one in before)
+        return [*arguments, *small, *BENCH.get(arguments[1], [])]
+    name = run_name(arguments)
+    again = sum(name is not None and name == run_name(other) for other in earlier)
     steps = [] if "telemetry.profile.steps" in given else [f"train.steps={2 * (1 + again)}"]
     costly = "train.compile=true" in arguments or data == "sft"  # each worker compiles, or reads the chats, for itself
     two = costly or (arguments[0] in REPLICATED and "cluster=local" in arguments and "-m" not in arguments)
     workers = ["cluster.cpu_workers=2"] if two else []
-    own = [NO_WANDB] if full else [NO_WANDB, *steps, *small, *workers]
-    return [*arguments, *(part for part in own if part.partition("=")[0] not in given)]
+    return [
+        *arguments,
+        *(part for part in [NO_WANDB, *steps, *small, *workers] if part.partition("=")[0] not in given),
+    ]
 
 
 def test_the_pages_have_commands() -> None:
-    assert len(commands()) >= 10
+    assert sum(map(len, COMMANDS.values())) >= 10
 
 
 def test_a_run_that_is_trained_again_goes_on() -> None:
-    first, second = "python -m hpc_train +strategy=dp run.name=a", "python -m hpc_train +strategy=pp run.name=a"
-    assert "train.steps=4" in shortened(second, [first])
-    assert "train.steps=2" in shortened(second, [first.replace("=a", "=b")])
+    second = ["+strategy=pp", "run.name=a"]
+    assert "train.steps=4" in shortened(second, [["+strategy=dp", "run.name=a"]])
+    assert "train.steps=2" in shortened(second, [["+strategy=dp", "run.name=b"]])
 
 
 def furnish(path: Path, page: str) -> Path:
@@ -128,36 +134,12 @@ def furnish(path: Path, page: str) -> Path:
     for name in ("README.md", "CONTRIBUTING.md"):
         (path / name).write_text((REPOSITORY / name).read_text())
     (path / "examples").symlink_to(REPOSITORY / "examples")
-    if page == "docs/howto/huggingface.md":
-        write_chat_model(path / "chat-model")
-        write_jsonl(path / "chats.jsonl", chats(800))
     if page == "docs/howto/data.md":
         draw(path / "pictures", {"train": 8, "validation": 2})
     return path
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The working directory of each page."""
-    return {page: furnish(tmp_path_factory.mktemp(re.sub(r"\W", "-", page)), page) for page in dict(commands())}
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with a recorded run for each run and sweep that a command of ``LONG_PAGES`` trains."""
-    folder = tmp_path_factory.mktemp("recorded")
-    for page, line in commands():
-        arguments = shlex.split(line, comments=True)[3:]
-        names = [part.removeprefix("run.name=") for part in arguments if part.startswith("run.name=")]
-        for name in names if page in LONG_PAGES else ():
-            run = folder / page / "outputs" / name
-            for path in [run / "0", run / "1"] if "-m" in arguments else [run]:
-                if not path.exists():
-                    recorded_run(path)
-    return folder
-
-
-def compose_here(folder: Path, arguments: Sequence[str]) -> None:
+def run_here(folder: Path, arguments: Sequence[str]) -> None:
     """Runs a command that trains nothing in this process, which saves the start of another one."""
     output = io.StringIO()
     with (
@@ -166,54 +148,62 @@ def compose_here(folder: Path, arguments: Sequence[str]) -> None:
         redirect_stdout(output),
         redirect_stderr(output),
     ):
-        assert not cli.run([*arguments]), output.getvalue()
+        assert not cli.run([*arguments]), f"{shlex.join(arguments)}\n{output.getvalue()}"
 
 
-def run_command(folder: Path, page: str, arguments: Sequence[str]) -> None:
-    if not LONG and ("--cfg" in arguments or "launch.dry_run=true" in arguments):
-        compose_here(folder, arguments)
-        return
-    env = with_server(environment(), HUGGING_FACE) if page == "docs/howto/huggingface.md" else environment()
-    done = hpc_train(*arguments, cwd=folder, timeout=3500 if LONG else 240, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
+def run_command(folder: Path, arguments: Sequence[str], env: dict[str, str]) -> None:
+    done = hpc_train(*arguments, cwd=folder, timeout=240, env=env)
+    assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}{done.stderr}"
     trains = arguments[0].startswith("+strategy") and "cluster=local" in arguments
     if trains and not {"-m", "--cfg"}.intersection(arguments):
         assert re.search(r"^done(: |$)", done.stdout, re.MULTILINE), "the summary of a run"
 
 
-@pytest.mark.timeout(3600 if LONG else 300)
-@pytest.mark.parametrize("number", range(len(commands())), ids=[f"{page}: {line}" for page, line in commands()])
-def test_a_command_of_the_pages(folders: dict[str, Path], recorded: Path, number: int) -> None:
-    page, line = commands()[number]
-    if is_without_package(line):
-        pytest.skip("its package is not installed")
-    folder = folders[page]
-    arguments = shortened(line, [earlier for other, earlier in commands()[:number] if other == page])
-    if arguments[0].startswith("+strategy"):
-        if page in COMPOSED:
-            arguments += ["--cfg", "job"]
-        elif page != "README.md" and "cluster=local" in arguments and not LONG:
-            forks = any(part.startswith("run.fork=") for part in arguments)
-            arguments += ["--cfg", "job"] if forks else ["launch.dry_run=true", "-m"]
-    elif arguments[0] == "bench" and not LONG:
-        pytest.skip("tests/bench runs each benchmark; this one: HPC_TRAIN_LONG=1")
-    elif page in COMPOSED or (page in LONG_PAGES and not LONG):
-        if arguments[0] in READ:
-            folder = recorded / page
-        elif arguments[0] not in ("prepare", "doctor"):
-            pytest.skip("with the other commands of its page: HPC_TRAIN_LONG=1")
-    run_command(folder, page, arguments)
+def test_the_commands_of_the_readme(tmp_path: Path) -> None:
+    furnish(tmp_path, README)
+    for number, arguments in enumerate(COMMANDS[README]):
+        short = shortened(arguments, COMMANDS[README][:number])
+        if short[0].startswith("+strategy") and "launch.dry_run=true" not in short:
+            run_command(tmp_path, short, environment())
+        else:
+            run_here(tmp_path, short)
+
+
+@pytest.mark.parametrize("page", [page for page in COMMANDS if page != README])
+def test_the_commands_of_a_page_without_training(page: str, tmp_path: Path) -> None:
+    """Except those that need more than a recorded run: tests/bench, tests/checkpoint and tests/tasks have the like."""
+    furnish(tmp_path, page)
+    sweeps = {run_name(arguments) for arguments in COMMANDS[page] if "-m" in arguments}
+    for arguments in COMMANDS[page]:
+        if arguments[0] in READ or arguments[:2] in (["checkpoint", "list"], ["checkpoint", "verify"]):
+            name = next(word for word in arguments if word not in ("checkpoint", "list", "verify", *READ))
+            run = tmp_path / "recorded" / "outputs" / name
+            if not run.exists():
+                for path in [run / "0", run / "1"] if name in sweeps else [run]:
+                    recorded_run(path)
+            run_here(tmp_path / "recorded", arguments)
+        elif arguments[0] in ("prepare", "doctor") or "--cfg" in arguments:
+            run_here(tmp_path, arguments)
+        elif arguments[0].startswith("+"):
+            without_run = page in COMPOSED or any(part.startswith("run.fork=") for part in arguments)
+            run_here(tmp_path, [*arguments, *(["--cfg", "job"] if without_run else ["launch.dry_run=true", "-m"])])
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.long_form(s)) for page, s in LONG_PAGES.items()])
-def test_the_commands_of_a_long_page(tmp_path: Path, page: str) -> None:
+@pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.long_form(s)) for page, s in SECONDS.items()])
+def test_the_commands_of_a_page(tmp_path: Path, page: str) -> None:
     furnish(tmp_path, page)
-    lines = [line for other, line in commands() if other == page]
-    for number, line in enumerate(lines):
-        if not is_without_package(line):
-            run_command(tmp_path, page, shortened(line, lines[:number], full=False))
+    env = environment()
+    if page == "docs/howto/huggingface.md":
+        env = with_server(env, HUGGING_FACE)
+        write_chat_model(tmp_path / "chat-model")
+        write_jsonl(tmp_path / "chats.jsonl", chats(800))
+    for number, arguments in enumerate(COMMANDS[page]):
+        if not any(script in " ".join(arguments) and find_spec(needed) is None for script, needed in NEEDS.items()):
+            full = [*arguments, *([NO_WANDB] if arguments[0].startswith("+") else [])]
+            run_command(tmp_path, full if page == README else shortened(arguments, COMMANDS[page][:number]), env)
 
 
-def is_without_package(line: str) -> bool:
-    return any(script in line and find_spec(package) is None for script, package in NEEDS.items())
+def test_every_page_that_trains_has_a_long_form() -> None:
+    training = [page for page, lines in COMMANDS.items() if any("cluster=local" in line for line in lines)]
+    assert {*training} <= {*SECONDS}

@@ -16,7 +16,6 @@ from tests.other_user import OTHER, needs_root
 
 MONITORING = REPOSITORY / "deploy" / "monitoring" / "monitoring.py"
 DEVCLUSTER = REPOSITORY / "slurm" / "devcluster" / "devcluster.py"
-COMMANDS = [(MONITORING, "up"), (MONITORING, "down"), (DEVCLUSTER, "up"), (DEVCLUSTER, "env"), (DEVCLUSTER, "down")]
 
 
 def call(script: Path, command: str, state: Path, umask: int = 0o022) -> subprocess.CompletedProcess[str]:
@@ -60,10 +59,21 @@ UNSAFE: dict[Callable[[Path], None], str] = {
     writable_by_the_group: "can be written by other users",
     symbolic_link: "is a symbolic link",
 }
+CALLS = [  # every command, and every change under both scripts
+    pytest.param(MONITORING, "up", owned_by_another, marks=needs_root),
+    (MONITORING, "down", writable_by_all),
+    (MONITORING, "up", writable_by_the_group),
+    (MONITORING, "down", symbolic_link),
+    pytest.param(DEVCLUSTER, "down", owned_by_another, marks=needs_root),
+    (DEVCLUSTER, "env", writable_by_all),
+    (DEVCLUSTER, "down", writable_by_the_group),
+    (DEVCLUSTER, "up", symbolic_link),
+]
 
 
-@pytest.mark.parametrize(("script", "command"), COMMANDS, ids=lambda value: getattr(value, "stem", value))
-@pytest.mark.parametrize("change", [pytest.param(owned_by_another, marks=needs_root), *list(UNSAFE)[1:]])
+@pytest.mark.parametrize(
+    ("script", "command", "change"), CALLS, ids=lambda value: getattr(value, "stem", getattr(value, "__name__", value))
+)
 def test_a_state_directory_that_another_user_may_have_prepared_is_refused(
     script: Path, command: str, change: Callable[[Path], None], tmp_path: Path
 ) -> None:

@@ -31,11 +31,16 @@ def promtool(*arguments: str) -> str:
 
 
 @NEEDED
+def test_the_rules_fire() -> None:
+    promtool("test", "rules", "rules_test.yml")
+
+
+@NEEDED
+@pytest.mark.long_form(20)  # the rules above; metrics and labels of the panels below
 def test_every_panel_shows_a_run_that_is_one_series_over_a_requeue_and_the_alert_fires(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # of the token
-    promtool("test", "rules", "rules_test.yml")
     made = eventful(tmp_path / "runs" / "small")
     with scraping(tmp_path, home=tmp_path) as prometheus:
         promtool("check", "config", str(prometheus.config))

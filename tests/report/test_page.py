@@ -418,7 +418,7 @@ def test_the_ticks_of_an_axis_are_round_and_a_long_line_keeps_its_extremes() -> 
     assert (9990.0, -9.0) in thinned(points)
 
 
-@pytest.mark.skipif("HPC_TRAIN_LONG" not in os.environ, reason="starts a browser")
+@pytest.mark.long_form(10)  # ``check`` reads every page
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
 def test_a_browser_shows_the_page_without_a_message(tmp_path: Path) -> None:
     run = failed_and_recovered(tmp_path / "sweep")

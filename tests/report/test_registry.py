@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -26,8 +25,6 @@ from hpc_train.telemetry.sinks import wandb as sink
 from tests.telemetry import mlflow_service
 from tests.telemetry.test_mlflow import real_server
 from tests.train.runs import frozen
-
-LONG = bool(os.environ.get("HPC_TRAIN_LONG"))
 
 
 @pytest.fixture
@@ -92,7 +89,7 @@ def done(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.skipif(not LONG, reason="a real server, which takes long to start: HPC_TRAIN_LONG=1")
+@pytest.mark.long_form(60)  # the stand-in server above
 def test_a_real_mlflow_server(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hpc_train.checkpoint.listing import choose_by_name
 from hpc_train.commands import checkpoint
 from hpc_train.config.compose import typed
 from hpc_train.config.evaluation import LOWEST_LOSS as VAL_LOSS
+from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.tasks.evaluate import evaluation_config
@@ -32,8 +34,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluated(trained: Path, *arguments: str) -> dict[str, Any]:
     done = hpc_train("evaluate", "base", "--json", "cluster=local", *arguments, cwd=trained)
     assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def losses(trained: Path) -> dict[int, float]:
@@ -42,21 +44,20 @@ def losses(trained: Path) -> dict[int, float]:
 
 
 def test_the_metrics_are_those_of_the_training_under_another_layout(trained: Path) -> None:
-    found = evaluated(trained, "+strategy=pp", "cluster.cpu_workers=2", "--checkpoint", "4")
-    assert found["step"] == 4 and found["samples"] == {"validation": 8}
-    assert found["layout"].startswith("dp 1 x pp 2")
-    assert found["metrics"]["val_loss"] == pytest.approx(losses(trained)[4], rel=1e-12)
+    best, loss = min(losses(trained).items(), key=lambda item: item[1])
+    assert choose_by_name(RunDirectory(trained / "outputs" / "base"), "best", VAL_LOSS).step == best
+    result = evaluated(trained, "+strategy=pp", "cluster.cpu_workers=2", "--checkpoint", "best")
+    assert result["step"] == best and result["samples"] == {"validation": 8}
+    assert result["layout"].startswith("dp 1 x pp 2")
+    assert result["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-12)
 
 
-def test_the_best_checkpoint_is_evaluated_on_other_data(trained: Path) -> None:
-    best = min(losses(trained).items(), key=lambda item: item[1])
-    same = choose_by_name(RunDirectory(trained / "outputs" / "base"), "best", VAL_LOSS)
-    assert same.step == best[0]
-    more = evaluated(
-        trained, "--checkpoint", "best", "data.validation_samples=24", "cluster.cpu_workers=1", "strategy.dp=1"
-    )
-    assert more["step"] == best[0] and more["samples"] == {"validation": 24}
-    assert more["metrics"]["val_loss"] != pytest.approx(best[1], rel=1e-6)
+@pytest.mark.long_form(10)  # the config of such an evaluation is checked below
+def test_a_checkpoint_is_evaluated_on_other_data(trained: Path) -> None:
+    small = ["data.validation_samples=24", "cluster.cpu_workers=1", "strategy.dp=1"]
+    result = evaluated(trained, "--checkpoint", "4", *small)
+    assert result["step"] == 4 and result["samples"] == {"validation": 24}
+    assert result["metrics"]["val_loss"] != pytest.approx(losses(trained)[4], rel=1e-6)
 
 
 def test_the_best_checkpoint_is_marked_and_exported(
@@ -73,6 +74,7 @@ def test_the_best_checkpoint_is_marked_and_exported(
     assert (result["step"], result["format"], to.is_file()) == (best, "pt", True)
 
 
+@pytest.mark.long_form(10)  # tests/checkpoint/test_verified.py has damaged checkpoints
 def test_a_damaged_checkpoint_is_refused(trained: Path) -> None:
     (weights, *_) = sorted((trained / "outputs" / "base" / "checkpoints" / "step-00000002").glob("*.distcp"))
     content = bytearray(weights.read_bytes())
@@ -82,6 +84,13 @@ def test_a_damaged_checkpoint_is_refused(trained: Path) -> None:
     assert done.returncode == 2
     assert "the checkpoint is damaged" in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    """The config of a run with metrics and sets of evaluation."""
+    sets = ["data.samples=48", "+metrics=[f1,top_k]", "+eval_sets.a.samples=16", "+eval_sets.b.samples=32"]
+    return typed(compose(["+strategy=dp", *TINY, "batch.micro_size=2", "precision=bf16", *sets]))
 
 
 @pytest.mark.parametrize(
@@ -100,46 +109,47 @@ def test_a_damaged_checkpoint_is_refused(trained: Path) -> None:
         (["-cp", "own"], "another primary config has no effect"),
     ],
 )
-def test_what_does_not_fit_an_evaluation_is_refused(arguments: Sequence[str], what: str) -> None:
+def test_what_does_not_fit_an_evaluation_is_refused(config: Config, arguments: Sequence[str], what: str) -> None:
     with pytest.raises(UserError, match=what):
-        evaluation_config(typed(compose(["+strategy=dp", *TINY, "+metrics=f1"])), arguments)
+        evaluation_config(config, arguments)
 
 
-def test_what_only_backward_passes_do_is_left_out() -> None:
-    saving = ["train.activation_checkpointing=1KiB", "train.activation_offload=1KiB", "train.cuda_graphs=true"]
-    run = typed(compose(["+strategy=dp", *TINY, *saving, "optim.in_backward=true"]))
-    config = evaluation_config(run, [])
-    assert (config.train.activation_checkpointing, config.train.activation_offload) == ("none", "none")
-    assert (config.train.cuda_graphs, config.optim.in_backward) == (False, False)
-    exact = typed(compose(["+strategy=single", *TINY, "train.reproducible=any_world_size"]))
-    assert evaluation_config(exact, ["+strategy=zero3"]).train.reproducible is None
-    narrow = typed(compose(["+strategy=dp", *TINY, "precision=bf16", "precision.weights=bf16"]))
-    assert evaluation_config(narrow, []).precision.weights == "fp32"
+def test_what_only_backward_passes_do_is_left_out(config: Config) -> None:
+    saving = replace(config.train, activation_checkpointing="1KiB", activation_offload="1KiB", cuda_graphs=True)
+    run = replace(
+        config,
+        train=replace(saving, reproducible="any_world_size"),
+        optim=replace(config.optim, in_backward=True),
+        precision=replace(config.precision, weights="bf16"),
+    )
+    evaluation = evaluation_config(run, ["+strategy=zero3"])
+    assert (evaluation.train.activation_checkpointing, evaluation.train.activation_offload) == ("none", "none")
+    assert (evaluation.train.cuda_graphs, evaluation.train.reproducible) == (False, None)
+    assert (evaluation.optim.in_backward, evaluation.precision.weights) == (False, "fp32")
 
 
-def test_groups_of_the_command_line_replace_those_of_the_run() -> None:
-    run = typed(compose(["+strategy=zero3", *TINY, "batch.micro_size=2", "precision=bf16"]))
-    same = evaluation_config(run, [])
-    assert (same.strategy, same.batch, same.model, same.data) == (run.strategy, run.batch, run.model, run.data)
-    other = evaluation_config(run, ["+strategy=pp", "data=text", "batch.micro_size=1"])
+def test_an_evaluation_has_the_groups_of_the_run_without_what_is_deleted(config: Config) -> None:
+    same = evaluation_config(config, ["~metrics.f1", "~eval_sets.a", "~metrics.top_k.args.k=5"])
+    assert (same.strategy, same.batch, same.model, same.data) == (
+        config.strategy,
+        config.batch,
+        config.model,
+        config.data,
+    )
+    assert (same.metrics.keys(), same.eval_sets) == ({"top_k"}, {"b": {"samples": 32}})
+    assert same.metrics["top_k"].args == {}
+
+
+def test_groups_of_the_command_line_replace_those_of_the_run(config: Config) -> None:
+    other = evaluation_config(config, ["+strategy=pp", "data=text", "batch.micro_size=1", "metrics={}"])
     assert (other.strategy.pp, other.data.kind, other.batch.micro_size) == ("fill", "text", 1)
-    assert (other.model, other.precision) == (run.model, run.precision)
+    assert (other.model, other.precision, other.metrics) == (config.model, config.precision, {})
 
 
-def test_metrics_and_eval_sets_of_the_run_can_be_left_out() -> None:
-    sets = ["+eval_sets.a.samples=16", "+eval_sets.b.samples=32"]
-    run = typed(compose(["+strategy=dp", *TINY, "+metrics=[f1,top_k]", *sets]))
-    config = evaluation_config(run, ["~metrics.f1", "~eval_sets.a", "~metrics.top_k.args.k=5"])
-    assert (config.metrics.keys(), config.eval_sets) == ({"top_k"}, {"b": {"samples": 32}})
-    assert config.metrics["top_k"].args == {}
-    assert evaluation_config(run, ["metrics={}"]).metrics == {}
-
-
-def test_a_group_that_is_placed_elsewhere_replaces_only_what_it_changes() -> None:
-    run = typed(compose(["+strategy=dp", *TINY, "data.samples=48", "+eval_sets.a.samples=16"]))
-    config = evaluation_config(run, ["+data@eval_sets.b=synthetic", "+data@eval_sets.c=text"])
-    assert config.data == run.data
-    assert config.eval_sets.keys() == {"b", "c"}
+def test_a_group_that_is_placed_elsewhere_replaces_only_what_it_changes(config: Config) -> None:
+    other = evaluation_config(config, ["+data@eval_sets.b=synthetic", "+data@eval_sets.c=text"])
+    assert other.data == config.data
+    assert other.eval_sets.keys() == {"b", "c"}
 
 
 @pytest.mark.parametrize(("name", "what"), [("last", "unknown checkpoint"), ("7", "no checkpoint of step 7")])

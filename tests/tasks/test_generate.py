@@ -16,7 +16,7 @@ from hpc_train.checkpoint.restoring import load_weights
 from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.commands import model
 from hpc_train.config.compose import typed
-from hpc_train.config.schema import Config, SFTDataConfig, TokensDataConfig
+from hpc_train.config.schema import SFTDataConfig, TokensDataConfig
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
@@ -87,23 +87,26 @@ def test_the_command_continues_as_a_bare_loop_does(base: Path) -> None:
 
 
 def test_every_layout_and_the_average_give_the_tokens_of_one_process(base: Path) -> None:
-    ((greedy, drawn, average),) = run_on_world(1, generated, str(base), ["+strategy=single"])
+    sharded, split = (
+        run_on_world(2, generated, str(base), strategy)
+        for strategy in (["+strategy=zero3"], ["+strategy=tp", "strategy.tp=2"])
+    )
+    greedy, drawn, average = sharded[0]
     assert greedy == [bare_loop(bare_model(base), row, NEW) for row in ROWS]
     assert average == [bare_loop(bare_model(base, "hooks.ema."), row, NEW) for row in ROWS]
     assert greedy not in (drawn, average)
-    for strategy in (["+strategy=zero3"], ["+strategy=tp", "strategy.tp=2"]):
-        for found in run_on_world(2, generated, str(base), strategy):
-            assert found == [greedy, drawn, average], strategy
+    for result in [*sharded, *split]:
+        assert result == [greedy, drawn, average]
 
 
 def generated(rank: int, world_size: int, base: str, strategy: list[str]) -> list[Any]:
-    config = generation_config(load_config(base), strategy)
+    config = generation_config(load(RunDirectory(Path(base))), strategy)
     mesh = join_again(config, rank, world_size)
     engine = build_engine(config, mesh)
     alone, together = Decoder(engine, mesh), Decoder(engine, mesh, width=24)
     load_weights(engine, mesh, checkpoint_of(Path(base)))
     greedy, drawn = together.run(ROWS, NEW), alone.run(ROWS, NEW, DRAWN)
-    if world_size == 1:
+    if config.strategy.tp == 1:
         assert greedy is not None and alone.run(ROWS, NEW) == greedy, "padding at the end changes nothing"
         assert together.run(ROWS, NEW, DRAWN) == drawn, "the same seed draws the same tokens"
         again = alone.run([ROWS[0], ROWS[0]], NEW, DRAWN)
@@ -113,10 +116,6 @@ def generated(rank: int, world_size: int, base: str, strategy: list[str]) -> lis
         assert alone.run(ROWS, NEW, proceed=lambda done: done < 2) is None
     load_weights(engine, mesh, checkpoint_of(Path(base)), "ema")
     return [greedy, drawn, together.run(ROWS, NEW)]
-
-
-def load_config(base: str) -> Config:
-    return load(RunDirectory(Path(base)))
 
 
 def test_draws_follow_the_distribution_that_is_left() -> None:
@@ -131,12 +130,10 @@ def test_draws_follow_the_distribution_that_is_left() -> None:
 
 REFUSED = {
     "no prompt": ([], "there is no prompt"),
-    "an empty prompt": ([""], "prompt 1 has no tokens"),
     "too long": (
         ["1 2 3", "--max-tokens", "22"],
         "3 tokens, to which up to 22 are added, but the model was trained on 24",
     ),
-    "an unknown id": (["1 99"], "token id 99, but the model has 32 token ids"),
     "text as ids": (["def"], "'def' is not a list of token ids"),
     "no effect": (["1", "--top-k", "4"], "no effect at temperature 0"),
     "a temperature": (["1", "--temperature", "-1"], "--temperature is -1.0"),
@@ -154,6 +151,13 @@ def test_what_cannot_be_generated_is_refused_before_workers_start(base: Path, ca
     arguments, what = REFUSED[case]
     with pytest.raises(UserError, match=what):
         model.generate([str(base), "--tokenizer", "ids", *arguments, "cluster=local"])
+
+
+def test_prompts_that_do_not_fit_the_model_are_refused(base: Path) -> None:
+    config = load(RunDirectory(base))
+    for prompts, what in (([[]], "prompt 1 has no tokens"), ([[1, 99]], "token id 99, but the model has 32 token ids")):
+        with pytest.raises(UserError, match=what):
+            check_prompts(config, prompts, 1)
 
 
 def test_a_run_that_is_unknown_or_has_no_text_is_refused(base: Path) -> None:
