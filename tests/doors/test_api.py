@@ -16,7 +16,6 @@ import pytest
 import hpc_train
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_json
-from tests.checkpoint.progress import IN_LONG_FORM
 from tests.data.chats import write_chat_model
 from tests.doors.command import TINY, environment
 from tests.warm_parents import HUGGING_FACE, with_server
@@ -76,11 +75,11 @@ def test_a_submitted_run_is_read_back(
 @pytest.mark.parametrize(
     ("name", "steps", "export"),
     [
-        # the commands of docs/howto/huggingface.md do the same
-        pytest.param("fine_tuning", "train.epochs=0.03", "sums-model", marks=IN_LONG_FORM),
-        pytest.param("lora", "train.steps=2", "adapter", marks=pytest.mark.long_form(45)),
+        ("fine_tuning", "train.epochs=0.03", "sums-model"),
+        ("lora", "train.steps=2", "adapter"),
     ],
 )
+@pytest.mark.long_form(45)  # the commands of docs/howto/huggingface.md do the same
 def test_the_examples_of_hugging_face_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, steps: str, export: str
 ) -> None:
@@ -125,17 +124,11 @@ def test_a_sweep_gives_a_list_of_runs() -> None:
 @pytest.mark.parametrize(
     ("overrides", "what"),
     [
-        (["optim.lr=fast"], "fast"),
-        (["train.stepz=3"], "stepz"),
-        (["+strategy=dp,nonsense"], "nonsense"),
         (["batch.global_size=0"], "global_size"),
         (["-m"], "-m is an option"),
         (["launch.dry_run=true"], "no dry run"),
     ],
 )
-@pytest.mark.long_form(
-    2, cases=["overrides0-fast", "overrides1-stepz", "overrides2-nonsense"]
-)  # tests/launch/test_request.py
 def test_a_mistake_is_a_user_error_and_writes_nothing(tmp_path: Path, overrides: list[str], what: str) -> None:
     with pytest.raises(hpc_train.UserError, match=what):
         hpc_train.submit([*overrides, "cluster=local"])

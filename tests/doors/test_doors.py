@@ -21,7 +21,6 @@ from hpc_train.commands import why
 from hpc_train.run.directory import PAGE, RunDirectory
 from hpc_train.run.exits import RESPONSES, Failure
 from hpc_train.search_path import safe_path
-from tests.checkpoint.progress import LONG
 from tests.doors.command import TINY, environment, hpc_train, start
 
 FAULTY = [
@@ -43,12 +42,12 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 
 def test_foreground_multirun_and_agent_give_identical_losses(tmp_path: Path) -> None:
-    asked = ["+strategy=hybrid", *TINY, "cluster.cpu_workers=2"]
-    foreground = hpc_train(*asked, "cluster=local", "run.name=foreground", "--json", cwd=tmp_path)
+    overrides = ["+strategy=hybrid", *TINY, "cluster.cpu_workers=2"]
+    foreground = hpc_train(*overrides, "cluster=local", "run.name=foreground", "--json", cwd=tmp_path)
     assert foreground.returncode == 0, foreground.stdout + foreground.stderr
-    multirun = hpc_train(*asked, "run.name=multirun", "-m", "--json", cwd=tmp_path)
+    multirun = hpc_train(*overrides, "run.name=multirun", "-m", "--json", cwd=tmp_path)
     assert multirun.returncode == 0, multirun.stdout + multirun.stderr
-    frozen = hpc_train("freeze", *asked, "run.name=script", cwd=tmp_path)
+    frozen = hpc_train("freeze", *overrides, "run.name=script", cwd=tmp_path)
     assert frozen.returncode == 0, frozen.stdout + frozen.stderr
     agent = hpc_train("agent", str(tmp_path / "outputs" / "script"), "--json", cwd=tmp_path)
     assert agent.returncode == 0, agent.stdout + agent.stderr
@@ -71,15 +70,14 @@ def test_foreground_multirun_and_agent_give_identical_losses(tmp_path: Path) -> 
 
 @pytest.mark.long_form(10)  # the sweep with a failing job
 def test_sweep_runs_every_job_and_exits_zero(tmp_path: Path) -> None:
-    rates = "1e-3,3e-4" if LONG else "1e-3"
-    axes = ["+strategy=single,dp", f"optim.lr={rates}", "cluster.cpu_workers=2"]
+    axes = ["+strategy=single,dp", "optim.lr=1e-3,3e-4", "cluster.cpu_workers=2"]
     done = hpc_train(*axes, *TINY, "run.name=sweep", "-m", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = sorted(path.parent for path in (tmp_path / "outputs" / "sweep").glob("*/config.yaml"))
-    assert len(runs) == (4 if LONG else 2)
+    assert len(runs) == 4
     assert all(len(losses(run)) == 6 for run in runs)
     assert f"report: {runs[0].parent / PAGE}" in done.stdout
-    assert "2 done" in (runs[0].parent / PAGE).read_text() or LONG
+    assert "4 done" in (runs[0].parent / PAGE).read_text()
     assert ": done; nothing failed" in (runs[0] / PAGE).read_text(), "that of each run is its agent's"
     assert RunDirectory(runs[0]).record()["overrides"][:2] == ["+strategy=single", "optim.lr=0.001"]
     assert "+strategy=single,dp" in (tmp_path / "outputs" / "sweep" / "multirun.yaml").read_text()
@@ -185,18 +183,6 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, called: Callable[..., subproce
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.long_form(12)  # README.md does it
-def test_the_same_run_resumes_under_another_strategy(tmp_path: Path) -> None:
-    asked = [*TINY, "cluster=local", "cluster.cpu_workers=2", "run.name=run"]
-    first = hpc_train("+strategy=hybrid", *asked, "train.steps=4", cwd=tmp_path)
-    assert first.returncode == 0, first.stdout + first.stderr
-    second = hpc_train("+strategy=zero2", *asked, "train.steps=8", cwd=tmp_path)
-    assert second.returncode == 0, second.stdout + second.stderr
-    run = RunDirectory(tmp_path / "outputs" / "run")
-    assert [line["step"] for line in run.read_metrics()][-1] - run.read_metrics()[0]["step"] == 7
-    assert any(event["event"] == "resumed" for event in run.read_events())
-
-
 @pytest.mark.long_form(40)  # tests/checkpoint/test_purged.py has the refusal
 def test_every_door_refuses_a_run_whose_checkpoints_are_gone(tmp_path: Path) -> None:
     command = ["+strategy=dp", *TINY, "train.steps=2", "cluster=local", "cluster.cpu_workers=2", "run.name=run"]
@@ -233,7 +219,11 @@ def test_a_restart_within_a_job_refuses_when_the_checkpoints_have_gone_meanwhile
 CONSOLE_SCRIPT = "import sys; sys.path[0] = '/opt/env/bin'; from hpc_train.cli import main; main()"  # as pip writes it
 
 
-def test_the_console_script_finds_modules_of_the_working_directory_and_lets_none_replace_others(tmp_path: Path) -> None:
+@pytest.mark.long_form(8, cases=["status", "run"])
+@pytest.mark.parametrize("command", ["status", "dry run", "run"])
+def test_the_console_script_finds_modules_of_the_working_directory_and_lets_none_replace_others(
+    command: str, tmp_path: Path
+) -> None:
     """A colleague's directory with files that run when they are imported, and with a model of the user."""
     evil = "from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\nraise SystemExit('evil')\n"
     (tmp_path / "hydra_plugins").mkdir()
@@ -241,15 +231,20 @@ def test_the_console_script_finds_modules_of_the_working_directory_and_lets_none
         (tmp_path / f"{name}.py").write_text(evil)
     (tmp_path / "own_model.py").write_text("from tests.doors.faulty import Faulty\n\nclass Model(Faulty): ...\n")
     of_user = ["model._target_=own_model.Model", "train.steps=2", "telemetry.tensorboard=true"]
-    asked = ["+strategy=dp", *FAULTY, *of_user, "cluster=local", "cluster.cpu_workers=1", "run.name=run"]
-    for arguments in ([*asked, "launch.dry_run=true"], *([["status"], asked] if LONG else [])):
-        command = [sys.executable, "-c", CONSOLE_SCRIPT, *arguments]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=300
-        )
-        assert done.returncode == 0, (arguments, done.stdout + done.stderr)
-        assert [path.name for path in tmp_path.rglob("*.ran")] == [], arguments
-    if LONG:
+    training = ["+strategy=dp", *FAULTY, *of_user, "cluster=local", "cluster.cpu_workers=1", "run.name=run"]
+    arguments = {"status": ["status"], "dry run": [*training, "launch.dry_run=true"], "run": training}[command]
+    done = subprocess.run(
+        [sys.executable, "-c", CONSOLE_SCRIPT, *arguments],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [path.name for path in tmp_path.rglob("*.ran")] == []
+    if command == "run":
         assert len(RunDirectory(tmp_path / "outputs" / "run").read_metrics()) == 2
 
 

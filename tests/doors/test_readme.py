@@ -36,7 +36,7 @@ FEW = {
 READ = ("status", "logs", "why", "compare", "plot", "report", "sync")  # they need nothing but the run
 TAKEN_AS_THEY_ARE = ("prepare", "checkpoint", "evaluate", "generate", "doctor", *READ)
 SECONDS = {  # of the long form of each page on two cores
-    README: 120,
+    README: 150,
     "docs/extend.md": 20,
     "docs/howto/data.md": 60,
     "docs/howto/failures.md": 40,
@@ -152,7 +152,7 @@ def run_here(folder: Path, arguments: Sequence[str]) -> None:
 
 
 def run_command(folder: Path, arguments: Sequence[str], env: dict[str, str]) -> None:
-    done = hpc_train(*arguments, cwd=folder, timeout=240, env=env)
+    done = hpc_train(*arguments, cwd=folder, timeout=1200, env=env)
     assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}{done.stderr}"
     trains = arguments[0].startswith("+strategy") and "cluster=local" in arguments
     if trains and not {"-m", "--cfg"}.intersection(arguments):

@@ -20,7 +20,6 @@ from hpc_train.commands import report, why
 from hpc_train.planner.calibration import read_calibration
 from hpc_train.planner.machine import read_machine
 from hpc_train.report.page.build import write_after, write_at_end
-from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.markup import Html, Scale, block, thinned
 from hpc_train.report.page.resources import ideal_rows
 from hpc_train.report.pipeline_step import Chunk
@@ -29,7 +28,6 @@ from hpc_train.run.directory import PAGE, RunDirectory
 from hpc_train.run.exits import Failure
 from hpc_train.run.files import append_line, read_lines, write_json
 from hpc_train.run.freeze import freeze, load
-from hpc_train.runs.lookup import find_runs
 from tests.launch.jobs import make_job
 
 SECRET = "sk-0123456789abcdef"
@@ -206,12 +204,6 @@ def test_a_page_tells_what_happened_in_the_words_of_why(tmp_path: Path, capsys: 
     assert "model gpt, dim 16, n_layers 2" in said and "learning rate 0.0" in said and "batch" not in page.titles
     assert SECRET not in text and "(hidden)" in text
     assert "<script" not in text and "alert(1)" in said
-
-
-def test_lost_work_is_what_was_done_again(tmp_path: Path) -> None:
-    facts = RunFacts.read(find_runs(str(failed_and_recovered(tmp_path / "sweep").path), "report")[0])
-    assert [line["step"] for line, lost in zip(facts.lines, facts.lost, strict=True) if lost] == [6, 7, 8]
-    assert [line["step"] for line in facts.kept] == list(range(1, 13))
 
 
 def out_of_memory(path: Path, saved: int | None) -> RunDirectory:

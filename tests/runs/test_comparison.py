@@ -229,37 +229,30 @@ def test_runs_are_compared_the_best_first(sweep: list[Job], capsys: pytest.Captu
         compare.main(["runs", "--metric", "nothing"])
 
 
-@pytest.mark.parametrize(
-    ("runs", "conditions", "code", "words"),
-    [
-        ("0 1", ["val_loss>1.02*baseline"], 0, ["passed"]),
-        ("1 0", ["val_loss>1.02*baseline"], 1, ["val_loss 2.25 is > 1.785 (--fail-if 'val_loss>1.02*baseline')"]),
-        ("1 0", ["val_loss > 1.3*baseline", "loss<baseline"], 0, ["passed"]),
-        ("0 2", ["val_loss>baseline"], 1, ["the run is failed"]),
-        ("1 3", ["val_loss>baseline"], 1, ["the run is failed; val_loss is not known"]),
-        ("0 --baseline runs/1", ["loss>=1.25*baseline"], 1, ["loss 2.5 is >= 2.5 (--fail-if"]),
-        ("0 1", ["loss>2.25", "val_loss>=1e9"], 1, ["loss 2.5 is > 2.25 (--fail-if 'loss>2.25')", "passed"]),
-    ],
-)
-def test_a_run_that_is_worse_than_the_baseline_fails(
-    sweep: list[Job],
-    capsys: pytest.CaptureFixture[str],
-    runs: str,
-    conditions: list[str],
-    code: int,
-    words: list[str],
-) -> None:
-    arguments = [f"runs/{part}" if part.isdigit() else part for part in runs.split()]
-    assert compare.main([*arguments, *(f"--fail-if={condition}" for condition in conditions)]) == code
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(words)
-    assert all(word in line for word, line in zip(words, lines, strict=True))
+CONDITIONS: list[tuple[str, list[str], int, list[str]]] = [  # runs, conditions, exit code, and words of each line
+    ("0 1", ["val_loss>1.02*baseline"], 0, ["passed"]),
+    ("1 0", ["val_loss>1.02*baseline"], 1, ["val_loss 2.25 is > 1.785 (--fail-if 'val_loss>1.02*baseline')"]),
+    ("1 0", ["val_loss > 1.3*baseline", "loss<baseline"], 0, ["passed"]),
+    ("0 2", ["val_loss>baseline"], 1, ["the run is failed"]),
+    ("1 3", ["val_loss>baseline"], 1, ["the run is failed; val_loss is not known"]),
+    ("0 --baseline runs/1", ["loss>=1.25*baseline"], 1, ["loss 2.5 is >= 2.5 (--fail-if"]),
+    ("0 1", ["loss>2.25", "val_loss>=1e9"], 1, ["loss 2.5 is > 2.25 (--fail-if 'loss>2.25')", "passed"]),
+]
 
 
-@pytest.mark.parametrize("condition", ["val_loss", "val_loss=1", "val_loss>two", "val_loss>baseline*2", ">1"])
-def test_what_is_no_condition_is_refused(sweep: list[Job], condition: str) -> None:
-    with pytest.raises(UserError, match="is not a condition"):
-        compare.main(["runs/0", "runs/1", f"--fail-if={condition}"])
+def test_a_run_that_is_worse_than_the_baseline_fails(sweep: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
+    for runs, conditions, code, words in CONDITIONS:
+        arguments = [f"runs/{part}" if part.isdigit() else part for part in runs.split()]
+        assert compare.main([*arguments, *(f"--fail-if={condition}" for condition in conditions)]) == code
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == len(words), (runs, conditions)
+        assert all(word in line for word, line in zip(words, lines, strict=True)), (runs, conditions)
+
+
+def test_what_is_no_condition_is_refused(sweep: list[Job]) -> None:
+    for condition in ("val_loss", "val_loss=1", "val_loss>two", "val_loss>baseline*2", ">1"):
+        with pytest.raises(UserError, match="is not a condition"):
+            compare.main(["runs/0", "runs/1", f"--fail-if={condition}"])
 
 
 def test_a_condition_on_the_baseline_needs_one(sweep: list[Job]) -> None:

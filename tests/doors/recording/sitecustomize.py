@@ -14,7 +14,7 @@ folder = os.environ.get("HPC_TRAIN_RECORD_KEYS")
 
 
 def _counts(module: str) -> bool:
-    return module in ("hpc_train.config.values", "hpc_train.config.values") or not module.startswith(GENERIC)
+    return module == "hpc_train.config.values" or not module.startswith(GENERIC)
 
 
 def _record(cls: type) -> None:
