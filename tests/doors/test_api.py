@@ -74,10 +74,7 @@ def test_a_submitted_run_is_read_back(
 
 @pytest.mark.parametrize(
     ("name", "steps", "export"),
-    [
-        ("fine_tuning", "train.epochs=0.03", "sums-model"),
-        ("lora", "train.steps=2", "adapter"),
-    ],
+    [("fine_tuning", "train.epochs=0.03", "sums-model"), ("lora", "train.steps=2", "adapter")],
 )
 @pytest.mark.long_form(45)  # the commands of docs/howto/huggingface.md do the same
 def test_the_examples_of_hugging_face_models(
@@ -123,11 +120,7 @@ def test_a_sweep_gives_a_list_of_runs() -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "what"),
-    [
-        (["batch.global_size=0"], "global_size"),
-        (["-m"], "-m is an option"),
-        (["launch.dry_run=true"], "no dry run"),
-    ],
+    [(["batch.global_size=0"], "global_size"), (["-m"], "-m is an option"), (["launch.dry_run=true"], "no dry run")],
 )
 def test_a_mistake_is_a_user_error_and_writes_nothing(tmp_path: Path, overrides: list[str], what: str) -> None:
     with pytest.raises(hpc_train.UserError, match=what):

@@ -113,10 +113,7 @@ def shortened(arguments: Sequence[str], earlier: Sequence[Sequence[str]] = ()) -
     costly = "train.compile=true" in arguments or data == "sft"  # each worker compiles, or reads the chats, for itself
     two = costly or (arguments[0] in REPLICATED and "cluster=local" in arguments and "-m" not in arguments)
     workers = ["cluster.cpu_workers=2"] if two else []
-    return [
-        *arguments,
-        *(part for part in [NO_WANDB, *steps, *small, *workers] if part.partition("=")[0] not in given),
-    ]
+    return [*arguments, *(part for part in [NO_WANDB, *steps, *small, *workers] if part.partition("=")[0] not in given)]
 
 
 def test_the_pages_have_commands() -> None:

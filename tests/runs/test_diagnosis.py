@@ -222,10 +222,7 @@ def test_nccls_warnings_are_shown_and_explained(run: RunDirectory, capsys: pytes
     [  # as NCCL 2.9 to 2.30 and torch print them, from public reports
         (COMPLETION, "error 12"),
         ("NCCL WARN NET/IB : Got completion from peer 1.2.3.4<4> with error 12, opcode 0, len 0, vendor err 129", "12"),
-        (
-            "NCCL WARN NET/IB: Got completion from peer 1.2.3.4<4> with status=IBV_WC_RETRY_EXC_ERR(12) opcode",
-            "12",
-        ),
+        ("NCCL WARN NET/IB: Got completion from peer 1.2.3.4<4> with status=IBV_WC_RETRY_EXC_ERR(12) opcode", "12"),
         (COMPLETION.replace("status=12", "status=13"), "error 13"),
         (COMPLETION.replace("status=12", "status=4"), "error 4 or 10"),
         ("init.cc:497 NCCL WARN Duplicate GPU detected : rank 2 and rank 0 both on CUDA device 1000", "the same GPU"),
