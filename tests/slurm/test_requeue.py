@@ -120,6 +120,8 @@ def test_the_time_limit_of_jobs_that_are_not_requeued(plain: Cluster, tmp_path: 
     options = ["--parsable", "--time=1", "--signal=URG@10", "--output=job.log"]
     untold = shell.call("sbatch", *options, *script, "run.name=untold", cwd=tmp_path).stdout.strip()
     assert shell.wait_for_state(untold, *ENDED) == "TIMEOUT"
+    for name in ("once", "late"):
+        shell.wait_for_state(job_id(tmp_path / "outputs" / name), *ENDED)
     reports = {name: why(shell, tmp_path, name) for name in ("once", "late", "untold")}
     announced = "Slurm announced the time limit or a preemption (USR2); not requeued: elastic.max_requeues=0"
     assert reports["once"]["cause"]["message"].startswith(announced)
@@ -162,7 +164,9 @@ def test_a_job_that_somebody_holds_is_not_requeued(plain: Cluster, tmp_path: Pat
     plain.call("scontrol", "resume", job_id(run))
     plain.call("scontrol", "requeue", job_id(run))
     plain.wait_for_state(job_id(run), "PENDING")
+    plain.call("scontrol", "update", f"JobId={job_id(run)}", "StartTime=now+1hour")
     assert status(plain, tmp_path, "run")[0]["state"].startswith("pending")
+    plain.call("scontrol", "update", f"JobId={job_id(run)}", "StartTime=now")
     second = run / "metrics" / "attempt-001.jsonl"
     wait_for("a step of the second start", lambda: second.exists() and bool(second.read_text()), 120)
     plain.call("scontrol", "hold", job_id(run))
