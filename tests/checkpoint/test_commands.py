@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from hpc_train.checkpoint.manifest import METADATA
 from hpc_train.config.schema import GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from tests.checkpoint.made import commit
+from tests.checkpoint.made import commit, quiet_bar
 from tests.checkpoint.test_hostile import seal
 from tests.doors.command import TINY, hpc_train
 from tests.ranks import run_ranks
@@ -100,7 +99,7 @@ def test_metadata_with_code_is_damage(
     assert problems[0].endswith("it refers to os.getpid, which is not on the allow-list")
     monkeypatch.setattr(transfer, "_model", lambda run: (GPTConfig(), 8))
     with pytest.raises(UserError, match=r"os.getpid, which is not on the allow-list"):
-        transfer.export(run, 1, run.path / "x.pt", "pt", None, lambda label, total: nullcontext(lambda count: None))
+        transfer.export(run, 1, run.path / "x.pt", "pt", None, quiet_bar)
 
 
 def test_list_and_verify_need_no_right_to_write(run: RunDirectory) -> None:

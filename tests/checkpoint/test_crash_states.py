@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 50)
 
-SUBSETS = 20 if LONG else 3
+SUBSETS = 20 if LONG else 1
 
 
 @dataclass
@@ -76,8 +76,10 @@ class Recorder:
             found = found.live[name]
         return found
 
-    def record(self, patch: pytest.MonkeyPatch) -> None:
+    def record(self, patch: pytest.MonkeyPatch, by_marker: bool) -> None:
+        """Records a store that commits by a rename of the directory, or else ``by_marker`` and renames only files."""
         create, sync, mkdir, rename, remove = disk.create, disk.sync, os.mkdir, os.rename, disk.remove
+        unlink = disk.unlink
 
         def recorded_create(path: Path) -> Any:
             file = create(path)
@@ -102,6 +104,7 @@ class Recorder:
                 self.check()
 
         def recorded_rename(source: Any, target: Any) -> None:
+            assert not (by_marker and Path(source).is_dir() and Path(source).is_relative_to(self.root)), source
             rename(source, target)
             source, target = Path(source), Path(target)
             self.node(source.parent).change(**{source.name: None, target.name: self.node(source)})
@@ -121,6 +124,14 @@ class Recorder:
         patch.setattr(disk, "remove", recorded_remove)
         patch.setattr(os, "mkdir", recorded_mkdir)
         patch.setattr(os, "rename", recorded_rename)
+
+        def recorded_unlink(path: Path) -> None:
+            if path.is_relative_to(self.root):
+                self.node(path.parent).change(**{path.name: None})
+            unlink(path)
+
+        if by_marker:
+            patch.setattr(disk, "unlink", recorded_unlink)
 
     def check(self) -> None:
         """All states that a crash at this moment could leave hold the last commit that returned, or a later one."""
@@ -143,20 +154,24 @@ ORIGINAL = {
 }  # fmt: skip
 
 
-def save_and_crash(rank: int, world_size: int, folder: str) -> tuple[int, int]:
+def save_and_crash(rank: int, world_size: int, folder: str, by_marker: bool) -> tuple[int, int]:
     root, states = Path(folder) / "root", Path(folder) / "states"
     root.mkdir()
     states.mkdir()
-    recorder, store = Recorder(root, states), CheckpointStore(root)
+    recorder, store = Recorder(root, states), CheckpointStore(root, by_marker=by_marker)
     with pytest.MonkeyPatch.context() as patch:
-        recorder.record(patch)
+        recorder.record(patch, by_marker)
         for step in (1, 2, 3):
             recorder.returned = commit(store, step).step
             store.prune(Retention(1), attempt=0)
     return recorder.prefixes, recorder.checked
 
 
-def test_every_state_that_a_crash_can_leave_holds_the_last_commit(tmp_path: Path) -> None:
-    ((prefixes, checked),) = run_ranks(1, save_and_crash, str(tmp_path), timeout=LIMIT_S)
+@pytest.mark.long_form(10, cases=["True"])  # the other case has the model of a crash
+@pytest.mark.parametrize("by_marker", [False, True])
+def test_every_state_that_a_crash_can_leave_holds_the_last_commit(tmp_path: Path, by_marker: bool) -> None:
+    ((prefixes, checked),) = run_ranks(1, save_and_crash, str(tmp_path), by_marker, timeout=LIMIT_S)
     assert prefixes > 40
     assert checked == prefixes * (2 + SUBSETS)
+    newest = "step-00000003.attempt-000.0" if by_marker else "step-00000003"
+    assert [path.name for path in (tmp_path / "root").iterdir()] == [newest]

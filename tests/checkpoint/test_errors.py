@@ -85,10 +85,13 @@ def fail_everywhere(rank: int, world_size: int, path: str) -> tuple[list[str], l
     for _ in range(3):  # the third is the first one that removes
         counted = Fault()
         assert try_to_save(checkpoints, next(steps), counted) is None
-    sites, wrong, codes = of_all_ranks(counted.counts), [], cycle(CODES)
+    sites = of_all_ranks(counted.counts)
+    wrong = []
+    codes = cycle(CODES)
+    first_or_last = cycle((0, 1))
     for victim in range(world_size):
         for site, calls in sites[victim].items():
-            for nth in range(1, calls + 1) if LONG else {1, calls}:
+            for nth in range(1, calls + 1) if LONG else [next(first_or_last) * (calls - 1) + 1]:
                 for code in CODES if LONG else [next(codes)]:
                     fault = Fault(site if rank == victim else "", nth, code)
                     problem = fail_once(checkpoints, next(steps), fault, os.strerror(code))

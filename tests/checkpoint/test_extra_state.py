@@ -25,7 +25,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze, load
 from hpc_train.train.custom_loop import LoopState
 from hpc_train.train.rehearsal import rehearse
-from tests.checkpoint.test_hf import quiet_bar
+from tests.checkpoint.made import quiet_bar
 from tests.checkpoint.training import Training, join_again
 from tests.config.composing import compose
 from tests.ranks import run_on_world

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hpc_train.models.hf_names import FAMILIES, gpt_config, hf_config
 from hpc_train.models.model import Model, keep_shared
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.imported import imported_model
+from tests.checkpoint.made import quiet_bar
 
 SEQUENCE, WINDOW = 19, 5
 SIZES: dict[str, Any] = {
@@ -77,10 +78,6 @@ def in_double() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-def quiet_bar(what: str, total: int) -> nullcontext[Any]:
-    return nullcontext(lambda count: None)
-
-
 def random_model(case: str) -> Any:
     """The model of ``transformers`` in fp64 with weights that are far from uniform."""
     transformers = pytest.importorskip("transformers")
@@ -103,6 +100,7 @@ def loaded(files: PublishedFiles) -> Model:
     return model
 
 
+@pytest.mark.long_form(3, cases=["qwen2 windows", "gemma"])  # mistral and gemma2 have their options
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_transformers_and_the_files_go_there_and_back(tmp_path: Path, case: str) -> None:
     transformers = pytest.importorskip("transformers")

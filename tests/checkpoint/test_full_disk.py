@@ -81,6 +81,7 @@ def save_on_less_and_less(rank: int, world_size: int, path: str) -> list[str | N
     return reported
 
 
+@pytest.mark.long_form(8)  # test_errors has this error at each call of a save
 def test_wherever_a_save_finds_the_disk_full_it_says_so(small_disk: Path) -> None:
     run = frozen(small_disk / "run", "+strategy=zero2", "model.n_layers=1", "optim=sgd", "optim.momentum=0")
     first, second = run_ranks(2, save_on_less_and_less, str(run.path))

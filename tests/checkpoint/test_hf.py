@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from hpc_train.models.model import Model
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze
 from hpc_train.run.imported import imported_model, model_overrides
-from tests.checkpoint.made import commit
+from tests.checkpoint.made import commit, quiet_bar
 from tests.config.composing import compose
 from tests.models.models import with_values
 from tests.train.runs import TINY, frozen
@@ -31,10 +30,6 @@ from tests.train.runs import TINY, frozen
 SIZES: dict[str, Any] = {"vocab_size": 64, "n_layers": 3, "dim": 32, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48}
 SIZES["rope_theta"] = 5e5
 BOTH = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-
-
-def quiet_bar(what: str, total: int) -> nullcontext[Any]:
-    return nullcontext(lambda count: None)
 
 
 def model_and_run(path: Path, tied: bool) -> tuple[Model, RunDirectory]:
@@ -58,18 +53,26 @@ def logits_of(folder: Path, tokens: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Model, RunDirectory]]:
+    """A model and its run, tied and untied, for tests that only read them."""
+    folder = tmp_path_factory.mktemp("saved")
+    return {tied: model_and_run(folder / f"{tied}", tied) for tied in (False, True)}
+
+
+Saved = dict[bool, tuple[Model, RunDirectory]]
+
+
+@pytest.fixture(scope="module")
+def llama(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of an exported model."""
     folder = tmp_path_factory.mktemp("exported")
-    _, run = model_and_run(folder / "run", tied=False)
-    export(run, None, folder / "llama", "hf", None, quiet_bar)
+    export(saved[False][1], None, folder / "llama", "hf", None, quiet_bar)
     return folder / "llama"
 
 
-@BOTH
-@pytest.mark.parametrize("shard_bytes", [2**30, 20_000], ids=["one file", "shards"])
-def test_transformers_computes_the_same(tmp_path: Path, tied: bool, shard_bytes: int) -> None:
-    model, run = model_and_run(tmp_path / "run", tied)
+@pytest.mark.parametrize(("tied", "shard_bytes"), [(True, 2**30), (False, 20_000)], ids=["one file", "shards"])
+def test_transformers_computes_the_same(saved: Saved, tmp_path: Path, tied: bool, shard_bytes: int) -> None:
+    model, run = saved[tied]
     found = choose(run, None)
     stored, passed = StoredTensors(found.path, verified_manifest(found)), list[int]()
     export_hf(stored, model.config, tmp_path / "llama", positions=128, dtype=None, advance=passed.append,
@@ -84,8 +87,8 @@ def test_transformers_computes_the_same(tmp_path: Path, tied: bool, shard_bytes:
 
 
 @BOTH
-def test_back_again_the_tensors_are_the_same_bits(tmp_path: Path, tied: bool) -> None:
-    model, run = model_and_run(tmp_path / "run", tied)
+def test_back_again_the_tensors_are_the_same_bits(saved: Saved, tmp_path: Path, tied: bool) -> None:
+    model, run = saved[tied]
     export(run, None, tmp_path / "llama", "hf", None, quiet_bar)
     result = import_hf(tmp_path / "llama", "back", tmp_path, "float32", quiet_bar)
     back = RunDirectory(tmp_path / "back")
@@ -102,8 +105,8 @@ def test_back_again_the_tensors_are_the_same_bits(tmp_path: Path, tied: bool) ->
     assert f"model.tied_embeddings={str(tied).lower()}" in result["overrides"]
 
 
-def test_another_type_is_rounded_once(tmp_path: Path) -> None:
-    model, run = model_and_run(tmp_path / "run", tied=True)
+def test_another_type_is_rounded_once(saved: Saved, tmp_path: Path) -> None:
+    model, run = saved[True]
     export(run, 7, tmp_path / "llama", "hf", "bfloat16", quiet_bar)
     assert json.loads((tmp_path / "llama/config.json").read_text())["torch_dtype"] == "bfloat16"
     import_hf(tmp_path / "llama", "back", tmp_path, "float32", quiet_bar)
@@ -113,10 +116,9 @@ def test_another_type_is_rounded_once(tmp_path: Path) -> None:
         assert torch.equal(stored.read(f"model.{name}"), value.bfloat16().float())
 
 
-@BOTH
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_one_pt_file_loads_into_the_model(tmp_path: Path, tied: bool, dtype: str | None) -> None:
-    model, run = model_and_run(tmp_path / "run", tied)
+@pytest.mark.parametrize(("tied", "dtype"), [(False, None), (True, "bfloat16")])
+def test_one_pt_file_loads_into_the_model(saved: Saved, tmp_path: Path, tied: bool, dtype: str | None) -> None:
+    model, run = saved[tied]
     export(run, None, tmp_path / "deep/model.pt", "pt", dtype, quiet_bar)
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["model.pt"]
     state = torch.load(tmp_path / "deep/model.pt", weights_only=True)
@@ -146,8 +148,8 @@ def exported(run: RunDirectory, to: Path, *names: str) -> list[dict[str, Any]]:
     return [json.loads((to / name).read_text()) for name in names]
 
 
-def test_imports_and_their_forks_keep_the_end_token(tmp_path: Path) -> None:
-    model, run = model_and_run(tmp_path / "run", tied=False)
+def test_imports_and_their_forks_keep_the_end_token(saved: Saved, tmp_path: Path) -> None:
+    model, run = saved[False]
     (config,) = exported(run, tmp_path / "llama", "config.json")
     assert config["eos_token_id"] is None and config["max_position_embeddings"] == 8
     (tmp_path / "llama/config.json").write_text(json.dumps(config | PUBLISHED))
@@ -170,8 +172,10 @@ def test_imports_and_their_forks_keep_the_end_token(tmp_path: Path) -> None:
     assert llama.generation_config.eos_token_id == [2, 3, 5] and llama.config.eos_token_id == [2, 3]
 
 
-def test_the_end_token_of_token_files_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, _ = model_and_run(tmp_path / "run", tied=False)
+def test_the_end_token_of_token_files_is_exported(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, _ = saved[False]
     meta = tmp_path / "tokens/meta.json"
     meta.parent.mkdir()
     meta.write_text(json.dumps({"dtype": "uint16", "vocab_size": 64, "counts": {}, "separator": 63}))
@@ -227,13 +231,12 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     assert not (tmp_path / "llama").exists()
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    _, run = model_and_run(tmp_path / "run", tied=False)
-    export(run, None, tmp_path / "llama", "hf", None, quiet_bar)
+def test_nothing_is_overwritten(saved: Saved, llama: Path) -> None:
+    _, run = saved[False]
     for action in (
-        lambda: export(run, None, tmp_path / "llama", "hf", None, quiet_bar),
-        lambda: export(run, None, tmp_path / "llama", "pt", None, quiet_bar),
-        lambda: import_hf(tmp_path / "llama", "run", tmp_path, "float32", quiet_bar),
+        lambda: export(run, None, llama, "hf", None, quiet_bar),
+        lambda: export(run, None, llama, "pt", None, quiet_bar),
+        lambda: import_hf(llama, run.path.name, run.path.parent, "float32", quiet_bar),
     ):
         with pytest.raises(UserError, match="already exists"):
             action()

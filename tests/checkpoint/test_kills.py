@@ -27,7 +27,7 @@ from tests.ranks import CONTEXT
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 50)
 
-KILLS = 500 if LONG else 10
+KILLS = 500 if LONG else 6
 RANKS = 4 if LONG else 2
 SAVES = 4
 CALLS = ("make_directory", "create", "write", "sync", "sync_directory", "rename", "remove")

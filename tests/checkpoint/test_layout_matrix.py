@@ -44,7 +44,7 @@ REDUCE, TWO_STAGES = "strategy.data_parallel=allreduce", "strategy.stages_per_ra
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "single": (1, ("+strategy=single",)),
     "dp4": (4, ("+strategy=dp",)),
-    "zero3": (4, ("+strategy=zero3",)),
+    "zero3": (4 if LONG else 2, ("+strategy=zero3",)),
     "pp4": (4, ("+strategy=pp",)),
     "pp2-dp2": (4, ("+strategy=hybrid",)),
     "pp2-zero2": (4, ("+strategy=hybrid", "strategy.data_parallel=zero2")),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import resource
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from hpc_train.checkpoint.transfer import export, import_hf, write_checkpoint
 from hpc_train.config.schema import GPTConfig
 from hpc_train.models.build import build_model
 from hpc_train.run.directory import RunDirectory
+from tests.checkpoint.made import quiet_bar
 from tests.ranks import run_ranks
 from tests.train.runs import frozen
 
@@ -23,10 +22,6 @@ SIZES = {"vocab_size": 256, "n_layers": 10, "dim": 256, "ffn_dim": 1024, "n_head
 _MMAP_THRESHOLD = -3  # of malloc.h
 SHARD = 3 << 20
 LIMIT = 14 << 20  # of memory beside what the process holds already; the model has 42 MB
-
-
-def quiet_bar(what: str, total: int) -> nullcontext[Any]:
-    return nullcontext(lambda count: None)
 
 
 def commit_model(path: Path, config: GPTConfig) -> RunDirectory:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,16 +19,11 @@ from hpc_train.config.evaluation import LOWEST_LOSS
 from hpc_train.config.schema import CustomModelConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from tests.checkpoint.made import commit, is_complete
+from tests.checkpoint.made import commit, is_complete, quiet_bar
 
 
 def save(run: RunDirectory, step: int) -> None:
     commit(run, step, {"model.weight": torch.full((40, 10), float(step))})
-
-
-@contextmanager
-def no_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    yield lambda count: None
 
 
 @pytest.fixture
@@ -70,21 +64,21 @@ def test_an_export_takes_the_next_checkpoint(
     else:
         monkeypatch.setattr(StoredTensors, "read", disturbed(StoredTensors.read))
     to = tmp_path / "model.pt"
-    assert transfer.export(run, None, to, "pt", None, no_bar)["step"] == 1 + times
+    assert transfer.export(run, None, to, "pt", None, quiet_bar)["step"] == 1 + times
     assert torch.load(to)["weight"].unique().tolist() == [float(1 + times)]
     left[0] = 1
     with pytest.raises(UserError, match="has no checkpoint of step"):
-        transfer.export(run, 1 + times, tmp_path / "other.pt", "pt", None, no_bar)
+        transfer.export(run, 1 + times, tmp_path / "other.pt", "pt", None, quiet_bar)
     left[0] = 100
     with pytest.raises(UserError, match="faster than they can be exported"):
-        transfer.export(run, None, tmp_path / "third.pt", "pt", None, no_bar)
+        transfer.export(run, None, tmp_path / "third.pt", "pt", None, quiet_bar)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "model.pt"]
 
 
 def test_damage_is_still_damage(run: RunDirectory, tmp_path: Path) -> None:
     next((run.checkpoints / "step-00000001").glob("*.distcp")).write_bytes(b"x")
     with pytest.raises(UserError, match="is damaged"):
-        transfer.export(run, None, tmp_path / "model.pt", "pt", None, no_bar)
+        transfer.export(run, None, tmp_path / "model.pt", "pt", None, quiet_bar)
 
 
 @pytest.mark.parametrize("action", ["list", "verify"])

@@ -32,10 +32,11 @@ from hpc_train.machine.kernel_counters import NODE, FreeMemory
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze, load
 from tests.checkpoint.tensors import read_tensors
+from tests.checkpoint.test_tied import TIED_MODEL
 from tests.checkpoint.training import Training, join_again, make_manager
 from tests.config.composing import compose
 from tests.ranks import run_on_world, run_ranks
-from tests.train.runs import frozen
+from tests.train.runs import TINY, frozen
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 3)
 
@@ -258,17 +259,10 @@ def save_before_a_step(rank: int, world_size: int, path: str) -> None:
     assert not all(torch.equal(found[name], changed[name]) for name in found)
 
 
-IMAGES = [
-    *("model=custom", "model._target_=hpc_train.models.resnet.resnet18", "+model.args={n_classes: 10, width: 4}"),
-    *("data=synthetic", "data.task=images", "data.image_size=8", "batch.global_size=4", "train.steps=3"),
-    "telemetry.wandb.mode=disabled",
-]
-
-
 def test_the_optimizer_waits_for_the_copies(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
-    overrides = ["+strategy=single", "checkpoint.asynchronous=true", *IMAGES]
-    freeze(typed(compose(overrides)), run)
+    overrides = [override for override in TINY if not override.startswith("model.")]
+    freeze(typed(compose([*overrides, *TIED_MODEL, "+strategy=single", "checkpoint.asynchronous=true"])), run)
     run_on_world(1, save_before_a_step, str(run.path))
 
 

@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 
-from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.disk import HashedFile
 from hpc_train.checkpoint.manifest import COMMITTED, METADATA, NAME, BadCheckpoint, FileEntry, Manifest, decode, verify
 from hpc_train.checkpoint.store import CheckpointStore, Kept, Retention, removable
 from hpc_train.config.evaluation import BestMetric
 from hpc_train.machine.storage import FileSystem
 from tests.checkpoint.made import is_complete
-from tests.checkpoint.test_crash_states import Recorder
-from tests.checkpoint.tiny import LIMIT_S
 from tests.checkpoint.tiny import commit as commit_tensors
-from tests.ranks import run_ranks
 
 
 def commit(store: CheckpointStore, step: int, attempt: int = 0, text: str = "text") -> Path:
@@ -134,49 +130,6 @@ def test_a_manifest_with_any_bit_flipped_is_refused() -> None:
         flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(BadCheckpoint):
             decode(bytes(flipped))
-
-
-pytestmark = pytest.mark.timeout(LIMIT_S + 50)
-
-
-class MarkerRecorder(Recorder):
-    """As the other, for a store that never renames a directory."""
-
-    def record(self, patch: pytest.MonkeyPatch) -> None:
-        super().record(patch)
-        recorded_rename, unlink = os.rename, disk.unlink
-
-        def rename_files_only(source: Any, target: Any) -> None:
-            assert not (Path(source).is_dir() and Path(source).is_relative_to(self.root)), source
-            recorded_rename(source, target)
-
-        def recorded_unlink(path: Path) -> None:
-            if path.is_relative_to(self.root):
-                self.node(path.parent).change(**{path.name: None})
-            unlink(path)
-
-        patch.setattr(os, "rename", rename_files_only)
-        patch.setattr(disk, "unlink", recorded_unlink)
-
-
-def save_and_crash(rank: int, world_size: int, folder: str) -> int:
-    root, states = Path(folder) / "root", Path(folder) / "states"
-    root.mkdir()
-    states.mkdir()
-    recorder, store = MarkerRecorder(root, states), CheckpointStore(root, by_marker=True)
-    with pytest.MonkeyPatch.context() as patch:
-        recorder.record(patch)
-        for step in (1, 2, 3):
-            recorder.returned = commit_tensors(store, step).step
-            store.prune(Retention(1), attempt=0)
-    return recorder.prefixes
-
-
-@pytest.mark.long_form(10)  # test_crash_states has those of a rename
-def test_every_state_that_a_crash_can_leave_holds_the_last_commit(tmp_path: Path) -> None:
-    (prefixes,) = run_ranks(1, save_and_crash, str(tmp_path), timeout=LIMIT_S)
-    assert prefixes > 40
-    assert [path.name for path in (tmp_path / "root").iterdir()] == ["step-00000003.attempt-000.0"]
 
 
 def test_both_kinds_are_found_and_told_from_what_was_never_finished(tmp_path: Path) -> None:

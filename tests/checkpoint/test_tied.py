@@ -12,11 +12,13 @@ from hpc_train.checkpoint.transfer import export
 from hpc_train.config.compose import typed
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze
-from tests.checkpoint.test_hf import quiet_bar
+from tests.checkpoint.made import quiet_bar
 from tests.checkpoint.training import make_manager
 from tests.config.composing import compose
 from tests.ranks import run_on_world
 from tests.train.runs import TINY
+
+TIED_MODEL = ("model=custom", f"model._target_={__name__}.Tied", "model.class_dim=last")
 
 
 class Tied(nn.Module):
@@ -42,9 +44,8 @@ def save(rank: int, world_size: int, path: str) -> None:
 @pytest.mark.parametrize("strategy", ["dp", "zero3"])
 def test_the_file_has_every_name_and_each_tensor_once(tmp_path: Path, strategy: str) -> None:
     run = RunDirectory(tmp_path / "run")
-    model = ["model=custom", f"model._target_={Tied.__module__}.Tied", "model.class_dim=last"]
     others = [override for override in TINY if not override.startswith("model.")]
-    freeze(typed(compose([*others, *model, f"+strategy={strategy}"])), run)
+    freeze(typed(compose([*others, *TIED_MODEL, f"+strategy={strategy}"])), run)
     run_on_world(2, save, str(run.path))
     export(run, None, tmp_path / "model.pt", None, None, quiet_bar)
     state = torch.load(tmp_path / "model.pt", weights_only=True)
