@@ -96,7 +96,11 @@ def sparse(path: Path) -> None:
         os.truncate(file.fileno(), 200 << 30)
 
 
-KINDS = {pipe: READERS, sparse: FEW_READERS, endless: FEW_READERS}
+KINDS: dict[Callable[[Path], None], dict[str, Callable[[RunDirectory], object]]] = {
+    pipe: READERS,
+    sparse: FEW_READERS,
+    endless: FEW_READERS,
+}
 FILES = (  # that are replaced together: the first two alone say what the run is
     ("config.yaml",),
     ("run.json", "run.copy.json"),

@@ -69,34 +69,10 @@ def run(common: Path) -> RunDirectory:
     return run
 
 
-def directory(run: RunDirectory) -> list[Path]:
-    return [run.path]
-
-
-def config(run: RunDirectory) -> list[Path]:
-    return [run.config]
-
-
-def record(run: RunDirectory) -> list[Path]:
-    return [run.path / "run.json"]
-
-
-def snapshot(run: RunDirectory) -> list[Path]:
-    return [run.code / "0123"]
-
-
-def module(run: RunDirectory) -> list[Path]:
-    path = run.code / "0123" / "psutil.py"
+def touched(path: Path) -> list[Path]:
+    path.parent.mkdir(exist_ok=True)
     path.touch()
     return [path]
-
-
-def checkpoint(run: RunDirectory) -> list[Path]:
-    return [run.checkpoints / "step-00000002"]
-
-
-def shard(run: RunDirectory) -> list[Path]:
-    return [run.checkpoints / "step-00000002" / "manifest.json"]
 
 
 def shard_of_a_group(run: RunDirectory) -> list[Path]:
@@ -104,23 +80,14 @@ def shard_of_a_group(run: RunDirectory) -> list[Path]:
     step = run.checkpoints / "step-00000002"
     step.chmod(0o770)
     os.chown(step, 0, OTHER)
-    return shard(run)
+    return [step / "manifest.json"]
 
 
 def event(run: RunDirectory) -> list[Path]:
     """From which a lost record is rebuilt."""
     (run.path / "run.json").unlink()
     (run.path / "run.copy.json").unlink(missing_ok=True)
-    path = run.events / "agent-node-000.jsonl"
-    path.touch()
-    return [path]
-
-
-def compiled(run: RunDirectory) -> list[Path]:
-    run.compiled.mkdir()
-    path = run.compiled / "artifact"
-    path.touch()
-    return [path]
+    return touched(run.events / "agent-node-000.jsonl")
 
 
 def link(run: RunDirectory) -> list[Path]:
@@ -134,6 +101,22 @@ def everything(run: RunDirectory) -> list[Path]:
     return [run.path, *run.path.rglob("*")]
 
 
+WHAT: dict[str, Callable[[RunDirectory], list[Path]]] = {
+    "directory": lambda run: [run.path],
+    "config": lambda run: [run.config],
+    "record": lambda run: [run.path / "run.json"],
+    "snapshot": lambda run: [run.code / "0123"],
+    "module": lambda run: touched(run.code / "0123" / "psutil.py"),
+    "checkpoint": lambda run: [run.checkpoints / "step-00000002"],
+    "shard": lambda run: [run.checkpoints / "step-00000002" / "manifest.json"],
+    "shard of a group": shard_of_a_group,
+    "event": event,
+    "compiled": lambda run: touched(run.compiled / "artifact"),
+    "link": link,
+    "everything": everything,
+}
+
+
 def say(settings: Path, text: str) -> None:
     settings.write_text(text)
     settings.chmod(0o600)
@@ -144,30 +127,14 @@ def give(paths: list[Path]) -> None:
         os.chown(path, OTHER, OTHER, follow_symlinks=False)
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        directory,
-        config,
-        record,
-        snapshot,
-        module,
-        checkpoint,
-        shard,
-        shard_of_a_group,
-        event,
-        compiled,
-        link,
-        everything,
-    ],
-)
+@pytest.mark.parametrize("what", WHAT)
 def test_a_run_with_files_of_another_user_is_not_executed(
-    run: RunDirectory, what: Callable[[RunDirectory], list[Path]], capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not check_owner(deciding_files(run), run.path)
-    paths = what(run)
+    paths = WHAT[what](run)
     give(paths)
-    name = run.checkpoints if what is link else paths[0]
+    name = run.checkpoints if what == "link" else paths[0]
     with pytest.raises(UserError, match=rf"^{name} belongs to nobody, and .* as root\n") as refused:
         check_owner(deciding_files(run), run.path)
     assert TRUST in refused.value.fix and "user.yaml" in refused.value.fix
@@ -252,22 +219,21 @@ def test_trust_passes_through_the_doors_to_the_agents(
     monkeypatch.setattr(resubmission, "warn_if_open", lambda run, config: None)
     monkeypatch.setattr(launcher, "freeze_all", lambda runs, code: jobs.extend(runs) or sys.exit(0))
     give([run.path, run.config])
-    train = ["cluster=local", f"run.root={run.path.parent}", "run.name=one", "run.snapshot=false"]
-    for by_file in (False, True):
-        if by_file:
-            say(settings, "trust: {groups: [nogroup]}\n")
-        word = [] if by_file else [TRUST]
-        assert cli.run(["agent", *word, str(run.path)]) == 0
-        with pytest.raises(SystemExit):
-            cli.run(["resume", *word, str(run.path)])
-        with pytest.raises(SystemExit):
-            cli.run([*train, "+strategy=dp", "cluster.cpu_workers=1", "-m", *word])
-        with pytest.raises(SystemExit):
-            api.submit([*train, "+strategy=dp", "cluster.cpu_workers=1"], trust_owner=not by_file)
-    assert done == ["agent"] * 2
-    (resumed, frozen, submitted_job) = jobs[:3]
+    train = ["cluster=local", f"run.root={run.path.parent}", "run.name=one", "run.snapshot=false", "+strategy=dp"]
+    train += ["cluster.cpu_workers=1"]
+    assert cli.run(["agent", TRUST, str(run.path)]) == 0
+    with pytest.raises(SystemExit):
+        cli.run(["resume", TRUST, str(run.path)])
+    with pytest.raises(SystemExit):
+        cli.run([*train, "-m", TRUST])
+    with pytest.raises(SystemExit):
+        api.submit(train, trust_owner=True)
+    (resumed, frozen, submitted_job) = jobs
     assert resumed.trust_owner and resumed.agent_options == (TRUST,)
-    assert frozen[-1] is True and submitted_job[-1] is True and len(jobs) == 6
+    assert frozen[-1] is True and submitted_job[-1] is True
+    say(settings, "trust: {groups: [nogroup]}\n")
+    assert cli.run(["agent", str(run.path)]) == 0
+    assert done == ["agent"] * 2
     assert f"trusted by {settings}" in capsys.readouterr().err
 
 
@@ -449,12 +415,12 @@ def test_a_process_with_the_lease_is_proved(run: RunDirectory) -> None:
     assert not proof._works_on(os.getpid(), run)
 
 
-@pytest.mark.parametrize("pid", [0, -1, "self", "1/../2", True, None, 2.5])
-def test_a_pid_of_the_record_is_a_positive_number(run: RunDirectory, pid: object) -> None:
+def test_a_pid_of_the_record_is_a_positive_number(run: RunDirectory) -> None:
     add_submission(run, "this machine")
-    run.update_record(submissions=[{"pid": pid, "host": os.uname().nodename, "pid_started": None}])
-    (item,) = find_runs(str(run.path), "cancel")
-    assert item.pid is None
+    for pid in (0, -1, "self", "1/../2", True, None, 2.5):
+        run.update_record(submissions=[{"pid": pid, "host": os.uname().nodename, "pid_started": None}])
+        (item,) = find_runs(str(run.path), "cancel")
+        assert item.pid is None, pid
 
 
 def test_the_agents_of_a_submitted_job_know(tmp_path: Path) -> None:

@@ -240,24 +240,6 @@ ODD = {
     ),
 }
 SICK = {
-    "one rail of 16 nodes is down": Case(
-        H200.nodes(16, H200.node("bad", mlx5_4=replace(RAIL, **DOWN))),
-        "infiniband",
-        STORAGE,
-        sick=("bad is unfit: mlx5_4:1 is DOWN and POLLING, which 15 of 16 nodes use: check cable",),
-    ),
-    "one rail of 16 nodes is slow": Case(
-        H200.nodes(16, H200.node("bad", mlx5_4=replace(RAIL, rate=100))),
-        "infiniband",
-        STORAGE,
-        sick=("bad is unfit: mlx5_4:1 runs at 100 Gb/s, on the other nodes at 400",),
-    ),
-    "one NIC of 16 nodes fell off the bus": Case(
-        H200.nodes(16, H200.node("bad", lost=("mlx5_0",))),
-        "infiniband",
-        STORAGE,
-        sick=("bad is unfit: it has no mlx5_0:1, which 15",),
-    ),
     "a storage port of 16 nodes came up faster": Case(
         H200.nodes(16, H200.node("fast", mlx5_1=replace(STORAGE_PORT, rate=400))), "infiniband", STORAGE
     ),
