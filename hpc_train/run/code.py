@@ -96,10 +96,11 @@ def frozen_code(run: RunDirectory) -> FrozenCode | None:
     return code
 
 
-def git(directory: Path | str, *arguments: str) -> str | None:
-    """Returns git's output; None if git fails, is absent, or finds no repository."""
+def git(directory: Path | str, *arguments: str, timeout_s: float = 120.0) -> str | None:
+    """Returns git's output; None if git fails, is absent or too slow, or finds no repository."""
+    command = ["git", "-C", str(directory), *arguments]
     try:
-        done = subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode("utf-8", "surrogateescape") if done.returncode == 0 else None

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -396,6 +396,7 @@ def _yaml_of_key(item: bytes) -> str:
     return yaml.safe_dump({"group": {key: value}}, **_FORM).partition("\n")[2]
 
 
+VERSION_S = 10.0  # how long git may take
 PACKAGES = ("hpc_train", "torch", "hydra-core", "omegaconf", "submitit", "numpy", "wandb")
 
 
@@ -413,12 +414,13 @@ def project_version(code: FrozenCode | None, directory: Path) -> dict[str, Any]:
 @cache
 def _version_of_tree(directory: Path) -> dict[str, Any]:
     """Cached per process, since a sweep freezes a thousand runs."""
-    work_tree = git(directory, "rev-parse", "--show-toplevel")
+    ask = partial(git, directory, timeout_s=VERSION_S)
+    work_tree = ask("rev-parse", "--show-toplevel")
     if not work_tree:
         return {"commit": None, "dirty": None, "work_tree": None}
-    status = git(directory, "status", "--porcelain", "--untracked-files=no")
+    status = ask("status", "--porcelain", "--untracked-files=no")
     return {
-        "commit": (git(directory, "rev-parse", "--verify", "HEAD") or "").strip() or None,
+        "commit": (ask("rev-parse", "--verify", "HEAD") or "").strip() or None,
         "dirty": None if status is None else bool(status),
         "work_tree": work_tree.strip(),
     }

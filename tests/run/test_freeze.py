@@ -15,7 +15,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.run import file_lock, lease, processes
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.freeze import check_freeze, config_hash, freeze, freeze_all, load
+from hpc_train.run.freeze import VERSION_S, check_freeze, config_hash, freeze, freeze_all, load, project_version
 from tests.config.composing import config_of
 
 
@@ -75,6 +75,16 @@ def test_a_project_outside_of_git_has_no_commit(
     monkeypatch.chdir(tmp_path)
     freeze(config(run), run)
     assert run.record()["code"] == {"commit": None, "dirty": None, "work_tree": None}
+
+
+def test_a_run_does_not_wait_long_for_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git = tmp_path / "git"
+    git.write_text("#!/bin/sh\nexec sleep 30\n", encoding="utf-8")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert VERSION_S == 10.0
+    monkeypatch.setattr("hpc_train.run.freeze.VERSION_S", 0.1)
+    assert project_version(None, tmp_path) == {"commit": None, "dirty": None, "work_tree": None}
 
 
 def test_free_keys_may_change_and_the_config_before_is_kept(run: RunDirectory) -> None:
