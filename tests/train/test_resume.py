@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -90,24 +91,24 @@ def stop_at_start(spec: WorkerSpec, stop: StopFlag) -> None:
         stop.request("test")
 
 
-def stop_in_step_three(spec: WorkerSpec, stop: StopFlag) -> None:
-    _stop_in(3, spec, stop)
+def stop_in(step: int, spec: WorkerSpec, stop: StopFlag) -> None:
+    from hpc_train.train.step import TrainStep
 
+    take = TrainStep.__call__
 
-def stop_in_the_last_step(spec: WorkerSpec, stop: StopFlag) -> None:
-    _stop_in(9, spec, stop)
+    def requested(self, index, batch):  # type: ignore[no-untyped-def]
+        if index == step and spec.rank == 1:
+            stop.request("test")
+        return take(self, index, batch)
 
-
-def stop_in_the_first_step(spec: WorkerSpec, stop: StopFlag) -> None:
-    """It takes less than SLOW_S, but nobody knows that before its end."""
-    _stop_in(0, spec, stop)
+    TrainStep.__call__ = requested  # type: ignore[method-assign]
 
 
 def stop_in_a_slow_step_three(spec: WorkerSpec, stop: StopFlag) -> None:
     from hpc_train.train import step
 
     step.SLOW_S = 0.0
-    _stop_in(3, spec, stop)
+    stop_in(3, spec, stop)
 
 
 def stop_in_an_evaluation(spec: WorkerSpec, stop: StopFlag) -> None:
@@ -150,19 +151,6 @@ def stop_at_the_end(spec: WorkerSpec, stop: StopFlag) -> None:
     worker.leave = requested  # type: ignore[assignment]
 
 
-def _stop_in(step: int, spec: WorkerSpec, stop: StopFlag) -> None:
-    from hpc_train.train.step import TrainStep
-
-    take = TrainStep.__call__
-
-    def requested(self, index, batch):  # type: ignore[no-untyped-def]
-        if index == step and spec.rank == 1:
-            stop.request("test")
-        return take(self, index, batch)
-
-    TrainStep.__call__ = requested  # type: ignore[method-assign]
-
-
 @pytest.mark.long_form(8)  # a finished run goes on below
 def test_a_run_that_was_killed_before_its_result_gets_it(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp", "train.reproducible=any_world_size", "train.eval_every=5")
@@ -188,17 +176,15 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 @pytest.mark.parametrize(
     ("prepare", "code", "saved_at"),
     [
-        (stop_at_start, Exit.STOPPED, 0),
-        (stop_in_the_first_step, Exit.STOPPED, 1),
-        (stop_in_step_three, Exit.STOPPED, 5),
-        (stop_in_a_slow_step_three, Exit.STOPPED, 4),
-        (stop_in_the_last_step, Exit.DONE, 10),
+        pytest.param(stop_at_start, Exit.STOPPED, 0, id="start"),
+        # it takes less than SLOW_S, but nobody knows that before its end
+        pytest.param(partial(stop_in, 0), Exit.STOPPED, 1, id="first"),
+        pytest.param(partial(stop_in, 3), Exit.STOPPED, 5, id="third"),
+        pytest.param(stop_in_a_slow_step_three, Exit.STOPPED, 4, id="slow"),
+        pytest.param(partial(stop_in, 9), Exit.DONE, 10, id="last"),
     ],
 )
-@pytest.mark.long_form(
-    10,
-    cases=["stop_at_start", "stop_in_the_first_step", "stop_in_a_slow_step_three", "stop_in_the_last_step"],
-)
+@pytest.mark.long_form(10, cases=["start", "first", "slow", "last"])
 def test_a_stop_request_loses_no_step(
     tmp_path: Path, uninterrupted: RunDirectory, prepare: object, code: Exit, saved_at: int
 ) -> None:

@@ -71,8 +71,9 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(
 
 
 def test_a_run_with_a_profile(tmp_path: Path) -> None:
-    asked = ["telemetry.profile.steps=2-3", "telemetry.profile.ranks=[1]"]
-    run = frozen(tmp_path / "run", "+strategy=pp", "train.steps=3", *asked)
+    profile = ["telemetry.profile.steps=2-3", "telemetry.profile.ranks=[1]"]
+    small = ["model.n_layers=2", "train.steps=3", "elastic.collective_timeout_s=300"]  # a busy machine writes slowly
+    run = frozen(tmp_path / "run", "+strategy=pp", *small, *profile)
     assert run_attempt(run, 2) == [0, 0]
     (trace,) = run.profile.glob("*.json.gz")
     assert trace.name == "steps-2-3-rank-0001.json.gz"
