@@ -362,7 +362,7 @@ def test_a_restart_waits_for_a_file_system_that_is_away(frozen: Freeze) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "requested"), [(1, "auto"), (2, 2)])
-@pytest.mark.long_form(8)  # test_coordinator has the decision, and tests/machine/test_gpus.py the reason
+@pytest.mark.long_form(8, cases=["2-2"])  # test_coordinator has several nodes
 def test_gpus_that_no_node_can_use_refuse_the_run(frozen: Freeze, nodes: int, requested: int | str) -> None:
     """Slurm has allocated two GPUs on each node, and the agents see none."""
     run = frozen(gpus_per_node=requested)

@@ -18,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "trial" in metafunc.fixturenames:
+    if "trial" in metafunc.fixturenames:  # of the fixture step too
         marked = metafunc.definition.get_closest_marker("trials")
         metafunc.parametrize("trial", range(trials(marked.args[0] if marked else 3)))
 

@@ -26,7 +26,7 @@ long = skip_unless_long("minutes on a real Slurm")
 
 
 def test_a_spare_takes_over_and_then_fewer_nodes_go_on(
-    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times
+    cluster: Cluster, tmp_path: Path, whole: str, step: int, times: Times
 ) -> None:
     """The job is submitted with sbatch. The short form loses one node."""
     on = OnSlurm.by_hand(cluster, tmp_path, "multi_node.sbatch", ["--nodes=3", "--time=15"], *SPARE)
@@ -52,7 +52,7 @@ def test_a_spare_takes_over_and_then_fewer_nodes_go_on(
 
 @long
 def test_a_job_whose_batch_host_is_lost_runs_again(
-    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times
+    cluster: Cluster, tmp_path: Path, whole: str, step: int, times: Times
 ) -> None:
     on = OnSlurm.submit(cluster, tmp_path, *TWO, "elastic.min_nodes=1")
     on.wait_for_step(step)
@@ -85,7 +85,7 @@ def test_the_only_agent_is_killed(
 
 @long
 def test_the_agent_with_the_hub_is_killed(
-    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times
+    cluster: Cluster, tmp_path: Path, whole: str, step: int, times: Times
 ) -> None:
     """One of the remaining agents requeues the job."""
     on = OnSlurm.submit(cluster, tmp_path, *TWO)
@@ -96,7 +96,7 @@ def test_the_agent_with_the_hub_is_killed(
 
 
 @long
-def test_three_nodes_at_once(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times) -> None:
+def test_three_nodes_at_once(cluster: Cluster, tmp_path: Path, whole: str, step: int, times: Times) -> None:
     on = OnSlurm.submit(cluster, tmp_path, "cluster.nodes=4", "elastic.min_nodes=1", ASKED)
     on.wait_for_step(step)
     killed = kill_agent(cluster, *on.nodes_of("started")[0][1:])

@@ -39,7 +39,7 @@ MODEL = "model._target_=tests.faults.models.OnNode"
 
 
 def test_a_node_on_which_workers_die_is_left_out(
-    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times
+    cluster: Cluster, tmp_path: Path, whole: str, step: int, times: Times
 ) -> None:
     """After two attempts the job runs elsewhere."""
     submitted = time.time()
@@ -54,9 +54,7 @@ def test_a_node_on_which_workers_die_is_left_out(
                on.first_step_after(submitted))  # fmt: skip
 
 
-def test_a_node_on_which_workers_die_is_done_without(
-    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int
-) -> None:
+def test_a_node_on_which_workers_die_is_done_without(cluster: Cluster, tmp_path: Path, whole: str, step: int) -> None:
     on = OnSlurm.submit(
         cluster, tmp_path, "cluster.nodes=3", "elastic.min_nodes=1", ASKED, MODEL, "+model.args.fails=n2"
     )
@@ -68,7 +66,7 @@ def test_a_node_on_which_workers_die_is_done_without(
 
 @pytest.mark.parametrize("bad", ["n1", "n2"])
 def test_a_node_on_which_no_agent_starts_is_left_out(
-    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, bad: str
+    cluster: Cluster, tmp_path: Path, whole: str, step: int, bad: str
 ) -> None:
     """n1 is the batch host."""
     python = tmp_path / "python"
@@ -82,7 +80,7 @@ def test_a_node_on_which_no_agent_starts_is_left_out(
     assert bad not in on.nodes_of("started")[-1]
 
 
-def test_scontrol_requeue_by_a_person(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int) -> None:
+def test_scontrol_requeue_by_a_person(cluster: Cluster, tmp_path: Path, whole: str, step: int) -> None:
     on = OnSlurm.submit(cluster, tmp_path, *TWO)
     on.wait_for_step(step)
     cluster.call("scontrol", "requeue", on.job)
@@ -92,7 +90,7 @@ def test_scontrol_requeue_by_a_person(cluster: Cluster, tmp_path: Path, whole: s
     assert "scontrol requeue" in reported["reason"]
 
 
-def test_a_requeue_that_slurm_refuses(cluster: Cluster, tmp_path: Path, trial: int, step: int) -> None:
+def test_a_requeue_that_slurm_refuses(cluster: Cluster, tmp_path: Path, step: int) -> None:
     on = OnSlurm.submit(cluster, tmp_path, *TWO)
     on.wait_for_step(step)
     cluster.call("scontrol", "update", f"JobId={on.job}", "Requeue=0")
@@ -106,9 +104,7 @@ def test_a_requeue_that_slurm_refuses(cluster: Cluster, tmp_path: Path, trial: i
     on.nothing_left()
 
 
-def test_a_controller_that_is_away_costs_nothing(
-    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int
-) -> None:
+def test_a_controller_that_is_away_costs_nothing(cluster: Cluster, tmp_path: Path, whole: str, step: int) -> None:
     on = OnSlurm.submit(cluster, tmp_path, "cluster.nodes=3", "elastic.min_nodes=1", ASKED)
     on.wait_for_step(step)
     named = [one for one in everything() if one.info["name"] == "slurmctld"]
@@ -126,7 +122,7 @@ def test_a_controller_that_is_away_costs_nothing(
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_frozen_node_does_not_hold_the_job(
-    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times, which: int
+    cluster: Cluster, tmp_path: Path, whole: str, step: int, times: Times, which: int
 ) -> None:
     """Its tasks do not end, as when their file system hangs, so neither does srun. Node 0 has the hub."""
     on = OnSlurm.submit(cluster, tmp_path, *TWO, SOON_LOST)
@@ -145,7 +141,7 @@ def test_a_frozen_node_does_not_hold_the_job(
 
 
 def test_a_rank_that_hangs_on_another_node_is_named(
-    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times
+    cluster: Cluster, tmp_path: Path, whole: str, step: int, times: Times
 ) -> None:
     on = OnSlurm.submit(cluster, tmp_path, *TWO, "elastic.hang_timeout_s=10", "model.args.seconds=0.6")
     on.wait_for_step(step)
@@ -166,7 +162,7 @@ def test_a_rank_that_hangs_on_another_node_is_named(
 
 
 def test_a_slow_rank_on_another_node_is_named_and_left_alone(
-    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int
+    cluster: Cluster, tmp_path: Path, whole: str, step: int
 ) -> None:
     on = OnSlurm.submit(cluster, tmp_path, *TWO, MODEL, "+model.args.slow=n2")
     on.finished(whole)
@@ -175,7 +171,7 @@ def test_a_slow_rank_on_another_node_is_named_and_left_alone(
 
 
 @pytest.mark.trials(5)
-def test_preemption(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times) -> None:
+def test_preemption(cluster: Cluster, tmp_path: Path, whole: str, step: int, times: Times) -> None:
     on = OnSlurm.submit(cluster, tmp_path, *TWO, "cluster.partition=preempt")
     on.wait_for_step(step)
     cluster.call("sbatch", "--parsable", "--nodes=4", "--exclusive", "--wrap=sleep 2", cwd=tmp_path)
@@ -186,7 +182,7 @@ def test_preemption(cluster: Cluster, tmp_path: Path, whole: str, trial: int, st
     assert sum(1 for _ in RunDirectory(on.run).read_all_metrics()) == STEPS, "no step was taken twice"
 
 
-def test_grace_that_is_too_short(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int) -> None:
+def test_grace_that_is_too_short(cluster: Cluster, tmp_path: Path, whole: str, step: int) -> None:
     """A step that takes longer than Slurm waits: the job is killed, and goes on from the checkpoint before."""
     pause = tmp_path / "pause"
     on = OnSlurm.submit(
@@ -202,7 +198,7 @@ def test_grace_that_is_too_short(cluster: Cluster, tmp_path: Path, whole: str, t
 
 
 @pytest.mark.trials(5)
-def test_the_time_limit(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times) -> None:
+def test_the_time_limit(cluster: Cluster, tmp_path: Path, whole: str, step: int, times: Times) -> None:
     limit = ["cluster.time=00:02:00", "elastic.stop_grace_s=45", "model.args.seconds=1"]
     on = OnSlurm.submit(cluster, tmp_path, *TWO, *limit)
     on.finished(whole)
@@ -212,7 +208,7 @@ def test_the_time_limit(cluster: Cluster, tmp_path: Path, whole: str, trial: int
     times.note("stopped ahead of the time limit, requeued: first step", on.first_step_after(requeued[0]["time"]))
 
 
-def test_4_2_1_3_and_4_nodes(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int) -> None:
+def test_4_2_1_3_and_4_nodes(cluster: Cluster, tmp_path: Path, whole: str, step: int) -> None:
     """Nodes are lost, and the run goes on with others in its next jobs."""
     sized = [ASKED, "elastic.min_nodes=1", "model.args.seconds=0.4"]
     on = OnSlurm.submit(cluster, tmp_path, "cluster.nodes=4", *sized)
@@ -233,7 +229,7 @@ def test_4_2_1_3_and_4_nodes(cluster: Cluster, tmp_path: Path, whole: str, trial
 
 
 def test_a_chain_goes_on_without_its_batch_host(
-    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times
+    cluster: Cluster, tmp_path: Path, whole: str, step: int, times: Times
 ) -> None:
     """Nothing can be requeued: the job that is left empty ends, and the next one begins."""
     on = OnSlurm.submit(cluster, tmp_path, *TWO, "elastic.min_nodes=1", "launch.chain=3")
@@ -245,7 +241,7 @@ def test_a_chain_goes_on_without_its_batch_host(
     times.note("batch host lost, the next job of the chain: first step", on.first_step_after(killed))
 
 
-def test_a_chain_whose_job_gets_nowhere_ends(cluster: Cluster, tmp_path: Path, trial: int, step: int) -> None:
+def test_a_chain_whose_job_gets_nowhere_ends(cluster: Cluster, tmp_path: Path, step: int) -> None:
     """Two jobs are asked to stop before they have taken a step: the third does not begin."""
     pause = tmp_path / "pause"
     pause.touch()
