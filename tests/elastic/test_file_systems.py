@@ -103,7 +103,7 @@ def test_a_job_whose_run_directory_stays_away_is_requeued_by_slurm(
         assert calls.read_text().splitlines() == ["requeue incomplete 7"]
         assert leave(run, 3) is Exit.FAILED, "elastic.max_requeues=3"
         assert calls.read_text().splitlines() == ["requeue incomplete 7"]
-    events = [(event["event"], event.get("reason", event.get("message"))) for event in run.read_events()]
+    events = [(event["event"], str(event.get("reason", event.get("message")))) for event in run.read_events()]
     assert [name for name, _ in events] == ["requeued", "stopped", "failed"]
     assert events[0][1].startswith("lost; the batch script cannot be asked to requeue the job: ")
     assert "the job was already requeued 3 times (elastic.max_requeues)" in events[2][1]

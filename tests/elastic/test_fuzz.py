@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -263,7 +264,7 @@ class Job:
     def begin(self) -> None:
         self.attempt += 1
         for agent in self.agents:
-            order = until(lambda agent=agent: agent.order(0.1), timeout=WAIT_S)
+            order = until(partial(agent.order, 0.1), timeout=WAIT_S)
             assert order["kind"] == "start", order
             assert (order["spec"]["attempt"], order["spec"]["order"]) == (self.attempt, [0, 1, 2])
 
@@ -273,7 +274,7 @@ class Job:
         first, *others = self.agents
         first.send_attempt_end(self.attempt, NodeReport(Exit.FAILED, failure, self.attempt + 1))
         for agent in others:
-            until(lambda agent=agent: agent.is_to_end(self.attempt), timeout=WAIT_S)
+            until(partial(agent.is_to_end, self.attempt), timeout=WAIT_S)
             assert not agent.lost
             agent.send_attempt_end(self.attempt, NodeReport(Exit.FAILED, None, self.attempt + 1))
         self.begin()
@@ -282,7 +283,7 @@ class Job:
         for agent in self.agents:
             agent.send_attempt_end(self.attempt, NodeReport(Exit.DONE, None, self.attempt + 1))
         for agent in self.agents:
-            assert until(lambda agent=agent: agent.order(0.1), timeout=WAIT_S)["code"] == Exit.DONE
+            assert until(partial(agent.order, 0.1), timeout=WAIT_S)["code"] == Exit.DONE
 
 
 @pytest.mark.timeout(int(LONG_S) + 300)

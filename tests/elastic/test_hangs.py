@@ -53,7 +53,9 @@ class Clock:
     """Lets a watch see the heartbeats of two ranks, as time passes."""
 
     def __init__(self, watch: HangWatch) -> None:
-        self.watch, self.now, self.beats = watch, 100.0, {}
+        self.watch = watch
+        self.now = 100.0
+        self.beats: dict[int, Beat] = {}
         self.quiet: list[Silence] = []
 
     def enter(self, phase: Phase, step: int) -> None:

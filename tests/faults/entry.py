@@ -43,7 +43,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
         with _Bad(self, plan, spec):
             return take(self, *arguments)
 
-    Trainer._train = faulty  # type: ignore[method-assign]
+    Trainer._train = faulty  # type: ignore[assignment, method-assign]
     return worker.train(spec, stop)
 
 

@@ -21,8 +21,9 @@ from tests.checkpoint.test_commands import everything
 from tests.faults.agent import PATIENCE, SHIFT
 from tests.faults.plan import RECOVERY, Fault, happened
 from tests.faults.surroundings import Surroundings
-from tests.faults.test_faults import EVERY, until
+from tests.faults.test_faults import until
 from tests.faults.trial import (
+    EVERY,
     Trial,
     assert_nothing_left,
     finish,
