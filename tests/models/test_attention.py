@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,11 @@ def test_the_config_goes_there_and_back(tmp_path: Path) -> None:
     validate(config, 1, 1)
 
 
-@pytest.mark.parametrize("change", [{"factor": 0.0}, {"low_freq_factor": 4.0}, {"other": 1.0}])
-def test_what_makes_no_sense_is_refused(change: dict[str, float]) -> None:
-    scaling = [f"++model.rope_scaling.{name}={value}" for name, value in (SCALING | change).items()]
-    with pytest.raises(UserError, match="factor"):
-        validate(typed(compose(["+strategy=single", *scaling])), 1, 1)
+def test_what_makes_no_sense_is_refused() -> None:
+    config = typed(compose(["+strategy=single", *(f"++model.rope_scaling.{name}={SCALING[name]}" for name in SCALING)]))
+    validate(config, 1, 1)
+    assert isinstance(config.model, GPTConfig)
+    for change in ({"factor": 0.0}, {"low_freq_factor": 4.0}, {"other": 1.0}):
+        scaled = replace(config, model=replace(config.model, rope_scaling=SCALING | change))
+        with pytest.raises(UserError, match="factor"):
+            validate(scaled, 1, 1)

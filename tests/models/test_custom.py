@@ -25,7 +25,7 @@ from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.engine import step_numbers
 from hpc_train.parallel.parallelize import check_no_complex, materialize
 from tests.models.models import TINY_GPT
-from tests.ranks import run_ranks
+from tests.ranks import run_on_world, run_ranks
 
 HERE = "tests.models.test_custom"
 
@@ -440,10 +440,10 @@ def warnings_of_a_build(rank: int, world_size: int, synchronized: bool) -> list[
 
 
 def test_several_ranks_with_statistics_of_their_own_warn_once() -> None:
-    first, second = run_ranks(2, warnings_of_a_build, False)
+    first, second = run_on_world(2, warnings_of_a_build, False)
     assert len(first) == 1 and "batch statistics" in first[0] and not second
-    assert run_ranks(2, warnings_of_a_build, True) == [[], []]
-    assert run_ranks(1, warnings_of_a_build, False) == [[]]
+    assert run_on_world(2, warnings_of_a_build, True) == [[], []]
+    assert run_on_world(1, warnings_of_a_build, False) == [[]]
 
 
 def synchronized_norm(rank: int, world_size: int, values: list[list[list[float]]]) -> dict[str, list[float]]:

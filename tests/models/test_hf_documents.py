@@ -52,8 +52,14 @@ def compare(results: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dic
         torch.testing.assert_close(results[1][name], gradient, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", [VARLEN, EFFICIENT, MASK])
-@pytest.mark.parametrize("kind", DECODERS)
+PAIRS = [(kind, kernel) for kernel in (VARLEN, EFFICIENT, MASK) for kind in DECODERS]
+SHORT = [*zip(DECODERS, (VARLEN, EFFICIENT, MASK) * 2, strict=True)]  # each kind and each kernel
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernel"),
+    [*SHORT, *(pytest.param(*pair, marks=pytest.mark.long_form(1)) for pair in PAIRS if pair not in SHORT)],
+)
 def test_kernels_with_boundaries_compute_what_masks_do(kind: str, kernel: str, tmp_path: Path) -> None:
     model, batch = model_of(kind, tmp_path), packed()
     wanted = trained(model, batch)
@@ -62,8 +68,7 @@ def test_kernels_with_boundaries_compute_what_masks_do(kind: str, kernel: str, t
     assert len(chosen) == (0 if kind in WITHOUT_SDPA else 2)
 
 
-@pytest.mark.parametrize("residual", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(("kind", "residual"), [("llama", torch.bfloat16), ("qwen3", torch.float32)])
 def test_under_autocast_kernels_get_the_dtype_of_products(kind: str, residual: torch.dtype, tmp_path: Path) -> None:
     """Rotation and norms may return queries and keys in fp32, which ``scaled_dot_product_attention`` casts itself."""
     model, batch = model_of(kind, tmp_path).float(), packed()
@@ -75,6 +80,7 @@ def test_under_autocast_kernels_get_the_dtype_of_products(kind: str, residual: t
     assert len(chosen) == 2 and loss == pytest.approx(wanted, rel=1e-2)
 
 
+@pytest.mark.long_form(1, cases=["llama"])
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "llama"])
 def test_a_window_needs_no_mask_although_nothing_is_packed(kind: str, tmp_path: Path) -> None:
     model, given = model_of(kind, tmp_path), packed()

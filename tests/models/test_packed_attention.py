@@ -242,7 +242,7 @@ def _efficient_on_meta(device: torch.device, dtype: torch.dtype, head_dim: int) 
     return EFFICIENT
 
 
-@pytest.mark.long_form(5, cases=["_varlen_on_meta-none", "_varlen_on_meta-full", "_efficient_on_meta"])
+@pytest.mark.long_form(5)  # the next test has graphs, and test_attention_is_kept_or_computed_again the recomputation
 @pytest.mark.parametrize(
     ("chosen", "checkpointing"),
     [(_varlen_on_meta, "none"), (_varlen_on_meta, "full"), (_varlen_on_meta, "ops"), (_efficient_on_meta, "none")],
@@ -270,6 +270,7 @@ def test_a_compiled_layer_is_one_graph(monkeypatch: pytest.MonkeyPatch, chosen: 
     assert len(graphs) == 2  # the second number of documents makes it a variable
 
 
+@pytest.mark.long_form(5, cases=["2.0"])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_layers_with_and_without_a_window_are_two_graphs(softcap: float | None) -> None:
     graphs: list[fx.GraphModule] = []

@@ -1,7 +1,8 @@
 """Compares an engine on several ranks with the oracle: a plain loop in one process with torch's clipping and AdamW.
 
 The loop uses no micro-batches, padding, meshes or names: the whole global batch passes through the whole model at once.
-Every rank runs the loop itself (the models are tiny) and compares its gathered tensors with the result.
+Every rank runs the loop itself (the models are tiny) and compares its shards of each tensor with the result, so that
+nothing is gathered.
 
 To check one layout in a test, call ``check_layout(4, "gpt", strategy={"dp": 2, "pp": 2})``.
 """
@@ -9,7 +10,7 @@ To check one layout in a test, call ``check_layout(4, "gpt", strategy={"dp": 2, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hpc_train.data.dataset import IGNORED, Batch, StepBatch
 from hpc_train.data.sampler import Order
@@ -163,9 +164,11 @@ def kept_mesh(layout: Layout, rank: int) -> Mesh:
 def _compare_one(cell: Cell, mesh: Mesh) -> Outcome:
     try:
         expected = _expected(cell)
-        found = train_engine(cell, mesh, build_engine(cell.config(), mesh))
+        engine = build_engine(cell.config(), mesh)
+        found = train_engine(cell, mesh, engine, copy=shard_of)
     except Exception as problem:
         raise AssertionError(f"{cell}: {mesh.layout}") from problem
+    parameters = engine.named_parameters()
     assert min(expected.norms) > MAX_NORM, f"{cell}: clipping is not active: {expected.norms}"
     assert found.counts == expected.counts, cell
     assert found.evaluation.target_count == expected.evaluation.target_count, cell
@@ -174,8 +177,8 @@ def _compare_one(cell: Cell, mesh: Mesh) -> Outcome:
         cell,
         str(mesh.layout),
         tuple(found.gradients),
-        error(found.gradients, expected.gradients),
-        error(found.parameters, expected.parameters),
+        error_of_shards(found.gradients, expected.gradients, parameters),
+        error_of_shards(found.parameters, expected.parameters, parameters),
         relative((*found.losses, found.evaluation.loss), (*expected.losses, expected.evaluation.loss)),
         relative(found.norms, expected.norms),
     )
@@ -199,11 +202,32 @@ def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     Some gradients are zero except for rounding errors: softmax cancels the effect of the key biases. Therefore the
     difference is relative to at least ``FLOOR`` times the largest element of all tensors.
     """
-    largest = max(value.abs().max().item() for value in expected.values())
+    floor = FLOOR * max(value.abs().max().item() for value in expected.values())
+    return max(_error_of_one(found[name], expected[name], expected[name], floor) for name in found)
+
+
+def error_of_shards(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> float:
+    """Returns the ``error`` of the shards that this rank holds of ``expected``, placed as ``parameters`` are."""
+    floor = FLOOR * max(value.abs().max().item() for value in expected.values())
     return max(
-        ((found[name] - expected[name]).abs().max() / max(expected[name].abs().max().item(), FLOOR * largest)).item()
+        _error_of_one(found[name], _placed_as(parameters[name], expected[name]), expected[name], floor)
         for name in found
     )
+
+
+def _error_of_one(found: Tensor, expected: Tensor, whole: Tensor, floor: float) -> float:
+    if not found.numel():  # a rank without a part of a tensor that is smaller than the number of ranks
+        return 0.0
+    return (found - expected).abs().max().item() / max(whole.abs().max().item(), floor)
+
+
+def _placed_as(parameter: Tensor, value: Tensor) -> Tensor:
+    """Returns the part of ``value`` that this rank holds of ``parameter``."""
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
 
 
 def relative(found: tuple[float, ...], expected: tuple[float, ...]) -> float:
@@ -269,10 +293,18 @@ def train_plainly(cell: Cell) -> Record:
     return Record(gradients, parameters, tuple(losses), tuple(counts), tuple(norms), evaluation)
 
 
-def train_engine(cell: Cell, mesh: Mesh, engine: Engine) -> Record:
-    """Trains with an engine, as the trainer does."""
+def train_engine(
+    cell: Cell, mesh: Mesh, engine: Engine, copy: Callable[[Tensor | None], Tensor] | None = None
+) -> Record:
+    """Trains with an engine, as the trainer does.
+
+    Args:
+        copy: what the record holds of gradients and parameters: ``whole`` tensors unless given.
+    """
+    copy = copy or whole
     parameters = engine.named_parameters()
-    optimizer = adamw(list(parameters.values()), cell)
+    shards = {name: nn.Parameter(_local(value)) for name, value in parameters.items()}
+    optimizer = adamw(list(shards.values()), cell)
     scale = None if cell.loss_scale is None else torch.tensor(cell.loss_scale)
     gradients: dict[str, Tensor] = {}
     losses, counts, norms = [], [], []
@@ -282,13 +314,15 @@ def train_engine(cell: Cell, mesh: Mesh, engine: Engine) -> Record:
         losses.append(numbers.loss)
         counts.append(numbers.target_count)
         if step == 0:
-            gradients = {name: whole(value.grad) / (cell.loss_scale or 1) for name, value in parameters.items()}
+            gradients = {name: copy(value.grad) / (cell.loss_scale or 1) for name, value in parameters.items()}
         norm = engine.clip_grad_norm_(MAX_NORM, scale)
         engine.commit(norm.isfinite())
         norms.append(norm.item())
+        for name, value in parameters.items():
+            shards[name].data, shards[name].grad = _local(value), _local(value.grad)
         optimizer.step()
     evaluation = engine.reduce(engine.eval_step(local_batch(cell, mesh.layout, mesh.dp_rank, STEPS)))
-    final = {name: whole(value.detach()) for name, value in parameters.items()}
+    final = {name: copy(value) for name, value in parameters.items()}
     return Record(gradients, final, tuple(losses), tuple(counts), tuple(norms), evaluation)
 
 
@@ -299,7 +333,22 @@ def adamw(parameters: list[nn.Parameter], cell: Cell) -> torch.optim.Optimizer:
 def whole(value: Tensor | None) -> Tensor:
     """Returns a copy of the full tensor. Collective for DTensors."""
     assert value is not None
+    value = value.detach()
     return value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
+
+
+def shard_of(value: Tensor | None) -> Tensor:
+    """Returns a copy of what this rank holds of a tensor."""
+    return _local(value).clone()
+
+
+def _local(value: Tensor | None) -> Tensor:
+    """Returns what this rank holds of a tensor, in the same memory."""
+    assert value is not None
+    if not isinstance(value, DTensor):
+        return value.detach()
+    assert not any(placement.is_partial() for placement in value.placements), value.placements
+    return value._local_tensor.detach()
 
 
 def _with_context(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor], Tensor]:

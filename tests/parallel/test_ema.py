@@ -158,13 +158,15 @@ def under_each(
 
 
 @pytest.mark.parametrize(
-    "layouts",
-    [["zero3"], pytest.param([*LAYOUTS], marks=pytest.mark.long_form(90))],
+    ("world_size", "layouts"),
+    [(2, ["zero3"]), pytest.param(4, [*LAYOUTS], marks=pytest.mark.long_form(90))],
     ids=["short", "every"],
 )
-def test_the_average_of_every_layout_is_that_of_one_process(tmp_path: Path, layouts: list[str]) -> None:
+def test_the_average_of_every_layout_is_that_of_one_process(
+    tmp_path: Path, world_size: int, layouts: list[str]
+) -> None:
     (expected,) = run_on_world(1, one_process, str(tmp_path))
-    ranks = run_on_world(4, under_each, str(tmp_path), expected, layouts)
+    ranks = run_on_world(world_size, under_each, str(tmp_path), expected, layouts)
     for layout in layouts:
         held = {name for rank in ranks for name in rank[layout]["names"]}
         assert held == set(expected[0]), layout

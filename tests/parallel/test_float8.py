@@ -106,7 +106,7 @@ def differences(rank: int, world_size: int, chosen: list[Cell], recipe: str) -> 
 @pytest.mark.parametrize(
     ("model", "recipe", "names"),
     [
-        ("gpt", "tensorwise", ("dp", "zero3", "zbv")),
+        ("gpt", "tensorwise", ("zero3", "zbv")),
         *(
             pytest.param(model, recipe, tuple(SPLITS), marks=pytest.mark.long_form(15))
             for model in ("gpt", "vit")
@@ -151,7 +151,7 @@ def distances(
 @pytest.mark.parametrize(
     ("split", "recipe", "train"),
     [
-        ({"cp": 2}, "tensorwise", {}),
+        pytest.param({"cp": 2}, "tensorwise", {}, marks=pytest.mark.long_form(5)),
         pytest.param({"cp": 2}, "rowwise", {}, marks=pytest.mark.long_form(10)),
         pytest.param({"tp": 2}, "tensorwise", {"activation_checkpointing": "ops"}, marks=pytest.mark.long_form(10)),
     ],

@@ -34,7 +34,7 @@ from tests.parallel.test_float8 import CPU, RECIPES, Gradients, config_of
 from tests.ranks import run_on_world, run_ranks
 
 SPLITS: dict[str, dict[str, Any]] = {
-    "tp": {"tp": 2, "dp": 2, "data_parallel": "allreduce"},
+    "tp": {"tp": 2},
     "tp and zero3": {"tp": 2, "dp": 2, "data_parallel": "zero3"},
     "tp and zbv": {"tp": 2, "pp": 2, "schedule": "zbv", "stages_per_rank": 2},
 }
@@ -70,7 +70,8 @@ def in_fp64() -> Iterator[None]:
 
 def cell_of(model: str, split: dict[str, Any], **train: Any) -> Cell:
     """Returns a cell whose micro-batches have two samples, so that the scales cover the same values."""
-    return Cell(4, model, "fp64", split, {"global_size": 8, "micro_size": 2}, train)
+    ranks = split["tp"] * split.get("dp", 1) * split.get("pp", 1)
+    return Cell(ranks, model, "fp64", split, {"global_size": 2 * ranks, "micro_size": 2}, train)
 
 
 def alone(cell: Cell, recipe: str) -> Gradients:
@@ -137,7 +138,7 @@ def compared(rank: int, world_size: int, chosen: list[Cell], recipe: str) -> lis
 def test_gradients_are_those_of_one_process(model: str, recipe: str, splits: tuple[str, ...]) -> None:
     """Each of the 4 layers has 7 or 6 matrices, and each matrix 3 products per micro-batch: none is computed twice."""
     chosen = [cell_of(model, SPLITS[name]) for name in splits]
-    for ranks in run_on_world(4, compared, chosen, recipe, timeout=280):
+    for ranks in run_on_world(chosen[0].world_size, compared, chosen, recipe, timeout=280):
         for name, cell, (difference, calls) in zip(splits, chosen, ranks, strict=True):
             layout = cell.layout()
             matrices = 4 // layout.pp * (7 if model == "gpt" else 6) * layout.micro_batches
@@ -164,7 +165,7 @@ def compiled(rank: int, world_size: int, cell: Cell, recipe: str) -> tuple[float
 
 @pytest.mark.long_form(15)
 def test_compiled_layers_exchange_the_largest_magnitudes() -> None:
-    cell = replace(cell_of("gpt", {"tp": 2}, compile=True), world_size=2, batch={"global_size": 4, "micro_size": 2})
+    cell = cell_of("gpt", {"tp": 2}, compile=True)
     for difference, graphs in run_ranks(2, compiled, cell, "tensorwise", timeout=280):
         assert difference < 1e-10 and graphs
 

@@ -90,12 +90,16 @@ def compare(rank: int, _: int, chosen: list[Cell]) -> list[tuple[bool, bool]]:
     return found
 
 
-@pytest.mark.long_form(10, cases=["gpt-fp16", "gpt-options", "vit"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("model", ["gpt", "gpt-options", "vit"])
-def test_gradients_have_the_same_bits_in_the_same_order(model: str, precision: str) -> None:
-    splits = [split for name, split in SPLITS.items() if (model, name) != ("gpt-options", "tp")]
-    chosen = [Cell(2, model, precision, split, ACCUMULATED) for split in splits]
+CASES = [(model, precision, tuple(SPLITS)) for model in ("gpt", "vit") for precision in ("bf16", "fp16")]
+CASES += [("gpt-options", precision, tuple({*SPLITS} - {"tp"})) for precision in ("bf16", "fp16")]
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "names"),
+    [("gpt", "bf16", ("allreduce", "zbv")), *(pytest.param(*case, marks=pytest.mark.long_form(10)) for case in CASES)],
+)
+def test_gradients_have_the_same_bits_in_the_same_order(model: str, precision: str, names: tuple[str, ...]) -> None:
+    chosen = [Cell(2, model, precision, SPLITS[name], ACCUMULATED) for name in names]
     for ranks in run_on_world(2, compare, chosen):
         assert dict(zip(map(str, chosen), ranks, strict=True)) == {str(cell): (True, True) for cell in chosen}
 

@@ -10,19 +10,31 @@ import pytest
 from hpc_train.layout.techniques import KINDS
 from tests.checkpoint.progress import LONG, Progress
 from tests.checkpoint.tiny import LIMIT_S
-from tests.parallel.cells import MODELS, SAVERS, Cell, Form, cells, covering, in_two_forms, saver_cells
+from tests.parallel.cells import MODELS, SAVERS, Cell, cells, covering, saver_cells
 from tests.parallel.oracle import AT_ONCE, check_cells
+
+THREE = {"micro_batches": 3}
+FULL, SOME = ({"activation_checkpointing": mode} for mode in ("full", "selective:3"))
+ON_TWO = [
+    Cell(2, "gpt-tied", strategy={"dp": 2, "bucket_cap_mb": 0.001}, batch=THREE),
+    Cell(2, "custom", strategy={"dp": 2, "data_parallel": "allreduce"}, batch=THREE),
+    Cell(2, "gpt", strategy={"dp": 2, "data_parallel": "zero1"}, train=FULL),
+    Cell(2, "custom", strategy={"dp": 2, "data_parallel": "zero2"}, batch={"micro_batches": 2}),
+    Cell(2, "vit", strategy={"dp": 2, "data_parallel": "zero3"}, batch=THREE, train=SOME),
+    Cell(2, "gpt-tied", strategy={"tp": 2}, train=FULL | {"loss_chunks": 2}, loss_scale=1024.0),
+]
+ON_FOUR = [
+    Cell(4, "vit", strategy={"dp": 4, "data_parallel": "zero3", "shard": 2}, batch=THREE),
+    Cell(4, "gpt-tied", strategy={"dp": 2, "tp": 2, "data_parallel": "zero3"}),
+]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_layout_trains_as_one_process_does(world_size: int, record: Callable[..., None]) -> None:
     """Each strategy, each model and each number of micro-batches; the long form has them in all combinations."""
     allowed, refused = cells(world_size, pipelines=False)
-    replicas = [cell for cell in allowed if cell.strategy["dp"] > 1]
-    chosen = covering(replicas, "data_parallel", "shard", "tp", "micro_batches")
-    chosen += covering([cell for cell in allowed if cell not in replicas], "tp", "model" if world_size == 1 else "tp")
-    record(check_cells(chosen), refused)
-    assert {cell.strategy["data_parallel"] for cell in chosen if cell in replicas} == set(KINDS if replicas else ())
+    record(check_cells({1: covering(allowed, "model"), 2: ON_TWO, 4: ON_FOUR}[world_size]), refused)
+    assert {cell.strategy.get("data_parallel", "ddp") for cell in ON_TWO} == set(KINDS)
 
 
 @pytest.mark.long_form(70)
@@ -55,8 +67,8 @@ def test_single_precision_and_a_batch_that_divides(record: Callable[..., None]) 
     record(check_cells(chosen), [])
 
 
-@in_two_forms(60)
-def test_activation_checkpointing_changes_no_gradient(form: Form, record: Callable[..., None]) -> None:
+@pytest.mark.long_form(60)  # ON_TWO and the savers below have each mode
+def test_activation_checkpointing_changes_no_gradient(record: Callable[..., None]) -> None:
     splits = [{"dp": 2, "data_parallel": kind} for kind in KINDS] + [{"tp": 2}]
     chosen = [
         Cell(2, model, strategy=split, batch={"micro_batches": 2}, train={"activation_checkpointing": mode})
@@ -64,7 +76,7 @@ def test_activation_checkpointing_changes_no_gradient(form: Form, record: Callab
         for split in splits
         for model in ("gpt", "vit")
     ]
-    record(check_cells(form(chosen, "activation_checkpointing", "tp")), [])
+    record(check_cells(chosen), [])
 
 
 REASONS = (
@@ -80,7 +92,7 @@ REASONS = (
 def test_what_saves_memory_or_time_changes_no_gradient(record: Callable[..., None]) -> None:
     """In combinations, on two ranks."""
     allowed, refused = saver_cells(2, ("several", "all at once"))
-    record(check_cells(covering(allowed, "tp", "activation_checkpointing")), refused)
+    record(check_cells(covering(allowed, "activation_checkpointing", "offload")), refused)
     assert all(any(reason in entry.reason for reason in REASONS) for entry in refused), {r.reason for r in refused}
 
 
@@ -138,35 +150,34 @@ def test_chunks_of_the_loss_under_several_axes(record: Callable[..., None]) -> N
     record(check_cells(chosen), [])
 
 
-def test_a_module_without_parts_trains_under_every_data_parallelism(record: Callable[..., None]) -> None:
-    kinds: list[dict[str, Any]] = [{"dp": 2, "data_parallel": kind} for kind in KINDS]
-    record(check_cells([Cell(2, "custom", strategy=split, batch={"micro_batches": 2}) for split in kinds]), [])
-
-
-@in_two_forms(20)
-def test_a_module_without_parts_trains_on_four_ranks(form: Form, record: Callable[..., None]) -> None:
+@pytest.mark.long_form(20)  # ON_TWO has two kinds, and test_own_count all
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_module_without_parts_trains_under_every_data_parallelism(
+    world_size: int, record: Callable[..., None]
+) -> None:
     chosen = [
-        Cell(4, "custom", strategy={"dp": 4, "data_parallel": kind, "shard": shard}, batch={"micro_batches": 2})
+        Cell(
+            world_size,
+            "custom",
+            strategy={"dp": world_size, "data_parallel": kind, "shard": shard},
+            batch={"micro_batches": 2},
+        )
         for kind in KINDS
-        for shard in (["fill", 2] if kind.startswith("zero") else ["fill"])
+        for shard in (["fill", 2] if kind.startswith("zero") and world_size == 4 else ["fill"])
     ]
-    record(check_cells(form(chosen, "shard")), [])
+    record(check_cells(chosen), [])
 
 
-@in_two_forms(25)
-def test_a_loss_scale_leaves_the_gradients(form: Form, record: Callable[..., None]) -> None:
+@pytest.mark.long_form(25)  # ON_TWO has tensor-parallel ranks, EACH_SCHEDULE of test_pipeline a pipeline
+def test_a_loss_scale_leaves_the_gradients(record: Callable[..., None]) -> None:
     splits: list[dict[str, Any]] = [*({"dp": 2, "data_parallel": kind} for kind in KINDS), {"tp": 2}]
     trains: list[dict[str, Any]] = [{}, {"loss_chunks": 2}]
     chosen = [Cell(2, strategy=split, train=train, loss_scale=1024.0) for split in splits for train in trains]
-    record(check_cells(form(chosen, "tp", "loss_chunks")), [])
+    record(check_cells(chosen), [])
 
 
-@in_two_forms(10)
-def test_options_of_ddp_and_small_buckets(form: Form, record: Callable[..., None]) -> None:
-    small = {"dp": 2, "bucket_cap_mb": 0.001}
-    splits = [
-        small | {"data_parallel": "ddp"},
-        small | {"data_parallel": "allreduce"},
-    ]
+@pytest.mark.long_form(10)  # ON_TWO has small buckets of DDP
+def test_small_buckets(record: Callable[..., None]) -> None:
+    splits = [{"dp": 2, "bucket_cap_mb": 0.001, "data_parallel": kind} for kind in ("ddp", "allreduce")]
     chosen = [Cell(2, "gpt-tied", strategy=split, batch={"micro_batches": n}) for split in splits for n in (1, 3)]
-    record(check_cells(form(chosen)), [])
+    record(check_cells(chosen), [])

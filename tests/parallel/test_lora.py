@@ -53,6 +53,7 @@ THEIRS = {
 }
 ZERO3 = {"dp": 4, "data_parallel": "zero3"}
 HSDP = ZERO3 | {"shard": 2}
+ON_TWO = ZERO3 | {"dp": 2}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cell_of(model: str, strategy: dict[str, Any], **fields: Any) -> Cell:
-    return Cell(4, "gpt" if TASKS[model] == "causal_lm" else "vit", strategy=strategy, **fields)
+    return Cell(strategy.get("dp", 4), "gpt" if TASKS[model] == "causal_lm" else "vit", strategy=strategy, **fields)
 
 
 def model_of(model: str, saved: Path) -> HFModelConfig:
@@ -144,32 +145,31 @@ class Trained:
 
 
 def train(rank: int, world_size: int, cases: list[tuple[str, Cell]], saved: Path, folder: Path) -> list[Any]:
-    """Trains each case; then a run that saves its checkpoint under ZeRO and resumes from it under HSDP."""
+    """Trains each case; then a run that saves its checkpoint under ZeRO and resumes from it under HSDP or DDP."""
     transformers.logging.disable_progress_bar()  # it would leave a thread behind
     found = []
     for model, cell in cases:
         trained = Trained(config_of(model, cell, saved), mesh_of(cell, rank), cell)
         trained.steps(0, STEPS)
         found.append(trained.found())
-    return [*found, resumed(rank, saved, folder)]
+    splits = (ZERO3, HSDP) if world_size == 4 else (ON_TWO, {"dp": 2})
+    return [*found, resumed(rank, saved, folder, *(cell_of("llama", split) for split in splits))]
 
 
 def manager_of(trained: Trained, config: Config, mesh: Mesh, folder: Path) -> CheckpointManager:
     run = RunDirectory(folder)
     run.create()
     events = EventLog.open(run, f"rank-{mesh.rank}", 0, mesh.rank)
-    return CheckpointManager(run, trained.engine, trained.optimizer, mesh, config, events, 4)
+    return CheckpointManager(run, trained.engine, trained.optimizer, mesh, config, events, mesh.layout.world_size)
 
 
-def resumed(rank: int, saved: Path, folder: Path) -> Any:
-    cell = cell_of("llama", ZERO3)
-    config, mesh = config_of("llama", cell, saved), mesh_of(cell, rank)
-    first = Trained(config, mesh, cell)
+def resumed(rank: int, saved: Path, folder: Path, before: Cell, after: Cell) -> Any:
+    config, mesh = config_of("llama", before, saved), mesh_of(before, rank)
+    first = Trained(config, mesh, before)
     first.steps(0, MIDDLE)
     manager_of(first, config, mesh, folder).save(MIDDLE, {"tokens": 0}, final=True)
-    cell = cell_of("llama", HSDP)
-    config, mesh = config_of("llama", cell, saved), mesh_of(cell, rank)
-    second = Trained(config, mesh, cell)
+    config, mesh = config_of("llama", after, saved), mesh_of(after, rank)
+    second = Trained(config, mesh, after)
     restored = manager_of(second, config, mesh, folder).restore()
     assert restored is not None and restored.step == MIDDLE
     second.losses, second.norms = first.losses, first.norms
@@ -195,8 +195,11 @@ def cases() -> list[tuple[str, Cell]]:
     ]
 
 
+SHORT = [("vit", cell_of("vit", ON_TWO, batch={"micro_batches": 2}))]  # and a decoder that resumes
+
+
 @pytest.mark.parametrize(
-    "chosen", [cases()[4:5], pytest.param(cases(), marks=pytest.mark.long_form(35))], ids=["short", "every"]
+    "chosen", [SHORT, pytest.param(cases(), marks=pytest.mark.long_form(35))], ids=["short", "every"]
 )
 def test_every_layout_trains_as_a_bare_loop_of_peft(
     chosen: list[tuple[str, Cell]], saved: Path, tmp_path: Path
@@ -205,7 +208,7 @@ def test_every_layout_trains_as_a_bare_loop_of_peft(
     import peft
 
     expected = {model: bare_loop(model, saved) for model in TASKS}
-    ranks = run_on_world(4, train, chosen, saved, tmp_path / "run", imports=HUGGING_FACE)
+    ranks = run_on_world(chosen[0][1].world_size, train, chosen, saved, tmp_path / "run", imports=HUGGING_FACE)
     for (model, cell), *results in zip([*chosen, ("llama", "resumed")], *ranks, strict=True):
         module, losses, norms = expected[model]
         parameters = peft.get_peft_model_state_dict(module)

@@ -129,7 +129,7 @@ def differences(rank: int, _: int, chosen: list[Cell]) -> list[tuple[float, floa
 @pytest.mark.parametrize(
     ("model", "names"),
     [
-        ("gpt-tied", ("dp", "zero3", "offload", "1f1b")),
+        ("gpt-tied", ("zero3", "offload", "1f1b")),
         *(pytest.param(model, (*SPLITS,), marks=pytest.mark.long_form(10)) for model in ("gpt-tied", "gpt", "vit")),
     ],
 )

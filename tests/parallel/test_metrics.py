@@ -21,7 +21,7 @@ from hpc_train.parallel.precision.dtypes import parameter_dtype
 from hpc_train.train.metrics import CallFailed, MetricSums, build_metric
 from hpc_train.train.metrics.ready import F1, Accuracy, MeanIoU, Perplexity, TopK
 from tests.checkpoint.training import join_again
-from tests.parallel.cells import VOCABULARY, Cell, Form, in_two_forms
+from tests.parallel.cells import VOCABULARY, Cell
 from tests.parallel.oracle import global_batch, local_batch
 from tests.ranks import run_on_world
 
@@ -49,6 +49,11 @@ CELLS = [
     Cell(4, "custom", strategy={"dp": 4, "data_parallel": "zero2"}),
     Cell(4, "gpt-weighted", strategy={"dp": 4}),
     Cell(4, "custom-weighted", strategy={"dp": 4}),
+]
+ON_TWO = [
+    Cell(2, "vit", strategy={"pp": 2, "schedule": "1f1b"}),
+    Cell(2, "gpt", strategy={"tp": 2}, train={"loss_chunks": 2}),
+    Cell(2, "gpt", strategy={"cp": 2, "data_parallel": "zero3"}, train={"loss_chunks": 2}),
 ]
 
 
@@ -97,10 +102,11 @@ def whole_outputs(cell: Cell) -> tuple[Tensor, Tensor]:
         return model.eval()(inputs, {}, None), targets
 
 
-@in_two_forms(25)
-def test_every_layout_has_the_metrics_of_one_process(form: Form) -> None:
-    chosen = form(CELLS, "tp", "cp", "schedule")
-    for of_rank in run_on_world(4, measured, chosen, METRICS):
+@pytest.mark.parametrize(
+    "chosen", [ON_TWO, pytest.param(CELLS, marks=pytest.mark.long_form(25))], ids=["short", "every"]
+)
+def test_every_layout_has_the_metrics_of_one_process(chosen: list[Cell]) -> None:
+    for of_rank in run_on_world(chosen[0].world_size, measured, chosen, METRICS):
         for cell, found in zip(chosen, of_rank, strict=True):
             outputs, targets = whole_outputs(cell)
             for name, config in METRICS.items():

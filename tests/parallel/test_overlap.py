@@ -61,10 +61,10 @@ SPLIT = [pipeline("interleaved_zero_bubble", 2), pipeline("zbv", 2)]
 
 
 @in_two_forms(20)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4])  # the short form of four ranks has one pipeline
 def test_buckets_are_sent_as_soon_as_they_are_final(world_size: int, form: Form) -> None:
     """During the last backward of a stage, or after it while the rank's other stages go on."""
-    cells = form([cell for cell in (*WHOLE, *SPLIT) if cell.world_size == world_size], "dp", "stages_per_rank")
+    cells = form([cell for cell in (*SPLIT, *WHOLE) if cell.world_size == world_size], "dp")
     for of_cells in run_on_world(world_size, backwards_to_come, cells):
         for cell, steps in zip(cells, of_cells, strict=True):
             assert len(steps) == 2

@@ -32,7 +32,6 @@ CELLS: dict[str, list[Cell]] = {
         Cell(2, "gpt-tied", strategy={"dp": 2, "data_parallel": "zero3"}),
         Cell(2, "gpt-windows", strategy={"pp": 2, "schedule": "1f1b"}),
         Cell(2, "gpt-windows", strategy={"cp": 2, "data_parallel": "zero3"}),
-        Cell(2, "gpt-windows", strategy={"tp": 2}),
     ],
     "4": [
         Cell(4, strategy={"pp": 2, "tp": 2}),
@@ -42,6 +41,7 @@ CELLS: dict[str, list[Cell]] = {
     ],
     "2-more": [
         Cell(2, strategy={"dp": 2}),
+        Cell(2, "gpt-windows", strategy={"tp": 2}),
         Cell(2, "gpt-windows", strategy={"tp": 2}, train={"z_loss": 0.3, "loss_chunks": 2}),
         Cell(2, strategy={"pp": 2, "schedule": "zbv", "stages_per_rank": 2}),
         Cell(2, strategy={"tp": 2}),

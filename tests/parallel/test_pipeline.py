@@ -27,7 +27,7 @@ from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.pipeline.engine import PipelineEngine
 from hpc_train.parallel.pipeline.schedules import _Stage
 from hpc_train.parallel.pipeline.split import _group_across
-from tests.parallel.cells import MODELS, Cell, Form, cells, covering, in_two_forms
+from tests.parallel.cells import MODELS, Cell, Form, cells, in_two_forms
 from tests.parallel.oracle import check_cells, error, local_batch, mesh_of, whole
 from tests.ranks import run_on_world, run_ranks
 
@@ -36,15 +36,34 @@ def pipeline(schedule: str, **fields: Any) -> dict[str, Any]:
     return {"pp": 2, "schedule": schedule, "stages_per_rank": SCHEDULES[schedule].stages_per_rank[0]} | fields
 
 
+TWO, FOUR = {"micro_batches": 2}, {"micro_batches": 4}
+EACH_SCHEDULE = [
+    Cell(2, "gpt", strategy=pipeline("sequential"), batch={"micro_batches": 1}),
+    Cell(2, "vit", strategy=pipeline("gpipe", pp_split=[2, 1]), batch={"micro_size": 5}),
+    Cell(2, "gpt-tied", strategy=pipeline("1f1b"), batch=FOUR, train={"loss_chunks": 2}, loss_scale=1024.0),
+    Cell(2, "gpt-tied", strategy=pipeline("interleaved_1f1b", pp_split=[0, 1, 3, 0]), batch=FOUR),
+    Cell(2, "gpt", strategy=pipeline("interleaved_zero_bubble"), batch=FOUR),
+    Cell(2, "gpt-tied", strategy=pipeline("zbv"), batch=FOUR, train={"z_loss": 0.3}),
+    Cell(2, "vit", strategy=pipeline("dualpipev"), batch=FOUR),
+]
+EACH_DATA_PARALLELISM = [
+    Cell(4, "gpt-tied", strategy=pipeline("1f1b", dp=2), batch=TWO),
+    Cell(4, "gpt-tied", strategy=pipeline("zbv", dp=2, data_parallel="allreduce"), batch=FOUR),
+    Cell(4, "vit", strategy=pipeline("1f1b", dp=2, data_parallel="zero1"), batch=TWO),
+    Cell(4, "vit", strategy=pipeline("gpipe", dp=2, data_parallel="zero2"), batch=TWO),
+    Cell(4, "vit", strategy=pipeline("1f1b", dp=2, data_parallel="zero3"), batch=TWO),
+    Cell(4, "gpt", strategy=pipeline("1f1b", tp=2), batch=TWO),
+    Cell(4, "gpt-tied", strategy=pipeline("1f1b", pp=4), batch=FOUR),
+]
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_pipeline_trains_as_one_process_does(world_size: int, record: Callable[..., None]) -> None:
     """Two ranks have each schedule; four have each data parallelism, tensor parallelism and four stages."""
-    allowed, refused = cells(world_size, pipelines=True)
-    two = world_size == 2
-    chosen = covering(allowed, "schedule", "model") if two else covering(allowed, "data_parallel", "pp", "tp")
-    record(check_cells(chosen), refused)
-    seen = {key: {cell.strategy[key] for cell in chosen} for key in ("schedule", "data_parallel")}
-    assert seen["schedule"] == set(SCHEDULES) if two else seen["data_parallel"] == set(KINDS)
+    chosen = EACH_SCHEDULE if world_size == 2 else EACH_DATA_PARALLELISM
+    record(check_cells(chosen), cells(world_size, pipelines=True)[1])
+    key, names = ("schedule", SCHEDULES) if world_size == 2 else ("data_parallel", KINDS)
+    assert {cell.strategy.get(key, "ddp") for cell in chosen} == set(names)
 
 
 @pytest.mark.long_form(150)
@@ -68,8 +87,8 @@ def test_three_dimensions(split: dict[str, Any], record: Callable[..., None]) ->
     record(check_cells([Cell(8, "gpt-tied", strategy=split)]), [])
 
 
-@in_two_forms(25)
-def test_a_given_split_and_more_stages_and_micro_batches(form: Form, record: Callable[..., None]) -> None:
+@pytest.mark.long_form(25)  # EACH_SCHEDULE has splits and stages without layers
+def test_a_given_split_and_more_stages_and_micro_batches(record: Callable[..., None]) -> None:
     chosen = [
         Cell(2, "gpt-tied", strategy=pipeline("1f1b", pp_split=[1, 2])),
         Cell(2, "vit", strategy=pipeline("1f1b", pp_split=[2, 1]), batch={"micro_size": 1}),
@@ -82,7 +101,7 @@ def test_a_given_split_and_more_stages_and_micro_batches(form: Form, record: Cal
         Cell(2, "gpt-tied", strategy=pipeline("zbv"), batch={"micro_batches": 5}),
         Cell(2, "gpt", strategy=pipeline("gpipe"), batch={"micro_batches": 10}),
     ]
-    record(check_cells(form(chosen, "stages_per_rank", "micro_size")), [])
+    record(check_cells(chosen), [])
 
 
 def test_the_example_of_an_own_model_trains_in_a_pipeline() -> None:
@@ -134,14 +153,14 @@ def test_activation_checkpointing_in_a_pipeline(record: Callable[..., None]) -> 
     record(check_cells(chosen), [])
 
 
-@in_two_forms(30)
-def test_a_loss_scale_in_a_pipeline(form: Form, record: Callable[..., None]) -> None:
+@pytest.mark.long_form(30)  # EACH_SCHEDULE has a loss scale
+def test_a_loss_scale_in_a_pipeline(record: Callable[..., None]) -> None:
     train = {"loss_chunks": 2}
     chosen = [
         Cell(2, "gpt-tied", strategy=pipeline(schedule), train=train, loss_scale=1024.0) for schedule in SCHEDULES
     ]
     chosen += [Cell(2, "vit", "fp32", pipeline(schedule), {"global_size": 8}) for schedule in SCHEDULES]
-    record(check_cells(form(chosen, "model")), [])
+    record(check_cells(chosen), [])
 
 
 def test_a_middle_stage_without_layers_is_refused() -> None:
@@ -202,7 +221,7 @@ def sizes_of_groups(rank: int, world_size: int, schedules: list[dict[str, Any]])
     """The sizes of the groups over which a step sends, for each schedule."""
     found = []
     for strategy in schedules:
-        cell = Cell(world_size, strategy={"pp": world_size} | strategy, batch={"micro_batches": 8})
+        cell = Cell(world_size, strategy={"pp": world_size} | strategy, batch={"micro_batches": 4})
         mesh = mesh_of(cell, rank)
         engine = build_engine(cell.config(), mesh)
         sizes: set[int] = set()
@@ -227,9 +246,14 @@ def test_neighbors_have_a_group_of_their_own() -> None:
 
 @in_two_forms(40)
 def test_evaluation_leaves_the_training_alone_and_takes_other_shapes(form: Form) -> None:
-    """An evaluation has forward passes only, so the short form has two schedules."""
-    cells = [Cell(2, "gpt-tied", strategy=pipeline(schedule)) for schedule in SCHEDULES]
-    run_on_world(2, _evaluate_between, form(cells, "stages_per_rank"))
+    """An evaluation has forward passes only, so the short form has one schedule."""
+    schedules = ("zbv", *(name for name in SCHEDULES if name != "zbv"))
+    batch = {"global_size": 4, "micro_batches": 4}
+    cells = [
+        Cell(2, "gpt-tied", strategy=pipeline(schedule), batch={} if schedule == "sequential" else batch)
+        for schedule in schedules
+    ]
+    run_on_world(2, _evaluate_between, form(cells, "pp"))
 
 
 @pytest.mark.long_form(20)
@@ -318,17 +342,23 @@ def _documents(batch: StepBatch) -> StepBatch:
     return StepBatch(tuple(micro_batches), batch.target_count)
 
 
-@in_two_forms(35)
-def test_half_precision_travels_in_the_type_that_the_model_computes(form: Form) -> None:
+def half_precision(world_size: int) -> list[Cell]:
+    if world_size == 2:
+        bf16 = Cell(2, "gpt-tied", "bf16", pipeline("1f1b"), TWO)
+        return [bf16, Cell(2, "vit", "fp16", pipeline("zbv"), FOUR, loss_scale=1024.0)]
     kinds = [("1f1b", "allreduce"), ("1f1b", "zero2"), ("zbv", "zero1"), ("interleaved_1f1b", "ddp")]
-    chosen = [
+    return [
         Cell(4, model, precision, pipeline(schedule, dp=2, data_parallel=kind), loss_scale=loss_scale)
         for precision, loss_scale in (("bf16", None), ("fp16", 1024.0))
         for schedule, kind in kinds
         for model in ("gpt-tied", "vit")
     ]
-    chosen = form(chosen, "precision", "model")
-    for rank in run_on_world(4, _half_errors, chosen):
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long_form(35))])
+def test_half_precision_travels_in_the_type_that_the_model_computes(world_size: int) -> None:
+    chosen = half_precision(world_size)
+    for rank in run_on_world(world_size, _half_errors, chosen):
         for cell, (of_loss, of_gradients) in zip(chosen, rank, strict=True):
             assert of_loss < 0.01, cell
             assert of_gradients < 0.1, cell

@@ -211,7 +211,7 @@ def test_the_groups_of_a_rank_on_gpus(world_size: int, rank: int, splits: list[i
     ]  # fmt: skip
 
 
-GROUPS = re.compile("group|barrier|_object|_plain")  # words of the calls that are looked for
+GROUPS = re.compile("new_group|barrier|_object|_plain")  # words of the calls that are looked for
 
 
 @cache
