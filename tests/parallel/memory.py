@@ -14,6 +14,35 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hpc_train.config.schema import (
+    BatchConfig,
+    Config,
+    GPTConfig,
+    StrategyConfig,
+    SyntheticDataConfig,
+    TrainConfig,
+)
+from hpc_train.data.dataset import Batch, StepBatch
+
+
+def gpt_config(
+    sizes: dict[str, Any], length: int, batch: dict[str, int], strategy: dict[str, Any] | None = None, **train: Any
+) -> Config:
+    """Returns the config of a step of a GPT with these sizes and of samples of ``length`` tokens."""
+    return Config(
+        model=GPTConfig(**sizes),
+        data=SyntheticDataConfig(sequence_length=length, vocab_size=sizes["vocab_size"]),
+        batch=BatchConfig(**batch),
+        strategy=StrategyConfig(**strategy or {}),
+        train=TrainConfig(steps=1, **train),
+    )
+
+
+def batch_of_eight(length: int, words: int, micro_batches: int) -> StepBatch:
+    """Returns a step of 8 samples, of which this rank has micro-batches of two."""
+    tokens = torch.arange(2 * length).view(2, length) % words
+    return StepBatch((Batch(tokens, tokens),) * micro_batches, 8 * length)
+
 
 class Allocations(TorchDispatchMode):
     """Observes every tensor that an operator creates inside the block, in forward and backward.

@@ -18,11 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpc_train.config.schema import (
     BatchConfig,
     Config,
-    GPTConfig,
     StrategyConfig,
     SyntheticDataConfig,
     TargetConfig,
-    TrainConfig,
     ViTConfig,
 )
 from hpc_train.config.values import parse_recomputation
@@ -41,7 +39,7 @@ from hpc_train.train.hooks.ema import EMA
 from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.watch.memory import MemoryReport, report_memory
 from tests.parallel.cells import Cell, Form, in_two_forms
-from tests.parallel.memory import Allocations, norms_of_gpus
+from tests.parallel.memory import Allocations, gpt_config, norms_of_gpus
 from tests.parallel.oracle import kept_mesh, local_batch, mesh_of
 from tests.ranks import run_on_world
 
@@ -50,13 +48,8 @@ LAYERS, SEQUENCE, VOCABULARY, DIM = 6, 32, 512, 16
 
 def config_of(layers: int = LAYERS, model: dict[str, Any] | None = None, **train: Any) -> Config:
     """A small model with a large vocabulary, in fp32."""
-    sizes = {"n_layers": layers, "dim": DIM, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64, **(model or {})}
-    return Config(
-        model=GPTConfig(vocab_size=VOCABULARY, **sizes),
-        data=SyntheticDataConfig(sequence_length=SEQUENCE, vocab_size=VOCABULARY),
-        batch=BatchConfig(global_size=2),
-        train=TrainConfig(steps=1, **train),
-    )
+    sizes = {"n_layers": layers, "dim": DIM, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64, "vocab_size": VOCABULARY}
+    return gpt_config(sizes | (model or {}), SEQUENCE, {"global_size": 2}, **train)
 
 
 def engine_of(config: Config) -> Engine:

@@ -16,16 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hpc_train.config.schema import (
-    BatchConfig,
-    Config,
-    GPTConfig,
-    PrecisionConfig,
-    StrategyConfig,
-    SyntheticDataConfig,
-    TrainConfig,
-)
-from hpc_train.data.dataset import Batch, StepBatch
+from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.memory import estimate
@@ -35,7 +26,7 @@ from hpc_train.layout.techniques import KINDS, SCHEDULES
 from hpc_train.parallel import activation_offload as offload_module
 from hpc_train.parallel.build import build_engine
 from tests.parallel.cells import Cell, Form, in_two_forms
-from tests.parallel.memory import Allocations, PeakMemory, norms_of_gpus
+from tests.parallel.memory import Allocations, PeakMemory, batch_of_eight, gpt_config, norms_of_gpus
 from tests.parallel.oracle import check_cells, kept_mesh, mesh_of
 from tests.ranks import run_on_world, run_ranks
 
@@ -64,7 +55,7 @@ def test_offload_changes_no_gradient(form: Form, record: Callable[..., None]) ->
     cells += [offloading(2, "gpt-tied", "full", **pipeline(name)) for name in ("1f1b", "zbv")]
     all_of_it = offloading(2, "gpt", "full", dp=2, data_parallel="zero3", offload="all")
     cells += [replace(all_of_it, train=all_of_it.train | {"loss_chunks": 2})]
-    record(check_cells(form(cells, "activation_checkpointing", "tp")), [])
+    record(check_cells(form(cells, "activation_checkpointing")), [])
 
 
 @pytest.mark.long_form(200)  # minutes of the C++ compiler
@@ -84,8 +75,7 @@ def moved_by_compiled_layers(rank: int, world_size: int, config: Config) -> tupl
     engine: Any = build_engine(config, mesh)
     waiting = list[int]()
     engine.parts[0].head.register_forward_pre_hook(lambda *_: waiting.append(host.alive))
-    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % VOCABULARY
-    engine.train_step(0, StepBatch((Batch(tokens, tokens),) * mesh.layout.micro_batches, 8 * SEQUENCE))
+    engine.train_step(0, batch_of_eight(SEQUENCE, VOCABULARY, mesh.layout.micro_batches))
     return waiting, host.alive
 
 
@@ -99,15 +89,10 @@ def test_compiled_layers_move_what_the_formula_says() -> None:
 
 
 def config_of(mode: str, precision: str, offload: str = "4KiB", **strategy: Any) -> Config:
-    sizes: dict[str, Any] = {"dim": 64, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": VOCABULARY}
-    return Config(
-        model=GPTConfig(n_layers=LAYERS, **sizes),
-        data=SyntheticDataConfig(sequence_length=SEQUENCE, vocab_size=VOCABULARY),
-        batch=BatchConfig(global_size=8, micro_size=2),
-        precision=PrecisionConfig(name=precision),
-        strategy=StrategyConfig(**strategy),
-        train=TrainConfig(steps=1, activation_checkpointing=mode, activation_offload=offload),
-    )
+    sizes = {"n_layers": LAYERS, "dim": 64, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": VOCABULARY}
+    train = {"activation_checkpointing": mode, "activation_offload": offload}
+    config = gpt_config(sizes, SEQUENCE, {"global_size": 8, "micro_size": 2}, strategy, **train)
+    return replace(config, precision=PrecisionConfig(name=precision))
 
 
 class HostMemory:
@@ -137,7 +122,6 @@ def kept_in_step(rank: int, world_size: int, configs: list[Config]) -> list[tupl
     """The bytes that wait for the first backward of a step, on the device and in host memory, and those left after it;
     and how many storages each layer has moved.
     """
-    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % VOCABULARY
     found = []
     for config in configs:
         host = HostMemory()
@@ -149,7 +133,7 @@ def kept_in_step(rank: int, world_size: int, configs: list[Config]) -> list[tupl
         with buffers, norms_of_gpus(), Allocations() as allocations:
             layers[0].register_forward_pre_hook(partial(_look, allocations, host, before))
             layers[-1].register_forward_hook(partial(_look, allocations, host, after))
-            engine.train_step(0, StepBatch((Batch(tokens, tokens),) * mesh.layout.micro_batches, 8 * SEQUENCE))
+            engine.train_step(0, batch_of_eight(SEQUENCE, VOCABULARY, mesh.layout.micro_batches))
         in_flight = mesh.layout.in_flight(mesh.pp_rank)
         device, waiting, made = after[in_flight - 1]
         moving = in_flight * (len(layers) - (mesh.pp_rank == mesh.layout.placement[-1]))
@@ -196,12 +180,11 @@ def test_weights_stay_and_what_layers_share_is_moved_once() -> None:
 
 def peaks(rank: int, world_size: int, configs: list[Config]) -> list[int]:
     """The most bytes on the device in a step, besides weights."""
-    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % VOCABULARY
     found = []
     for config in configs:
         mesh = kept_mesh(resolve_layout(config, 1, world_size), rank)
         engine = build_engine(config, mesh)
-        batch = StepBatch((Batch(tokens, tokens),) * mesh.layout.micro_batches, 8 * SEQUENCE)
+        batch = batch_of_eight(SEQUENCE, VOCABULARY, mesh.layout.micro_batches)
         with mock.patch.object(offload_module, "host_buffer", HostMemory()):
             engine.train_step(0, batch)  # which creates the gradients
             with norms_of_gpus(), PeakMemory() as memory:
@@ -279,12 +262,11 @@ def with_late_transfers(rank: int, world_size: int, config: Config) -> tuple[lis
         offload_module, "_Transfers", lambda device: made.append(LateTransfers(device)) or made[-1]
     )
     mesh = kept_mesh(resolve_layout(config, 1, world_size), rank)
-    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % VOCABULARY
     found = []
     for offload in (config.train.activation_offload, "none"):
         with late:
             engine = build_engine(replace(config, train=replace(config.train, activation_offload=offload)), mesh)
-        engine.train_step(0, StepBatch((Batch(tokens, tokens),) * mesh.layout.micro_batches, 8 * SEQUENCE))
+        engine.train_step(0, batch_of_eight(SEQUENCE, VOCABULARY, mesh.layout.micro_batches))
         found.append([parameter.grad for parameter in engine.named_parameters().values()])
     (transfers,) = made
     return (

@@ -10,15 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.config.schema import (
-    BatchConfig,
-    Config,
-    GPTConfig,
-    PrecisionConfig,
-    StrategyConfig,
-    SyntheticDataConfig,
-    TrainConfig,
-)
+from hpc_train.config.schema import BatchConfig, Config, PrecisionConfig
 from hpc_train.config.values import LayerMode, parse_recomputation
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
@@ -31,7 +23,7 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.precision.dtypes import kept_by
 from tests.parallel.cells import Cell, Form, in_two_forms
-from tests.parallel.memory import Allocations, norms_of_gpus
+from tests.parallel.memory import Allocations, batch_of_eight, gpt_config, norms_of_gpus
 from tests.parallel.oracle import check_cells, kept_mesh
 from tests.ranks import run_on_world, run_ranks
 
@@ -39,14 +31,9 @@ LAYERS, SEQUENCE, KEY = 12, 32, "activation_checkpointing"
 
 
 def config_of(budget: str, layers: int = LAYERS, **strategy: Any) -> Config:
-    sizes: dict[str, Any] = {"dim": 32, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64, "vocab_size": 64}
-    return Config(
-        model=GPTConfig(n_layers=layers, **sizes),
-        data=SyntheticDataConfig(sequence_length=SEQUENCE, vocab_size=64),
-        batch=BatchConfig(global_size=8, micro_size=2),
-        strategy=StrategyConfig(**strategy),
-        train=TrainConfig(steps=1, activation_checkpointing=budget),
-    )
+    sizes = {"n_layers": layers, "dim": 32, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64, "vocab_size": 64}
+    batch = {"global_size": 8, "micro_size": 2}
+    return gpt_config(sizes, SEQUENCE, batch, strategy, activation_checkpointing=budget)
 
 
 def layout_of(config: Config) -> Layout:
@@ -121,7 +108,6 @@ def test_the_layout_says_what_was_chosen_and_the_estimate_follows() -> None:
 
 def kept_in_step(rank: int, world_size: int, configs: list[Config]) -> list[int]:
     """The bytes that the layers of this rank keep in a step, before its first backward."""
-    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % 64
     found = []
     for config in configs:
         mesh = kept_mesh(resolve_layout(config, 1, world_size), rank)
@@ -131,7 +117,7 @@ def kept_in_step(rank: int, world_size: int, configs: list[Config]) -> list[int]
         with norms_of_gpus(), Allocations() as allocations:
             layers[0].register_forward_pre_hook(partial(_look, allocations, before))
             layers[-1].register_forward_hook(partial(_look, allocations, after))
-            engine.train_step(0, StepBatch((Batch(tokens, tokens),) * mesh.layout.micro_batches, 8 * SEQUENCE))
+            engine.train_step(0, batch_of_eight(SEQUENCE, 64, mesh.layout.micro_batches))
         found.append(after[mesh.layout.in_flight(mesh.pp_rank) - 1] - before[0])
     return found
 

@@ -43,7 +43,7 @@ from hpc_train.parallel.compile import (
 from tests.parallel.cells import VOCABULARY, Cell
 from tests.parallel.graphs import run_graphs_as_cut
 from tests.parallel.oracle import TOLERANCE, Outcome, check_cells, compare_cells, line, local_batch, merge, mesh_of
-from tests.ranks import run_on_world, run_ranks
+from tests.ranks import kept, run_on_world, run_ranks
 
 
 def graphs(rank: int, world_size: int, cell: Cell) -> int:
@@ -377,7 +377,7 @@ def test_a_graph_with_a_mesh_is_found_by_another_process(tmp_path: Path) -> None
 def graph_keys(rank: int, world_size: int) -> list[str]:
     """Returns the compiler's keys of a mesh between two strings: three times of one mesh, as processes may hold it, and
     once of another mesh."""
-    whole = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    whole = kept("graph_keys", lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")))
     text = "".join(["equal ", "text"])
     copies = [(whole["tp"], text, text), (whole["tp"], text, "".join(["equal ", "text"]))]
     keys = []
@@ -390,7 +390,7 @@ def graph_keys(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_graph_with_a_mesh_has_the_same_key_in_every_process() -> None:
-    first, second = run_ranks(2, graph_keys)
+    first, second = run_on_world(2, graph_keys)
     for one, again, copied, other in (first, second):
         assert one == again == copied != other
     assert first[0] != second[0]  # a rank's graph has its place in the mesh
@@ -440,7 +440,7 @@ def turns(rank: int, world_size: int, cache: Path, devices: list[str], seen: Pat
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     with _turn(torch.device(devices[rank])):
         (seen / str(rank)).touch()
-        until = time.monotonic() + (20 if len(set(devices)) > 1 else 1)
+        until = time.monotonic() + (20 if len(set(devices)) > 1 else 0.5)
         while time.monotonic() < until and len(list(seen.iterdir())) < world_size:
             time.sleep(0.01)
         together = len(list(seen.iterdir())) == world_size
@@ -452,5 +452,5 @@ def turns(rank: int, world_size: int, cache: Path, devices: list[str], seen: Pat
 def test_only_ranks_with_the_same_device_index_take_turns(tmp_path: Path, devices: list[str], together: bool) -> None:
     """A graph for cuda:1 is another one than that for cuda:0, so it need not wait."""
     (tmp_path / "seen").mkdir()
-    found = run_ranks(2, turns, tmp_path / "cache", devices, tmp_path / "seen")
+    found = run_on_world(2, turns, tmp_path / "cache", devices, tmp_path / "seen")
     assert found == [together, together]

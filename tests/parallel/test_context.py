@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_train.config.schema import BatchConfig, Config, GPTConfig, StrategyConfig, SyntheticDataConfig, TrainConfig
+from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode
 from hpc_train.errors import UserError
 from hpc_train.layout.recomputation import layer_bytes
@@ -24,7 +24,7 @@ from hpc_train.parallel.engine import seed_step
 from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.pipeline.balance import measure_blocks
 from tests.parallel.cells import SEQUENCE, VOCABULARY, Cell, Form, in_two_forms
-from tests.parallel.memory import Allocations, norms_of_gpus
+from tests.parallel.memory import Allocations, gpt_config, norms_of_gpus
 from tests.parallel.oracle import check_cells, kept_mesh, local_batch, mesh_of
 from tests.ranks import run_on_world
 
@@ -51,13 +51,13 @@ FOUR = [
     cell(4, cp=4),  # two heads of keys and values, each for two ranks
     *(cell(4, "gpt-tied", dp=2, cp=2, data_parallel=kind) for kind in ("ddp", "zero3")),
     cell(4, dp=2, cp=2, data_parallel="zero3", shard=2),
-    cell(4, "gpt-options", cp=2, tp=2, data_parallel="zero3"),
+    cell(4, cp=2, tp=2, data_parallel="allreduce"),
     cell(4, "gpt-tied", cp=2, pp=2, schedule="1f1b"),
     cell(4, "gpt-tied", cp=2, pp=2, schedule="zbv", stages_per_rank=2, data_parallel="allreduce"),
     cell(4, "gpt-options", cp=4, data_parallel="zero2"),
     *(cell(4, "gpt-tied", dp=2, cp=2, data_parallel=kind) for kind in ("allreduce", "zero1", "zero2")),
     cell(4, dp=2, cp=2, data_parallel="zero2", shard=2),
-    cell(4, cp=2, tp=2, data_parallel="allreduce"),
+    cell(4, "gpt-options", cp=2, tp=2, data_parallel="zero3"),
     cell(4, "gpt-options", cp=2, pp=2, schedule="gpipe", data_parallel="zero3"),
     cell(4, cp=2, pp=2, schedule="interleaved_1f1b", stages_per_rank=2, data_parallel="zero2"),
 ]
@@ -69,7 +69,7 @@ def test_a_split_sequence_trains_as_a_whole_one_does(
     cells: list[Cell], form: Form, record: Callable[..., None]
 ) -> None:
     """The short form has every model on two ranks, and each other axis beside this one."""
-    record(check_cells(form(cells, *(("model",) if cells is TWO else ("pp", "tp")))), [])
+    record(check_cells(form(cells, *(("model",) if cells is TWO else ("cp", "pp", "tp")))), [])
 
 
 @pytest.mark.long_form(60)  # most of a minute of the C++ compiler; test_compile has the graphs
@@ -173,14 +173,9 @@ LAYERS, DIM, TOKENS = 4, 64, 64
 
 
 def memory_config(layers: int, mode: str, options: dict[str, Any], ranks: int) -> Config:
-    sizes: dict[str, Any] = {"dim": DIM, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 4 * DIM, "vocab_size": VOCABULARY}
-    return Config(
-        strategy=StrategyConfig(cp=ranks),
-        model=GPTConfig(**{**sizes, "n_layers": layers, **options}),
-        data=SyntheticDataConfig(sequence_length=TOKENS, vocab_size=VOCABULARY),
-        batch=BatchConfig(global_size=2),
-        train=TrainConfig(steps=1, activation_checkpointing=mode),
-    )
+    sizes = {"dim": DIM, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 4 * DIM, "vocab_size": VOCABULARY}
+    sizes |= {"n_layers": layers} | options
+    return gpt_config(sizes, TOKENS, {"global_size": 2}, {"cp": ranks}, activation_checkpointing=mode)
 
 
 def kept_by(rank: int, world_size: int, cases: list[tuple[int, str, dict[str, Any]]]) -> list[int]:

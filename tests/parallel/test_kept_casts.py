@@ -17,7 +17,7 @@ from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.precision.dtypes import CASTS, KeptCasts
 from tests.parallel.cells import Cell
 from tests.parallel.oracle import local_batch, mesh_of, whole
-from tests.ranks import run_on_world, run_ranks
+from tests.ranks import run_on_world
 
 SPLITS: dict[str, dict[str, Any]] = {
     "allreduce": {"dp": 2, "data_parallel": "allreduce"},
@@ -213,5 +213,5 @@ def compiled(rank: int, _: int) -> list[list[str]]:
 
 
 def test_a_compiled_layer_is_one_graph_that_takes_the_casts() -> None:
-    [[dtypes]] = run_ranks(1, compiled)
+    [[dtypes]] = run_on_world(1, compiled)
     assert sorted(dtypes) == [*["torch.bfloat16"] * 4, "torch.float32"]

@@ -221,7 +221,7 @@ def sizes_of_groups(rank: int, world_size: int, schedules: list[dict[str, Any]])
     """The sizes of the groups over which a step sends, for each schedule."""
     found = []
     for strategy in schedules:
-        cell = Cell(world_size, strategy={"pp": world_size} | strategy, batch={"micro_batches": 4})
+        cell = Cell(world_size, strategy={"pp": world_size} | strategy, batch={"micro_batches": 8})
         mesh = mesh_of(cell, rank)
         engine = build_engine(cell.config(), mesh)
         sizes: set[int] = set()
