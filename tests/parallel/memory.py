@@ -14,14 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc_train.config.schema import (
-    BatchConfig,
-    Config,
-    GPTConfig,
-    StrategyConfig,
-    SyntheticDataConfig,
-    TrainConfig,
-)
+from hpc_train.config.schema import BatchConfig, Config, GPTConfig, StrategyConfig, SyntheticDataConfig, TrainConfig
 from hpc_train.data.dataset import Batch, StepBatch
 
 

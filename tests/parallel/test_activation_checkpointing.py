@@ -15,14 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc_train.config.schema import (
-    BatchConfig,
-    Config,
-    StrategyConfig,
-    SyntheticDataConfig,
-    TargetConfig,
-    ViTConfig,
-)
+from hpc_train.config.schema import BatchConfig, Config, StrategyConfig, SyntheticDataConfig, TargetConfig, ViTConfig
 from hpc_train.config.values import parse_recomputation
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError

@@ -59,24 +59,43 @@ def test_all_options_of_the_gpt_train_as_one_process_does(record: Callable[..., 
     record(check_cells(chosen), [])
 
 
-@pytest.mark.long_form(30)
-def test_single_precision_and_a_batch_that_divides(record: Callable[..., None]) -> None:
-    batch = {"global_size": 8, "micro_batches": 2}
-    splits = [{"dp": 2, "data_parallel": kind} for kind in KINDS] + [{"tp": 2}]
-    chosen = [Cell(2, model, "fp32", split, batch) for split in splits for model in ("gpt", "gpt-tied", "vit")]
-    record(check_cells(chosen), [])
-
-
-@pytest.mark.long_form(60)  # ON_TWO and the savers below have each mode
-def test_activation_checkpointing_changes_no_gradient(record: Callable[..., None]) -> None:
-    splits = [{"dp": 2, "data_parallel": kind} for kind in KINDS] + [{"tp": 2}]
-    chosen = [
-        Cell(2, model, strategy=split, batch={"micro_batches": 2}, train={"activation_checkpointing": mode})
+STRATEGIES: list[dict[str, Any]] = [*({"dp": 2, "data_parallel": kind} for kind in KINDS), {"tp": 2}]
+HALVES = {"micro_batches": 2}
+OPTIONS = {
+    "fp32": [
+        Cell(2, model, "fp32", split, HALVES | {"global_size": 8})
+        for split in STRATEGIES
+        for model in ("gpt", "gpt-tied", "vit")
+    ],
+    "recomputed": [
+        Cell(2, model, strategy=split, batch=HALVES, train={"activation_checkpointing": mode})
         for mode in ("full", "selective:3", "ops")
-        for split in splits
+        for split in STRATEGIES
         for model in ("gpt", "vit")
-    ]
-    record(check_cells(chosen), [])
+    ],
+    "scaled": [
+        Cell(2, strategy=split, train={"loss_chunks": chunks}, loss_scale=1024.0)
+        for split in STRATEGIES
+        for chunks in (1, 2)
+    ],
+    "custom": [Cell(2, "custom", strategy=split, batch=HALVES) for split in STRATEGIES[:-1]],
+    "custom on four ranks": [
+        Cell(4, "custom", strategy={"dp": 4, "data_parallel": kind, "shard": shard}, batch=HALVES)
+        for kind in KINDS
+        for shard in (["fill", 2] if kind.startswith("zero") else ["fill"])
+    ],
+    "small buckets": [
+        Cell(2, "gpt-tied", strategy=split | {"bucket_cap_mb": 0.001}, batch={"micro_batches": number})
+        for split in STRATEGIES[:2]
+        for number in (1, 3)
+    ],
+}
+
+
+@pytest.mark.long_form(60)  # ON_TWO has each of them
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_under_every_strategy(option: str, record: Callable[..., None]) -> None:
+    record(check_cells(OPTIONS[option]), [])
 
 
 REASONS = (
@@ -147,37 +166,4 @@ def test_chunks_of_the_loss_under_several_axes(record: Callable[..., None]) -> N
         )
         for model, split in SEVERAL_AXES
     ]
-    record(check_cells(chosen), [])
-
-
-@pytest.mark.long_form(20)  # ON_TWO has two kinds, and test_own_count all
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_module_without_parts_trains_under_every_data_parallelism(
-    world_size: int, record: Callable[..., None]
-) -> None:
-    chosen = [
-        Cell(
-            world_size,
-            "custom",
-            strategy={"dp": world_size, "data_parallel": kind, "shard": shard},
-            batch={"micro_batches": 2},
-        )
-        for kind in KINDS
-        for shard in (["fill", 2] if kind.startswith("zero") and world_size == 4 else ["fill"])
-    ]
-    record(check_cells(chosen), [])
-
-
-@pytest.mark.long_form(25)  # ON_TWO has tensor-parallel ranks, EACH_SCHEDULE of test_pipeline a pipeline
-def test_a_loss_scale_leaves_the_gradients(record: Callable[..., None]) -> None:
-    splits: list[dict[str, Any]] = [*({"dp": 2, "data_parallel": kind} for kind in KINDS), {"tp": 2}]
-    trains: list[dict[str, Any]] = [{}, {"loss_chunks": 2}]
-    chosen = [Cell(2, strategy=split, train=train, loss_scale=1024.0) for split in splits for train in trains]
-    record(check_cells(chosen), [])
-
-
-@pytest.mark.long_form(10)  # ON_TWO has small buckets of DDP
-def test_small_buckets(record: Callable[..., None]) -> None:
-    splits = [{"dp": 2, "bucket_cap_mb": 0.001, "data_parallel": kind} for kind in ("ddp", "allreduce")]
-    chosen = [Cell(2, "gpt-tied", strategy=split, batch={"micro_batches": n}) for split in splits for n in (1, 3)]
     record(check_cells(chosen), [])

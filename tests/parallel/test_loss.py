@@ -190,7 +190,8 @@ def test_one_rank_in_every_form_of_the_loss(record: Callable[..., None]) -> None
 def test_two_ranks_of_every_kind(form: Form, record: Callable[..., None]) -> None:
     splits: list[dict[str, Any]] = [{"dp": 2, "data_parallel": kind} for kind in KINDS]
     splits += [{"tp": 2}, {"cp": 2}, {"tp": 2}, {"cp": 2}]
-    record(check_cells(form(cells(2, splits), "dp", "tp", "cp")), [])
+    scaled = cells(2, [{"dp": 2}, {"tp": 2}], loss_scale=1024.0)
+    record(check_cells(form([*cells(2, splits), *scaled], "dp", "tp", "cp")), [])
 
 
 @pytest.mark.long_form(15)  # test_pipeline has one schedule
@@ -211,12 +212,6 @@ def test_several_axes(record: Callable[..., None]) -> None:
         {"cp": 2, "tp": 2, "data_parallel": "allreduce"},
     ]
     record(check_cells(cells(4, splits)), [])
-
-
-@pytest.mark.long_form(5)  # test_layouts has a loss scale under tensor parallelism
-def test_a_loss_scale_and_padding(record: Callable[..., None]) -> None:
-    splits: list[dict[str, Any]] = [{"dp": 2}, {"tp": 2}]
-    record(check_cells(cells(2, splits, loss_scale=1024.0)), [])
 
 
 def test_what_is_no_language_model_is_refused() -> None:
