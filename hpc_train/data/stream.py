@@ -303,7 +303,7 @@ class StreamReader:
             step = math.gcd(self._shards.count, self._lanes)
             visited = range(request.lane % step, self._shards.count, step)
             check_resumes(self._shards, visited[0])
-            readers = {shard: self._reader(shard) for shard in visited}
+            readers = self._readers[request.lane] = {shard: self._reader(shard) for shard in visited}
         slot_items = [(slot, self._item(readers, slot)) for slot in request.slots]
         slots = [slot for slot, item in slot_items if item is not None]
         items = [item for _, item in slot_items if item is not None]

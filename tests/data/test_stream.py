@@ -150,6 +150,21 @@ def test_each_item_is_read_once_if_the_ranks_divide_the_shards() -> None:
     assert [sorted(rank.state(1) or {}) for rank in states] == [["0", "2"], ["1", "3"]]
 
 
+def test_a_shard_is_opened_once_for_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    open_shard = stream.StreamReader._reader
+
+    def reader(self: stream.StreamReader, shard: int) -> stream.ShardReader:
+        opened.append(shard)
+        return open_shard(self, shard)
+
+    monkeypatch.setattr(stream.StreamReader, "_reader", reader)
+    feed = Rank(config(), 1, 0, 0, {}, micro_batches=1).feed
+    for _ in range(3):
+        next(feed)
+    assert opened == [0, 1, 2, 3]
+
+
 def test_skipped_windows_are_left_out() -> None:
     expected = one_rank()
     steps = Rank(config(), 1, 0, 0, {}, skipped=Skipped(((2, 5),))).feed
