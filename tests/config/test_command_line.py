@@ -46,8 +46,6 @@ def test_directories_of_the_user_are_searched(site: Path, called: Called) -> Non
         assert "n_layers: 6" in shown.stdout, shown.stderr
         frozen = called("freeze", *chosen, *where, "run.name=x")
         assert "n_layers: 6" in (Path(frozen.stdout.strip()) / "config.yaml").read_text()
-    planned = called(*chosen, "-cd", str(site), "launch.dry_run=true")
-    assert "can be submitted" in planned.stdout, planned.stderr
 
 
 def test_help_and_info_and_completion(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.compose import config_directory
+from hpc_train.config.compose import config_directory, packaged
+from hpc_train.config.schema import FabricConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.validate import check_values
 from hpc_train.machine.network.decision import FabricJob, decide, site_profile
@@ -20,7 +21,8 @@ NODE = NodeFacts(gpus=(Gpu(0),))
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_every_profile_reaches_the_environment_and_the_user_wins(name: str) -> None:
-    config = config_of("cluster=slurm", f"cluster/fabric={name}")
+    config = config_of("cluster=slurm")
+    config.cluster.fabric = FabricConfig(**packaged(f"cluster/fabric/{name}"))
     check_values(config)
     asked = dict(config.cluster.fabric.variables)
     assert config.cluster.fabric.name == name and (name == "none") == (not asked)

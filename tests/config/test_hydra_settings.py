@@ -78,17 +78,23 @@ def test_glob_lists_the_options_of_a_group(site: Path) -> None:
         with_right_plus(["strategy=glob(nope*)", "-m"])
 
 
-@pytest.mark.parametrize(("file", "own"), [("over", "zero2"), ("add", "zero3")])
-def test_a_strategy_replaces_that_of_an_experiment_that_overrides_or_adds_one(site: Path, file: str, own: str) -> None:
-    experiment = [f"experiment={file}", "-cd", str(site)]
-    for arguments, name in (([], own), (["strategy=pp"], "pp")):
-        line = CommandLine.parse(with_right_plus([*experiment, *arguments]))
-        with line.composer() as compose:
-            config = typed(compose(line.overrides))
-        assert config.strategy.name == name
-        assert (config.optim.name == "sgd") == (file == "over")
-    assert with_right_plus([*experiment, "+strategy=pp"]) == with_right_plus([*experiment, "strategy=pp"])
-    assert with_right_plus(["strategy=dp"]) == ["+strategy=dp"]
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["experiment=over"], "zero2"),
+        (["experiment=over", "strategy=pp"], "pp"),
+        (["experiment=add"], "zero3"),
+        (["experiment=add", "+strategy=pp"], "pp"),
+    ],
+)
+def test_an_experiment_overrides_or_adds_a_strategy_that_the_user_replaces(
+    site: Path, arguments: list[str], name: str
+) -> None:
+    line = CommandLine.parse(with_right_plus([*arguments, "-cd", str(site)]))
+    with line.composer() as compose:
+        config = typed(compose(line.overrides))
+    assert config.strategy.name == name
+    assert (config.optim.name == "sgd") == ("experiment=over" in arguments)
 
 
 def test_experiments_that_choose_a_strategy_in_different_ways_are_not_one_sweep(site: Path) -> None:
