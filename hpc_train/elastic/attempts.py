@@ -96,9 +96,14 @@ class Attempts:
         action = leave.decision.action
         if code is not Exit.GAVE_UP or action is Action.GIVE_UP:
             self._report_end(leave, code, events)
+
+        def record_end() -> None:
+            if self.end is not None:
+                self.end.record(code)
+            withdraw(self.run, self.allocation.launch_id)
+
         try:
-            in_time(lambda: None if self.end is None else self.end.record(code))
-            in_time(lambda: withdraw(self.run, self.allocation.launch_id))
+            in_time(record_end)
         except OSError as error:  # the agents know the exit code anyway
             print(f"cannot record the end of the job in the run directory: {error}", file=sys.stderr)
         return code

@@ -339,9 +339,10 @@ class AttemptEnd:
 def attempt_end(run: RunDirectory, attempt: int) -> AttemptEnd | None:
     """Returns the end of the job as the rendezvous server recorded it; None while the job runs."""
     events = list(run.events_of("agent-*", attempt))
-    end = max((event for event in events if event.exit_code is not None), key=attrgetter("time"), default=None)
-    if end is None:
+    ends = sorted((event for event in events if event.exit_code is not None), key=attrgetter("time"))
+    if not ends:
         return None
+    end = ends[-1]
     if end.name == "failed":
         return AttemptEnd(end, "failing", True)
     if any(event.name == "requeued" for event in events):
