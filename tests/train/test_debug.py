@@ -70,7 +70,7 @@ def a_collective_of_its_own(spec: WorkerSpec, stop: StopFlag) -> None:
         ("dp", a_collective_of_its_own, "Detected mismatch between collectives on ranks"),
     ],
 )
-@pytest.mark.long_form(4, cases=["tp", "dp-root_of_zero"])
+@pytest.mark.long_form(4, cases=["tp", "dp"])
 def test_the_mistake_is_named(tmp_path: Path, strategy: str, prepare: Any, message: str) -> None:
     run = frozen(tmp_path / "run", f"+strategy={strategy}", "train.debug=true")
     with pytest.raises(AssertionError, match=message):

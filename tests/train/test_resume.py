@@ -28,7 +28,7 @@ def losses_and_norms(run: RunDirectory) -> list[dict[str, object]]:
     return [{key: value for key, value in line.items() if key not in TIMES} for line in run.read_metrics()]
 
 
-CASES = [  # in the short form shards with a loss scale; a stop request below resumes stages
+CASES = [
     pytest.param(1, ["+strategy=single", "batch.micro_size=3"], id="single"),
     pytest.param(2, ["+strategy=dp", "batch.micro_size=2"], id="dp"),
     pytest.param(2, ["+strategy=dp", "strategy.data_parallel=allreduce", "optim=sgd"], id="reduce-sgd"),
@@ -48,11 +48,10 @@ CASES = [  # in the short form shards with a loss scale; a stop request below re
                      "model.tied_embeddings=true"], id="hybrid-powersgd"),
     pytest.param(4, ["+strategy=hybrid", "strategy.data_parallel=zero2", "precision=fp16"], id="hybrid-zero2-fp16"),
 ]  # fmt: skip
-IN_LONG_FORM = [str(case.id) for case in CASES if case.id != "zero2-uneven-fp16"]
 
 
 @pytest.mark.parametrize(("workers", "overrides"), CASES)
-@pytest.mark.long_form(12, cases=IN_LONG_FORM)
+@pytest.mark.long_form(12)  # the third step of a stop request below; tests/checkpoint has the state of each layout
 def test_six_steps_are_three_and_three(tmp_path: Path, workers: int, overrides: list[str]) -> None:
     overrides = [*overrides, "model.n_layers=2", "train.steps=6", "checkpoint.every=3", "train.eval_every=3"]
     whole = frozen(tmp_path / "whole", *overrides)

@@ -141,6 +141,7 @@ def test_failures_that_this_run_has_seen_count_and_the_users_mistakes_do_not(tmp
     assert failure_rate(run) == pytest.approx(2 / 6)
 
 
+@pytest.mark.long_form(5)  # test_the_clock_asks_once_until_a_save
 def test_all_ranks_save_at_the_step_that_the_first_ones_clock_says(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp", "checkpoint.every=0.001s", "train.steps=4", "checkpoint.keep=9")
     assert run_attempt(run, 2) == [0, 0]
