@@ -6,13 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from hpc_train.config.compose import typed
-from hpc_train.config.schema import Config, StrategyConfig
+from hpc_train.config.schema import StrategyConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.request import check_job
 from hpc_train.layout.layout import JobShape
@@ -226,43 +225,23 @@ def test_a_run_trains_with_the_choice_and_keeps_it(tmp_path: Path) -> None:
     )
     assert other.stdout.count("strategy=auto: ") == 2, other.stdout + other.stderr
     same = check_job(config_of(*overrides, "train.steps=3"), run)
-    assert same.plan == run.plan.read_text() and _layout(same.config) == _layout_of(frozen)
+    assert same.plan == run.plan.read_text() and same.config.strategy == StrategyConfig(**frozen["strategy"])
     again = check_job(config_of(*overrides, "cluster.cpu_workers=1"), run)
     assert again.plan != same.plan, "other workers are another question"
     run.plan.unlink()
     assert check_job(config_of(*overrides), run).choice != same.choice
 
 
-def _layout(config: Config) -> dict[str, Any]:
-    return vars(config.strategy)
-
-
-def _layout_of(frozen: dict[str, Any]) -> dict[str, Any]:
-    return vars(StrategyConfig(**frozen["strategy"]))
-
-
 LONG = ["data=synthetic", "data.sequence_length=4096", "precision=bf16", "batch.global_size=64"]
-ASKED = [
-    (["model=llama_7b", *LONG], "a100-40", 16, {"strategy.tp"}),
-    pytest.param(
-        ["model=llama_70b", *LONG, "strategy.tp=8"], "h100", 32, {"strategy.tp"}, marks=pytest.mark.long_form(10)
-    ),
-    pytest.param(
-        ["model=qwen3_8b", *LONG, "strategy.cp=2"],
-        "h100",
-        8,
-        {"strategy.cp", "strategy.schedule"},
-        marks=pytest.mark.long_form(10),
-    ),
-    pytest.param(
-        ["model=vit_large", "data=synthetic", "data.task=images", "batch.global_size=64"],
-        "v100",
-        8,
-        set[str](),
-        marks=pytest.mark.long_form(10),
-    ),
-    (["model=gpt_tiny", "data=synthetic", "batch.global_size=16"], "cpu", 4, set[str]()),
-]
+VIT = ["model=vit_large", "data=synthetic", "data.task=images", "batch.global_size=64"]
+SEARCHES: dict[str, tuple[list[str], str, int, set[str]]] = {  # overrides, machine, devices, keys that are set
+    "llama_7b": (["model=llama_7b", *LONG], "a100-40", 8, {"strategy.tp", "strategy.schedule"}),
+    "gpt_tiny": (["model=gpt_tiny", "data=synthetic", "batch.global_size=16"], "cpu", 4, set()),
+    "two_nodes": (["model=llama_7b", *LONG], "a100-40", 16, {"strategy.tp"}),
+    "llama_70b": (["model=llama_70b", *LONG, "strategy.tp=8"], "h100", 32, {"strategy.tp"}),
+    "qwen3_8b": (["model=qwen3_8b", *LONG, "strategy.cp=2"], "h100", 8, {"strategy.cp", "strategy.schedule"}),
+    "vit_large": (VIT, "v100", 8, set()),
+}
 
 
 def exhaustive(found: Sequence[Candidate], tolerance: float) -> list[Candidate]:
@@ -274,10 +253,10 @@ def exhaustive(found: Sequence[Candidate], tolerance: float) -> list[Candidate]:
     return [*sorted(close, key=lambda each: each.complexity), *fitting[len(close) :]]
 
 
-@pytest.mark.parametrize(("overrides", "name", "devices", "kept"), ASKED)
-def test_the_rows_are_those_of_an_exhaustive_search(
-    overrides: list[str], name: str, devices: int, kept: set[str]
-) -> None:
+@pytest.mark.long_form(10, cases=[*SEARCHES][2:])  # the first two search in the short form
+@pytest.mark.parametrize("search", SEARCHES)
+def test_the_rows_are_those_of_an_exhaustive_search(search: str) -> None:
+    overrides, name, devices, kept = SEARCHES[search]
     config, machine = typed(compose(["+strategy=single", *overrides])), read_machine(name)
     found = candidates(config, machine, devices, kept)
     nodes, workers = max(1, devices // machine.devices_per_node), min(devices, machine.devices_per_node)
@@ -312,10 +291,3 @@ def test_a_replay_that_ends_early_knows_what_fits() -> None:
         assert held is not None
         assert exceeds(demand.config, demand.layout, held.total * (1 - 1e-9))
         assert not exceeds(demand.config, demand.layout, held.total * (1 + 1e-9))
-
-
-def test_the_memory_of_slow_layouts_is_not_replayed() -> None:
-    config = typed(compose(["+strategy=single", "model=llama_7b", *LONG]))
-    found = candidates(config, read_machine("h100"), 8, ())
-    next(fastest(found))
-    assert not any("memory" in vars(each.prediction.demand) for each in found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from hpc_train.errors import UserError
 from hpc_train.planner.collectives import Group, all_reduce, gather, group_of, load, message
 from hpc_train.planner.machine import SHIPPED, parse_machine, read_machine, shipped
+from tests.planner.published.tables import rows
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -33,8 +33,7 @@ GPUS = {"a100-40": "A100-40GB", "a100-80": "A100-80GB", "h100": "H100-80GB"}
 
 @pytest.mark.parametrize("name", [name for name in shipped() if name != "cpu"])
 def test_figures_from_tables_have_an_address_and_its_value(name: str) -> None:
-    with (Path(__file__).parent / "published" / "hardware.csv").open(newline="") as file:
-        of_gpu = [row for row in csv.DictReader(file) if row["gpu"] == GPUS.get(name, name.upper())]
+    of_gpu = [row for row in rows("hardware") if row["gpu"] == GPUS.get(name, name.upper())]
     checked = 0
     for key, figure in read_machine(name).figures.items():
         assert (figure.kind == "table") == figure.source.startswith("https://"), (key, figure)

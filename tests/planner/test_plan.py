@@ -29,6 +29,12 @@ TINY = ["data=synthetic", "model=gpt_tiny", "batch.global_size=64"]
 SEVEN = ["model=llama_7b", "data=synthetic", "data.sequence_length=4096", "precision=bf16", "batch.global_size=256"]
 
 
+def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    assert plan.main([*arguments, "--json"]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return found
+
+
 def config_of(*overrides: str) -> Config:
     return typed(compose(["+strategy=single", *overrides]))
 
@@ -37,8 +43,7 @@ def config_of(*overrides: str) -> Config:
     "overrides",
     [
         ["data=synthetic", "model=gpt_tiny"],
-        ["data=synthetic", "model=llama_1b", "data.sequence_length=256"],
-        pytest.param(["data=synthetic", "model=qwen3_8b", "data.sequence_length=128"], marks=pytest.mark.long_form(5)),
+        ["data=synthetic", "model=llama_1b", "model.n_layers=2", "data.sequence_length=256"],
         ["data=synthetic", "data.task=images", "model=vit_tiny"],
     ],
 )
@@ -59,12 +64,6 @@ def test_parameters_and_operations_are_those_that_torch_counts(overrides: list[s
         model(inputs, context={})
     counted = sum(block.products + block.attention for block in work.blocks)
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)
-
-
-def test_the_parts_of_the_operations_are_those_of_the_family() -> None:
-    for overrides in (TINY, SEVEN):
-        work = count_work(config_of(*overrides))
-        assert 3 * sum(block.products + block.attention for block in work.blocks) == pytest.approx(work.sample_flops)
 
 
 def test_a_model_of_unknown_size_is_refused() -> None:
@@ -111,8 +110,8 @@ def test_candidates_keep_what_is_set_and_the_simplest_of_equals_is_first() -> No
     found = candidates(config, machine, 16, kept)
     assert found and all(each.layout.tp == 2 and each.devices == 16 for each in found)
     assert {each.values["train.activation_checkpointing"] for each in found} == {"full"}
-    shared = candidates(config_of(*SEVEN, "strategy.cp=2"), machine, 16, {"strategy.cp"})
-    assert shared and all(each.layout.cp == 2 and each.devices == 16 for each in shared)
+    shared = candidates(config_of(*SEVEN, "strategy.cp=2"), machine, 8, {"strategy.cp", "strategy.tp"})
+    assert shared and all(each.layout.cp == 2 and each.devices == 8 for each in shared)
     small = next(fastest(candidates(config_of(*TINY), machine, 8, ()), tolerance=1.0))
     assert (small.layout.dp, small.layout.data_parallel) == (8, "ddp")
     assert all(each.prediction.fits for each in fastest(found))
@@ -121,8 +120,8 @@ def test_candidates_keep_what_is_set_and_the_simplest_of_equals_is_first() -> No
 
 
 def test_the_printed_command_trains_with_the_predicted_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main([*SEVEN, "train.steps=100", "--gpus", "16", "--machine", "h100", "--price", "2", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    given = [*SEVEN, "train.steps=100", "batch.micro_size=1"]
+    rows = rows_of(capsys, *given, "--gpus", "16", "--machine", "h100", "--price", "2")
     assert len(rows) > 3
     for row in rows:
         words = shlex.split(row["command"])[3:-1]
@@ -136,8 +135,7 @@ def test_the_printed_command_trains_with_the_predicted_layout(capsys: pytest.Cap
 
 @pytest.mark.long_form(6)
 def test_ranks_on_cpus_share_a_node_and_their_number_is_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main([*TINY, "train.steps=10", "--gpus", "2,4", "--machine", "cpu", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = rows_of(capsys, *TINY, "train.steps=10", "--gpus", "2,4", "--machine", "cpu")
     assert {row["gpus"] for row in rows} == {2, 4}
     for row in rows:
         cluster = typed(compose(shlex.split(row["command"])[3:-1])).cluster
@@ -193,12 +191,6 @@ def test_the_table_says_why_a_row_is_slower_and_what_is_assumed(capsys: pytest.C
     assert "8 GPUs instead of 16" in text and "assumed" in text and "python -m hpc_train" in text
 
 
-def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
-    assert plan.main([*arguments, "--json"]) == 0
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
-    return found
-
-
 def test_the_command_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     given = [*SEVEN, "train.activation_checkpointing=none", "batch.micro_size=1"]
     first = rows_of(capsys, *given, "--gpus", "8", "strategy.pp=1", "strategy.tp=1", "strategy.data_parallel=zero1")[0]
@@ -250,13 +242,7 @@ def test_a_deadline_finds_the_fewest_gpus(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.long_form(10)
 def test_the_largest_model_is_first_and_the_others_say_why(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["model=llama_1b", "data=synthetic", "data.sequence_length=512", "precision=bf16", "batch.global_size=64"]
-    asked += [
-        "train.activation_checkpointing=full",
-        "+strategy=zero3",
-        "batch.micro_size=1",
-        "--gpus",
-        "4",
-    ]
+    asked += ["train.activation_checkpointing=full", "+strategy=zero3", "batch.micro_size=1", "--gpus", "4"]
     rows = rows_of(capsys, *asked, "train.steps=10", "--largest")
     counts = [row["parameters"] for row in rows]
     assert counts == sorted(counts, reverse=True) and {"llama_7b", "llama_1b"} <= {row["model"] for row in rows}
@@ -298,7 +284,8 @@ def test_options_that_mean_nothing_are_refused(arguments: list[str], capsys: pyt
     [
         (["model=llama_70b", *SEVEN[1:], "--gpus", "1"], "no layout fits"),
         ([*SEVEN, "--machine", "h1000"], "no machine is called"),
-        ([*TINY, "strategy.tp=3", "--gpus", "8"], "no layout is possible"),
+        ([*TINY, "strategy.tp=3", "--gpus", "8"], "strategy.tp is 3, which does not divide the 8 workers of a node"),
+        ([*TINY, "strategy.tp=3", "--gpus", "4,8"], "no layout is possible with these settings: strategy.tp is 3"),
         ([*TINY, "--machine", "v100", "precision=bf16"], "do not compute in bf16"),
         ([*TINY, "--gpus", "9..15"], "no number of --gpus fills nodes of 8"),
         ([*TINY, "cluster.gpu_type=a100"], "a100 does not decide which machine file describes the job"),

@@ -162,6 +162,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.long_form(6)  # the short form counts a model of Hugging Face in test_float8_layers.py
 def test_a_model_of_hugging_face_without_facts_is_counted(here: Path) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=256).save_pretrained(here / "gpt2")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -24,9 +23,10 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def rows(name: str) -> Iterator[Row]:
-    with (HERE / f"{name}.csv").open(newline="") as file:
-        yield from csv.DictReader(file)
+@cache
+def rows(name: str) -> list[Row]:
+    with (HERE / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 @cache
