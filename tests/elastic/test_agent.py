@@ -188,7 +188,7 @@ def test_an_agent_that_nobody_listens_to_goes_on(frozen: Freeze) -> None:
     for stream in (agent.stdout, agent.stderr):
         assert stream is not None
         stream.close()
-    assert agent.wait(timeout=60) == 93
+    assert agent.wait(timeout=240) == 93
     assert last_event(run, "stopped_retrying")["exit_code"] == 93
 
 
