@@ -61,8 +61,8 @@ def test_every_panel_shows_a_run_that_is_one_series_over_a_requeue_and_the_alert
         with monitored(made.run, TelemetryConfig(prometheus=settings), again, events):
             until(lambda: prometheus.value("hpc_train_requeues_total") == 2)
             until(lambda: "HpcTrainRestarted" in prometheus.firing())
-            assert len(prometheus.series("hpc_train_step")) == 1
-            assert [len(prometheus.series(f"hpc_train_{name}")) for name in ("run_info", "loss")] == [2, 1]
+            until(lambda: len(prometheus.series("hpc_train_run_info")) == 2)
+            assert [len(prometheus.series(f"hpc_train_{name}")) for name in ("step", "loss")] == [1, 1]
         events.close()
 
 
