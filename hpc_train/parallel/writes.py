@@ -116,7 +116,7 @@ class SharedBuffers:
         for (dtype, _), buffers in by_type.items():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             if self._policy == MEAN and dtype.is_floating_point:
-                wide = flat.to(torch.promote_types(dtype, torch.float32))
+                wide = flat.float() if dtype.itemsize < 4 else flat  # no dtype of 8 bits can be promoted
                 dist.all_reduce(wide, group=self._group)
                 flat = (wide / dist.get_world_size(self._group)).to(dtype)
             else:

@@ -27,7 +27,7 @@ from hpc_train.errors import UserError
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.writes import written_in_lookups
+from hpc_train.parallel.writes import MEAN, SharedBuffers, written_in_lookups
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import freeze
@@ -429,6 +429,18 @@ def test_buffers_are_shared() -> None:
     for centers, calls in first:
         assert any(centers)
         assert calls == 2
+
+
+def shared_in_8_bits(rank: int, world_size: int) -> list[float]:
+    module = nn.Module()
+    module.register_buffer("scales", torch.tensor([1.0 + rank, 4.0]).to(torch.float8_e4m3fn))
+    SharedBuffers([module], MEAN, dist.group.WORLD).share()  # type: ignore[arg-type]
+    scales: list[float] = module.get_buffer("scales").float().tolist()
+    return scales
+
+
+def test_buffers_of_8_bits_are_averaged() -> None:
+    assert run_on_world(2, shared_in_8_bits) == [[1.5, 4.0], [1.5, 4.0]]
 
 
 class Squares(Tiny):
