@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -64,7 +64,8 @@ class Profiler:
         self._has_begun = False
         breakdown = None
         if self._profiler is not None:
-            breakdown = self._stop(self._profiler, self._request.name, waited_s - self._waited_s)
+            name = replace(self._request, last=step).name
+            breakdown = self._stop(self._profiler, name, waited_s - self._waited_s)
             self._profiler = None
         gathered: list[TimeBreakdown | None] = [None] * self._mesh.layout.world_size
         dist.all_gather_object(gathered, breakdown, group=self._mesh.control)

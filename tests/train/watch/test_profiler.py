@@ -70,6 +70,19 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(
     assert capsys.readouterr().out.count(f"cannot write the profile to {run.profile}: [Errno 17]") == 2
 
 
+def test_the_files_are_named_after_the_steps_of_a_profile_that_ended_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda *_, **named: None)
+    run = RunDirectory(tmp_path)
+    layout = SimpleNamespace(pp=1, world_size=2)
+    mesh: Any = SimpleNamespace(rank=1, device=torch.device("cpu"), layout=layout, control=None)
+    profiler = Profiler(Profiled(2, 9, None), run, mesh, EventLog.open(run, "rank-0001", 0, 1))
+    profiler.begin(2, 0.0)
+    profiler.end(3, 0.0, last=True)
+    assert [path.name for path in run.profile.iterdir()] == ["steps-2-3-rank-0001.json.gz"]
+
+
 def test_a_run_with_a_profile(tmp_path: Path) -> None:
     profile = ["telemetry.profile.steps=2-3", "telemetry.profile.ranks=[1]"]
     small = ["model.n_layers=2", "train.steps=3", "elastic.collective_timeout_s=300"]  # a busy machine writes slowly
@@ -95,4 +108,4 @@ def test_a_run_that_ends_inside_of_its_profile(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=single", "train.steps=3", "telemetry.profile.steps=2-9")
     assert run_attempt(run, 1) == [0]
     assert json.loads((run.profile / "summary.json").read_text())["last"] == 3
-    assert len([*run.profile.glob("*.json.gz")]) == 1
+    assert [path.name for path in run.profile.glob("*.json.gz")] == ["steps-2-3-rank-0000.json.gz"]
