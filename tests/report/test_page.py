@@ -19,7 +19,7 @@ import pytest
 from hpc_train.commands import report, why
 from hpc_train.planner.calibration import read_calibration
 from hpc_train.planner.machine import read_machine
-from hpc_train.report.page.build import write_after, write_at_end
+from hpc_train.report.page.build import write_after, write_at_end, write_page
 from hpc_train.report.page.markup import Html, Scale, block, thinned
 from hpc_train.report.page.resources import ideal_rows
 from hpc_train.report.pipeline_step import Chunk
@@ -338,6 +338,14 @@ def on_gpus(path: Path, gpu: str) -> RunDirectory:
         step(run, 0, now + number, number, step_s=9.0 if number == 1 else 1.0, data_wait_share=0.1, bubble_share=None)
     event(run, 0, now + 9, "finished", exit_code=0)
     return run
+
+
+def test_a_page_that_cannot_be_made_creates_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = frozen(tmp_path / "run")
+    monkeypatch.setattr("hpc_train.report.page.build.page_of_run", lambda *_: 1 / 0)
+    monkeypatch.setattr("hpc_train.report.page.build.output_directory", lambda folder: pytest.fail(f"of {folder}"))
+    with pytest.raises(ZeroDivisionError):
+        write_page(str(run.path))
 
 
 def test_the_end_of_a_job_records_how_far_off_the_prediction_was(

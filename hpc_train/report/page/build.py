@@ -124,8 +124,9 @@ def write_page(target: str, out: Path | None = None, machine: Machine | None = N
         for item in handles:
             if (comparison := compare(item.run, machine)) is not None:
                 remember(item.config, comparison)
+    page = page_of_run(handles[0]) if len(handles) == 1 else page_of_sweep(handles)
     path = out or output_directory(folder) / PAGE
-    write_text(path, page_of_run(handles[0]) if len(handles) == 1 else page_of_sweep(handles))
+    write_text(path, page)
     return path
 
 
