@@ -23,6 +23,7 @@ import pytest
 
 from hpc_train import cli
 from tests.checkpoint.progress import IN_LONG_FORM, LONG
+from tests.config.composing import share_compositions
 from tests.doors.command import REPOSITORY, TEMPORARY, environment
 from tests.warm_parents import shared
 from tests.warm_parents.sitecustomize import STARTS
@@ -32,20 +33,13 @@ from tests.warm_parents.sitecustomize import STARTS
 HEAVY = (
     "tests/slurm/",
     "tests/doors/test_readme.py",
-    "tests/faults/test_nodes.py",
-    "tests/parallel/test_pipeline.py",
-    "tests/parallel/test_compile.py",
     "tests/faults/test_faults.py",
-    "tests/doors/test_doors.py",
-    "tests/parallel/test_layouts.py",
+    "tests/parallel/test_pipeline.py",
     "tests/parallel/test_hf.py",
-    "tests/parallel/test_context.py",
     "tests/train/test_resume.py",
-    "tests/faults/",
-    "tests/notebooks/",
     "tests/elastic/test_agent.py",
     "tests/elastic/test_hub.py",
-    "tests/data/test_prepare.py",
+    "tests/faults/",
     "tests/parallel/",
     "tests/doors/",
     "tests/checkpoint/",
@@ -69,15 +63,22 @@ LONG_FORMS = {
     "tests/checkpoint/test_crash_states.py::": 120,
     "tests/checkpoint/test_errors.py::": 400,
 }
-MOST_STARTS = 110  # of agents in the short form: each takes seconds, and they are most of its time
-SHARE_S = 660  # planned for the cases of a share
-BEGINS_S = 660  # after this time no case of a share starts
+MOST_STARTS = 60  # of agents in the short form: each takes seconds, and they are most of its time
+SHARE_S = 700  # planned for the cases of a share
+BEGINS_S = 700  # after this time no case of a share starts
 CASE_S = 240  # a case that is to take longer is in no share
 LIMIT_S = 360  # a case of a share that takes longer fails
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long-share", metavar="SEED", help="run only the long forms that SEED draws; minutes")
+
+
+@pytest.fixture(autouse=True)
+def _shared_compositions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the commands that the tests run in one process share compositions, except in the tests of composing."""
+    if request.path.parent.name != "config":
+        share_compositions(monkeypatch)
 
 
 @pytest.fixture

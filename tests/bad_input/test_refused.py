@@ -16,7 +16,7 @@ from hpc_train.config.translate import translate
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze
-from tests.config.composing import config_of, share_compositions
+from tests.config.composing import config_of
 
 Called = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -183,7 +183,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["optim.lr=interval(0,1)", "-m"], "commas"),
     (["train.seed=range(3,0)", "-m"], "the sweep has no job"),
     (["script", "nosuch"], "KEY=VALUE"),
-    (["freeze", "optim.lr=1,2"], "one run"),
+    (["freeze", "optim.lr=1,2"], "one job"),
     (["freeze", "data.path=nope"], "does not exist"),
 ]  # fmt: skip
 
@@ -230,7 +230,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "loop").symlink_to("loop")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    share_compositions(monkeypatch)
     return tmp_path
 
 

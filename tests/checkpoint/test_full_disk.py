@@ -121,6 +121,7 @@ class Filled:
         return [event["seconds"] for event in self.run.read_events() if event["event"] == "save_deferred"]
 
 
+@pytest.mark.long_form(10)  # test_errors.py fails at each call of a save
 def test_saves_that_fail_are_shown_and_the_last_one_waits_for_room(disk: Path, called: Callable[..., Any]) -> None:
     filled = Filled(disk)
     filled.until("checkpoint_failed")

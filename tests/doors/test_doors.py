@@ -41,6 +41,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in RunDirectory(run).read_metrics()]
 
 
+@pytest.mark.long_form(30)  # test_readme.py trains in two ways, tests/parallel compares losses
 def test_foreground_multirun_and_agent_give_identical_losses(tmp_path: Path) -> None:
     overrides = ["+strategy=hybrid", *TINY, "cluster.cpu_workers=2"]
     foreground = hpc_train(*overrides, "cluster=local", "run.name=foreground", "--json", cwd=tmp_path)
@@ -106,6 +107,7 @@ def assert_named(run: Path, attempts: int, output: str, capsys: pytest.CaptureFi
     assert f"{failed[-1]['class']}, rank 1 on " in (run / PAGE).read_text()
 
 
+@pytest.mark.long_form(30)  # tests/launch/test_submission.py has the exit code
 def test_a_sweep_with_one_failing_job_exits_non_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its failing rank is named with its own traceback, and the batches after that of the failed job are run."""
     sweep = ["+model.args.call=3,99", "hydra.sweeper.max_batch_size=1", "run.name=sweep", "-m"]

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.checkpoint.progress import LONG
 from tests.faults.measured import Times
 from tests.faults.on_slurm import ASKED, OnSlurm, kill_agent, kill_node, skip_unless_long
@@ -25,6 +27,7 @@ SPARE = [*TWO, "elastic.spares=1", "elastic.min_nodes=1"]
 long = skip_unless_long("minutes on a real Slurm")
 
 
+@pytest.mark.long_form(80, every_share=True)  # test_faults.py kills a rank, tests/elastic has the decisions
 def test_a_spare_takes_over_and_then_fewer_nodes_go_on(
     cluster: Cluster, tmp_path: Path, whole: str, step: int, times: Times
 ) -> None:

@@ -19,6 +19,7 @@ from hpc_train.launch import resubmission, submission
 from hpc_train.launch.job import Job
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.event_log import EventLog
+from hpc_train.run.exits import worst_exit
 from hpc_train.run.freeze import freeze
 from hpc_train.run.processes import process
 from hpc_train.runs.job_status import PRESENT, JobStatus, View
@@ -189,6 +190,14 @@ def test_one_failure_fails_all(queue: JobQueue, place: FakePlace) -> None:
     queue.advance()
     assert queue.over
     assert submission.report(queue, queue._console) == 1
+
+
+@pytest.mark.parametrize(
+    ("codes", "worst"),
+    [([], 0), ([0, 0], 0), ([0, 1, 75], 1), ([75, 93], 93), ([93, 2], 2), ([0, None], 1), ([75, None], 75)],
+)
+def test_the_exit_code_of_a_sweep_is_that_of_its_worst_job(codes: list[int | None], worst: int) -> None:
+    assert worst_exit(codes) == worst
 
 
 @pytest.mark.parametrize(("exit_code", "summaries"), [(0, 1), (2, 0), (None, 0)])

@@ -63,6 +63,7 @@ FOUR = [
 ]
 
 
+@pytest.mark.long_form(15, cases=["4-short"])  # two ranks in the short form
 @in_two_forms(100)
 @pytest.mark.parametrize("cells", [TWO, FOUR], ids=["2", "4"])
 def test_a_split_sequence_trains_as_a_whole_one_does(

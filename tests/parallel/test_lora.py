@@ -198,9 +198,9 @@ def cases() -> list[tuple[str, Cell]]:
 SHORT = [("vit", cell_of("vit", ON_TWO, batch={"micro_batches": 2}))]  # and a decoder that resumes
 
 
-@pytest.mark.parametrize(
-    "chosen", [SHORT, pytest.param(cases(), marks=pytest.mark.long_form(35))], ids=["short", "every"]
-)
+@pytest.mark.long_form(22, cases=["short"], every_share=True)  # test_hf.py compares the layouts without adapters
+@pytest.mark.long_form(35, cases=["every"])
+@pytest.mark.parametrize("chosen", [SHORT, cases()], ids=["short", "every"])
 def test_every_layout_trains_as_a_bare_loop_of_peft(
     chosen: list[tuple[str, Cell]], saved: Path, tmp_path: Path
 ) -> None:

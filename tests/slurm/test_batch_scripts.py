@@ -154,6 +154,7 @@ def test_one_node_and_an_array(python: Cluster, tmp_path: Path) -> None:
     assert "--array=0-1" in (tmp_path / f"hpc_train-{array}_2.log").read_text()
 
 
+@pytest.mark.long_form(25)  # tests/elastic/test_requeue.py has the decision
 def test_a_scancel_in_the_moment_before_the_requeue_counts(python: Cluster, tmp_path: Path) -> None:
     """The end of a script that has looked whether its job runs, and whose job is cancelled just then."""
     before = [

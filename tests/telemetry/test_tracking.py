@@ -109,6 +109,7 @@ def steps(run: RunDirectory) -> list[int]:
     return [event.step for event in events.Scalars("loss")] if "loss" in events.Tags()["scalars"] else []
 
 
+@pytest.mark.long_form(12)  # test_wandb.py follows two attempts
 def test_one_process_follows_all_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ignores the signals that Ctrl-C, scancel and a preemption send to all processes of a job, and removes the
     temporary directories that W&B leaves to exit handlers."""

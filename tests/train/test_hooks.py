@@ -70,6 +70,7 @@ class Recorder(Hook):
         self.events = [*state["events"], ["loaded", len(state["events"])]]
 
 
+@pytest.mark.long_form(20)  # test_readme.py resumes under another strategy
 def test_a_hook_ends_the_run_and_its_state_goes_on_under_another_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,7 @@ def both(tmp_path: Path, prepare: Any, *overrides: str) -> RunDirectory:
     return run
 
 
+@pytest.mark.long_form(10)  # test_an_error_loses_no_line in the short form
 def test_the_metrics_of_a_run_are_the_same(tmp_path: Path) -> None:
     """Also while fp16 overflows in its first steps, and where the last step falls on no multiple of 3."""
     chosen = ["precision=fp16", "train.steps=8", "train.eval_every=4"]

@@ -83,6 +83,7 @@ def test_the_files_are_named_after_the_steps_of_a_profile_that_ended_early(
     assert [path.name for path in run.profile.iterdir()] == ["steps-2-3-rank-0001.json.gz"]
 
 
+@pytest.mark.long_form(10)  # the profile, its report and its files are checked above
 def test_a_run_with_a_profile(tmp_path: Path) -> None:
     profile = ["telemetry.profile.steps=2-3", "telemetry.profile.ranks=[1]"]
     small = ["model.n_layers=2", "train.steps=3", "elastic.collective_timeout_s=300"]  # a busy machine writes slowly
