@@ -121,7 +121,7 @@ def decode(data: bytes, where: str = NAME) -> Manifest:
             raise TypeError("not an object")
         if not rows.seconds(manifest.time) or not rows.count(manifest.attempt):
             raise TypeError("not a number")
-        metrics = (manifest.metrics or {}).values()
+        metrics = manifest.metrics.values()
         if not all(value is None or isinstance(value, float) or rows.number(value) for value in metrics):  # NaN is one
             raise TypeError("not a metric")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

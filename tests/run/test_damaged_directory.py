@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
 
 from hpc_train import cli
 from hpc_train.checkpoint.listing import list_checkpoints
-from hpc_train.checkpoint.manifest import FORMAT, METADATA, FileEntry, Manifest, decode
+from hpc_train.checkpoint.manifest import FORMAT, METADATA, BadCheckpoint, FileEntry, Manifest, decode
 from hpc_train.checkpoint.store import furthest_saved
 from hpc_train.commands import agent, status
 from hpc_train.config.schema import Config
@@ -383,3 +384,11 @@ def test_a_manifest_of_another_format_is_refused(version: int, age: str) -> None
     with pytest.raises(UserError, match=f"has format {version}") as error:
         decode(replace(MANIFEST, format=version).encode(), "step-00000003/manifest.json")
     assert error.value.fix.startswith(age) and error.value.where == "step-00000003/manifest.json"
+
+
+@pytest.mark.parametrize("metrics", [None, [], "", 0, {"val_loss": "low"}])
+def test_a_manifest_whose_metrics_are_not_numbers_is_damaged(metrics: Any) -> None:
+    right = replace(MANIFEST, metrics={"val_loss": 1.5})
+    assert decode(right.encode()) == right
+    with pytest.raises(BadCheckpoint, match="not a manifest"):
+        decode(replace(MANIFEST, metrics=metrics).encode())
