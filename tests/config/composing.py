@@ -40,6 +40,11 @@ def share_compositions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CommandLine, "composer", shared)
 
 
+def forget_compositions() -> None:
+    """Lets Hydra compose anew."""
+    _SHARED._composed.clear()
+
+
 def _is_packaged(line: CommandLine) -> bool:
     """Returns whether only files of the package are composed."""
     return not line.directories and not line.overrides_strategy and line.config_name == PRIMARY

@@ -25,6 +25,7 @@ from hpc_train.machine.health.finding import OK
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze
 from tests.config.composing import config_of as config_with
+from tests.config.composing import forget_compositions
 from tests.doors.command import environment
 from tests.schedulers.test_variables import command as write_command
 
@@ -222,6 +223,7 @@ def test_what_is_printed_for_programs_holds_no_notice(place: Path, capsys: pytes
 
 def test_a_refused_command_composes_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("-m", "freeze", "script", "api"):
+        forget_compositions()
         with mock.patch.object(hydra, "compose", wraps=hydra.compose) as composing:
             assert "optim.lr is -1.0" in DOORS[name](["optim.lr=-1", *CPUS], capsys).refusal
         assert composing.call_count == 1, name

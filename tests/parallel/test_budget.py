@@ -202,6 +202,7 @@ def budgeted(share: float, world_size: int, **strategy: Any) -> Cell:
     return cell
 
 
+@pytest.mark.long_form(10, cases=["short"])  # test_activation_checkpointing.py compares what a budget chooses from
 @in_two_forms(20)
 def test_a_budget_changes_no_gradient(form: Form, record: Callable[..., None]) -> None:
     cells = [

@@ -176,7 +176,8 @@ KINDS = ["data", "pipeline", "tensor", "inside", "copies", "context"]
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(SHORT_OF_TWO, id="short"),
+        # test_the_peak_of_one_rank in the short form
+        pytest.param(SHORT_OF_TWO, id="short", marks=pytest.mark.long_form(10)),
         *(
             pytest.param(cases, id=kind, marks=pytest.mark.long_form(25))
             for kind, cases in zip(KINDS, TWO, strict=True)

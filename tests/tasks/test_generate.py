@@ -86,6 +86,7 @@ def test_the_command_continues_as_a_bare_loop_does(base: Path) -> None:
     assert found["step"] == 2 and "zero3" in found["layout"]
 
 
+@pytest.mark.long_form(12)  # the command generates as a bare loop above
 def test_every_layout_and_the_average_give_the_tokens_of_one_process(base: Path) -> None:
     sharded, split = (
         run_on_world(2, generated, str(base), strategy)

@@ -28,6 +28,7 @@ from tests.telemetry.test_wandb import logged
 from tests.train.runs import frozen
 
 
+@pytest.mark.long_form(8)  # test_trackers.py has the lines of two attempts, test_wandb.py sends them
 def test_two_attempts_and_a_rollback_are_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
