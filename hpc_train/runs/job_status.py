@@ -96,19 +96,19 @@ class SlurmStatuses:
     """
 
     def __init__(self, *, silent: bool = False) -> None:
-        self._jobs: dict[str | None, dict[str, JobStatus]] = {}  # by clusters, as listed last
+        # by clusters: the jobs that Slurm has listed last, and the ids that it was asked for
+        self._jobs: dict[str | None, dict[str, JobStatus]] = {}
+        self._asked: dict[str | None, frozenset[str]] = {}
         self._first = time.monotonic() if silent else float("-inf")
         self._queried_at: dict[str | None, float] = {}
 
     def of(self, ids: Collection[str], clusters: str | None = None) -> dict[str, JobStatus]:
-        """Returns the status of the jobs that Slurm knows; until Slurm responds, all of ``ids`` count as present.
+        """Returns the status of the jobs that Slurm knows; a job counts as present until Slurm has responded about it.
 
         Args:
             clusters: the clusters that the jobs were submitted to; None for that of this machine.
         """
         pause = ASK_MANY_EVERY_S if len(ids) > MANY else ASK_EVERY_S
-        jobs = self._jobs.get(clusters, {})
-        default: JobStatus | None = PRESENT
         if ids and time.monotonic() - self._queried_at.get(clusters, self._first) >= pause:
             self._queried_at[clusters] = time.monotonic()
             selection = [f"--jobs={','.join(sorted({job_id.partition('_')[0] for job_id in ids}))}"]
@@ -116,10 +116,16 @@ class SlurmStatuses:
                 selection.append("--me")
             listed = ask([*selection, *on_clusters(clusters)])
             if listed is not None:
-                self._jobs[clusters] = jobs = listed
-                default = None
-        statuses = {job_id: status_of(job_id, jobs) or default for job_id in ids}
-        return {job_id: status for job_id, status in statuses.items() if status is not None}
+                self._jobs[clusters] = listed
+                self._asked[clusters] = frozenset(ids)
+        statuses = {}
+        for job_id in ids:
+            status = status_of(job_id, self._jobs.get(clusters, {}))
+            if status is None and job_id not in self._asked.get(clusters, frozenset()):
+                status = PRESENT
+            if status is not None:
+                statuses[job_id] = status
+        return statuses
 
 
 def status_of(job_id: str, jobs: Mapping[str, JobStatus]) -> JobStatus | None:
@@ -150,7 +156,9 @@ def folded(chains: Mapping[str, Sequence[str]], jobs: Mapping[str, JobStatus]) -
         running = [job_id for job_id in present if not jobs[job_id].is_pending]
         ended = [job_id for job_id in ids if job_id in jobs and job_id not in present]
         by_themselves = [job_id for job_id in ended if jobs[job_id].state != "CANCELLED"]
-        for current in [*running, *present, *reversed(by_themselves), *ended][:1]:
+        by_preference = [*running, *present, *reversed(by_themselves), *ended]
+        if by_preference:
+            current = by_preference[0]
             statuses[first] = replace(jobs[current], part=f"job {current}, {ids.index(current) + 1} of {len(ids)}")
     return statuses
 

@@ -162,7 +162,9 @@ def test_what_a_submit_plugin_says_of_a_job_that_it_takes_is_shown(slurm: Path, 
 )
 def test_which_jobs_are_present(slurm: Path, squeue: str, expected: set[str]) -> None:
     command(slurm, "squeue", squeue)
-    assert set(SlurmJobExecutor().statuses(["41_0", "41_1", "42"])) == expected
+    executor = SlurmJobExecutor()
+    assert set(executor.statuses(["41_0", "41_1", "42"])) == expected
+    assert set(executor.statuses(["41_0", "41_1", "42", "43"])) == {*expected, "43"}  # without another squeue
 
 
 RECORDED = r"""printf 'CLUSTER: one\n'
