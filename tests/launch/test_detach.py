@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.lease import find_live
 from tests.doors.command import TINY, hpc_train
 
 
+@pytest.mark.long_form(10)  # tests/slurm/test_jobs.py leaves a detached run
 def test_a_detached_job_finishes_alone(tmp_path: Path) -> None:
     pause = tmp_path / "pause"
     pause.touch()
