@@ -63,7 +63,7 @@ LONG_FORMS = {
     "tests/checkpoint/test_crash_states.py::": 120,
     "tests/checkpoint/test_errors.py::": 400,
 }
-MOST_STARTS = 50  # of agents in the short form: each takes seconds, and they are most of its time
+MOST_STARTS = 50  # of agents in the short form, each of which takes seconds
 SHARE_S = 700  # planned for the cases of a share
 BEGINS_S = 700  # after this time no case of a share starts
 CASE_S = 240  # a case that is to take longer is in no share

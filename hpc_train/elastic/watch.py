@@ -26,7 +26,7 @@ from hpc_train.elastic.hang_bounds import COLD_S, LEAST_S, START_S, UNSEEN_S, Ha
 from hpc_train.elastic.hangs import Evidence, Proof, RankState, collect, culprit, proof
 from hpc_train.elastic.workers import Worker, Workers
 from hpc_train.layout.layout import Layout
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RunDirectory, rank_writer
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Failure
 from hpc_train.run.processes import activity, process_state
@@ -366,7 +366,7 @@ class Watch:
         path = folder / f"{what}-{self.node}-{attempt:03d}.txt"
         contents = {path: "\n".join(item.text() for item in evidences).encode()}
         for item in evidences if collectives else ():
-            name = f"collectives-{attempt:03d}-rank-{item.state.rank:04d}.json"
+            name = f"collectives-{attempt:03d}-{rank_writer(item.state.rank)}.json"
             contents[folder / name] = item.collectives or b""
 
         def write() -> None:

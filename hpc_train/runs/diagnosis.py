@@ -13,7 +13,7 @@ from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
 from hpc_train.elastic.requeue import more_memory
 from hpc_train.opening import DamagedFile, read_tail
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RunDirectory, rank_writer
 from hpc_train.run.events import Event, Level
 from hpc_train.run.exits import FIX, HOST_MEMORY, RESPONSES, Exit, Failure, advice_for
 from hpc_train.run.ledger import Account, read_ledger
@@ -543,7 +543,7 @@ def nccl_warnings(run: RunDirectory, node: str, rank: int, attempt: int) -> tupl
     lines = []
     prefix = f"[{rank}] "
     with suppress(OSError, DamagedFile):
-        lines += read_tail(run.logs / f"nccl/{attempt:03d}-rank-{rank:04d}.log", run.path, LOG_BYTES).splitlines()
+        lines += read_tail(run.logs / f"nccl/{attempt:03d}-{rank_writer(rank)}.log", run.path, LOG_BYTES).splitlines()
     with suppress(OSError, DamagedFile):
         log = read_tail(run.logs / f"{node}-{attempt:03d}.log", run.path, LOG_BYTES)
         lines += [line.partition(prefix)[2] for line in log.splitlines() if prefix in line]

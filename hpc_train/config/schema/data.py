@@ -22,7 +22,7 @@ class DataKeys:
 
 @dataclass
 class WindowKeys(DataKeys):
-    """Holds the keys that every source of windows of a text has."""
+    """Holds the keys of sources that cut a text into samples."""
 
     packing: bool = key(
         False,

@@ -22,7 +22,7 @@ class ModelKeys:
 
 @dataclass
 class TransformerKeys(ModelKeys):
-    """Holds the keys that the transformers of hpc_train have in common."""
+    """Holds the keys that all built-in transformers have."""
 
     n_layers: int = required("The number of layers.", at_least=1)
     dim: int = required("The width of the hidden states.", at_least=1)
@@ -32,7 +32,7 @@ class TransformerKeys(ModelKeys):
 
 @dataclass
 class WrapKeys(ModelKeys):
-    """Holds the keys of models whose blocks hpc_train has to find."""
+    """Holds the keys of models that come from other code."""
 
     wrap: list[str] | None = key(
         None,

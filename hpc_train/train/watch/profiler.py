@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hpc_train.config.values import Profiled
 from hpc_train.parallel.mesh import Mesh, synchronize
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RunDirectory, rank_writer
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import write_json
 
@@ -80,7 +80,7 @@ class Profiler:
             torch.cuda.synchronize(self._mesh.device)
         elapsed = time.perf_counter() - self._began
         profiler.stop()
-        path = self._run.profile / f"{name}-rank-{self._mesh.rank:04d}"
+        path = self._run.profile / f"{name}-{rank_writer(self._mesh.rank)}"
         with self._failures_reported():
             self._run.profile.mkdir(exist_ok=True)
             profiler.export_chrome_trace(f"{path}.json.gz")
