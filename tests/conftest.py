@@ -25,8 +25,8 @@ from hpc_train import cli
 from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.config.composing import share_compositions
 from tests.doors.command import REPOSITORY, TEMPORARY, environment
-from tests.warm_parents import shared
-from tests.warm_parents.sitecustomize import STARTS
+from tests.warm_parents import shared, with_server
+from tests.warm_parents.sitecustomize import SOCKET, STARTS, redirect
 
 # The tests of these files and folders run first, in this order: the files of more than 40 seconds, so that no process
 # runs one of them alone at the end, then the folders whose files take several seconds.
@@ -122,6 +122,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if sys.dont_write_bytecode:  # otherwise the first process keeps what it compiles
             for folder in SOURCES:
                 compileall.compile_dir(REPOSITORY / folder, quiet=2)
+    redirect(lambda: with_server({}).get(SOCKET))  # for the ranks: the processes of -n share what one server imports
     gc.disable()  # until all tests are collected
     config.stash[KEEPS_NO_BYTECODE], sys.dont_write_bytecode = sys.dont_write_bytecode, False
 

@@ -2,7 +2,8 @@
 
 ``run_ranks`` forks new processes for each call; ``run_on_world`` keeps the ranks of each world size for the whole test
 process. The ranks are forked from a warm parent that has imported torch but has run no operator: a process whose parent
-has run a parallel operator can deadlock in its own.
+has run a parallel operator can deadlock in its own. The processes of a test session fork their warm parents from one
+server, see ``tests/warm_parents``.
 """
 
 from __future__ import annotations

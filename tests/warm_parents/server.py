@@ -45,6 +45,7 @@ def import_modules(also: str) -> None:
     """Imports what the warm parents of agents import, but for a module that switches the collector off."""
     gc.disable()
     import torch._dynamo
+    import torch._inductor.compile_fx
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.distributed.pipelining

@@ -12,7 +12,7 @@ import sys
 
 TYPE_CHECKING = False  # each process of a test imports this: without typing
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from typing import Any
 
 SOCKET = "TESTS_WARM_PARENTS"
@@ -31,27 +31,23 @@ def surroundings(environment: Mapping[str, str] = os.environ) -> tuple[int, list
     return os.getuid(), namespaces, read
 
 
-def redirect() -> None:
-    """Replaces the function with which the standard library starts a forkserver."""
+def redirect(server: Callable[[], str | None]) -> None:
+    """Makes the standard library ask a server for its forkserver, if ``server`` returns the address of one."""
     from multiprocessing import forkserver, util
 
     start, ensure_running = util.spawnv_passfds, forkserver.ForkServer.ensure_running
-    spawn = os.posix_spawn
     after_variables = list(sys.path)  # before Python adds the script's folder
     forked: set[int] = set()
-    counted: set[int] = set()
 
     def start_or_ask(path: str, arguments: list[str], descriptors: list[int]) -> int:
         command = arguments[-1]
         if command.startswith("from multiprocessing.forkserver") and arguments[1:-1] in (["-c"], ["-B", "-c"]):
-            if os.getpid() not in counted:  # an agent may start its warm parent again
-                counted.add(os.getpid())
-                count_start()
             # an agent that uses frozen code has changed the variables
             first = [""] * ("PYTHONSAFEPATH" not in os.environ)
             first += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-            pid = ask(path, command, descriptors, [*first, *after_variables])
-            if pid is not None:
+            address = server()
+            pid = address and ask(address, path, command, descriptors, [*first, *after_variables])
+            if pid:
                 forked.add(pid)
                 return pid
         return start(path, arguments, descriptors)
@@ -64,15 +60,32 @@ def redirect() -> None:
             self._forkserver_address = self._forkserver_alive_fd = self._forkserver_pid = None
         ensure_running(self)
 
+    util.spawnv_passfds = start_or_ask
+    forkserver.ForkServer.ensure_running = ensure_started
+    forkserver.ensure_running = forkserver._forkserver.ensure_running
+
+
+def of_agents() -> str:
+    """Returns the address of the server, and counts the first call of each process."""
+    if os.getpid() not in _COUNTED:  # an agent may start its warm parent again
+        _COUNTED.add(os.getpid())
+        count_start()
+    return os.environ[SOCKET]
+
+
+_COUNTED: set[int] = set()
+
+
+def omit_head_start() -> None:
+    """Starts no forkserver early: the server has imported torch."""
+    spawn = os.posix_spawn
+
     def spawn_others(path: str, words: list[str], environment: Mapping[str, str], **options: Any) -> int:
         if any(word.endswith("early_forkserver.py") for word in words):
             raise OSError("the server has imported torch: nothing needs a head start")
         return spawn(path, words, environment, **options)
 
     os.posix_spawn = spawn_others  # type: ignore[assignment]
-    util.spawnv_passfds = start_or_ask
-    forkserver.ForkServer.ensure_running = ensure_started
-    forkserver.ensure_running = forkserver._forkserver.ensure_running
 
 
 def count_start() -> None:
@@ -92,7 +105,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def ask(python: str, command: str, descriptors: list[int], search_path: list[str]) -> int | None:
+def ask(address: str, python: str, command: str, descriptors: list[int], search_path: list[str]) -> int | None:
     """Returns the pid of the process that the server forked to run ``command``; None if it did not."""
     request = {
         "python": os.fsdecode(python),
@@ -104,7 +117,7 @@ def ask(python: str, command: str, descriptors: list[int], search_path: list[str
         "directory": os.getcwd(),  # noqa: PTH109
         "environment": dict(os.environ),
     }
-    return send(os.environ[SOCKET], request, [0, 1, 2, *descriptors])
+    return send(address, request, [0, 1, 2, *descriptors])
 
 
 def send(address: str, request: dict[str, Any], descriptors: list[int]) -> int | None:
@@ -128,6 +141,7 @@ def send(address: str, request: dict[str, Any], descriptors: list[int]) -> int |
 
 
 if SOCKET in os.environ and __name__ == "sitecustomize":
-    redirect()
+    redirect(of_agents)
+    omit_head_start()
     # The collector runs seldom: with the usual 700 it takes a sixth of an import of torch, in which it finds nothing.
     gc.set_threshold(100_000)
