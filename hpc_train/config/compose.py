@@ -10,7 +10,6 @@ import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
 from pathlib import Path
@@ -136,37 +135,59 @@ def typed(node: DictConfig) -> Config:
     Relative paths become absolute, so that a frozen config means the same in every working directory. Raises UserError
     if a value is missing or has the wrong type, a key or kind is unknown, or a value is a secret.
     """
-    if "hydra" in node:
-        node = node.copy()
-        OmegaConf.set_struct(node, False)
-        del node["hydra"]
-    refuse_secrets(node)
-    return for_debugging(converted(node))
+    node = _completed(node)
+    unresolved = plain(node, resolve=False)
+    refuse_secrets(unresolved)
+    values = _resolved(node, unresolved)
+    refuse_secrets(values)
+    return for_debugging(_config(values))
 
 
 def converted(node: DictConfig) -> Config:
-    """Converts a config that ``typed`` has accepted before, such as a frozen one.
+    """Converts a config that ``typed`` has accepted before, such as a frozen one."""
+    node = _completed(node)
+    return _config(_resolved(node, plain(node, resolve=False)))
 
-    Each group is converted by itself, since the jobs of a sweep share most groups, which are converted once.
+
+def _completed(node: DictConfig) -> DictConfig:
+    """Adds what ``conf/`` does not list: keys of a user's description, sources of a mixture, and sizes of the data."""
+    return _with_vocabulary(_with_sources(_with_extension_schemas(node)))
+
+
+def _resolved(node: DictConfig, unresolved: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of each group of ``node``; ``unresolved`` are those with interpolations.
+
+    Most groups of most jobs have no interpolation, and OmegaConf takes three times as long to resolve them.
     """
-    # what conf/ does not list: keys of a user's description, sources of a mixture, and sizes of the data
-    node = _with_vocabulary(_with_sources(_with_extension_schemas(node)))
     _check_kinds(node)
-    _check_missing(node)
+    _check_missing(unresolved)
+    values = dict(unresolved)
     try:
-        values = plain(node)
-        kinds = values["model"]["kind"], values["data"]["kind"]
-        schema = _schema(*kinds)
-        if set(values) != set(schema):
-            OmegaConf.merge(schema, escaped(values))  # raises the error for the unknown group
-        config = Config(**{name: deepcopy(_group(name, *kinds, pickle.dumps(value))) for name, value in values.items()})
+        for group, raw in unresolved.items():
+            if any("${" in text for _, text in leaves(raw)):
+                values[group] = OmegaConf.to_container(node[group], resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise translate(error) or error from error
+    return values
+
+
+def _config(values: dict[str, Any]) -> Config:
+    """Converts resolved values. Each group is converted by itself, since the jobs of a sweep share most groups, which
+    are converted once.
+    """
+    kinds = values["model"]["kind"], values["data"]["kind"]
+    schema = _schema(*kinds)
+    try:
+        if set(values) != set(schema):
+            OmegaConf.merge(schema, escaped(values))  # raises the error for the unknown group
+        groups = {name: pickle.loads(_group(name, *kinds, pickle.dumps(value))) for name, value in values.items()}
+    except OmegaConfBaseException as error:
+        raise translate(error) or error from error
+    config = Config(**groups)
     config.metrics = _targets("metrics", config.metrics)
     config.hooks = _targets("hooks", config.hooks)
-    config = absolute(config)
-    refuse_other_encodings(config)
-    return config
+    refuse_other_encodings(values)
+    return absolute(config)
 
 
 def _targets(group: str, named: dict[str, Any]) -> dict[str, Any]:
@@ -194,11 +215,17 @@ def _targets(group: str, named: dict[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=256)
-def _group(name: str, model: str, data: str, values: bytes) -> Any:
-    """Returns the pickled ``values`` of one group as its dataclass; ``model`` and ``data`` are the kinds."""
-    schema = OmegaConf.create({name: _schema(model, data)[name]})  # below its name, so that errors contain the full key
-    group: Any = OmegaConf.to_object(OmegaConf.merge(schema, {name: escaped(pickle.loads(values))}))
-    return group[name]
+def _group(name: str, model: str, data: str, values: bytes) -> bytes:
+    """Converts the pickled ``values`` of one group to its pickled dataclass; ``model`` and ``data`` are the kinds."""
+    schema: DictConfig = pickle.loads(_group_schema(name, model, data))
+    group: Any = OmegaConf.to_object(OmegaConf.unsafe_merge(schema, {name: escaped(pickle.loads(values))}))
+    return pickle.dumps(group[name])
+
+
+@cache
+def _group_schema(name: str, model: str, data: str) -> bytes:
+    """Returns the pickled schema of one group, below its name, so that errors contain the full key."""
+    return pickle.dumps(OmegaConf.create({name: _schema(model, data)[name]}))
 
 
 @cache
@@ -209,10 +236,9 @@ def _schema(model: str, data: str) -> DictConfig:
     return schema
 
 
-def _check_missing(node: DictConfig) -> None:
+def _check_missing(values: dict[str, Any]) -> None:
     """Reports all missing values at once, before an interpolation of one fails with a message about another key."""
-    raw = OmegaConf.to_container(node, resolve=False)
-    missing = [key for key, value in leaves(raw) if value == "???"]
+    missing = [key for key, value in leaves(values) if value == "???"]
     if missing:
         verb = "have" if len(missing) > 1 else "has"
         raise UserError(

@@ -13,16 +13,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from fnmatch import translate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 SECRET_NAME = re.compile(
     r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|WEBHOOK)(_|$|\d)", re.IGNORECASE
@@ -46,22 +42,14 @@ NO_SECRET_FILES = (".env.example", ".env.sample", ".env.template", ".env.dist") 
 FIX = "remove it from the config, which is stored in clear text; workers inherit it from the environment"
 
 
-def refuse_secrets(node: DictConfig, environment: Mapping[str, str] = os.environ) -> None:
-    """Raises UserError if a value contains, or is taken from, a secret of the environment."""
-    from omegaconf import OmegaConf  # workers hide secrets too, but read no node
-    from omegaconf.errors import OmegaConfBaseException
-
+def refuse_secrets(values: Any, environment: Mapping[str, str] = os.environ) -> None:
+    """Raises UserError if a text in nested dicts and lists contains a secret of the environment, or reads one."""
     held = _secrets(environment)
-    for key, raw in leaves(OmegaConf.to_container(node, resolve=False)):
-        for name in FROM_ENVIRONMENT.findall(raw):
+    for key, text in leaves(values):
+        for name in FROM_ENVIRONMENT.findall(text):
             if SECRET_NAME.search(name):
                 raise UserError(f"{key} reads the secret {name} from the environment", where=key, fix=FIX)
-        if "${" in raw:
-            # the conversion of values reports what cannot be resolved
-            with suppress(OmegaConfBaseException):
-                _refuse(key, str(OmegaConf.select(node, key)), held)
-        else:
-            _refuse(key, raw, held)
+        _refuse(key, text, held)
 
 
 def refuse_secret_arguments(arguments: Iterable[str], environment: Mapping[str, str] = os.environ) -> None:

@@ -8,7 +8,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from urllib.parse import urlsplit
@@ -361,13 +361,13 @@ def _make_absolute(values: dict[str, Any], keys: Sequence[str]) -> None:
             values[key] = str(Path(values[key]).expanduser().absolute())
 
 
-def refuse_other_encodings(config: Config) -> None:
-    """Raises UserError if a value of ``config`` or the working directory has bytes that are not UTF-8.
+def refuse_other_encodings(values: dict[str, Any]) -> None:
+    """Raises UserError if a value of a config or the working directory has bytes that are not UTF-8.
 
     Python reads them as lone surrogates, which neither YAML nor a batch script can hold.
     """
     refuse_other_encoding("the working directory", str(Path.cwd()))
-    for key, text in _texts("", asdict(config)):
+    for key, text in _texts("", values):
         refuse_other_encoding(key, text)
 
 

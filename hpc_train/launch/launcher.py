@@ -64,7 +64,7 @@ class HpcTrainLauncher(Launcher):
     """Submits the jobs of a sweep; nothing is submitted unless all of them are valid."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        refuse_secrets(config)
+        refuse_secrets(OmegaConf.to_container(config, resolve=False))
         self._loader = hydra_context.config_loader
         self._config = config
         self._sweep = Path(config.hydra.sweep.dir)

@@ -176,7 +176,7 @@ def container_of(config: Config, gpus: int) -> Container | None:
     if gpus and gpu_type is not None:
         rocm = amd_memory(gpu_type) is not None
     elif gpus:
-        rocm = Machine.this().amd() is not None
+        rocm = Machine.this().amd is not None
     sources = getattr(config.data, "sources", {}).values()
     paths = [getattr(config.data, "path", None), *(source.get("path") for source in sources)]
     inputs = [str(Path(path).absolute()) for path in paths if path and Path(path).is_dir()]

@@ -11,6 +11,7 @@ import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -155,8 +156,9 @@ class Machine:
         folders = (spec.submodule_search_locations or []) if spec is not None else []
         return cls(torch=Path(folders[0]) if folders else None)
 
+    @cached_property
     def nvidia_gpus(self) -> int:
-        """Returns the number of NVIDIA GPUs that the driver lists, or that have device files; without a driver those
+        """The number of NVIDIA GPUs that the driver lists, or that have device files; without a driver those
         that the PCI bus shows, except for those that drive a display with the kernel's driver.
         """
         files = sum(re.fullmatch(r"nvidia\d+", file.name) is not None for file in _entries(self.devices))
@@ -168,17 +170,18 @@ class Machine:
             count += read_text(device / "vendor") == NVIDIA and kind.startswith(GPU_CLASSES) and not is_display
         return count
 
+    @cached_property
     def amd(self) -> AmdNode | None:
-        """Returns the machine's AMD GPUs; None if it has NVIDIA GPUs or no Instinct GPUs."""
-        if self.driver.is_dir() or self.nvidia_gpus():
+        """The machine's AMD GPUs; None if it has NVIDIA GPUs or no Instinct GPUs."""
+        if self.driver.is_dir() or self.nvidia_gpus:
             return None
         return AmdNode.read(self.kfd, self.pci, self.devices)
 
     def gpus(self) -> int:
         """Returns the number of GPUs of the machine, also those of other jobs."""
-        amd = self.amd()
+        amd = self.amd
         if amd is None:
-            return self.nvidia_gpus()
+            return self.nvidia_gpus
         return amd.installed
 
     def torch_without_gpus(self) -> str | None:
@@ -186,7 +189,7 @@ class Machine:
         for any other.
         """
         text = "" if self.torch is None else read_text(self.torch / "version.py")
-        platform = "cuda" if self.amd() is None else "hip"
+        platform = "cuda" if self.amd is None else "hip"
         if not re.search(rf"^{platform}\b[^=\n]*=\s*None\s*$", text, re.MULTILINE):
             return None
         version = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
@@ -219,7 +222,7 @@ def gpus_to_use(
     usable = 0 if build is not None else visible
     if usable >= needed:
         return needed
-    if build is not None and machine.amd() is not None:
+    if build is not None and machine.amd is not None:
         cause = f"torch {build} is built without ROCm, and the GPUs are AMD's"
         fix = "install a build of torch with ROCm: https://pytorch.org/get-started"
     elif build is not None:
@@ -256,7 +259,7 @@ def _needed(
 ) -> tuple[int, str]:
     """Returns how many GPUs this process should use, and the beginning of the error message if it cannot."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
-    amd = machine.amd()
+    amd = machine.amd
     if amd is not None:
         named = amd.named(environment)
     elif chosen is None:
@@ -289,7 +292,7 @@ def _why_not_visible(
         return "the job did not request GPUs from Slurm", f"request them with sbatch or srun --gpus-per-node={needed}"
     if allocated and _is_step_without_gpus(environment):
         return "srun started the step without GPUs", f"start it with srun --gpus-per-node={allocated}"
-    if (amd := machine.amd()) is not None:
+    if (amd := machine.amd) is not None:
         return amd.why_not_visible(environment, AVOID if allocated else None)
     if chosen is not None and visible < _present(machine.driver, machine.devices):
         return f"CUDA_VISIBLE_DEVICES={chosen!r} hides them", "unset CUDA_VISIBLE_DEVICES"
@@ -300,7 +303,7 @@ def _fault_of_node(needed: int, on_slurm: bool, machine: Machine) -> tuple[str, 
     """Returns the cause and its fix if the driver or the device files are at fault."""
     listed = len(_entries(machine.driver))
     openable = len(job_gpus(machine.driver, machine.devices))
-    if not machine.driver.is_dir() and not machine.nvidia_gpus():
+    if not machine.driver.is_dir() and not machine.nvidia_gpus:
         return "the node has no NVIDIA GPU and no NVIDIA driver", "use nodes with NVIDIA GPUs"
     if not machine.driver.is_dir():
         cause = f"the NVIDIA driver is not loaded ({machine.driver} does not exist)"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.schema import Config
 from hpc_train.config.values import refuse_other_encodings
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
@@ -130,10 +129,10 @@ def test_a_working_directory_that_is_not_utf8_is_refused(tmp_path: Path, monkeyp
     folder.mkdir()
     monkeypatch.chdir(folder)
     with pytest.raises(UserError, match=r"the working directory is .*/caf.udce9, which is not UTF-8"):
-        refuse_other_encodings(Config())
+        refuse_other_encodings({})
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
     with pytest.raises(UserError, match=r"in the encoding ascii of this shell(?s:.*)export LC_ALL=C.UTF-8"):
-        refuse_other_encodings(Config())
+        refuse_other_encodings({})
 
 
 def test_ctrl_c_while_a_run_starts(called: Called, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def reserve(share: Share, waiting_is_over: Callable[[], bool]) -> Iterator[None]
         numbers = [name.partition("-")[2] for name in names]
         if numbers and not share.gpus:
             os.sched_setaffinity(0, map(int, numbers))
-        elif numbers and Machine.this().amd() is not None:
+        elif numbers and Machine.this().amd is not None:
             restrict_to(numbers)
         elif numbers:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
