@@ -3,7 +3,7 @@
 ``compose_job`` makes a typed config of the command line of a single job; for a training, Hydra itself composes the jobs
 and calls the launcher. From there all commands take the same path: ``check_job`` chooses the layout of
 ``strategy=auto`` and refuses what cannot run, with all independent mistakes in one message. ``freeze_job`` writes the
-run directory. ``notices_of`` names the keys that a user sets without an effect.
+run directory. ``notices_of`` names the keys that a user sets without an effect, and says that nothing goes to W&B.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ from hpc_train.run.freeze import check_freeze, freeze
 from hpc_train.run.imported import with_imported_model
 from hpc_train.run.owner import warn_if_open
 from hpc_train.run.snapshot import snapshot_code
+from hpc_train.telemetry.sinks.wandb import not_sent_notice
+
+WANDB = "telemetry.wandb.mode"
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,8 @@ def freeze_job(job: Job, code_directory: Path, *, claim: bool = False) -> None:
 
 
 def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, str]] | None = None) -> list[str]:
-    """Returns the lines about keys that the user sets without an effect in some of ``jobs``.
+    """Returns the lines about keys that the user sets without an effect in some of ``jobs``, and one for a user of W&B
+    if nothing is sent there.
 
     ``reported`` has the keys and reasons of earlier batches of the sweep, which are left out. The keys and reasons of
     ``jobs`` are added to it.
@@ -231,7 +235,12 @@ def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, 
         unread[job.number] = [key for key in keys if (key.key, key.reason) not in reported]
     for keys in unread.values():
         reported.update((key.key, key.reason) for key in keys)
-    return notices(unread)
+    lines = notices(unread)
+    unsent = not_sent_notice(jobs[0].config.telemetry.wandb, jobs[0].run.record().get("wandb"))
+    if unsent is not None and (WANDB, unsent) not in reported and jobs[0].config.run.command is None:
+        reported.add((WANDB, unsent))
+        lines.append(unsent)
+    return lines
 
 
 def print_notices(job: Job, line: CommandLine) -> None:

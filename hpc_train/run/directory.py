@@ -23,7 +23,7 @@ profile/                     traces of chosen steps and ranks, and the time brea
 code/HASH/                   the frozen copy of the user's code with run.snapshot=copy or run.group; the runs of a sweep
                              share one in its directory. Otherwise those of a run root share it in .code/UID/HASH
 report.html                  the report page, written at the end of each job; a sweep's directory has one as well
-wandb/
+wandb/                       files of the W&B client, if W&B is enabled
 tracking/wandb.json          up to which step a tracker has the metrics (see telemetry/sinks/tracker.py)
 tracking/output.log          what the tracking process and its clients print
 """

@@ -448,13 +448,13 @@ def twice_as_long(command: str, steps: int) -> str:
 
 def _wandb(run: RunDirectory, record: dict[str, Any]) -> str:
     outcome = record.get("wandb") or {}
+    if outcome.get("mode") == "offline":
+        return f"recorded offline; python -m hpc_train sync {run.path}   sends all attempts"
     if outcome.get("url"):
         return str(outcome["url"])
     if outcome.get("problem"):
         return f"not recorded: {outcome['problem']}"
-    if outcome.get("mode") == "offline":
-        return f"recorded offline; python -m hpc_train sync {run.path}   sends all attempts"
-    return "disabled; enable it with telemetry.wandb.mode=online and WANDB_API_KEY"
+    return f"nothing was sent; python -m hpc_train sync {run.path}   sends the metrics"
 
 
 def spent_line(account: Account) -> str:

@@ -97,7 +97,7 @@ def test_a_tracker_that_hangs_is_reported_and_left(
 
 def started(path: Path, *more: str) -> tuple[RunDirectory, TrackingProcess]:
     run = frozen(path, "+strategy=single", "telemetry.tensorboard=true", *more)
-    return run, TrackingProcess(run, load(run))
+    return run, TrackingProcess(run, load(run), ["tensorboard"])
 
 
 def steps(run: RunDirectory) -> list[int]:

@@ -25,7 +25,8 @@ from hpc_train.telemetry.metrics import MetricsLog
 from hpc_train.telemetry.sinks import follow, wandb
 from hpc_train.telemetry.sinks.replay import BACKENDS, Replay, Session
 from hpc_train.telemetry.sinks.tracker import Identity
-from hpc_train.telemetry.sinks.wandb import Wandb, resolve_mode
+from hpc_train.telemetry.sinks.tracking import wanted
+from hpc_train.telemetry.sinks.wandb import Wandb, not_sent_notice, resolve_mode
 from tests.telemetry import wandb_service
 from tests.train.runs import frozen
 
@@ -38,8 +39,8 @@ def backend(path: Path, checkpoint: Any = None) -> Wandb:
 class FakeRun:
     """What the fake module's ``init`` returns."""
 
-    def __init__(self) -> None:
-        self.url = "https://example.org/abc123"
+    def __init__(self, url: str | None = "https://example.org/abc123") -> None:
+        self.url = url
         self.lines: list[dict[str, Any]] = []
         self.defined: list[tuple[str, dict[str, Any]]] = []
         self.artifacts: list[Any] = []
@@ -235,28 +236,64 @@ def service() -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("no_account")
-def test_auto_is_offline_without_a_key() -> None:
-    assert resolve_mode("auto") == "offline"
-    assert resolve_mode("disabled") == "disabled"
+def test_auto_is_online_only_if_the_environment_says_so(monkeypatch: pytest.MonkeyPatch, service: str) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", service)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert [resolve_mode(mode, None) for mode in ("auto", "disabled", "online")] == ["disabled", "disabled", "online"]
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert resolve_mode("auto", None) == "online"
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    assert resolve_mode("auto", None) == "offline"
+    monkeypatch.delenv("WANDB_API_KEY")
     told: list[str] = []
-    assert resolve_mode("online", told.append) == "offline"
-    assert "there is no API key for https://api.wandb.ai; wandb login stores one; recording offline" in told[0]
+    assert resolve_mode("online", None, told.append) == "offline"
+    assert f"there is no API key for {service}; wandb login stores one; recording offline" in told[0]
 
 
 @pytest.mark.usefixtures("no_account")
-def test_an_unknown_mode_in_the_environment_is_told_and_not_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    told: list[str] = []
-    monkeypatch.setenv("WANDB_MODE", "dryrun")
-    assert resolve_mode("auto", told.append) == "offline"
+def test_a_run_that_was_online_stays_online(monkeypatch: pytest.MonkeyPatch, service: str, tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", "+strategy=single", "telemetry.wandb.mode=auto")
+    config = load(run)
+    assert wanted(config.telemetry, run) == []
+    run.update_record(wandb={"mode": "offline", "url": None})  # as versions before 0.9 recorded a run without a key
+    assert wanted(config.telemetry, run) == []
+    run.update_record(wandb={"mode": "online", "url": "https://example.org/abc123"})
+    assert wanted(config.telemetry, run) == ["wandb"]
+    install(monkeypatch, lambda **settings: FakeRun(url=None))
+    client = BACKENDS["wandb"](Session(config, run, lambda message: None, first_attempt=1))  # a job without a key
+    client.open()
+    assert client.outcome() == {"mode": "offline", "url": "https://example.org/abc123"}
+    run.update_record(wandb=client.outcome())
+    monkeypatch.setenv("WANDB_BASE_URL", service)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert resolve_mode("auto", run.record()["wandb"]) == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert wanted(config.telemetry, run) == []
+
+
+@pytest.mark.usefixtures("no_account")
+def test_a_user_with_a_key_reads_that_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    auto = WandbConfig()
+    assert not_sent_notice(auto) is None, "without a key there is nothing to tell"
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
+    line = not_sent_notice(auto)
+    assert line is not None and "\n" not in line
+    assert "nothing is sent, although there is a key for https://api.wandb.ai; telemetry.wandb.mode=online" in line
+    assert "metrics, config, versions, paths" in line
+    assert not_sent_notice(auto, {"mode": "online"}) is None
+    assert not_sent_notice(WandbConfig(mode="disabled")) is None
+    for mode, told in (("online", False), ("disabled", False), ("sometimes", True)):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        assert ("WANDB_MODE is 'sometimes'" in (not_sent_notice(auto) or "")) == told
+
+
+@pytest.mark.usefixtures("no_account")
+def test_wandb_does_not_see_an_unknown_mode_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "sometimes")
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=_refuses_the_mode, Settings=dict))
-    identity = Identity("id", "name", None, tmp_path, {})
-    recorded = Wandb(WandbConfig(mode="auto"), identity, tell=told.append, first_attempt=0)
+    recorded = Wandb(WandbConfig(mode="offline"), Identity("id", "name", None, tmp_path, {}), first_attempt=0)
     assert recorded.open()
     assert recorded.mode == "offline"
-    assert told == ["W&B: WANDB_MODE is 'sometimes', which is not used; it may be online, offline, disabled"]
 
 
 def _refuses_the_mode(**_: object) -> FakeRun:
@@ -265,24 +302,11 @@ def _refuses_the_mode(**_: object) -> FakeRun:
 
 
 @pytest.mark.usefixtures("no_account")
-def test_auto_is_online_with_a_key_and_a_service_that_answers(
-    monkeypatch: pytest.MonkeyPatch, service: str, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("WANDB_BASE_URL", service)
-    assert resolve_mode("auto") == "offline"
-    (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password key\n")
-    assert resolve_mode("auto") == "online"
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert resolve_mode("auto") == "offline"
-
-
-@pytest.mark.usefixtures("no_account")
-def test_auto_is_offline_when_the_service_is_silent(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_online_is_offline_when_the_service_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wandb, "ANSWER_S", 0.3)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    told: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        assert resolve_mode("auto") == "offline"
-    assert "did not respond" in capsys.readouterr().out
+        assert resolve_mode("online", None, told.append) == "offline"
+    assert "did not respond" in told[0]

@@ -132,7 +132,8 @@ class WandbConfig:
 
     mode: str = key(
         "auto",
-        "The mode of wandb. auto is online if an API key is set and the service answers, else offline.",
+        "Whether metrics are sent to W&B. auto follows WANDB_MODE, keeps a run online that was online before, and "
+        "otherwise sends and writes nothing. online records offline where the service does not answer.",
         choices=("auto", "online", "offline", "disabled"),
         when=NOT_DEBUGGED,
     )

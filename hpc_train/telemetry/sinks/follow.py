@@ -140,7 +140,7 @@ def _followers(run: RunDirectory, first_attempt: int, events: EventLog, orders: 
 
     config = load(run)
     session = Session(config, run, tell, first_attempt, checkpoint)
-    for name in wanted(config.telemetry):
+    for name in wanted(config.telemetry, run):
         try:
             backend = BACKENDS[name](session)
         except Exception as error:  # its package is missing

@@ -24,6 +24,7 @@ from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import read_or
 from hpc_train.run.requests import STOP_SIGNALS
 from hpc_train.search_path import safe_path
+from hpc_train.telemetry.sinks.wandb import requested_mode
 
 TRACKING = "tracking"  # its writer in the event log
 FOLLOW = "hpc_train.telemetry.sinks.follow"
@@ -33,11 +34,11 @@ STOPPED_S = 10.0  # of a job that stops early: its time may end, and the next jo
 MARGIN_S = 5.0  # for the process to tell which tracker did not finish
 
 
-def wanted(telemetry: TelemetryConfig) -> list[str]:
-    """Returns the names of the trackers that the config requests."""
+def wanted(telemetry: TelemetryConfig, run: RunDirectory) -> list[str]:
+    """Returns the names of the trackers that the config, or WANDB_MODE, requests for a run."""
     enabled = {
         "tensorboard": telemetry.tensorboard,
-        "wandb": telemetry.wandb.mode != "disabled",
+        "wandb": requested_mode(telemetry.wandb.mode, run.record().get("wandb")) != "disabled",
         "mlflow": telemetry.mlflow.uri is not None,
     }
     return [name for name, is_enabled in enabled.items() if is_enabled]
@@ -52,9 +53,9 @@ def advice(run: RunDirectory, names: Sequence[str]) -> str:
 class TrackingProcess:
     """The tracking process of a job."""
 
-    def __init__(self, run: RunDirectory, config: Config) -> None:
+    def __init__(self, run: RunDirectory, config: Config, names: Sequence[str]) -> None:
         self._run = run
-        self._names = wanted(config.telemetry)
+        self._names = names
         self._uploads = config.telemetry.wandb.log_checkpoint and "wandb" in self._names
         self._ending = False
         self._process = self._started()
@@ -126,11 +127,12 @@ class TrackingProcess:
 def tracked(run: RunDirectory, config: Config) -> Iterator[TrackingProcess | None]:
     """Yields the tracking process; None if no tracker is requested, or if it cannot be started, which is reported."""
     process = None
-    if wanted(config.telemetry):
+    names = wanted(config.telemetry, run)
+    if names:
         try:
-            process = TrackingProcess(run, config)
+            process = TrackingProcess(run, config, names)
         except OSError as error:
-            _tell(run, f"the tracking process cannot be started: {error}. {advice(run, wanted(config.telemetry))}")
+            _tell(run, f"the tracking process cannot be started: {error}. {advice(run, names)}")
     try:
         yield process
     finally:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import html
 import netrc
 import os
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,8 @@ from hpc_train.telemetry.sinks.tracker import Identity, Line, Position, Tracker
 SERVICE = "https://api.wandb.ai"
 OFFLINE = "recording offline, send the metrics later with python -m hpc_train sync"
 KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+ONLINE = "telemetry.wandb.mode=online"
+SENT = "metrics, config, versions, paths, and the name and load of the first node"  # secrets are left out
 ACCEPTED = ("online", "offline", "disabled")  # values of WANDB_MODE
 OLDER = {"run": "online", "dryrun": "offline", "shared": "online"}  # other values of WANDB_MODE that wandb knows
 ANSWER_S = 5.0  # time limit for the service to respond; after that the run is offline
@@ -59,14 +59,15 @@ class Wandb(Tracker):
         self._first_attempt = first_attempt
         self._checkpoint = checkpoint
         self.mode: str | None = None
-        self.url: str | None = None
+        self._record: Mapping[str, Any] = self.directory.record().get("wandb") or {} if self.is_live else {}
+        self.url: str | None = self._record.get("url")  # of the last job; one that cannot reach the service keeps it
 
     @property
     def where(self) -> str:
         return f"{service()}/{self._settings.entity or ''}/{self._settings.project}"
 
     def open(self) -> bool:
-        self.mode = resolve_mode(self._settings.mode, self._tell) if self.is_live else "online"
+        self.mode = resolve_mode(self._settings.mode, self._record, self._tell) if self.is_live else "online"
         if self.mode != "disabled":
             _leave_sweep(self._tell)
         if not self.is_live and (why := why_offline()) is not None:
@@ -112,7 +113,7 @@ class Wandb(Tracker):
                 x_stats_track_process_tree=self.is_live,
             ),
         )
-        self.url = self._run.url
+        self.url = self._run.url or self.url  # a run offline has none
         # use a custom step, because W&B drops lines with a smaller step, which a resume produces
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -185,31 +186,56 @@ def service() -> str:
     return os.environ.get("WANDB_BASE_URL") or SERVICE
 
 
-def resolve_mode(setting: str, tell: Callable[[str], object] = print) -> str:
-    """Resolves ``auto`` to WANDB_MODE, else to online. Online needs a key and a service that responds, else the mode is
-    offline, which is reported unless ``auto`` was requested without a key. An unknown WANDB_MODE is reported and not
-    used.
+def requested_mode(
+    setting: str, record: Mapping[str, Any] | None, tell: Callable[[str], object] = lambda message: None
+) -> str:
+    """Returns the mode that the user wants: ``auto`` is WANDB_MODE, else online for a run that was online before, else
+    disabled. An unknown WANDB_MODE is reported and not used.
+
+    Args:
+        setting: ``telemetry.wandb.mode``.
+        record: what ``run.json`` has about W&B.
     """
-    mode = setting
-    if setting == "auto":
-        variable = os.environ.get("WANDB_MODE", "")
-        mode = OLDER.get(variable, variable)
-        if mode in ACCEPTED:
-            return mode
-        if mode:
-            tell(f"W&B: WANDB_MODE is {mode!r}, which is not used; it may be {', '.join(ACCEPTED)}")
-    if mode in ("offline", "disabled"):
+    if setting != "auto":
+        return setting
+    variable = os.environ.get("WANDB_MODE", "")
+    mode = OLDER.get(variable, variable)
+    if mode in ACCEPTED:
         return mode
-    why = why_offline()
-    if why is None:
-        return "online"
-    if setting == "online" or _has_key(service()):
+    if mode:
+        tell(f"W&B: WANDB_MODE is {mode!r}, which is not used; it may be {', '.join(ACCEPTED)}")
+    was_online = record and (record.get("url") or record.get("mode") == "online")
+    return "online" if was_online else "disabled"
+
+
+def resolve_mode(setting: str, record: Mapping[str, Any] | None, tell: Callable[[str], object] = print) -> str:
+    """Returns the mode in which W&B runs: online needs a key and a service that responds, else it is offline, which is
+    reported. See ``requested_mode``.
+    """
+    mode = requested_mode(setting, record, tell)
+    if mode == "online" and (why := why_offline()) is not None:
         tell(f"W&B: {why}; {OFFLINE}")
-    return "offline"
+        return "offline"
+    return mode
+
+
+def not_sent_notice(settings: WandbConfig, record: Mapping[str, Any] | None = None) -> str | None:
+    """Returns a line for a user with a key whose run sends nothing to W&B by default; None for other users."""
+    told: list[str] = []
+    if settings.mode != "auto" or requested_mode("auto", record, told.append) != "disabled":
+        return None
+    if told:
+        return told[0]
+    if os.environ.get("WANDB_MODE") or not _has_key(service()):
+        return None
+    return f"W&B: nothing is sent, although there is a key for {service()}; {ONLINE} sends {SENT}"
 
 
 def why_offline() -> str | None:
     """Returns why nothing can be sent to the service from here; None if it responds and there is a key."""
+    import urllib.error
+    import urllib.request  # takes 50 ms, which commands on a login node do not need
+
     address = service()
     if not _has_key(address):
         return f"there is no API key for {address}; wandb login stores one"
