@@ -35,6 +35,7 @@ from hpc_train.runs.job_status import outcome, view_at_end
 from hpc_train.schedulers.slurm.client import check_shell, in_allocation, uses_slurm
 
 JSON = "--json"
+ORIGINS = "--origins"
 
 
 def main(arguments: list[str], begun: HeadStart | None = None) -> int:
@@ -72,8 +73,17 @@ def main(arguments: list[str], begun: HeadStart | None = None) -> int:
 
 def _train(arguments: list[str], ended: Ended, begun: HeadStart | None, trust_owner: bool) -> int:
     """Passes the command line to Hydra; ``ended`` gets its runs."""
-    arguments = complete_arguments(arguments)
+    shows_origins = ORIGINS in arguments
+    arguments = complete_arguments([argument for argument in arguments if argument != ORIGINS])
     line = CommandLine.parse(arguments)
+    if shows_origins:
+        if line.runs or "job" not in arguments:
+            raise UserError(f"{ORIGINS} shows nothing by itself", where=ORIGINS, fix=f"--cfg job {ORIGINS}")
+        from hpc_train.config.origins import origins  # other commands do not need it
+
+        with own_files_checked(line):
+            print("\n".join(map(str, origins(line))))
+        return 0
     if line.runs:
         refuse_several_nodes()
     with own_files_checked(line):

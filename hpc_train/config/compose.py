@@ -35,6 +35,7 @@ from hpc_train.config.extensions import (
 from hpc_train.config.run_path import default_root, run_directory
 from hpc_train.config.schema import Config, TargetConfig
 from hpc_train.config.secrets import leaves, refuse_secrets
+from hpc_train.config.settings import CHOICES, Settings, read_settings
 from hpc_train.config.translate import translate
 from hpc_train.config.values import absolute, for_debugging, refuse_other_encodings
 from hpc_train.errors import UserError, nearest
@@ -57,14 +58,17 @@ class ConfigWithStrategy(Config):
 
 
 def register() -> None:
-    """Registers the schema in Hydra's ConfigStore and the resolvers in OmegaConf. Further calls change nothing."""
+    """Registers the schema in Hydra's ConfigStore and the resolvers in OmegaConf.
+
+    Further calls change nothing, unless the settings of the site or of the user have changed. Raises UserError if these
+    are wrong.
+    """
+    _register_schema(read_settings())
     if OmegaConf.has_resolver("hpc_train.directory"):
         return
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
-    store.store(group="hydra/schema", name="plain", node=Config, package="_global_")
-    store.store(group="hydra/schema", name="with_strategy", node=ConfigWithStrategy, package="_global_")
     for kind in FAMILIES:
         store.store(group="schema/model", name=kind, node=load_family(kind).schema)
     for kind in SOURCES:
@@ -80,6 +84,67 @@ def register() -> None:
     add("hpc_train.directory", run_directory, use_cache=True)
     add("hpc_train.root", default_root)
     add("hpc_train.steps_unless", _steps_unless)
+
+
+@lru_cache(maxsize=1)
+def _register_schema(all_settings: tuple[Settings, ...]) -> None:
+    """Registers the schema with the values of ``all_settings``, the weaker first, as its defaults, and the files that
+    they choose.
+
+    ``conf/run/default.yaml`` replaces their ``run.root`` by ``default_root``, which reads it.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    choices: dict[str, str] = {}
+    for settings in all_settings:
+        choices |= settings.choices
+    for settings in all_settings:
+        _refuse_shadowed(settings, choices)
+    store = ConfigStore.instance()
+    for name, schema in (("plain", Config), ("with_strategy", ConfigWithStrategy)):
+        node: Any = schema
+        for settings in all_settings:
+            node = _with_settings(node, settings)
+        store.store(group="hydra/schema", name=name, node=node, package="_global_")
+    defaults = [{f"override /{group}": option} for group, option in choices.items()]
+    store.store(group="hydra/settings", name="choices", node={"defaults": defaults}, package="_global_")
+
+
+def _with_settings(schema: Any, settings: Settings) -> DictConfig:
+    node: DictConfig = OmegaConf.structured(schema)
+    try:
+        node.merge_with(dict(settings.values))
+    except OmegaConfBaseException as error:
+        mistake = translate(error)
+        if mistake is None:
+            raise
+        where = f"{mistake.where} in {settings.path}"
+        raise UserError(mistake.what, where=where, fix=mistake.fix) from error
+    return node
+
+
+def _refuse_shadowed(settings: Settings, choices: Mapping[str, str]) -> None:
+    """Raises UserError for a value without effect: the file that jobs use by default sets the same key."""
+    for entry in packaged("config")["defaults"]:
+        for group, option in entry.items() if isinstance(entry, dict) else ():
+            chosen = choices.get(group, option)
+            if group not in CHOICES or not (config_directory() / group / f"{chosen}.yaml").is_file():
+                continue
+            content = packaged(f"{group}/{chosen}")
+            for name in reversed(group.split("/")):
+                content = content if name in content else {name: content}
+            for key in _keys_of_both(settings.values, content):
+                fix = f"remove it; or choose another file of {group} under defaults, or set {key} on the command line"
+                what = f"{key} has no effect in {settings.path}: conf/{group}/{chosen}.yaml sets it"
+                raise UserError(what, where=f"{key} in {settings.path}", fix=fix)
+
+
+def _keys_of_both(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    for name in one.keys() & other.keys():
+        if isinstance(one[name], Mapping) and isinstance(other[name], Mapping):
+            yield from (f"{name}.{key}" for key in _keys_of_both(one[name], other[name]))
+        else:
+            yield name
 
 
 def _steps_unless(epochs: float | None, steps: int) -> int | None:

@@ -19,6 +19,7 @@ from hpc_train.config.command_line import CommandLine, parsed_override
 from hpc_train.config.compose import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import MISSING
+from hpc_train.config.settings import read_settings
 from hpc_train.config.translate import KINDS_OF_NODES, instead_of, instead_of_key, relative
 from hpc_train.errors import UserError, UserErrors
 
@@ -66,9 +67,12 @@ def check_files(line: CommandLine) -> None:
     """Raises UserError if a chosen YAML file is not valid, has a value of the wrong kind, or leaves out one that must
     be given.
     """
+    for settings in read_settings():
+        _check(Config, settings.path)
     chosen = _chosen(line)
     for group, path in chosen.items():
-        _check(group, path)
+        in_groups = GLOBAL.search(path.read_text(encoding="utf-8")) is not None
+        _check(Config if in_groups else GROUPS.get(group), path)
     _check_missing(chosen, line)
 
 
@@ -96,17 +100,30 @@ def with_file(mistake: UserError, line: CommandLine) -> UserError:
 
 
 def _position(key: str, chosen: Mapping[str, Path], line: CommandLine) -> str | None:
-    """Returns the chosen file of the user that sets ``key``, and the line in it; None if no such file sets it."""
+    """Returns the chosen file of the user, or the settings, that set ``key``, and the line; None if no file does."""
+    if _is_overridden(key, line):
+        return None
     group, _, name = key.partition(".")
     path = chosen.get(group)
-    if path is None or path.is_relative_to(config_directory()) or _is_overridden(key, line):
-        return None
     try:
-        is_nested = not GLOBAL.search(path.read_text(encoding="utf-8"))
-        node = _find(read_yaml(path), name if is_nested else key)
+        if path is not None and not path.is_relative_to(config_directory()):
+            is_nested = not GLOBAL.search(path.read_text(encoding="utf-8"))
+            if (node := _find(read_yaml(path), name if is_nested else key)) is not None:
+                return place_of(path, node)
+        for settings in reversed(read_settings()):
+            root = read_yaml(settings.path)
+            if key in settings.choices:
+                return place_of(settings.path, _find(root, "defaults"))
+            if name and (node := _find(root, key)) is not None:
+                return place_of(settings.path, node)
     except (OSError, yaml.YAMLError):
-        return None
-    return None if node is None else f"{relative(path)}:{node.start_mark.line + 1}"
+        pass
+    return None
+
+
+def place_of(path: Path, node: Any) -> str:
+    """Returns the file and the line of a node of ``read_yaml``, such as ``conf/cluster/here.yaml:7``."""
+    return f"{relative(path)}:{node.start_mark.line + 1}"
 
 
 def _chosen(line: CommandLine) -> dict[str, Path]:
@@ -138,7 +155,8 @@ def _is_overridden(key: str, line: CommandLine) -> bool:
     return any(key == override.key_or_group for override in parsed)
 
 
-def _check(group: str, path: Path) -> None:
+def _check(schema: Any, path: Path) -> None:
+    """Checks the kinds of the values of a file whose keys are those of ``schema``."""
     root = read_yaml(path)
     for key, node in leaves(root):
         if isinstance(node, yaml.ScalarNode) and node.tag.endswith(":int") and ":" in node.value:
@@ -148,8 +166,7 @@ def _check(group: str, path: Path) -> None:
                 where=f"{relative(path)}:{node.start_mark.line + 1}",
                 fix=f'{key}: "{node.value}"',
             )
-    in_groups = GLOBAL.search(path.read_text(encoding="utf-8")) is not None
-    for key, kind in _tables_and_lists(Config if in_groups else GROUPS.get(group)):
+    for key, kind in _tables_and_lists(schema):
         node = _find(root, key)
         if node is None or isinstance(node, kind):
             continue

@@ -7,7 +7,9 @@ import re
 import secrets
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from hpc_train.config.settings import read_settings, root_of_settings
 from hpc_train.errors import UserError
 from hpc_train.users import name_of_user
 
@@ -18,7 +20,8 @@ UNSET = "unset"
 
 
 def default_root(scratch: str | None = None, project: str | None = UNSET) -> str:
-    """Returns the default of ``run.root``. It prefers scratch space, because checkpoints may fill a home directory.
+    """Returns the default of ``run.root``: ``$HPC_TRAIN_ROOT``, or what the settings of the user or of the site set, or
+    scratch space, because checkpoints may fill a home directory.
 
     Args:
         scratch: the scratch directory that a site's file names; None uses the variables that sites set.
@@ -36,10 +39,29 @@ def default_root(scratch: str | None = None, project: str | None = UNSET) -> str
         )
     if root:
         return root
+    if scratch is None and (own := root_of_settings()) is not None:
+        return _resolved(*own)
     if scratch is not None and project not in (None, UNSET):
         scratch = f"{scratch}/{project}"
     scratch = scratch or next((os.environ[name] for name in SCRATCH if os.environ.get(name)), None)
     return f"{scratch}/hpc_train" if scratch else "outputs"
+
+
+def _resolved(root: str, path: Path) -> str:
+    """Returns ``run.root`` of the settings in ``path`` with the values of its interpolations."""
+    if "${" not in root:
+        return root
+    from omegaconf import OmegaConf  # many commands do not need it
+    from omegaconf.errors import OmegaConfBaseException
+
+    values: dict[str, Any] = {}
+    for settings in read_settings():
+        values = {group: values.get(group, {}) | table for group, table in {**values, **settings.values}.items()}
+    try:
+        return str(OmegaConf.create(values | {"run": {"root": root}}).run.root)
+    except OmegaConfBaseException as error:
+        what = f"run.root is {root}, which has no value: {error.msg}"
+        raise UserError(what, where=f"run.root in {path}", fix="run.root: DIR, or set the variable or key") from error
 
 
 def run_directory(root: str, name: str | None = None, fork: str | None = None) -> str:

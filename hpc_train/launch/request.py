@@ -9,6 +9,7 @@ run directory. ``notices_of`` names the keys that a user sets without an effect,
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import LAUNCHER, SWEEPER, register, typed
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
-from hpc_train.config.values import runs_own_code
+from hpc_train.config.settings import TIMES, site_limits
+from hpc_train.config.values import asked_nodes, runs_own_code
 from hpc_train.errors import Mistakes, UserError
 from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.job import Choice, Job
@@ -41,6 +43,7 @@ from hpc_train.run.freeze import check_freeze, freeze
 from hpc_train.run.imported import with_imported_model
 from hpc_train.run.owner import warn_if_open
 from hpc_train.run.snapshot import snapshot_code
+from hpc_train.schedulers.slurm.records import seconds
 from hpc_train.telemetry.sinks.wandb import not_sent_notice
 
 WANDB = "telemetry.wandb.mode"
@@ -187,6 +190,8 @@ def check_config(config: Config, shape: JobShape) -> Layout:
     """
     mistakes = Mistakes()
     with mistakes.collected():
+        check_site_limits(config)
+    with mistakes.collected():
         layout = validate(config, shape.nodes, shape.workers, shape.device_bytes)
         if shape.fewest_nodes < shape.nodes:
             validate(config, shape.fewest_nodes, shape.workers, shape.device_bytes)
@@ -201,6 +206,38 @@ def check_config(config: Config, shape: JobShape) -> Layout:
             check_gpus(config, types)
     mistakes.report()
     return layout
+
+
+def check_site_limits(config: Config) -> None:
+    """Raises UserError if a value exceeds a limit in the file of the site. A value of null is left to Slurm."""
+    mistakes = Mistakes()
+    for settings in site_limits():
+        for key, rule in settings.limits.items():
+            value: Any = config
+            for name in key.split("."):
+                value = value[name] if isinstance(value, dict) else getattr(value, name)
+            if key == "cluster.nodes":
+                value = asked_nodes(config)[1]  # with spares
+            allowed = rule.get("one_of")
+            if allowed is not None:
+                is_within = value is None or value in allowed
+                text = f"{key} is {value}, and the site allows {', '.join(map(str, allowed))}"
+            else:
+                is_within = value is None or _amount(key, value) <= _amount(key, rule["max"])
+                text = f"{key} is {value}, and the site allows at most {rule['max']}"
+            with mistakes.collected():
+                if not is_within:
+                    fix = f"{key}={allowed[0] if allowed else rule.get('max')}; {settings.path} sets this limit"
+                    raise UserError(text, where=key, fix=fix)
+    mistakes.report()
+
+
+def _amount(key: str, value: Any) -> float:
+    """Returns a number, or a time limit of Slurm in seconds. An unlimited time is infinite, and auto is 0."""
+    if key in TIMES:
+        limit = seconds(str(value))
+        return math.inf if limit is None else limit
+    return 0 if isinstance(value, str) else float(value)
 
 
 def freeze_job(job: Job, code_directory: Path, *, claim: bool = False) -> None:
@@ -236,6 +273,8 @@ def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, 
     for keys in unread.values():
         reported.update((key.key, key.reason) for key in keys)
     lines = notices(unread)
+    if not jobs:
+        return lines
     unsent = not_sent_notice(jobs[0].config.telemetry.wandb, jobs[0].run.record().get("wandb"))
     if unsent is not None and (WANDB, unsent) not in reported and jobs[0].config.run.command is None:
         reported.add((WANDB, unsent))

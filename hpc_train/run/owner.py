@@ -2,8 +2,8 @@
 
 The frozen code, the lines of ``cluster.setup``, the interpreter and the weights of a run come from files that their
 owner may have changed at any time, so a command that executes or loads them gives that owner the rights of the caller.
-Files of another user are therefore used only if the caller says ``--trust-owner``, or names this user or one of the
-user's groups in ``~/.config/hpc_train/user.yaml`` (``$XDG_CONFIG_HOME`` replaces ``~/.config``):
+Files of another user are therefore used only if the caller says ``--trust-owner``, or the settings of the caller or of
+the site (``config/settings.py``) name this user or one of the user's groups:
 
     trust:
       owners: [alice, 5001]
@@ -30,10 +30,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
+from hpc_train.config.settings import Settings, read_settings, user_file
 from hpc_train.errors import UserError
 from hpc_train.run.code import frozen_code
 from hpc_train.run.directory import RunDirectory
@@ -60,10 +59,12 @@ def check_owner(files: Iterable[Path], path: Path, trust_owner: bool = False) ->
     Raises:
         UserError: a file belongs to a user whom the caller does not trust.
     """
-    trusted: set[int] = set()
-    first: Path | None = None
+    trusted: dict[int, str] = {}  # how each owner is trusted
     for file, user in foreign_files(files, path):
-        if not trust_owner and user not in trusted and not read_trust().covers(user):
+        if user in trusted:
+            continue
+        how = TRUST if trust_owner else trusting_file(user)
+        if how is None:
             raise UserError(
                 f"{file} belongs to {user_name(user)}, and this command executes code or loads weights of {path} as "
                 f"{user_name(os.geteuid())}",
@@ -71,13 +72,12 @@ def check_owner(files: Iterable[Path], path: Path, trust_owner: bool = False) ->
                 fix=f"add {TRUST} if you trust the owner, or name the owner or a group in {user_file()}: "
                 f"`trust: {{owners: [{_name_or_id(user)}]}}`",
             )
-        trusted.add(user)
-        first = first or file
-    if first is not None:
+        trusted[user] = str(how)
+    if trusted:
         names = ", ".join(user_name(user) for user in sorted(trusted))
-        how = TRUST if trust_owner else str(user_file())
+        how = " and ".join(dict.fromkeys(trusted.values()))
         _print_once(f"note: code and weights of {names} in {path} run as you, trusted by {how}")
-    return first is not None
+    return bool(trusted)
 
 
 @cache
@@ -273,7 +273,6 @@ def user_name(user: int) -> str:
     return name if isinstance(name, str) else f"the user with id {user}"
 
 
-LARGEST_TRUST = 64 * 1024  # bytes
 TRUST_EXAMPLE = "trust: {owners: [alice], groups: [vision]}"
 
 
@@ -289,39 +288,17 @@ class Trust:
         return user in self.owners or (bool(self.groups) and not self.groups.isdisjoint(_groups_of(user)))
 
 
-def user_file() -> Path | None:
-    """Returns the path of the caller's own settings; None if the caller has no home directory."""
-    directory = os.environ.get("XDG_CONFIG_HOME", "")
-    if not os.path.isabs(directory):  # noqa: PTH117 - an empty one is relative; XDG ignores relative ones
-        try:
-            directory = str(Path.home() / ".config")
-        except RuntimeError:
-            return None
-    return Path(directory, "hpc_train", "user.yaml")
+def trusting_file(user: int) -> Path | None:
+    """Returns the file of settings, the user's or the site's, that names this user as trusted; None if none does.
 
-
-def read_trust() -> Trust:
-    """Returns the users and groups that the caller trusts; none without the file.
-
-    Raises:
-        UserError: the file is another user's, can be written by others, or has another form.
+    Raises UserError if a file cannot be used, or its trust has another form.
     """
-    path = user_file()
-    if path is None:
-        return Trust()
-    try:
-        content = yaml.safe_load(_trust_text(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return Trust()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}", where=str(path), fix="chmod u+r") from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise _bad_trust(path, f"is not YAML: {' '.join(str(error).split())}") from error
-    if content is None:
-        return Trust()
-    if not isinstance(content, dict) or content.keys() - {"trust"}:
-        raise _bad_trust(path, "may only have the key trust")
-    trust = content.get("trust")
+    return next((settings.path for settings in read_settings() if _trust(settings).covers(user)), None)
+
+
+def _trust(settings: Settings) -> Trust:
+    path = settings.path
+    trust = settings.trust
     if trust is None:
         return Trust()
     if not isinstance(trust, dict) or trust.keys() - {"owners", "groups"}:
@@ -329,26 +306,6 @@ def read_trust() -> Trust:
     owners = _trusted_ids(path, "owners", trust.get("owners"), lambda name: pwd.getpwnam(name).pw_uid)
     groups = _trusted_ids(path, "groups", trust.get("groups"), lambda name: grp.getgrnam(name).gr_gid)
     return Trust(owners, groups)
-
-
-def _trust_text(path: Path) -> str:
-    """Returns the content of a regular file that only the caller can write.
-
-    Raises:
-        OSError: it cannot be read.
-        UserError: it is another user's, or others can write it.
-    """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path} is not a regular file", where=str(path), fix="replace it by a file")
-        if status.st_uid != os.geteuid():
-            what = f"{path}, which says whom you trust, belongs to another user"
-            raise UserError(what, where=str(path), fix="replace it by a file that you own")
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            what = f"{path}, which says whom you trust, can be written by other users"
-            raise UserError(what, where=str(path), fix=f"chmod go-w {path}")
-        return file.read(LARGEST_TRUST).decode(errors="replace")
 
 
 def _trusted_ids(path: Path, key: str, values: Any, id_of: Callable[[str], int]) -> frozenset[int]:

@@ -259,8 +259,8 @@ def test_the_group_of_the_run_is_no_consent(run: RunDirectory, common: Path) -> 
         ("trust: {owners: [true]}", "needs a list of names or ids as trust.owners"),
         ("trust: {groups: [no-such-group]}", "names 'no-such-group' in trust.groups"),
         ("trust: {users: [nobody]}", "may only have the keys owners and groups below trust"),
-        ("owners: [nobody]", "may only have the key trust"),
-        ("- trust", "may only have the key trust"),
+        ("owners: [nobody]", "has the unknown key owners"),
+        ("- trust", "must be a table with the keys defaults"),
         ("trust: {", "is not YAML"),
         ("a: &a [x]\nb: [*a" + ", *a" * 10, "is not YAML"),
     ],
@@ -274,7 +274,7 @@ def test_whom_the_caller_trusts(text: str, trusted: bool | str, run: RunDirector
     wrong = "belongs to nobody" if trusted is False else trusted
     with pytest.raises(UserError, match=wrong) as refused:
         check_owner(deciding_files(run), run.path)
-    assert trusted is False or refused.value.where == str(settings)
+    assert trusted is False or refused.value.where.endswith(str(settings))
 
 
 def test_the_file_with_the_trusted_users_is_the_callers_own(
@@ -283,7 +283,7 @@ def test_the_file_with_the_trusted_users_is_the_callers_own(
     give([run.path])
     say(settings, "trust: {owners: [nobody]}")
     os.chown(settings, OTHER, OTHER)
-    with pytest.raises(UserError, match=r"user\.yaml, which says whom you trust, belongs to another user"):
+    with pytest.raises(UserError, match=r"user\.yaml belongs to another user, whose settings are not used"):
         check_owner(deciding_files(run), run.path)
     os.chown(settings, 0, 0)
     settings.chmod(0o664)
