@@ -32,6 +32,7 @@ from hpc_train.config.hydra_settings import (
     with_params,
 )
 from hpc_train.config.own_files import check_files, refuse_unreadable_files, with_file
+from hpc_train.config.removed import RENAMED, tell_new_name
 from hpc_train.config.secrets import refuse_secret_arguments
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, UserErrors
@@ -63,7 +64,7 @@ def with_right_plus(arguments: Sequence[str]) -> list[str]:
     that has no effect.
     """
     refuse_secret_arguments(arguments)
-    arguments = [_with_quoted_list(argument) for argument in arguments if argument != WITH_STRATEGY]
+    arguments = [_with_quoted_list(_with_new_name(word)) for word in arguments if word != WITH_STRATEGY]
     line = CommandLine.parse(arguments)
     refuse_unreadable_files(line)
     options = list(arguments)
@@ -96,6 +97,15 @@ def _without_globs(line: CommandLine) -> CommandLine:
         return line
     with initialized(line.primary_directory):
         return replace(line, overrides=tuple(with_listed_globs(line.overrides, line.directories)))
+
+
+def _with_new_name(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    earlier = key.lstrip("+~")
+    if earlier not in RENAMED:
+        return argument
+    tell_new_name(earlier, "the command line")
+    return f"{'~' if key[0] == '~' else '++'}{RENAMED[earlier]}{equals}{value}"
 
 
 def _with_quoted_list(argument: str) -> str:

@@ -68,6 +68,9 @@ def register() -> None:
         return
     from hydra.core.config_store import ConfigStore
 
+    from hpc_train.config.file_source import register_file_source
+
+    register_file_source()
     store = ConfigStore.instance()
     for kind in FAMILIES:
         store.store(group="schema/model", name=kind, node=load_family(kind).schema)

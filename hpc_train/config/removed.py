@@ -1,16 +1,26 @@
 """Config keys of earlier versions: what replaces them, and which of their values a frozen run may have had.
 
-A config that still sets such a key is refused with the replacement. A run that an earlier version froze is read without
-the key, unless its value changed what the run computes.
+A renamed key is read under its new name, with a notice. A config that sets a removed key is refused with the
+replacement. A run that an earlier version froze is read without the removed key, unless its value changed what the run
+computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.errors import UserError
+from hpc_train.opening import tell_once
+
+# the name in earlier versions -> the present name, in the same group
+RENAMED = {
+    "cluster.mail_user": "cluster.extra.mail-user",
+    "cluster.mail_type": "cluster.extra.mail-type",
+    "cluster.nice": "cluster.extra.nice",
+    "cluster.licenses": "cluster.extra.licenses",
+}
 
 
 @dataclass(frozen=True)
@@ -58,10 +68,7 @@ REMOVED_VALUES: dict[tuple[str, str], RemovedValue] = {
     ),
 }
 
-# keys of cluster -> the option of sbatch that they set, which a frozen run keeps in cluster.extra
-SBATCH_OPTIONS = {"mail_user": "mail-user", "mail_type": "mail-type", "nice": "nice", "licenses": "licenses"}
 REMOVED: dict[str, Removed] = {
-    **{f"cluster.{key}": Removed(f"+cluster.extra.{option}=VALUE") for key, option in SBATCH_OPTIONS.items()},
     "strategy.compression_momentum": Removed("remove it, and keep optim.momentum", same=(0, 0.0)),
     "strategy.compression_warmup_steps": Removed(
         "strategy.compression=none for the first steps; the same run.name then continues with compression", same=(0,)
@@ -90,6 +97,40 @@ REMOVED: dict[str, Removed] = {
 }
 
 
+def apply_new_names(values: dict[str, Any], package: str = "") -> Iterator[str]:
+    """Gives the renamed keys in ``values``, the nested values of a config or a file, their present names.
+
+    Args:
+        package: the group to which all keys of the file belong; empty if they are below the names of their groups.
+
+    Yields:
+        Each name of an earlier version that was found, in full.
+    """
+    head = f"{package}." if package else ""
+    for earlier, present in RENAMED.items():
+        *groups, name = earlier.removeprefix(head).split(".")
+        table: Any = values
+        for group in groups:
+            table = table.get(group) if isinstance(table, dict) else None
+        if not earlier.startswith(head) or not isinstance(table, dict) or name not in table:
+            continue
+        value = table.pop(name)
+        *groups, name = present.removeprefix(head).split(".")
+        table = values
+        for group in groups:
+            if not isinstance(table.get(group), dict):
+                table[group] = {}
+            table = table[group]
+        table.setdefault(name, value)
+        yield earlier
+
+
+def tell_new_name(earlier: str, where: str) -> None:
+    """Prints the notice that ``where`` sets a key by its name in an earlier version."""
+    present = RENAMED[earlier]
+    tell_once(f"note: {where}: {earlier} was renamed to {present}; the old name will not work in version 2.0")
+
+
 def replacement_of(key: str) -> str | None:
     """Returns what replaces a removed ``key``, or the removed table that contains it; None for other keys."""
     names = key.split(".")
@@ -106,7 +147,7 @@ def removed_value(key: str, value: str) -> UserError | None:
 
 
 def without_removed(config: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a frozen config without the removed keys and values.
+    """Returns the values of a frozen config with the present names of its keys, without removed keys and values.
 
     Args:
         record: ``run.json`` of the run.
@@ -115,11 +156,10 @@ def without_removed(config: Mapping[str, Any], record: Mapping[str, Any]) -> dic
         UserError: the value of a removed key changed what the run computes.
     """
     result = {group: dict(values) if isinstance(values, Mapping) else values for group, values in config.items()}
-    cluster = result.get("cluster")
-    if isinstance(cluster, dict):
-        options = {option: cluster[key] for key, option in SBATCH_OPTIONS.items() if cluster.get(key) is not None}
-        if options:
-            cluster["extra"] = {**options, **cluster.get("extra", {})}
+    for group, _, name in (key.partition(".") for key in RENAMED):
+        if isinstance(result.get(group), dict) and result[group].get(name) is None:
+            result[group].pop(name, None)  # a null had no effect
+    list(apply_new_names(result))
     for key, removed in REMOVED.items():
         group, name = key.split(".")
         values = result.get(group)

@@ -430,7 +430,7 @@ def _version_of_tree(directory: Path) -> dict[str, Any]:
 def environment_versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages from their metadata, without importing them.
 
-    If hpc_train runs from a git checkout, its version ends with the commit, as in ``0.1.0+35e5daae``.
+    If hpc_train runs from a git checkout, its version ends with the commit, as in ``0.9.0+35e5daae``.
     """
     versions = {"python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:

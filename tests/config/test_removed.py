@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from hpc_train.config.arguments import with_right_plus
 from hpc_train.config.compose import typed
-from hpc_train.config.removed import REMOVED, REMOVED_VALUES, SBATCH_OPTIONS, replacement_of, without_removed
+from hpc_train.config.removed import REMOVED, REMOVED_VALUES, RENAMED, replacement_of, without_removed
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import keys
 from hpc_train.config.translate import translate
@@ -36,7 +37,7 @@ def test_a_removed_key_is_refused_with_its_replacement(override: str) -> None:
 
 
 def test_no_removed_key_exists() -> None:
-    assert not REMOVED.keys() & {name for name, _, _ in keys(Config())}
+    assert not (REMOVED.keys() | RENAMED.keys()) & {name for name, _, _ in keys(Config())}
 
 
 def test_a_key_of_a_removed_table_has_the_replacement_of_the_table() -> None:
@@ -65,14 +66,32 @@ def frozen_with(folder: Path, values: dict[str, Any]) -> RunDirectory:
 
 def test_a_run_of_an_earlier_version_is_read_without_the_removed_keys(tmp_path: Path) -> None:
     values = {key: 1 if removed.same is None else removed.same[0] for key, removed in REMOVED.items()}
-    values |= dict.fromkeys((f"cluster.{key}" for key in SBATCH_OPTIONS), None)
     run = frozen_with(tmp_path, values)
     assert load(run) == config_of(f"run.root={tmp_path}", "run.name=run")
 
 
-def test_options_of_sbatch_that_had_a_key_are_passed_on(tmp_path: Path) -> None:
+def test_renamed_keys_of_a_frozen_run_have_their_new_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = frozen_with(tmp_path, {"cluster.mail_type": "END,FAIL", "cluster.nice": 10, "cluster.licenses": None})
     assert load(run).cluster.extra == {"mail-type": "END,FAIL", "nice": 10}
+    assert capsys.readouterr().err == ""
+
+
+def test_a_renamed_key_is_read_with_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = with_right_plus(["cluster=slurm", *(f"{sign}cluster.mail_type=END,FAIL" for sign in ("", "+"))])
+    assert typed(compose(words)).cluster.extra == {"mail-type": "END,FAIL"}
+    assert capsys.readouterr().err.startswith(
+        "note: the command line: cluster.mail_type was renamed to cluster.extra.mail-type; the old name will not work"
+    )
+    for place, text in (
+        ("cluster/nested.yaml", "defaults: [slurm, _self_]\nnice: 3\nextra: {hint: nomultithread}\n"),
+        ("cluster/whole.yaml", "# @package _global_\ndefaults: [slurm@cluster, _self_]\ncluster: {nice: 3}\n"),
+    ):
+        file = tmp_path / place
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        found = typed(compose([f"hydra.searchpath=[file://{tmp_path}]", f"cluster={file.stem}"]))
+        assert found.cluster.extra["nice"] == 3
+        assert f"{file}: cluster.nice was renamed to cluster.extra.nice" in capsys.readouterr().err
 
 
 CHANGING = sorted(key for key, removed in REMOVED.items() if removed.same is not None)
