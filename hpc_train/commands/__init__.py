@@ -46,6 +46,7 @@ BENCHMARKS = {
     "machine": "measures the numbers of a machine file for `plan`",
 }
 
+_START = "Start a project"
 _TRAIN = "Train"
 _LOOK = "Look at runs"
 _MANAGE = "Manage runs"
@@ -55,6 +56,7 @@ _SCRIPTS = "Write batch scripts"
 
 # by the name on the command line, in the order of the help
 COMMANDS = {
+    "init": Command("init:main", "make a project that trains at once: model, data, config and test", _START),
     "train": Command(
         "early:train", "train in the foreground, or submit with -m; the default command", _TRAIN, OVERRIDES
     ),

@@ -41,7 +41,7 @@ from hpc_train.run.exits import Exit, worst_exit
 from hpc_train.run.files import share_one, write_text
 from hpc_train.run.freeze import freeze_all
 from hpc_train.run.owner import warn_if_open
-from hpc_train.run.snapshot import snapshot_code, unfrozen_note
+from hpc_train.run.snapshot import code_note, snapshot_code
 from hpc_train.runs.job_status import View
 from hpc_train.runs.job_table import plain_line, print_messages, print_results
 from hpc_train.telemetry.terminal import Terminal
@@ -256,9 +256,10 @@ def enqueue(
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     executor.confirm(jobs, console)
     configs = [job.config for job in jobs]
-    code = code or snapshot_code(configs, sweep / "code")
-    if code is None and (note := unfrozen_note(configs)) is not None:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    if code is None:
+        code = snapshot_code(configs, sweep / "code")
+        if (note := code_note(code, configs)) is not None:
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
     frozen = freeze_all([(job.config, job.run, job.overrides, job.plan, job.trust_owner) for job in jobs], code)
     for _ in _with_progress(frozen, len(jobs), "writing run directories", console):
         pass

@@ -42,7 +42,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import check_freeze, freeze
 from hpc_train.run.imported import with_imported_model
 from hpc_train.run.owner import warn_if_open
-from hpc_train.run.snapshot import snapshot_code
+from hpc_train.run.snapshot import code_note, snapshot_code
 from hpc_train.schedulers.slurm.records import seconds
 from hpc_train.telemetry.sinks.wandb import not_sent_notice
 
@@ -241,11 +241,14 @@ def _amount(key: str, value: Any) -> float:
 
 
 def freeze_job(job: Job, code_directory: Path, *, claim: bool = False) -> None:
-    """Writes the run directory of ``job``, with a snapshot of the code in ``code_directory``.
+    """Writes the run directory of ``job``, with a snapshot of the code in ``code_directory``, and prints the commit to
+    standard error.
 
     With ``claim`` this process trains the run now, so that no other command may.
     """
     code = snapshot_code([job.config], code_directory)
+    if (note := code_note(code, [job.config])) is not None:
+        print(note, file=sys.stderr)
     freeze(
         job.config,
         job.run,

@@ -69,7 +69,7 @@ def snapshot_code(configs: Sequence[Config], own: Path, directory: Path | None =
     """
     config = configs[0]  # run.* is the same for all jobs of a sweep
     here = Path(os.path.realpath(directory or Path.cwd()))
-    root = _work_tree(here) if config.run.snapshot else None
+    root = work_tree(here) if config.run.snapshot else None
     if root is None:
         return None
     listed = _listed_code(root, config, own)
@@ -138,7 +138,8 @@ def _without_tests_of_hpc_train(root: Path, names: dict[str, int]) -> dict[str, 
     return {name: size for name, size in names.items() if name.partition("/")[0] not in OF_DEVELOPERS}
 
 
-def _work_tree(directory: Path) -> Path | None:
+def work_tree(directory: Path) -> Path | None:
+    """Returns the root of the git work tree of ``directory``; None outside of one, or without git."""
     root = (git(directory, "rev-parse", "--show-toplevel") or "").strip()
     return Path(os.path.realpath(root)) if root else None
 
@@ -318,12 +319,29 @@ def _secrets_note(secrets: Sequence[str]) -> str:
     )
 
 
-def unfrozen_note(configs: Sequence[Config]) -> str | None:
-    """Returns a line for the user whose modules in the current directory no snapshot keeps; None without such."""
+def code_note(code: FrozenCode | None, configs: Sequence[Config]) -> str | None:
+    """Returns a line for the user about the code that ``configs`` train: its commit, or that no snapshot keeps modules
+    in the current directory; None without such modules.
+    """
+    if code is None:
+        return _unfrozen_note(configs)
+    root = Path(code.work_tree)
+    runs = Path(os.path.realpath(configs[0].run.root))
+    without = [f":(top,exclude,literal){runs.relative_to(root)}"] if runs.is_relative_to(root) else []
+    changed = len((git(root, "--no-optional-locks", "status", "--porcelain", "--", ".", *without) or "").splitlines())
+    if code.commit is None:
+        return f"code: {root} has no commit yet; the run keeps a copy"
+    line = f"code: commit {code.commit[:12]} of {root}"
+    if changed:
+        line += f" with {changed} uncommitted change{'s' * (changed > 1)}; the run keeps a copy"
+    return line
+
+
+def _unfrozen_note(configs: Sequence[Config]) -> str | None:
     here = Path(os.path.realpath(Path.cwd()))
     modules = sorted({re.split(r"[.:]", target)[0] for target in _user_targets(configs)})
     local = [name for name in modules if (here / f"{name}.py").is_file() or (here / name).is_dir()]
-    if not local or not configs[0].run.snapshot or _work_tree(here) is not None:
+    if not local or not configs[0].run.snapshot or work_tree(here) is not None:
         return None
     return (
         f"note: {here} is not in a git work tree, so its code is not frozen: jobs import {', '.join(local)} from there "

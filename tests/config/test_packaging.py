@@ -67,6 +67,9 @@ def test_a_wheel_brings_its_config(sources: Path, tmp_path: Path) -> None:
     script = tmp_path / "venv" / "bin" / "hpc-train"
     frozen = call(script, tmp_path / "place", "freeze", "strategy=dp", "run.name=x")
     assert (Path(frozen.strip()) / "config.yaml").exists()
+    call(script, tmp_path / "place", "init", "shapes")
+    arguments = ["-cd", "conf", "experiment=baseline", "launch.dry_run=true", "-m"]
+    assert "can be submitted" in call(script, tmp_path / "place" / "shapes", *arguments)
 
 
 @pytest.mark.long_form(10)

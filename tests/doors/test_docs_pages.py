@@ -63,3 +63,6 @@ def test_the_site_builds(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "site" / "index.html").is_file()
+    index = (tmp_path / "site" / "llms.txt").read_text()
+    pages = {str(path.relative_to(REPOSITORY / "docs").with_suffix(".html")) for path in PAGES if "docs" in path.parts}
+    assert set(re.findall(r"^- \[.+?\]\((.+?)\): .+$", index, flags=re.MULTILINE)) == pages

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from hpc_train.run import snapshot
 from hpc_train.run.code import FrozenCode, check_imports, frozen_code, reexec_from_snapshot
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.owner import check_owner, deciding_files
-from hpc_train.run.snapshot import check_copy, has_changed, remove_unnamed, shared_copies, snapshot_code
+from hpc_train.run.snapshot import check_copy, code_note, has_changed, remove_unnamed, shared_copies, snapshot_code
 from tests.config.composing import config_of
 from tests.other_user import OTHER, as_other, common, needs_root
 
@@ -285,6 +285,17 @@ def test_the_runs_of_a_root_share_one_private_copy(tree: Path) -> None:
     assert again == code
     assert not has_changed(code, config)
     assert not (tree / "outputs" / "other").exists()
+
+
+def test_a_line_says_which_code_is_trained(tree: Path) -> None:
+    config = config_of(f"run.root={tree}/outputs")
+    code = taken(tree)
+    commit = f"code: commit {str(code.commit)[:12]} of {tree}"
+    assert code_note(code, [config]) == f"{commit} with 3 uncommitted changes; the run keeps a copy"
+    git(tree, "stash", "--include-untracked", "--", ".", ":(exclude)outputs")
+    assert code_note(code, [config]) == commit, "the directory of the runs is not a change"
+    without = replace(code, commit=None)
+    assert code_note(without, [config]) == f"code: {tree} has no commit yet; the run keeps a copy"
 
 
 @pytest.mark.parametrize("arguments", [("run.snapshot=copy",), ("run.group=root",)])

@@ -27,7 +27,7 @@ from hpc_train.run.files import append_line
 from hpc_train.run.freeze import freeze
 from hpc_train.run.lease import add_submission
 from hpc_train.run.requests import record_stop_request
-from hpc_train.run.snapshot import snapshot_code, unfrozen_note
+from hpc_train.run.snapshot import code_note, snapshot_code
 from hpc_train.runs.comparison import Comparison, metric_of
 from hpc_train.runs.job_status import View
 from hpc_train.runs.job_table import JobTable, print_messages, print_results
@@ -357,14 +357,14 @@ def test_a_retry_takes_the_present_code(sweep: list[Job], tmp_path: Path) -> Non
 def test_code_outside_of_a_git_work_tree_is_reported(sweep: list[Job], tmp_path: Path) -> None:
     config = replace(sweep[0].config, model=CustomModelConfig(_target_="net.Net"))
     config.optim._target_ = "torch.optim.SGD"
-    assert unfrozen_note([config]) is None, "there is no module net here"
+    assert code_note(None, [config]) is None, "there is no module net here"
     (tmp_path / "net.py").touch()
-    note = unfrozen_note([config])
+    note = code_note(None, [config])
     assert note is not None
     assert "is not in a git work tree" in note and "jobs import net from there" in note
-    assert unfrozen_note([replace(config, run=replace(config.run, snapshot=False))]) is None
+    assert code_note(None, [replace(config, run=replace(config.run, snapshot=False))]) is None
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    assert unfrozen_note([config]) is None
+    assert code_note(None, [config]) is None
 
 
 def test_a_dry_run_shows_once_what_jobs_have_in_common() -> None:

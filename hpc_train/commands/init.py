@@ -1,0 +1,118 @@
+"""``python -m hpc_train init NAME`` makes a project: a model, data, a config and a test, in a git work tree."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+from hpc_train.errors import UserError
+from hpc_train.run.code import git
+from hpc_train.run.exits import Exit
+from hpc_train.run.snapshot import work_tree
+
+TEMPLATE = Path(__file__).parent / "project"
+FILES = {  # in the project, and in the template
+    "README.md": "README.md",
+    "model.py": "model.py",
+    "data.py": "data.py",
+    "conf/experiment/baseline.yaml": "conf/experiment/baseline.yaml",
+    "test_project.py": "test_project.py",
+    "AGENTS.md": "AGENTS.md",
+    ".gitignore": "gitignore",  # under its own name it would apply to the template
+}
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+PLACEHOLDER = "PROJECT_NAME"
+TRAIN = "python -m hpc_train -cd conf experiment=baseline run.name=first"
+
+
+def main(arguments: list[str]) -> int:
+    """Makes the directory and prints the commands that train in it.
+
+    Raises:
+        UserError: the name is not valid, the directory exists and is not empty, or it cannot be written.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_train init",
+        description="Makes a directory with a project that trains at once: model.py, data.py, a config, a test, "
+        "README.md, and AGENTS.md for coding assistants. It becomes a git work tree without a commit, unless it is "
+        "inside another one. Existing files are never overwritten.",
+    )
+    parser.add_argument("name", metavar="NAME", help="the directory to make; it may exist if it is empty")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    path = Path(options.name)
+    name = path.absolute().name
+    if not options.name or NAME.fullmatch(name) is None:
+        proposal = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name).strip("_.-") or "shapes"
+        raise UserError(
+            f"{path.name!r} is not a name for a project: use letters, digits, '_', '-' and '.'",
+            where="the command line",
+            fix=f"python -m hpc_train init {proposal}",
+        )
+    write_project(path, name)
+    tree, note = _in_git(path.absolute())
+    if options.json:
+        print(json.dumps({"project": str(path.absolute()), "files": [*FILES], "work_tree": tree, "train": TRAIN}))
+        return Exit.DONE
+    print(f"{options.name}: {', '.join(FILES)}\n{note}\n")
+    for command, effect in (
+        (f"cd {options.name}", ""),
+        ("python -m pytest", "tests model and data, in seconds"),
+        (TRAIN, "trains on this machine"),
+        (f"{TRAIN} -m", "submits the same run to Slurm"),
+    ):
+        print(f"  {command:<{len(TRAIN) + 6}}{effect}".rstrip())
+    print("\nREADME.md says what to change next.")
+    return Exit.DONE
+
+
+def write_project(path: Path, name: str) -> None:
+    """Writes the files of the template for the project ``name`` to ``path``, which may be an empty directory or git
+    work tree.
+
+    Raises:
+        UserError: ``path`` exists and is not an empty directory, or it cannot be written.
+    """
+    where = "the command line"
+    try:
+        is_new = not path.exists()
+        is_empty = path.is_dir() and all(child.name == ".git" for child in path.iterdir())
+        if path.is_symlink() or not (is_new or is_empty):
+            raise UserError(f"{path} exists, and nothing is overwritten", where=where, fix="choose another name")
+        if not path.parent.is_dir():
+            what = f"the directory {path.parent} does not exist"
+            raise UserError(what, where=where, fix=f"mkdir -p {shlex.quote(str(path.parent))}")
+        if is_new:
+            path.mkdir()
+    except OSError as error:
+        what = f"{path} cannot be made: {error.strerror}"
+        raise UserError(what, where=where, fix="cd to a directory that you may write to") from error
+    try:
+        for relative, source in FILES.items():
+            text = (TEMPLATE / source).read_text(encoding="utf-8").replace(PLACEHOLDER, name)
+            file = path / relative
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("x", encoding="utf-8") as out:
+                out.write(text)
+    except OSError as error:  # such as a full disk
+        if is_new:
+            shutil.rmtree(path, ignore_errors=True)
+        what = f"{path} cannot be written: {error.strerror}"
+        raise UserError(what, where=where, fix="choose a directory on another file system") from error
+
+
+def _in_git(path: Path) -> tuple[str | None, str]:
+    """Makes ``path`` a git work tree unless it belongs to one. Returns the root of its work tree, and a line on it."""
+    outer = work_tree(path)
+    if outer is not None and git(path, "check-ignore", "--quiet", str(path)) is None:
+        return str(outer), f"It belongs to the git work tree {outer}, of which each run keeps a copy."
+    if git(path, "init") is None:
+        note = "note: git init failed"
+        if shutil.which("git") is None:
+            note = "note: git is not installed"
+        return None, f"{note}; without git, runs do not keep a copy of the code that they train"
+    return str(path), "It is a git work tree without a commit: `git add -A && git commit` makes the first one."
