@@ -105,10 +105,48 @@ class UserCodeError(RuntimeError):
 _PACKAGE = Path(__file__).parent
 
 
+# what other tools and papers call an option: the names here, of which the first that is allowed is meant
+OTHER_NAMES = {
+    "1f1b": ("pp",),
+    "3d": ("hybrid3d",),
+    "amp": ("bf16",),
+    "bf16-mixed": ("bf16",),
+    "data_parallel": ("dp",),
+    "ddp": ("dp",),
+    "deepspeed": ("zero3",),
+    "fsdp": ("zero3",),
+    "fsdp2": ("zero3",),
+    "gpipe": ("pp", "gpipe"),
+    "horovod": ("dp",),
+    "imagenet": ("images",),
+    "iou": ("miou",),
+    "lion": ("custom",),
+    "megatron": ("hybrid3d",),
+    "mixed": ("bf16",),
+    "none": ("single", "none"),
+    "ring_attention": ("cp",),
+    "tensor_parallel": ("tp",),
+    "torchrun": ("local",),
+    "ulysses": ("cp",),
+}
+
+
 def nearest(value: object, allowed: Sequence[str]) -> str:
     """Returns ``did you mean X? (X | Y | Z)``, or only the allowed values if none is similar to ``value``."""
     choices = " | ".join(allowed)
     if len(allowed) < 2:
         return choices
-    close = difflib.get_close_matches(str(value), allowed, n=1)
-    return f"did you mean {close[0]}? ({choices})" if close else f"one of {choices}"
+    close = closest(str(value), allowed)
+    return f"did you mean {close}? ({choices})" if close else f"one of {choices}"
+
+
+def closest(value: str, allowed: Sequence[str]) -> str | None:
+    """Returns the allowed value that ``value`` probably means: another name for it, its beginning or end, or one with
+    nearly the same letters, in upper or lower case.
+    """
+    lower = {name.lower(): name for name in allowed}
+    word = value.lower()
+    same = [name for name in (word, *OTHER_NAMES.get(word, ())) if name in lower]
+    parts = [name for name in lower if len(word) > 2 and (name.startswith(word) or name.endswith(word))]
+    close = [*same, *difflib.get_close_matches(word, lower, n=1), *parts]
+    return lower[close[0]] if close else None

@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config.command_line import CommandLine, is_choice
+from hpc_train.config.command_line import CommandLine, is_choice, parsed_override
 from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, initialized
 from hpc_train.config.hydra_settings import (
     check_callbacks,
@@ -33,8 +33,9 @@ from hpc_train.config.hydra_settings import (
 )
 from hpc_train.config.own_files import check_files, refuse_unreadable_files, with_file
 from hpc_train.config.removed import RENAMED, tell_new_name
+from hpc_train.config.schema import Config
 from hpc_train.config.secrets import refuse_secret_arguments
-from hpc_train.config.translate import translate
+from hpc_train.config.translate import of_deletion, translate
 from hpc_train.errors import UserError, UserErrors
 
 STRATEGY = re.compile(r"\+{0,2}strategy=(?![{\[])")
@@ -46,9 +47,10 @@ ONE_VALUE = (
     "run.name", "run.root", "run.fork", "run.group", "run.snapshot",
     "launch.dry_run", "launch.detach", "launch.array_parallelism",
 )  # fmt: skip
+OPTIONAL = ("strategy", "metrics", "hooks", "eval_sets")  # groups whose choice ~GROUP may take back
 # keys whose value is a list of Slurm with commas, of which a sweep has no use: cluster.exclude=n1,n2
 SLURM_LISTS = re.compile(
-    r"""(\+{0,2}cluster\.(?:exclude|nodelist|dependency|extra\.(?:licenses|mail-type))=)([^'"{$][^'"]*)"""
+    r"""(\+{0,2}cluster\.(?:(?:exclude|nodelist|dependency|gres|extra\.[\w-]+)=|constraint=(?=\[)))([^'"{$][^'"]*)"""
 )
 SWEPT_BY_NAME = re.compile(r"(choice|range|interval|glob|tag|shuffle|sort)\(")
 
@@ -80,8 +82,17 @@ def with_right_plus(arguments: Sequence[str]) -> list[str]:
         line = _without_globs(replace(line, overrides=tuple(with_params(line.overrides, chosen.params))))
         if line.runs and not line.multirun:
             options.append("--multirun")
+    lists = [text.partition("=")[0] for text in swept(line.overrides)]
     for parsed in OverridesParser.create().parse_overrides(list(line.overrides)):
         key = parsed.key_or_group
+        if parsed.is_delete() and key in vars(Config()) and key not in OPTIONAL:
+            raise of_deletion(key)
+        if key in ONE_VALUE and any(f"${{{name}}}" in str(parsed.value()) for name in lists):
+            raise UserError(
+                f"{parsed.input_line} refers to a key that the sweep varies, but all jobs share one value of {key}",
+                where=key,
+                fix=f"{key}=VALUE; run.json of each job, `status` and `compare` show the values of the sweep",
+            )
         if key in ONE_VALUE and parsed.is_sweep_override():
             raise UserError(
                 f"{parsed.input_line} lists several values, but all jobs of a sweep share one value of this key",
@@ -132,6 +143,11 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     if not jobs:
         raise UserError("the sweep has no job: a range is empty", where="the command line", fix="range(FROM,TO)")
     return jobs
+
+
+def swept(overrides: Sequence[str]) -> list[str]:
+    """Returns those of ``overrides`` that list several values."""
+    return [text for text in overrides if parsed_override(text).is_sweep_override()]
 
 
 def first_values(overrides: Sequence[str]) -> list[str]:

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, initialized
 from hpc_train.config.schema import Config
+from hpc_train.config.translate import meant
 from hpc_train.config.values import refuse_other_encoding
 from hpc_train.errors import UserError
 
@@ -128,15 +129,13 @@ class CommandLine:
 
 def _refuse(message: str) -> NoReturn:
     fix = "`python -m hpc_train help` and --hydra-help list the options"
-    if found := re.match(r"unrecognized arguments: -+(\w[\w.]*)(?:=(\S+))?(?:\s|$)", message):
+    if found := re.match(r"unrecognized arguments: -+(\w[\w.-]*)(?:=(\S+))?(?:\s|$)", message):
         name = found[1]
         value = found[2] or "VALUE"
-        defaults = Config()
-        keys = [f"{group}.{name}" for group in vars(defaults) if hasattr(getattr(defaults, group), name)]
-        if "." in name or hasattr(defaults, name):
-            keys = [name]
-        if len(keys) == 1:
-            fix = f"{keys[0]}={value}; an override has no dashes before its key"
+        known = "." in name or hasattr(Config(), name)
+        override = f"{name}={value}" if known else meant(name, value)
+        if override:
+            fix = f"{override}; an override has no dashes before its key"
     raise UserError(message, where="the command line", fix=fix)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,12 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from hpc_train.config.removed import removed_value, replacement_of
-from hpc_train.config.run_path import invalid_name
+from hpc_train.config.run_path import NAME, invalid_name
 from hpc_train.config.schema import Config
-from hpc_train.errors import UserError, nearest
+from hpc_train.errors import UserError, closest, nearest
 
 if TYPE_CHECKING:
-    from hydra.errors import MissingConfigException, OverrideParseException
+    from hydra.errors import OverrideParseException
 
 
 def translate(error: BaseException) -> UserError | None:
@@ -38,10 +39,11 @@ def translate(error: BaseException) -> UserError | None:
         return _of_python(error)
     for link in chain:
         if isinstance(link, MissingConfigException) and link.options:
-            return _unknown_option(link)
+            group, _, option = str(link.missing_cfg_file or "").rpartition("/")
+            return _unknown_option(group, option, list(link.options))
         if isinstance(link, OmegaConfBaseException):
             deletes = "does not support deletion" in (link.msg or "")  # a key of a schema
-            return _of_deletion(str(link.full_key)) if deletes else _of_omegaconf(link, str(error))
+            return of_deletion(str(link.full_key)) if deletes else _of_omegaconf(link, str(error))
     if isinstance(error, OverrideParseException):
         return _of_override(error)
     return _of_hydra(str(error).strip())
@@ -58,15 +60,26 @@ def _of_hydra(text: str) -> UserError:
     if match := re.match(r"Could not override '(\S+)'\. No match in the defaults list.*\s.*use (\+\S+)", text):
         return UserError(f"{match[1]} has no choice that could be overridden", where=match[1], fix=match[2])
     if match := re.match(r"Ambiguous value for argument '(.*)'", text):
-        key, _, values = match[1].partition("=")
-        fix = f"add -m for a sweep, or give one value; a list is {key}=[{values}]"
-        return UserError(f"{match[1]} lists several values", where=key, fix=fix)
+        return of_several_values([match[1]])
     if match := re.search(r"Either remove \+ prefix: '(.*)'", text):
         key = match[1].partition("=")[0]
         return UserError(f"+{key} adds a key that exists already", where=key, fix=f"{match[1]} without +")
     if match := re.match(r"Could not delete from config\. (?:The value of )?'(.*?)' (is|does not exist)", text):
-        return _of_deletion(match[1], exists=match[2] == "is")
+        return of_deletion(match[1], exists=match[2] == "is")
+    if match := re.match(r"Could not delete '(.*)'\. No match in the defaults list", text):
+        what = f"~{match[1]} removes the choice of a file that nothing in this config chooses"
+        return UserError(what, where=match[1], fix=f"remove ~{match[1]} from the command line")
     return _of_defaults(text) or UserError(text, where=where, fix="python -m hpc_train --help lists groups and keys")
+
+
+def of_several_values(overrides: Sequence[str]) -> UserError:
+    """Returns the error for ``overrides`` that list several values without ``-m``."""
+    key, _, values = overrides[0].partition("=")
+    fix = f"add -m for a sweep, or give one value; a list is {key}=[{values}]"
+    if re.fullmatch(r"0,\d+", values):
+        fix = f"{key}={values.replace(',', '.')}, if the comma is a decimal one; else {fix}"
+    verb = "lists" if len(overrides) == 1 else "list"
+    return UserError(f"{' and '.join(overrides)} {verb} several values", where=key, fix=fix)
 
 
 def _of_defaults(text: str) -> UserError | None:
@@ -82,6 +95,12 @@ def _of_defaults(text: str) -> UserError | None:
         what = f"the Defaults List of {file} has `override {group}: {name}` before `{later}`"
         return UserError(what, where=f"{file}.yaml", fix="move the lines with override to the end of the list")
     if match := re.match(r"In '(.+)': Could not (?:load|find) '(.+)'\.", text):
+        from hpc_train.config.compose import PRIMARY, config_groups  # which imports this module
+
+        group, _, option = match[2].rpartition("/")
+        options = config_groups().get(group)
+        if match[1] == PRIMARY and options is not None:  # a list on the command line: +metrics=[f1,acc]
+            return _unknown_option(group, option, options)
         fix = "a file of that directory, or -cd DIR instead of -cp DIR, which adds the directory to conf/"
         return UserError(
             f"{match[1]}.yaml includes {match[2]}, which does not exist", where=f"{match[1]}.yaml", fix=fix
@@ -92,11 +111,21 @@ def _of_defaults(text: str) -> UserError | None:
     return None
 
 
-def _of_deletion(key: str, exists: bool = True) -> UserError:
+def of_deletion(key: str, exists: bool = True) -> UserError:
+    """Returns the error for ``~key``: every config has the keys of the schema.
+
+    Args:
+        exists: whether the composed config has the key.
+    """
     if not exists and not _is_in_schema(key):
         what = f"~{key} removes a key that does not exist"
         return UserError(what, where=key, fix=f"remove ~{key} from the command line")
-    fix = f"remove ~{key} to keep the value of the config, or set another one with {key}=VALUE"
+    from hpc_train.config.compose import config_groups  # which imports this module
+
+    other = f"set another one with {key}=VALUE"
+    if "." not in key:
+        other = f"choose another file with {key}=NAME" if key in config_groups() else f"set {key}.KEY=VALUE"
+    fix = f"remove ~{key} to keep the value of the config, or {other}"
     return UserError(f"{key} cannot be removed: it is a key that every config has", where=key, fix=fix)
 
 
@@ -116,12 +145,15 @@ def _of_override(error: OverrideParseException) -> UserError:
     fix = "python -m hpc_train --help lists groups and keys"
     if "=" not in override:
         return UserError(f"{override} is not an override: it has no =", where=override, fix=f"KEY=VALUE; {fix}")
-    if key in ("run.name", "run.fork"):
+    is_name = key in ("run.name", "run.fork")
+    if is_name and not NAME.fullmatch(value):
         return invalid_name(value, key)
     # the first kind of bracket that the value opens more often than it closes
     bracket = next((pair[0] for pair in ("[]", "{}", "()") if value.count(pair[0]) > value.count(pair[1])), None)
     if bracket is not None:
         fix = f"close the {bracket}, or put a value with special characters in quotes: '{key}=\"...\"'"
+    elif (quote := next((mark for mark in "'\"" if value.count(mark) % 2), None)) is not None:
+        fix = f"close the quote {quote}, which the shell removes unless other quotes are around it: '{key}=\"...\"'"
     elif value.startswith("="):
         fix = f"{key}={value.lstrip('= ')}, with one equals sign"
     elif re.fullmatch(r"\([^()]*\)", value.strip()):
@@ -224,7 +256,11 @@ def _of_value(key: str, first: str) -> UserError | None:
         if kind in _KINDS:
             is_whole = re.fullmatch(r"-?\d+\.0", given)  # 1e3 is a float
             value = given.removesuffix(".0") if is_whole else "VALUE"
-            return UserError(f"{key} is {given!r}, but must be {_KINDS[kind]}", where=key, fix=f"{key}={value}")
+            fix = f"{key}=true or {key}=false" if kind == "bool" else f"{key}={value}"
+            return UserError(f"{key} is {given!r}, but must be {_KINDS[kind]}", where=key, fix=fix)
+    if listed := re.match(r"Cannot convert '(?:list|dict)' to string: '(.*)'$", first):
+        what = f"{key} must be text, but without quotes Hydra reads {listed[1]} as a list or a table"
+        return UserError(what, where=key, fix=f"""'{key}="TEXT"', with both kinds of quotes""")
     if "is not Optional" in first:
         return UserError(f"{key} is null, but must have a value", where=key, fix=f"{key}=VALUE, or remove the override")
     if "is not a ListConfig" in first:
@@ -247,11 +283,12 @@ def _of_value(key: str, first: str) -> UserError | None:
 def _fix_of_unknown(error: OmegaConfBaseException, key: str, text: str) -> str:
     """Returns the fix for a key that does not exist; empty if the keys of its group are not known."""
     group, _, rest = key.partition(".")
+    append = re.search(r"To append to your config use (\+.*)", text)
+    override = append[1].strip().rstrip("'") if append else f"+{key}=VALUE"
     if group in ("model", "data") and rest.split(".")[0] in ("_target_", "args"):
         if is_dataclass(error.object_type):
             return f"add {group}=custom, to which {key} belongs"
-        added = re.search(r"To append to your config use (\+.*)", text)
-        return added[1].strip().rstrip("'") if added else f"+{key}=VALUE"
+        return override
     if instead := instead_of_key(key):
         return instead
     parent = error.parent_node
@@ -265,22 +302,90 @@ def _fix_of_unknown(error: OmegaConfBaseException, key: str, text: str) -> str:
             return ""
         if group in ("model", "data") and "." not in rest:  # ~data on the command line
             return f"{group}=NAME, which chooses a file"
-        return f"put + before the override: +{key}"  # in a table of any keys
-    fix = nearest(error.key, names)
+        return f"put + before the override: {override}"  # in a table of any keys
     if "args" in names and isinstance(parent, DictConfig) and parent.get("_target_") is not None:
-        fix += f"; an argument of a custom class is +{group}.args.{error.key}=VALUE"
-    return fix
+        return f"{nearest(error.key, names)}; an argument of a custom class is +{group}.args.{error.key}=VALUE"
+    value = override.partition("=")[2] if override.startswith(f"+{key}=") else "VALUE"
+    return meant(key, value, names) or nearest(error.key, names)
+
+
+# keys that other tools call by a word that is the end of no key here
+OTHER_KEYS = {
+    "accumulate_grad_batches": "batch.micro_batches",
+    "batch_size": "batch.global_size",
+    "block_size": "data.sequence_length",
+    "d_model": "model.dim",
+    "dataset": "data",
+    "dim": "model.dim",
+    "gpus": "cluster.gpus_per_node",
+    "gradient_accumulation_steps": "batch.micro_batches",
+    "gradient_clip_val": "optim.clip_norm",
+    "hidden_size": "model.dim",
+    "iterations": "train.steps",
+    "learning_rate": "optim.lr",
+    "max_epochs": "train.epochs",
+    "max_length": "data.sequence_length",
+    "max_steps": "train.steps",
+    "n_heads": "model.n_heads",
+    "n_layers": "model.n_layers",
+    "name": "run.name",
+    "num_layers": "model.n_layers",
+    "num_nodes": "cluster.nodes",
+    "num_workers": "batch.loader_workers",
+    "optimizer": "optim",
+    "per_device_train_batch_size": "batch.micro_size",
+    "scheduler": "optim.schedule",
+    "seq_len": "data.sequence_length",
+    "sequence_length": "data.sequence_length",
+    "wandb": "telemetry.wandb.mode",
+    "walltime": "cluster.time",
+    "warmup": "optim.warmup_steps",
+    "workers": "cluster.cpu_workers",
+}
+
+
+def meant(key: str, value: str, names: Sequence[str] = ()) -> str:
+    """Returns the override that the user may mean by that of an unknown key; empty if there is none.
+
+    It is that of a key with the same last part, such as ``optim.lr`` for ``lr`` or ``train.lr``, or of one that other
+    tools call so. For a word without a group it may also be that of a key with nearly the same letters.
+
+    Args:
+        names: the keys beside the unknown one. If one of them is similar, a key elsewhere is not.
+    """
+    group, _, word = key.replace("-", "_").rpartition(".")
+    if OTHER_KEYS.get(word, key) != key:
+        return f"{OTHER_KEYS[word]}={value}"
+    if group in ("model", "data"):
+        return ""  # the key of another kind of model or data
+    keys: dict[str, list[str]] = {}
+    for name in _names(Config()):
+        keys.setdefault(name.rpartition(".")[2], []).append(name)
+    if word not in keys and not group and closest(word, names) is None:
+        word = next(iter(get_close_matches(word, keys, n=1, cutoff=0.85)), word)
+    found = keys.get(word, [])
+    depth = min((name.count(".") for name in found), default=0)
+    return " or ".join(f"{name}={value}" for name in found if name.count(".") == depth)
+
+
+def _names(node: Any, path: str = "") -> Iterator[str]:
+    for field in fields(node):
+        value = getattr(node, field.name)
+        name = f"{path}.{field.name}".lstrip(".")
+        if is_dataclass(value):
+            yield from _names(value, name)
+        else:
+            yield name
 
 
 _KINDS = {"Float": "a number", "Integer": "an integer", "bool": "true or false", "String": "text"}
 
 
-def _unknown_option(error: MissingConfigException) -> UserError:
-    name = str(error.missing_cfg_file or "")
-    group, _, option = name.rpartition("/")
+def _unknown_option(group: str, option: str, options: Sequence[str]) -> UserError:
+    name = f"{group}/{option}".lstrip("/")
     if instead := instead_of(group, option):
         return UserError(f"{group}={option} is not installed", where=group, fix=instead)
-    fix = nearest(option, list(error.options or ()))
+    fix = nearest(option, options)
     if group:
         fix += f"; a file of your own, DIR/{name}.yaml, needs -cd DIR"
     return UserError(f"{name} does not exist", where=group or "the defaults", fix=fix)

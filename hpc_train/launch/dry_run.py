@@ -9,12 +9,12 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.console import Console
 
-from hpc_train.config.arguments import expand, first_values, searches
+from hpc_train.config.arguments import expand, first_values, searches, swept
 from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import typed
 from hpc_train.config.own_files import with_file
 from hpc_train.config.run_path import job_directory, run_directory
-from hpc_train.config.translate import translate
+from hpc_train.config.translate import of_several_values, translate
 from hpc_train.config.values import command_words, node_range, runs_own_code, saves_asynchronously
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import select_executor
@@ -35,11 +35,7 @@ def dry_run(line: CommandLine, trust_owner: bool = False) -> int:
     search = searches(line)
     jobs = [first_values(line.overrides)] if search else expand(line.overrides)
     if len(jobs) > 1 and not line.multirun:
-        raise UserError(
-            f"the command line describes {len(jobs)} jobs",
-            where="the command line",
-            fix="-m for a sweep, or one value per key; a list is KEY=[A,B]",
-        )
+        raise of_several_values(swept(line.overrides))
     if search:
         console.print("the sweeper chooses the values of each job during the search; the first values are checked here")
     with line.composer() as compose:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
-from hpc_train.config.arguments import expand, own_files_checked, with_right_plus
+from hpc_train.config.arguments import expand, own_files_checked, swept, with_right_plus
 from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import LAUNCHER, SWEEPER, register, typed
 from hpc_train.config.run_path import run_directory
@@ -114,7 +114,7 @@ def compose_job(line: CommandLine, command: str, *, sweep: str = "", task: int |
     jobs = expand(line.overrides)
     if task is None and (line.multirun or len(jobs) > 1):
         raise UserError(
-            f"{command} takes one job, but the overrides describe a sweep of {len(jobs)}",
+            f"{command} takes one job, but there are {len(jobs)}: {' '.join(swept(line.overrides)) or '-m is given'}",
             where="the command line",
             fix=", or ".join(filter(None, ["give each key one value and drop -m", sweep])),
         )
@@ -275,7 +275,7 @@ def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, 
         unread[job.number] = [key for key in keys if (key.key, key.reason) not in reported]
     for keys in unread.values():
         reported.update((key.key, key.reason) for key in keys)
-    lines = notices(unread)
+    lines = [*_given_twice(line, reported), *notices(unread)]
     if not jobs:
         return lines
     unsent = not_sent_notice(jobs[0].config.telemetry.wandb, jobs[0].run.record().get("wandb"))
@@ -283,6 +283,16 @@ def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, 
         reported.add((WANDB, unsent))
         lines.append(unsent)
     return lines
+
+
+def _given_twice(line: CommandLine, reported: set[tuple[str, str]]) -> Iterator[str]:
+    """Yields a line for each key that the command line sets to two values, and adds it to ``reported``."""
+    values: dict[str, str] = {}
+    for override in line.overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if values.setdefault(key, value).lower() != value.lower() and (key, "twice") not in reported:
+            reported.add((key, "twice"))
+            yield f"note: the command line sets {key} more than once; the last value is used"
 
 
 def print_notices(job: Job, line: CommandLine) -> None:

@@ -30,6 +30,12 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["+optim.lrr=1"], "optim.lrr is not a config key"),
     (["+strategy=dp", "strategy.ppp=2"], "strategy.ppp is not a config key"),
     (["experiment=nope"], "experiment/nope does not exist"),
+    (["+metrics=[f1,acc]"], "did you mean accuracy?"),
+    (["+strategy=fsdp"], "did you mean zero3?"),
+    (["lr=1e-3"], "fix:    optim.lr=1e-3"),
+    (["train.lr=1e-3"], "fix:    optim.lr=1e-3"),
+    (["batch.size=8"], "did you mean global_size?"),
+    (["epoch=8"], "fix:    train.epochs=8"),
     (["hydra/launcher=nope"], "hydra/launcher/nope does not exist"),
     (["-cn", "nope"], "nope"),
     (["-cd", "nope"], "does not exist"),
@@ -54,7 +60,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["telemetry.mlflow.uri=mlruns"], "MLflow no longer writes to its file store"),
     # wrong types and forms
     (["optim.lr="], "optim.lr"),
-    (["~data", "data.sequence_length=8"], "fix:    data=NAME, which chooses a file"),
+    (["~data", "data.sequence_length=8"], "choose another file with data=NAME"),
     (["~optim.lr"], "remove ~optim.lr to keep the value"),
     (["~train.epochs=null"], "train.epochs cannot be removed"),
     (["optim@other=sgd"], "fix:    optim=sgd"),
@@ -71,8 +77,15 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["--package", "train", "-m"], "--cfg job --package train"),
     (["--experimental-rerun=x"], "python -m hpc_train resume RUN"),
     (["~optim.nope"], "~optim.nope removes a key that does not exist"),
+    (["~optim"], "optim cannot be removed"),
+    (["~batch"], "set batch.KEY=VALUE"),
+    (["~strategy"], "~strategy removes the choice of a file that nothing in this config chooses"),
     (["optim.lr"], "optim.lr"),
     (["optim.lr=["], "close the ["),
+    (["data.path='a"], "close the quote '"),
+    (["data.path=[a,b]"], "data.path must be text"),
+    (["run.name=a=b"], """'run.name="a=b"'"""),
+    (["cluster.extra={hint: x}"], "put + before the override: +cluster.extra={hint: x}"),
     (["optim.lr==3"], "optim.lr=3, with one equals sign"),
     (["=5"], "names no config key"),
     ([""], "names no config key"),
@@ -80,7 +93,8 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["--optim.lr=0.1"], "optim.lr=0.1; an override has no dashes"),
     (["--strategy=dp"], "fix:    strategy=dp; an override has no dashes"),
     (["--lr=0.1"], "fix:    optim.lr=0.1; an override has no dashes"),
-    (["--batch-size=4"], "--hydra-help list the options"),
+    (["--batch-size=4"], "fix:    batch.global_size=4; an override has no dashes"),
+    (["--foo=4"], "--hydra-help list the options"),
     (["--optim.lr", "0.1"], "optim.lr=VALUE; an override has no dashes"),
     (["train.steps=1e3"], "fix:    train.steps=1000"),
     (["--shell-completion", "install=tcsh"], "install=bash | install=zsh"),
@@ -100,6 +114,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     # out of range
     (["optim.lr=nan"], "above 0"),
     (["optim.lr=inf"], "too large"),
+    (["train.steps=99999999999999999999"], "below 2^63"),
     # what does not go together
     (["train.compile=true", "train.cuda_graphs=true", "cluster.gpus_per_node=0"], "train.cuda_graphs needs GPUs"),
     (["precision=fp8", "precision.fp8=mxfp8", "strategy=tp", "strategy.tp=2", "cluster.cpu_workers=2"], "width of 352"),
@@ -166,7 +181,9 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["run.fork=x"], "run.name=OLD"),
     (["run.name=none", "run.fork=x"], "the run to fork does not exist"),
     (["run.name=a,b", "-m"], "one value"),
-    (["optim.lr=1,2"], "-m for a sweep"),
+    (["optim.lr=1,2"], "optim.lr=1,2 lists several values"),
+    (["optim.lr=0,001"], "optim.lr=0.001, if the comma is a decimal one"),
+    (["optim.lr=1,2", "run.name=lr${optim.lr}", "-m"], "refers to a key that the sweep varies"),
     (["-cd", "site", "cluster=time"], "site/cluster/time.yaml:2"),
     (["-cd", "site", "cluster=broken"], "site/cluster/broken.yaml:2: expected ':'"),
     (["-cd", "site", "cluster=env"], "env must be NAME: VALUE pairs"),
@@ -238,8 +255,10 @@ def test_a_job_that_does_not_fit_into_memory_is_told(place: Path, capsys: pytest
     output = capsys.readouterr().out
     assert "note: the run will probably run out of memory: it needs about" in output and "of this machine\n" in output
     assert "verdict: can be submitted, but will probably run out of memory\n" in output
-    assert run(["cluster=local", "launch.dry_run=true"]) == 0
-    assert "verdict: can be submitted\n" in capsys.readouterr().out
+    assert run(["cluster=local", "launch.dry_run=true", "optim.lr=1e-3", "optim.lr=1e-4"]) == 0
+    output = capsys.readouterr().out
+    assert "note: the command line sets optim.lr more than once; the last value is used\n" in output
+    assert "verdict: can be submitted\n" in output
 
 
 def test_one_verdict_names_all_refused_jobs_of_a_sweep(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,7 +303,11 @@ ALIKE = (
     "strategy.dp=all",
     "cluster.gpus_per_node=two",
     "optim.lr=nan",
+    "train.lr=1e-3",
+    "epoch=8",
+    "~batch",
     "optim.lr=inf",
+    "--foo=4",
     "model.n_kv_heads=3",
     "strategy=tp strategy.tp=3",
     "strategy=dp strategy.compression=top-k",
