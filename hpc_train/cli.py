@@ -94,13 +94,14 @@ def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str
         return complete_words, arguments
     name = "train"
     rest = arguments
+    if arguments[:1] in (["--help"], ["-h"]):
+        arguments = ["help", *arguments[1:]]
     if arguments and COMMAND.fullmatch(arguments[0]):
         name, *rest = arguments
     elif arguments == ["--version"]:
         return function_of("help"), arguments
     if name == "help" and rest and COMMAND.fullmatch(rest[0]):
-        name = rest[0]
-        rest = ["--help"]
+        name, *rest = [*rest, "--help"]
     if name not in COMMANDS:
         fix = nearest(name, sorted(COMMANDS))
         if name in COMMANDS["checkpoint"].actions:

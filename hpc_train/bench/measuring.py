@@ -14,6 +14,7 @@ from shutil import rmtree
 from typing import Any
 
 from hpc_train.bench.request import REQUEST, WorkerRequest, read_progress, read_result
+from hpc_train.config.options import OptionParser
 from hpc_train.config.schema import Config, MlflowConfig, WandbConfig
 from hpc_train.elastic.agent import run_agent
 from hpc_train.errors import UserError
@@ -50,7 +51,7 @@ def bench_parser(name: str, usage: str, description: str, examples: Sequence[str
         examples: the arguments of calls of ``bench NAME``.
     """
     command = f"python -m hpc_train bench {name}"
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog=command,
         usage=f"{command} {usage} [--json]",
         description=f"{description} It takes the same overrides as a training.",

@@ -99,7 +99,7 @@ def choose(run: RunDirectory, step: int | None) -> Checkpoint:
         if checkpoint.step == step:
             return checkpoint
     steps = ", ".join(str(checkpoint.step) for checkpoint in committed)
-    raise UserError(f"{run.path} has no checkpoint of step {step}", where="--step", fix=f"use one of {steps}")
+    raise UserError(f"{run.path} has no checkpoint of step {step}", where="the step", fix=f"use one of {steps}")
 
 
 NEWEST, BEST = "newest", "best"
@@ -152,7 +152,7 @@ def verified_manifest(checkpoint: Checkpoint, on_bytes: Callable[[int], None] | 
         raise UserError(
             f"the checkpoint {checkpoint.path} is damaged: {listed.problem}",
             where="RUN",
-            fix="select another one with --step; `checkpoint verify RUN` lists the intact ones",
+            fix="select another one with --checkpoint STEP; `checkpoint verify RUN` lists the intact ones",
         )
     return listed.manifest
 

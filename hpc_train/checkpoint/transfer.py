@@ -120,7 +120,7 @@ def export(
                 raise UserError(
                     f"the checkpoint is damaged: {error}",
                     where=str(checkpoint.path),
-                    fix="select another one with --step; `checkpoint verify RUN` lists the intact ones",
+                    fix="select another one with --checkpoint STEP; `checkpoint verify RUN` lists the intact ones",
                 ) from error
         except (UserError, CheckpointException, OSError):
             if was_kept(store, checkpoint):

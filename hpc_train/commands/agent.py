@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 
+from hpc_train.config.options import OptionParser
 from hpc_train.elastic.agent import run_agent
 from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.machine.allocation import refuse_misplaced
@@ -20,9 +20,7 @@ from hpc_train.run.streams import stdout_for_results
 def start_agent(arguments: list[str], begun: HeadStart | None = None) -> int:
     """Runs the agent of this node for a frozen run."""
     refuse_misplaced()
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_train agent", description="Runs the agent of this node for a frozen run."
-    )
+    parser = OptionParser(prog="python -m hpc_train agent", description="Runs the agent of this node for a frozen run.")
     parser.add_argument("run_dir", type=Path, help="the run directory that `python -m hpc_train freeze …` printed")
     parser.add_argument(TRUST, action="store_true", help="continue the run although it belongs to another user")
     parser.add_argument(

@@ -17,6 +17,7 @@ import psutil
 
 from hpc_train.checkpoint.space import stop_time
 from hpc_train.config.arguments import refuse_search
+from hpc_train.config.options import OptionParser
 from hpc_train.config.run_path import job_directory
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
@@ -128,7 +129,7 @@ def print_script(arguments: list[str]) -> int:
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+    return OptionParser(
         prog=f"python -m hpc_train {name}",
         description=description,
         epilog="All other arguments are Hydra overrides and options, as for training.",

@@ -6,11 +6,12 @@ import argparse
 import importlib
 
 from hpc_train.commands import BENCHMARKS
+from hpc_train.config.options import OptionParser
 
 
 def main(arguments: list[str]) -> int:
     """Runs the benchmark that is named first in ``arguments`` and returns its exit code."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="python -m hpc_train bench",
         description="Runs a benchmark on the workers of a run. It takes the same overrides as a training.",
         epilog="\n".join(f"bench {name:<12} {what}" for name, what in BENCHMARKS.items()),

@@ -32,6 +32,7 @@ from hpc_train.checkpoint.store import CheckpointStore, Kept, best_step
 from hpc_train.collector import without_collector
 from hpc_train.commands import COMMANDS
 from hpc_train.config.evaluation import LOWEST_LOSS, BestMetric, best_metric
+from hpc_train.config.options import OptionParser
 from hpc_train.config.run_path import default_root
 from hpc_train.layout.layout import Layout
 from hpc_train.opening import DamagedFile, read_file
@@ -71,7 +72,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="python -m hpc_train checkpoint",
         description=__doc__,
         epilog=_EPILOG,
@@ -87,12 +88,12 @@ def _parser() -> argparse.ArgumentParser:
         action.add_argument("run", metavar="RUN", help="a run directory, or its name")
     verified.add_argument("--step", type=int, metavar="N", help="the step (default: all)")
     either = exported.add_mutually_exclusive_group()
-    either.add_argument("--step", type=int, metavar="N", help="the step (default: the newest)")
+    either.add_argument("--step", dest="checkpoint", help=argparse.SUPPRESS)  # its name in version 0.1
     exported.add_argument("--to", type=Path, required=True, metavar="PATH", help="a directory (hf) or a file (pt)")
     either.add_argument(
         "--checkpoint",
         metavar="newest|best|STEP",
-        help="best: by checkpoint.keep_best, or by val_loss without it",
+        help="best: by checkpoint.keep_best, or by val_loss without it (default: newest)",
     )
     exported.add_argument(
         "--format",
@@ -211,7 +212,7 @@ def _with_metadata(item: Listed) -> Listed:
 def _export(options: argparse.Namespace) -> int:
     run = find_run(options.run, _root(), "checkpoint export", options.trust_owner)
     refuse_existing(options.to, "--to")
-    step = options.step
+    step = None
     if options.checkpoint not in (None, NEWEST):
         step = choose_by_name(run, options.checkpoint, _ranking_metric(run)).step
     choose(run, step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import operator
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from hpc_train.config.evaluation import BestMetric, highest_is_best
 from hpc_train.config.identity import flat
+from hpc_train.config.options import OptionParser
 from hpc_train.config.secrets import shown
 from hpc_train.errors import UserError
 from hpc_train.run.exits import Exit
@@ -80,7 +80,7 @@ class Row:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hpc_train compare", description=__doc__)
+    parser = OptionParser(prog="python -m hpc_train compare", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN|SWEEP", help="run or sweep directories, or their names")
     parser.add_argument(
         "--metric", metavar="NAME", help="rank by this metric (default: checkpoint.keep_best, else val_loss, else loss)"

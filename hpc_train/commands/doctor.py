@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpc_train.config.options import OptionParser
 from hpc_train.errors import UserError, nearest
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import write_json, write_text
@@ -87,7 +88,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hpc_train doctor", description=__doc__, allow_abbrev=False)
+    parser = OptionParser(prog="python -m hpc_train doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--verbose", action="store_true", help="also list what is ok, and why variables are left alone")
     parser.add_argument("--nodes", type=int, default=2, metavar="N", help="nodes of the job to check for (default: 2)")

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 from hpc_train.commands import COMMANDS
-from hpc_train.config.compose import config_groups
+from hpc_train.config.conf_files import config_groups
 from hpc_train.run.exits import Exit
 from hpc_train.version import __version__
 

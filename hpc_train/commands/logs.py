@@ -14,6 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, TextIO
 
+from hpc_train.config.options import OptionParser
 from hpc_train.errors import UserError
 from hpc_train.opening import DamagedFile, open_file, tell_once
 from hpc_train.run.directory import RunDirectory
@@ -81,7 +82,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hpc_train logs", description=__doc__)
+    parser = OptionParser(prog="python -m hpc_train logs", description=__doc__)
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
     parser.add_argument(
         "-f", "--follow", action="store_true", help="print new output as it is written, until the run ends"

@@ -19,6 +19,7 @@ from hpc_train.bench.request import WorkerRequest
 from hpc_train.checkpoint.listing import NEWEST, choose_by_name, find_run
 from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.config.evaluation import LOWEST_LOSS, best_metric
+from hpc_train.config.options import OptionParser
 from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
@@ -94,7 +95,7 @@ class UsedCheckpoint:
 
 def _parser(command: str, usage: str, description: str, examples: Sequence[str]) -> argparse.ArgumentParser:
     """Returns a parser with the run, and the options that all such commands have."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog=f"python -m hpc_train {command}",
         usage=f"python -m hpc_train {command} RUN {usage}",
         description=description,

@@ -12,6 +12,7 @@ from os.path import commonpath
 from pathlib import Path
 
 from hpc_train.config.evaluation import highest_is_best
+from hpc_train.config.options import OptionParser
 from hpc_train.errors import UserError, nearest
 from hpc_train.report.plots import Curves, Results, check_plot, draw
 from hpc_train.run.exits import Exit
@@ -59,7 +60,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="python -m hpc_train plot",
         description="Draws loss, throughput, memory and time shares of runs in one picture. For a sweep, it also draws "
         "the metric against each varied key. It needs matplotlib.",

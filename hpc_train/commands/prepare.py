@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from hpc_train.config.options import OptionParser
 from hpc_train.data.conversion import Progress
 from hpc_train.data.documents import BYTES, Encoder, FileEncoder, find_inputs, open_encoder
 from hpc_train.data.image_shards import make_shards
@@ -109,7 +110,7 @@ def _shards(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="python -m hpc_train prepare",
         description="Converts text and JSONL files into token files for data=tokens. With --images, packs images in one"
         " folder per class into indexed tar shards for data=shards.",

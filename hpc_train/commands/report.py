@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 from hpc_train.collector import without_collector
+from hpc_train.config.options import OptionParser
 from hpc_train.errors import UserError
 from hpc_train.planner.machine import read_machine
 from hpc_train.report.page.build import write_page
@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         UserError: there is no such run or sweep, or the file cannot be written.
     """
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="python -m hpc_train report",
         description="Writes a page about a run or a sweep: what happened and what to do, loss, time, throughput, "
         "memory, waiting, nodes, faults, settings, and the commands that reproduce it. It is one HTML file without "

@@ -4,7 +4,6 @@ all your runs in Slurm.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 from rich.table import Table
 
+from hpc_train.config.options import OptionParser
 from hpc_train.config.run_path import default_root
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RANK_0
@@ -35,7 +35,7 @@ NEWEST = 100  # runs that are listed by default
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hpc_train status", description=__doc__)
+    parser = OptionParser(prog="python -m hpc_train status", description=__doc__)
     parser.add_argument("target", nargs="?", metavar="RUN|SWEEP", help="a directory, or its name (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     parser.add_argument(

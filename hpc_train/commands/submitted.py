@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hpc_train.config.options import OptionParser
 from hpc_train.config.run_path import default_root
 from hpc_train.errors import UserError
 from hpc_train.launch.proof import refuse_foreign_lease, refuse_unproven
@@ -274,4 +275,4 @@ def _live_nodes(run: RunDirectory) -> int:
 def _parser(command: Callable[[list[str]], int]) -> argparse.ArgumentParser:
     """Returns the parser of a command; its help begins with the first line of the command's docstring."""
     summary = (command.__doc__ or "").partition("\n")[0].replace("``", "")
-    return argparse.ArgumentParser(prog=f"python -m hpc_train {command.__name__}", description=summary)
+    return OptionParser(prog=f"python -m hpc_train {command.__name__}", description=summary)

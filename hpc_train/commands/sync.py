@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from hpc_train.config.options import OptionParser
 from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
@@ -66,7 +67,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="python -m hpc_train sync",
         description=__doc__,
         epilog=_EPILOG,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from hpc_train.config.options import OptionParser
 from hpc_train.config.run_path import default_root
 from hpc_train.errors import UserError
 from hpc_train.report.live_runs import Runs
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         UserError: textual is missing, standard output is not a terminal, or there is no such run.
     """
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="python -m hpc_train top",
         description="Shows runs live: progress, loss, speed, and for the chosen run its curves, waiting times, "
         "pipeline stages and events. By default all runs below the run root and all of yours in Slurm. It needs "

@@ -14,7 +14,8 @@ from omegaconf import DictConfig
 
 from hpc_train.config.arguments import own_files_checked, wants_dry_run
 from hpc_train.config.command_line import CommandLine
-from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, config_directory, typed, version_base
+from hpc_train.config.compose import WITH_STRATEGY, typed, version_base
+from hpc_train.config.conf_files import PRIMARY, config_directory
 from hpc_train.config.own_files import with_file
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import translate

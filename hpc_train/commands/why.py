@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
+from hpc_train.config.options import OptionParser
 from hpc_train.report.page.verdict import headline, sections
 from hpc_train.run.exits import Exit
 from hpc_train.runs.comparison import Comparison
@@ -23,7 +23,7 @@ from hpc_train.units import counted
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hpc_train why", description=__doc__)
+    parser = OptionParser(prog="python -m hpc_train why", description=__doc__)
     parser.add_argument("target", metavar="RUN|SWEEP", help="a run or sweep directory, or its name")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)

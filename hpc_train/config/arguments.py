@@ -21,7 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.command_line import CommandLine, is_choice, parsed_override
-from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, initialized
+from hpc_train.config.compose import WITH_STRATEGY, initialized
+from hpc_train.config.conf_files import PRIMARY
 from hpc_train.config.hydra_settings import (
     check_callbacks,
     has_glob,

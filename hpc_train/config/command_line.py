@@ -18,7 +18,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, initialized
+from hpc_train.config.compose import WITH_STRATEGY, initialized
+from hpc_train.config.conf_files import PRIMARY
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import meant
 from hpc_train.config.values import refuse_other_encoding

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import omegaconf
-import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hpc_train.config.conf_files import PRIMARY, config_directory
 from hpc_train.config.extensions import (
     FAMILIES,
     IMAGES,
@@ -40,7 +39,6 @@ from hpc_train.config.translate import translate
 from hpc_train.config.values import absolute, for_debugging, refuse_other_encodings
 from hpc_train.errors import UserError, nearest
 
-PRIMARY = "config"
 LAUNCHER = "hydra_plugins.hpc_train_launcher.launcher.HpcTrainLauncher"
 SWEEPER = "hydra_plugins.hpc_train_launcher.sweeper.HpcTrainSweeper"
 
@@ -454,32 +452,3 @@ def _check_kinds(node: DictConfig) -> None:
                 where=f"model.{key}",
                 fix=f"model.{key}=VALUE",
             )
-
-
-def config_directory() -> Path:
-    """Returns ``hpc_train/conf`` in an installed wheel, or the repository's ``conf/`` in an editable install."""
-    package = Path(__file__).resolve().parents[1]
-    packaged = package / "conf"
-    return packaged if packaged.is_dir() else package.parent / "conf"
-
-
-@cache
-def packaged(name: str) -> Mapping[str, Any]:
-    """Returns the content of a file of the package, such as ``strategy/dp``, without composing it."""
-    text = (config_directory() / f"{name}.yaml").read_text(encoding="utf-8")
-    return MappingProxyType(yaml.safe_load(text))
-
-
-def config_groups(directories: Iterable[Path] = ()) -> dict[str, list[str]]:
-    """Returns the names of the options of each config group, such as ``cluster/fabric``.
-
-    Args:
-        directories: the user's directories with further groups and options.
-    """
-    groups: dict[str, set[str]] = {}
-    for directory in (config_directory(), *directories):
-        for path in directory.glob("*/**/*.yaml"):
-            group = path.parent.relative_to(directory).as_posix()
-            if not any(part.startswith(".") for part in path.relative_to(directory).parts):
-                groups.setdefault(group, set()).add(path.stem)
-    return {group: sorted(groups[group]) for group in sorted(groups)}

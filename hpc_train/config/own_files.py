@@ -16,7 +16,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from hpc_train.config.command_line import CommandLine, parsed_override
-from hpc_train.config.compose import config_directory
+from hpc_train.config.conf_files import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import MISSING
 from hpc_train.config.settings import read_settings

@@ -15,6 +15,7 @@ import yaml
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from hpc_train.config.conf_files import PRIMARY, config_groups
 from hpc_train.config.removed import removed_value, replacement_of
 from hpc_train.config.run_path import NAME, invalid_name
 from hpc_train.config.schema import Config
@@ -95,8 +96,6 @@ def _of_defaults(text: str) -> UserError | None:
         what = f"the Defaults List of {file} has `override {group}: {name}` before `{later}`"
         return UserError(what, where=f"{file}.yaml", fix="move the lines with override to the end of the list")
     if match := re.match(r"In '(.+)': Could not (?:load|find) '(.+)'\.", text):
-        from hpc_train.config.compose import PRIMARY, config_groups  # which imports this module
-
         group, _, option = match[2].rpartition("/")
         options = config_groups().get(group)
         if match[1] == PRIMARY and options is not None:  # a list on the command line: +metrics=[f1,acc]
@@ -120,8 +119,6 @@ def of_deletion(key: str, exists: bool = True) -> UserError:
     if not exists and not _is_in_schema(key):
         what = f"~{key} removes a key that does not exist"
         return UserError(what, where=key, fix=f"remove ~{key} from the command line")
-    from hpc_train.config.compose import config_groups  # which imports this module
-
     other = f"set another one with {key}=VALUE"
     if "." not in key:
         other = f"choose another file with {key}=NAME" if key in config_groups() else f"set {key}.KEY=VALUE"
@@ -351,7 +348,7 @@ def meant(key: str, value: str, names: Sequence[str] = ()) -> str:
     tools call so. For a word without a group it may also be that of a key with nearly the same letters.
 
     Args:
-        names: the keys beside the unknown one. If one of them is similar, a key elsewhere is not.
+        names: the keys of the same group. A word that is similar to one of these is not compared with other groups.
     """
     group, _, word = key.replace("-", "_").rpartition(".")
     if OTHER_KEYS.get(word, key) != key:

@@ -15,7 +15,7 @@ from dataclasses import fields, is_dataclass
 from itertools import groupby
 from typing import Any
 
-from hpc_train.config.compose import config_directory
+from hpc_train.config.conf_files import config_directory
 from hpc_train.config.extensions import FAMILIES, SOURCES, load_family, load_source
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import MISSING, info

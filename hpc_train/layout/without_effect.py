@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from hpc_train.config.command_line import CommandLine, parsed_override
-from hpc_train.config.compose import PRIMARY, config_directory
+from hpc_train.config.conf_files import PRIMARY, config_directory
 from hpc_train.config.own_files import PACKAGE, chosen_by, find_file, leaves, read_yaml
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import FACTS, KeyInfo, info

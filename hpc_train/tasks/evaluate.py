@@ -20,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from hpc_train.bench.request import WorkerRequest, write_result
 from hpc_train.config.arguments import expand, with_right_plus
 from hpc_train.config.command_line import CommandLine
-from hpc_train.config.compose import PRIMARY, escaped, typed
+from hpc_train.config.compose import escaped, typed
+from hpc_train.config.conf_files import PRIMARY
 from hpc_train.config.evaluation import MAIN
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, nearest

@@ -66,7 +66,7 @@ def test_wrong_calls_are_refused(called: Callable[..., Any]) -> None:
         (["bench", "step", "+strategy=tp", *HERE, "--against", "raw"], "there is no bare loop"),
         (["bench", "step", *HERE, "--pairs", "0"], "must be at least 1"),
         (["bench", "step", "+strategy=dp,pp", *HERE], "one job"),
-        (["bench", "stp"], "invalid choice"),
+        (["bench", "stp"], "did you mean step?"),
         (["bench", "step", "model.no_such_key=1"], "no_such_key"),
     ):
         done = called(*arguments)

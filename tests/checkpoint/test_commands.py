@@ -152,10 +152,10 @@ def test_wrong_calls_are_refused(tmp_path: Path, run: RunDirectory, called: Call
         (["list", "nothing"], "no run with checkpoints in nothing"),
         (["verify", "mine", "--step", "9"], "no checkpoint of step 9"),
         (["export", "mine"], "--to"),
-        (["export", "mine", "--to", "x", "--checkpoint", "best", "--step", "1"], "--step: not allowed with argument"),
+        (["export", "mine", "--to", "x", "--checkpoint", "best", "--step", "1"], "not allowed with argument"),
         (["import", "empty", "--to", "new"], "config.json"),
         (["import", "empty", "--to", "../new"], "is not a valid run name"),
-        (["sell", "mine"], "invalid choice"),
+        (["sell", "mine"], "checkpoint does not accept 'sell'"),
     ):
         done = called("checkpoint", *arguments)
         assert done.returncode == 2, done

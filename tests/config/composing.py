@@ -15,7 +15,8 @@ from omegaconf import DictConfig
 from hpc_train.config import compose as with_hydra
 from hpc_train.config.arguments import with_right_plus
 from hpc_train.config.command_line import CommandLine, JobComposer
-from hpc_train.config.compose import PRIMARY, typed
+from hpc_train.config.compose import typed
+from hpc_train.config.conf_files import PRIMARY
 from hpc_train.config.schema import Config
 
 _SHARED = JobComposer(with_hydra.compose)  # Hydra composes each combination of groups once for the tests of a process

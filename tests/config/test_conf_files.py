@@ -10,7 +10,8 @@ import yaml
 
 from benchmarks.savers import ROWS
 from hpc_train.config.command_line import CommandLine
-from hpc_train.config.compose import config_directory, typed
+from hpc_train.config.compose import typed
+from hpc_train.config.conf_files import config_directory
 from hpc_train.config.run_path import SCRATCH
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.errors import UserError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.compose import config_directory, packaged
+from hpc_train.config.conf_files import config_directory, packaged
 from hpc_train.config.schema import FabricConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.validate import check_values

@@ -52,7 +52,7 @@ def call(python: Path, place: Path, *arguments: str) -> str:
     return done.stdout
 
 
-WHERE = ["-c", "from hpc_train.config.compose import config_directory as d; print(d())"]
+WHERE = ["-c", "from hpc_train.config.conf_files import config_directory as d; print(d())"]
 
 
 @pytest.mark.long_form(15)  # the list of packages is compared below

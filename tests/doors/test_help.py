@@ -48,7 +48,9 @@ def test_every_command_has_help_and_json(name: str, capsys: pytest.CaptureFixtur
         shown = printed(capsys, *calls, "--help")
         assert shown.startswith(("usage: python -m hpc_train", "python -m hpc_train ["))
         assert name in WITHOUT_JSON or name == "help" or "--json" in shown, calls
-    assert printed(capsys, "help", name) == printed(capsys, name, "--help")
+        assert "``" not in shown
+        for words in (["help", *calls], ["--help", *calls], ["help", *calls, "--json"]):
+            assert printed(capsys, *words) == printed(capsys, *words[1:], "--help"), words
 
 
 def test_the_version_is_that_of_hpc_train(capsys: pytest.CaptureFixture[str]) -> None:

@@ -277,7 +277,7 @@ def test_resume_says_how_to_change_settings(sweep: list[Job], monkeypatch: pytes
         submitted.resume(["runs/1", "train.steps=9", "optim.lr=1"])
     command = "run.name=1 +strategy=dp model.dim=16 '++cluster.env.TOKEN=(hidden)' train.steps=9 optim.lr=1"
     assert refused.value.fix.endswith(f"python -m hpc_train {command}")
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError, match="unrecognized arguments: --unknown"):
         submitted.resume(["runs/1", "--unknown"])
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.compose import config_directory
+from hpc_train.config.conf_files import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.elastic.rendezvous.addresses import candidate_ports
 from hpc_train.errors import UserError

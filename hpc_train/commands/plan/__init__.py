@@ -36,6 +36,7 @@ from hpc_train.commands.plan.rows import (
 )
 from hpc_train.config.arguments import with_right_plus
 from hpc_train.config.command_line import CommandLine
+from hpc_train.config.options import OptionParser
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, nearest
 from hpc_train.planner.candidates import FURTHER
@@ -168,7 +169,7 @@ def _steps(most: int) -> Iterator[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="python -m hpc_train plan",
         description="Predicts the time of a step, the memory, the time to the end and the cost of a training for each "
         "layout that fits a machine, the fastest first. Keys that are set stay as they are; the other keys of the "

@@ -19,7 +19,8 @@ from hydra.core.global_hydra import GlobalHydra
 
 from hpc_train.config.arguments import STRATEGY, with_right_plus
 from hpc_train.config.command_line import CommandLine, JobComposer
-from hpc_train.config.compose import packaged, typed
+from hpc_train.config.compose import typed
+from hpc_train.config.conf_files import packaged
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import JobShape

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpc_train.config.compose import config_directory
+from hpc_train.config.conf_files import config_directory
 from hpc_train.machine.environment import Variable
 from hpc_train.machine.network.decision import FabricDecision, FabricJob, decide
 from hpc_train.machine.network.facts import NodeFacts, Setting
