@@ -154,7 +154,7 @@ def _batch_script(composed: ComposedJob) -> str:
     job = check_job(config, RunDirectory(composed.directory), shape, overrides=composed.overrides)
     print_notices(job, line)
     header = {
-        "job-name": cluster.job_name or f"hpc_train-{config.run.name or config.strategy.name}",
+        "job-name": cluster.job_name or config.run.name or config.strategy.name,
         "output": "%x-%j.out",
     }
     if cluster.comment:

@@ -69,6 +69,15 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
         "no-kill": survives_node_loss(job.config.elastic),
         "open-mode": "append",
     }
+    for name in {"mem-per-cpu", "mem-per-gpu"}.intersection(cluster.extra):
+        if cluster.mem is not None or cluster.mem_per_gpu != "auto":
+            key = "cluster.mem_per_gpu" if cluster.mem is None else "cluster.mem"
+            raise UserError(
+                f"cluster.extra has {name} and {key} is set, but sbatch accepts only one size of memory",
+                where=f"cluster.extra, {key}",
+                fix=f"remove {name} from cluster.extra, or {key}",
+            )
+        values["mem"] = None
     for name in cluster.extra:
         key = name.replace("-", "_")
         if name in values or key in ("array", "job_name", "comment", "output", "gpus_per_node"):
@@ -91,7 +100,7 @@ def identity(jobs: Sequence[Job], directory: Path, output: str) -> dict[str, str
     """Returns name, comment and output file of a submission; the comment identifies the run directory."""
     config = jobs[0].config
     comment = f"hpc_train:{directory} {config.cluster.comment or ''}".rstrip()
-    name = config.cluster.job_name or f"hpc_train-{directory.name}"
+    name = config.cluster.job_name or directory.name
     return {"job-name": name, "comment": comment, "output": output}
 
 

@@ -107,13 +107,14 @@ class Layout:
 
     def __str__(self) -> str:
         context = f" x cp {self.cp}" if self.cp > 1 else ""
-        split = f"dp {self.dp} x pp {self.pp}{context} x tp {self.tp}"
+        split = f"dp {self.dp} x pp {self.pp}{context} x tp {self.tp}" if self.world_size > 1 else "one process"
         if not self.micro_batches:
             return f"{split} (custom code)"
-        kind = self.data_parallel if self.dp_cp > 1 else "no replicas"
-        schedule = f", {self.schedule}" if self.pp > 1 else ""
-        batches = counted(self.micro_batches, "micro-batch", "micro-batches")
-        return f"{split} ({kind}{schedule}), {batches} of {self.micro_size}"
+        kinds = [self.data_parallel] if self.dp_cp > 1 else []
+        if self.pp > 1:
+            kinds.append(self.schedule)
+        batches = f"{counted(self.micro_batches, 'micro-batch', 'micro-batches')} of {self.micro_size}"
+        return f"{split} ({', '.join(kinds)}), {batches}" if kinds else f"{split}, {batches}"
 
 
 class Place(StrEnum):

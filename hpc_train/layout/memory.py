@@ -153,9 +153,10 @@ class Memory:
         return max(vars(self), key=lambda name: float(getattr(self, name)))
 
     def __str__(self) -> str:
-        shown = {name: size for name, size in vars(self).items() if size or name != "hooks"}
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in shown.items())
-        return f"{format_bytes(self.total)} ({parts})"
+        shown = {name: format_bytes(size) if size else "none at the peak" for name, size in vars(self).items()}
+        if not self.hooks:
+            del shown["hooks"]
+        return f"{format_bytes(self.total)} ({', '.join(f'{name} {size}' for name, size in shown.items())})"
 
 
 PARTS = {field.name: place for place, field in enumerate(fields(Memory))}

@@ -254,7 +254,8 @@ def _data_parallel(strategy: StrategyConfig, ranks: Ranks, pp: int, notes: list[
                 where="strategy",
                 fix="strategy.dp=fill, or fewer nodes, because idle nodes also cost GPU-hours",
             )
-        notes.append(f"the layout uses {used} of {ranks.available} workers")
+        idle = counted(ranks.available - used, "other stays", "others stay")
+        notes.append(f"strategy={strategy.name} uses {counted(used, 'worker', 'workers')}; the {idle} idle")
     return dp
 
 

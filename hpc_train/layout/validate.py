@@ -169,7 +169,7 @@ def _check_pp_split(config: Config) -> None:
 def _check_time(name: str, limit: str | None) -> None:
     if limit is not None and not TIME.fullmatch(limit):
         raise UserError(
-            f"cluster.{name} is {limit!r}, which sbatch does not accept",
+            f"cluster.{name} is {limit!r}, which is not a duration in Slurm's form",
             where=f"cluster.{name}",
             fix=f"cluster.{name}=01:30:00, or with days 2-12:00:00",
         )

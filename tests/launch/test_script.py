@@ -165,6 +165,17 @@ def test_every_key_becomes_an_option(tmp_path: Path) -> None:
     )
 
 
+def test_the_memory_of_another_option_replaces_the_default(tmp_path: Path) -> None:
+    asked = replace(FULL, mem_per_gpu="auto", extra={"mem-per-cpu": "2G"})
+    options_asked = options(make_job(tmp_path / "sweep", cluster=asked, gpus=4))
+    assert "mem" not in options_asked
+    assert options_asked["mem-per-cpu"] == "2G"
+    asked = replace(asked, mem="100G")
+    with pytest.raises(UserError, match=r"has mem-per-cpu and cluster\.mem is set"):
+        options(make_job(tmp_path / "sweep", cluster=asked, gpus=4))
+    assert identity([make_job(tmp_path / "mine", cluster=PLAIN)], tmp_path / "mine", "x")["job-name"] == "mine"
+
+
 def test_slurm_replaces_nothing_in_the_path_of_an_output() -> None:
     assert output_file(Path("/scratch/50%x runs/%j"), "%j.out") == "/scratch/50%%x runs/%%j/%j.out"
     with pytest.raises(UserError, match="has a backslash"):

@@ -87,7 +87,7 @@ def test_a_job_that_waits_for_nodes(plain: Cluster, tmp_path: Path) -> None:
         assert waiting["fix"] == f"scontrol release {job_id(tmp_path / 'outputs' / 'run')}"
     finally:
         plain.call("scancel", other)
-        plain.call("scancel", "--name=hpc_train-run")
+        plain.call("scancel", "--name=run")
 
 
 def submit_command(cluster: Cluster, cwd: Path, command: str, *arguments: str) -> str:

@@ -405,6 +405,7 @@ KNOWN: Mapping[str, tuple[str, str]] = {
     "Invalid account": ("account, partition", "sacctmgr show assoc user=$USER lists your accounts and their QOS"),
     "Invalid qos": ("qos", "sacctmgr show assoc user=$USER lists your accounts and their QOS"),
     "Invalid wckey": ("wckey", "sacctmgr show wckey user=$USER lists yours"),
+    "Invalid license": ("extra", "scontrol show licenses lists the licenses: +cluster.extra.licenses=NAME:COUNT"),
     "Requested time limit is invalid": ("time", "sinfo -s lists the time limit of each partition"),
     "Requested partition configuration": ("partition, nodes, time", "sinfo -s lists the limits of each partition"),
     "Requested reservation is invalid": ("reservation", "scontrol show res lists the reservations"),
