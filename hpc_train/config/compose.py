@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
@@ -19,7 +19,7 @@ import omegaconf
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config.conf_files import PRIMARY, config_directory
+from hpc_train.config.conf_files import PRIMARY, config_directory, packaged
 from hpc_train.config.extensions import (
     FAMILIES,
     IMAGES,
