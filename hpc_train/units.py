@@ -43,6 +43,13 @@ def format_hours(hours: float) -> str:
     return f"{float(f'{hours:.3g}'):,.0f}" if hours >= 100 else f"{hours:.3g}"
 
 
+def format_metric(value: float | None) -> str:
+    """A loss or another metric: ``1.3490``, ``-0.2500``, and ``7.63e-06`` where four decimals would hide it."""
+    if value is None:
+        return ""
+    return f"{value:.4f}" if abs(value) >= 0.001 or value == 0 else f"{value:.3g}"
+
+
 def counted(number: int | str, singular: str, plural: str) -> str:
     """Returns ``1 job`` or ``2 jobs``."""
     return f"{number} {singular if str(number) == '1' else plural}"

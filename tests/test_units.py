@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.units import format_bytes, format_duration, parse_bytes
+from hpc_train.units import format_bytes, format_duration, format_metric, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,8 @@ def test_sizes_are_read(text: str, count: float | None) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(-1, "0:00"), (61.4, "1:01"), (3723, "1:02:03")])
 def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_metrics_that_are_small_keep_their_digits() -> None:
+    values = (1.34901, -0.25, 0.0, 7.63e-06, None)
+    assert [format_metric(value) for value in values] == ["1.3490", "-0.2500", "0.0000", "7.63e-06", ""]

@@ -60,14 +60,14 @@ COMMANDS = {
     "train": Command(
         "early:train", "train in the foreground, or submit with -m; the default command", _TRAIN, OVERRIDES
     ),
-    "status": Command("status:main", "the state of runs", _LOOK, RUNS),
-    "top": Command("top:main", "runs live in the terminal", _LOOK, RUNS),
-    "logs": Command("logs:main", "the output of workers", _LOOK, RUNS),
-    "why": Command("why:main", "why runs failed, or why a job waits", _LOOK, RUNS),
-    "compare": Command("compare:main", "the settings and the metrics of runs, the best first", _LOOK, RUNS),
-    "plot": Command("plot:main", "loss, throughput, memory and time shares in one picture", _LOOK, RUNS),
-    "report": Command("report:main", "a page about a run or a sweep, as one HTML file to keep or mail", _LOOK, RUNS),
-    "stacks": Command("submitted:stacks", "the stacks of all ranks of a live run", _LOOK, RUNS),
+    "status": Command("status:main", "show the state of runs", _LOOK, RUNS),
+    "top": Command("top:main", "watch runs in the terminal", _LOOK, RUNS),
+    "logs": Command("logs:main", "print the output of workers", _LOOK, RUNS),
+    "why": Command("why:main", "explain why runs failed, or why a job waits", _LOOK, RUNS),
+    "compare": Command("compare:main", "compare the settings and metrics of runs, the best first", _LOOK, RUNS),
+    "plot": Command("plot:main", "draw loss, throughput, memory and time shares", _LOOK, RUNS),
+    "report": Command("report:main", "write a self-contained HTML report on a run or a sweep", _LOOK, RUNS),
+    "stacks": Command("submitted:stacks", "print the stacks of all ranks of a live run", _LOOK, RUNS),
     "wait": Command("submitted:wait", "wait until runs end", _LOOK, RUNS),
     "sync": Command("sync:main", "send the metrics of runs to W&B, MLflow or TensorBoard", _MANAGE, RUNS),
     "resume": Command("submitted:resume", "submit a run again", _MANAGE, RUNS),
@@ -81,19 +81,19 @@ COMMANDS = {
         ("list", "verify", "export", "promote", "import"),
     ),
     "evaluate": Command(
-        "model:evaluate", "the metrics of a checkpoint on any data, under any layout", _USE, RUNS | OVERRIDES
+        "model:evaluate", "compute the metrics of a checkpoint on any data and layout", _USE, RUNS | OVERRIDES
     ),
-    "generate": Command("model:generate", "texts that a language model continues", _USE, RUNS | OVERRIDES),
+    "generate": Command("model:generate", "continue prompts with a trained language model", _USE, RUNS | OVERRIDES),
     "plan": Command(
-        "plan:main", "time, memory and cost of each layout that fits, before it queues", _PREPARE, OVERRIDES
+        "plan:main", "estimate time, memory and cost of each layout before you submit", _PREPARE, OVERRIDES
     ),
-    "prepare": Command("prepare:main", "token files and image shards", _PREPARE),
+    "prepare": Command("prepare:main", "write token files or image shards", _PREPARE),
     "doctor": Command("doctor:main", "check this machine, or the nodes of a job", _PREPARE, OVERRIDES),
-    "bench": Command("bench:main", "benchmarks", _PREPARE, OVERRIDES, (*BENCHMARKS,)),
+    "bench": Command("bench:main", "run a benchmark", _PREPARE, OVERRIDES, (*BENCHMARKS,)),
     "script": Command("batch:print_script", "print a batch script", _SCRIPTS, OVERRIDES),
-    "freeze": Command("batch:freeze_run", "write the directory of a run and print it", _SCRIPTS, OVERRIDES),
+    "freeze": Command("batch:freeze_run", "create the run directory and print its path", _SCRIPTS, OVERRIDES),
     "agent": Command("early:agent", "run the agent of a node on a frozen run", _SCRIPTS),
-    "help": Command("help:main", "this page, or the options of a command", "Help"),
+    "help": Command("help:main", "print this page, or the options of a command", "Help"),
 }
 
 

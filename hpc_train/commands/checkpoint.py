@@ -44,7 +44,7 @@ from hpc_train.run.freeze import load
 from hpc_train.run.owner import TRUST, check_owner, files_below, open_run, output_directory
 from hpc_train.telemetry.sinks.tracker import Identity
 from hpc_train.telemetry.terminal import Terminal, text_table, wide
-from hpc_train.units import format_bytes, format_duration
+from hpc_train.units import format_bytes, format_duration, format_metric
 
 _EPILOG = """\
 examples:
@@ -367,7 +367,7 @@ def _table(listed: list[Listed], compared: str, metric: BestMetric) -> Table:
             layout = _layout(dict(manifest.layout))
             value = manifest.metrics.get(metric.name)
         if value is not None:
-            result = f"{value:.4f}"
+            result = format_metric(value)
             if item.checkpoint.step == best and len(listed) > 1:
                 result += " (best)"
         state = item.problem or f"intact ({compared} checked)"

@@ -37,7 +37,7 @@ from hpc_train.runs.job_table import BEST, short_path
 from hpc_train.runs.lookup import RunHandle, find_run, find_runs, statuses_of
 from hpc_train.telemetry.progress import speed_column
 from hpc_train.telemetry.terminal import Terminal, text_table, wide
-from hpc_train.units import format_duration
+from hpc_train.units import format_duration, format_metric
 
 COLUMNS = 6  # with more settings that differ, each is a line of a second table
 BASELINE = "baseline"
@@ -93,7 +93,8 @@ def main(arguments: list[str]) -> int:
         metavar="CONDITION",
         action="append",
         default=[],
-        help="exit with 1 if it holds for a run, e.g. 'val_loss>1.02*baseline' or 'samples_per_s<1000'; repeatable",
+        help="exit with 1 if the condition is true for any run, e.g. 'val_loss>1.02*baseline' or 'samples_per_s<1000'; "
+        "repeatable",
     )
     parser.add_argument("--baseline", metavar="RUN", help="the baseline of --fail-if (default: the first run)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table with all metrics to FILE")
@@ -212,7 +213,7 @@ def _print(runs: Sequence[RunHandle], rows: Sequence[Row], metric: BestMetric, k
         numbers = []
         for name in names:
             value = row.view.metrics.get(name)
-            number = f"{value:.4f}" if is_number(value) else ""
+            number = format_metric(value) if is_number(value) else ""
             if row.best and name == metric.name:
                 number += BEST
             numbers.append(number)

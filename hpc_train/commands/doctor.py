@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = OptionParser(prog="python -m hpc_train doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--verbose", action="store_true", help="also list what is ok, and why variables are left alone")
+    parser.add_argument("--verbose", action="store_true", help="also list passed checks and variables that are not set")
     parser.add_argument("--nodes", type=int, default=2, metavar="N", help="nodes of the job to check for (default: 2)")
     parser.add_argument("--submit", action="store_true", help="check the nodes of a short Slurm job")
     parser.add_argument("--measure", action="store_true", help="only run the preflight, which measures the speed")

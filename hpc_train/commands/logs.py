@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         "--level",
         choices=[level.name for level in Level],
         default="info",
-        help="print no lines below it (default: info)",
+        help="minimum level to print (default: info)",
     )
     parser.add_argument("--attempt", type=int, metavar="N", help="print this attempt (default: the newest)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line, or per failure")

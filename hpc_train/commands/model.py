@@ -117,7 +117,7 @@ def _parser(command: str, usage: str, description: str, examples: Sequence[str])
         "--code",
         choices=["run", "now"],
         default="run",
-        help="import own modules from the frozen code of the run, or from the current directory (default: %(default)s)",
+        help="import your modules from the frozen code of the run or the current directory (default: %(default)s)",
     )
     parser.add_argument(TRUST, action="store_true", help="use a run that belongs to another user")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

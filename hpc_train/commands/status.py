@@ -29,7 +29,7 @@ from hpc_train.runs.job_table import BEST, DIRECTORY, short_path
 from hpc_train.runs.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of, unreadable
 from hpc_train.telemetry.progress import failing, saves, speed_column, spent_line
 from hpc_train.telemetry.terminal import Terminal, text_table, wide
-from hpc_train.units import counted, format_duration
+from hpc_train.units import counted, format_duration, format_metric
 
 NEWEST = 100  # runs that are listed by default
 
@@ -201,7 +201,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         values = {"loss": row["loss"]}
         if row["metric"] in metrics:
             values[row["metric"]] = row["value"]
-        measured = {name: f"{value:.4f}" for name, value in values.items() if value is not None}
+        measured = {name: format_metric(value) for name, value in values.items() if value is not None}
         if row["best"] and row["metric"] in measured:
             measured[row["metric"]] += BEST
         shown = {**row["overrides"], OVERRIDES: " ".join(f"{key}={value}" for key, value in row["overrides"].items())}

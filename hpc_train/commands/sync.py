@@ -34,7 +34,7 @@ examples:
   python -m hpc_train sync --to tensorboard        all runs below run.root
 
 The metrics are read from RUN/metrics, whether or not the run was tracked. The command continues where the run or an
-earlier call has stopped; of steps that were done twice, the newest values are sent.
+earlier call has stopped; if a step was repeated, its newest values are sent.
 """
 
 

@@ -141,7 +141,7 @@ def _of_override(error: OverrideParseException) -> UserError:
     key, _, value = override.partition("=")
     fix = "python -m hpc_train --help lists groups and keys"
     if "=" not in override:
-        return UserError(f"{override} is not an override: it has no =", where=override, fix=f"KEY=VALUE; {fix}")
+        return UserError(f"{override!r} is not an override: it has no '='", where=override, fix=f"KEY=VALUE; {fix}")
     is_name = key in ("run.name", "run.fork")
     if is_name and not NAME.fullmatch(value):
         return invalid_name(value, key)
@@ -261,6 +261,8 @@ def _of_value(key: str, first: str) -> UserError | None:
     if "is not Optional" in first:
         return UserError(f"{key} is null, but must have a value", where=key, fix=f"{key}=VALUE, or remove the override")
     if "is not a ListConfig" in first:
+        if not key.startswith("cluster."):
+            return UserError(f"{key} must be a list", where=key, fix=f"{key}=[A,B]")
         must, in_file = KINDS_OF_NODES[yaml.SequenceNode]
         fix = f"'{key}=[\"TEXT\"]', or in a file {in_file}"
         return UserError(f"{key or 'a key'} must be {must}", where=key or "the config", fix=fix)
@@ -336,6 +338,7 @@ OTHER_KEYS = {
     "sequence_length": "data.sequence_length",
     "wandb": "telemetry.wandb.mode",
     "walltime": "cluster.time",
+    "wd": "optim.weight_decay",
     "warmup": "optim.warmup_steps",
     "workers": "cluster.cpu_workers",
 }

@@ -45,6 +45,7 @@ from hpc_train.run.snapshot import code_note, snapshot_code
 from hpc_train.runs.job_status import View
 from hpc_train.runs.job_table import plain_line, print_messages, print_results
 from hpc_train.telemetry.terminal import Terminal
+from hpc_train.units import format_metric
 
 T = TypeVar("T")
 
@@ -399,7 +400,7 @@ class Trials:
         head = f"job {job.number} ({values}): {view.state}"
         name, value = _objective(job, view.metrics)
         if view.exit == Exit.DONE and isinstance(value, float):
-            head += f", {name} {value:.4f}"
+            head += f", {name} {format_metric(value)}"
         return head
 
 

@@ -210,27 +210,30 @@ def wait(
         display = JobProgress(queue.jobs[0], console)
     display = display or JobTable(queue.jobs, console, comparison)
     stopping = False
+    detached = False
     try:
         with _hang_up_raises():
-            while not queue.over:
+            while not (queue.over or detached):
                 try:
                     queue.advance()
                     display.show(queue.views)
                     time.sleep(POLL_S)
                 except KeyboardInterrupt:
                     answer = "" if stopping else _answer(console)
-                    if answer not in ("y", "s"):
-                        leave(queue, console)
-                    stopping = True
-                    queue.stop_all(cancel=answer == "y")
-                    console.print("stopping the jobs; press Ctrl-C to exit without waiting", highlight=False)
+                    detached = answer not in ("y", "s")
+                    if not detached:
+                        stopping = True
+                        queue.stop_all(cancel=answer == "y")
+                        console.print("stopping the jobs; press Ctrl-C to exit without waiting", highlight=False)
     except HangUp:
         with contextlib.suppress(OSError):  # the terminal is gone
             leave(queue, console)
         sys.exit(Exit.DETACHED)
     finally:
         with contextlib.suppress(OSError):
-            display.close()
+            display.close()  # prints the last state, which the commands of ``leave`` follow
+    if detached:
+        leave(queue, console)
 
 
 class HangUp(Exception):

@@ -19,7 +19,7 @@ from hpc_train.run.files import NewLines
 from hpc_train.runs.job_status import SlurmStatuses, View, time_left
 from hpc_train.runs.lookup import RunHandle, find_all_runs, find_runs, statuses_of, unreadable
 from hpc_train.telemetry.progress import speed
-from hpc_train.units import format_bytes, format_duration, milliseconds
+from hpc_train.units import format_bytes, format_duration, format_metric, milliseconds
 
 LIST_S = 30.0
 EVENTS = 40  # the newest of a run
@@ -50,7 +50,7 @@ class Row:
             if steps:
                 progress += f" {100 * line['step'] // steps} %"
         if line.get("loss") is not None:
-            loss = f"{line['loss']:.4f}"
+            loss = format_metric(line["loss"])
         if line.get("gpu_util") is not None:
             gpu = f"{100 * line['gpu_util']:.0f} %"
         seconds = time_left(self.view)
@@ -155,7 +155,7 @@ class Details:
         if "mfu" in values:
             lines.append(f"MFU: {100 * values['mfu']:.1f} %")
         if "val_loss" in values:
-            lines.append(f"validation loss: {values['val_loss']:.4f}")
+            lines.append(f"validation loss: {format_metric(values['val_loss'])}")
         return [*lines, *view.message.splitlines()[-3:]]
 
     def _new(self, path: Path) -> Iterator[Any]:

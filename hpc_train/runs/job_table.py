@@ -25,7 +25,7 @@ from hpc_train.runs.comparison import Comparison, evaluated_parts, metric_of
 from hpc_train.runs.job_status import NOT_STARTED, View, time_left
 from hpc_train.telemetry.progress import NOT_FINITE, speed, speed_column
 from hpc_train.telemetry.terminal import text_table, wide
-from hpc_train.units import counted, format_duration
+from hpc_train.units import counted, format_duration, format_metric
 
 LINE_EVERY_S = 10.0
 ROWS = 30  # a terminal shows no more; jobs that have ended are counted instead
@@ -105,7 +105,7 @@ def cells(job: TableRow, view: View) -> tuple[str, ...]:
         if view.steps:
             step += f"/{view.steps}"
     if "loss" in metrics:
-        loss = NOT_FINITE if metrics["loss"] is None else f"{metrics['loss']:.4f}"
+        loss = NOT_FINITE if metrics["loss"] is None else format_metric(metrics["loss"])
     seconds = time_left(view)
     if seconds is not None:
         left = format_duration(seconds)
@@ -168,7 +168,7 @@ def print_results(
     if best is not None:
         metric = comparison.ranked_by(views)
         which = f"{short_path(jobs[best].run.path)} ({comparison.words(jobs[best].run)})".removesuffix(" ()")
-        lines.append(f"best by {metric.name}: {which}: {comparison.values(views)[best]:.4f}")
+        lines.append(f"best by {metric.name}: {which}: {format_metric(comparison.values(views)[best])}")
     states = [f"{count} {state}" for state, count in Counter(view.state for view in views).most_common()]
     lines.append(f"{counted(len(jobs), 'job', 'jobs')}: {', '.join(states)}")
     where = common_directory([job.run.path.parent for job in jobs])
@@ -219,7 +219,7 @@ def rows_of(
         number, strategy, state, nodes, step, loss, *rest = cells(job, views[index])
         row = [number, strategy, *comparison.row(job.run), state, nodes, step, loss]
         if metric != "loss":
-            row.append("" if value is None else f"{value:.4f}")
+            row.append(format_metric(value))
         if index == best:
             row[-1] += BEST
         if not ended:

@@ -24,7 +24,7 @@ from hpc_train.run.files import PATIENCE_S, BackgroundCall, in_time
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.run.rows import Line, is_profile
 from hpc_train.telemetry.sinks.tracking import TRACKING
-from hpc_train.units import format_duration, format_hours
+from hpc_train.units import format_duration, format_hours, format_metric
 
 if TYPE_CHECKING:  # workers import this module and print no live line
     from rich.console import Console
@@ -285,7 +285,7 @@ def progress_line(
     line = recent[-1]
     parts = [f"step {line.step}/{total}" if total else f"step {line.step}"]
     if "loss" in line:
-        parts.append(f"loss {NOT_FINITE}" if line.loss is None else f"loss {line.loss:.4f}")
+        parts.append(f"loss {NOT_FINITE}" if line.loss is None else f"loss {format_metric(line.loss)}")
     parts += speed(line)
     if total and line.step < total:
         step_s = line.step_s or 0.0
@@ -358,11 +358,11 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
     metrics = run.read_metrics()
     losses = []
     if metrics and metrics[0].loss is not None and result.get("loss") is not None:
-        losses.append(f"training loss {metrics[0].loss:.4f} -> {result['loss']:.4f}")
+        losses.append(f"training loss {format_metric(metrics[0].loss)} -> {format_metric(result['loss'])}")
     if result.get("val_loss") is not None:
-        losses.append(f"validation loss {result['val_loss']:.4f}")
+        losses.append(f"validation loss {format_metric(result['val_loss'])}")
     if result.get("val_accuracy") is not None:
-        losses.append(f"validation accuracy {result['val_accuracy']:.4f}")
+        losses.append(f"validation accuracy {format_metric(result['val_accuracy'])}")
     if "evaluated" in result:
         losses.append(f"evaluated {result['evaluated']}")
     code = record.get("own_code")
@@ -473,7 +473,7 @@ def spent_line(account: Account) -> str:
         ("suspended", account.suspended_s),
         ("queue before", account.queue_s),
     )
-    line = f"useful {account.useful_share:.0%} of {format_duration(account.held_s)} ({hours} {unit})"
+    line = f"useful time {account.useful_share:.0%} of {format_duration(account.held_s)} ({hours} {unit})"
     listed = " · ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts if seconds >= 1)
     return ": ".join(filter(None, [line, listed]))
 

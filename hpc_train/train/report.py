@@ -30,7 +30,7 @@ from hpc_train.telemetry.progress import speed, spent_line
 from hpc_train.train.step import SkippedSteps
 from hpc_train.train.watch.memory import MemoryReport
 from hpc_train.train.watch.suggestions import AdviceWatch
-from hpc_train.units import format_duration
+from hpc_train.units import format_duration, format_metric
 
 RESULT = ("loss", "samples", "tokens", "mfu", "hfu")
 EVALUATED = "val_"  # begins the names of the metrics of evaluations
@@ -58,9 +58,9 @@ class Report:
         head = {"time": self.events.now(), "attempt": self.events.attempt, "world_size": self.world_size}
         self._last = head | line
         self.metrics.write(self._last)
-        parts = [f"step {line['step']}/{self.total_steps}", f"loss {line['loss']:.4f}"]
+        parts = [f"step {line['step']}/{self.total_steps}", f"loss {format_metric(line['loss'])}"]
         if "val_loss" in line:
-            parts.append(f"val_loss {line['val_loss']:.4f}")
+            parts.append(f"val_loss {format_metric(line['val_loss'])}")
             if self.evaluated is not None:
                 parts[-1] += f" (evaluated {self.evaluated})"
         print("  ".join([*parts, f"lr {line['lr']:.3g}", f"grad_norm {line['grad_norm']:.3g}", *speed(self._last)]))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -120,12 +121,13 @@ def test_one_interrupt_leaves_the_jobs_running(
     queue: JobQueue, place: FakePlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps(monkeypatch, interrupt, lambda: None)
+    display = mock.Mock(close=lambda: queue._console.print("the last state"))
     with pytest.raises(SystemExit) as left:
-        submission.wait(queue, queue._console)
+        submission.wait(queue, queue._console, display=display)
     assert left.value.code == 130
     assert place.order == [0, 1, 2, 3], "what still waited was handed over"
     assert place.stopped == []
-    assert "to save and stop:  python -m hpc_train cancel " in printed(queue)
+    assert "to save and stop:  python -m hpc_train cancel " in printed(queue).partition("the last state\n")[2]
 
 
 @pytest.mark.parametrize(("answer", "cancelled"), [("y", True), ("Yes", True), ("s", False)])

@@ -77,7 +77,7 @@ def test_the_cause_is_told_and_not_its_echo(run: RunDirectory, capsys: pytest.Ca
     assert "ValueError: too wide" in text
     assert RESPONSES[Failure.USER_ERROR].advice in text
     assert "peak of rank 0 in the metrics: 3 GiB" in text
-    assert "lost by the failure: 20 logged steps" in text
+    assert "lost: 20 logged steps" in text
     assert "time\n  useful" in text
 
 
@@ -110,7 +110,7 @@ def test_a_divergence_is_told_once_and_not_resumed(run: RunDirectory, capsys: py
 def test_a_kill_is_told_once(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     killed = "killed by SIGKILL"
     fail(run, 1, 3, Failure.KILLED, message=killed, traceback=f"{killed}\nlast output:\nall is well")
-    text = page(run, capsys).partition("recovery actions")[0]
+    text = page(run, capsys).partition("what happened")[0]
     assert text.count(killed) == 1
     assert f": {killed}\n  last output:\n  all is well\n" in text
 
@@ -155,7 +155,7 @@ def test_what_was_done_stands_in_its_order(run: RunDirectory, capsys: pytest.Cap
     text = page(run, capsys)
     assert "done; it recovered from the failure below" in text
     assert "earlier failure\n  node_lost, node n1" in text
-    done = text.partition("recovery actions\n")[2].partition("\n\n")[0].splitlines()
+    done = text.partition("what happened\n")[2].partition("\n\n")[0].splitlines()
     assert [line.split("  ")[3] for line in done] == ["node_lost", "shrunk", "resumed"]
     assert "what to do" not in text
 

@@ -200,14 +200,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--also", type=_also, default=frozenset(), metavar="KEY[,KEY...]", help=f"also compare {', '.join(FURTHER)}"
     )
-    parser.add_argument(
-        "--sort", choices=ORDERS, help="what the first row needs least of (default: time, with a deadline gpus)"
-    )
+    parser.add_argument("--sort", choices=ORDERS, help="sort by this value (default: time; with a deadline, gpus)")
     parser.add_argument(
         "--rows", type=_row_count, default=ROWS, metavar="N", help=f"rows of the table (default: {ROWS})"
     )
     parser.add_argument(
-        "--figure", type=_figure, action="append", default=[], metavar="NAME=X", help="another number of the machine"
+        "--figure",
+        type=_figure,
+        action="append",
+        default=[],
+        metavar="NAME=X",
+        help="override a number in the machine file",
     )
     simulation = parser.add_argument_group("how the training scales")
     simulation.add_argument(

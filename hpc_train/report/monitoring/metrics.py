@@ -108,7 +108,7 @@ METRICS = (
     Metric("peak_memory_bytes", "The largest peak memory of a rank.", "bytes", key="peak_memory_bytes"),
     Metric("memory_imbalance_ratio", "That over the mean of all ranks.", "ratio", key="memory_imbalance"),
     # goodput
-    Metric("goodput_ratio", "The share of the held time in steps and evaluations that were kept.", "ratio"),
+    Metric("goodput_ratio", "The share of the allocated time in steps and evaluations that were kept.", "ratio"),
     Metric(
         "time_seconds", "The time of all jobs of the run by its use. Lost work moves from steps to lost.", "seconds",
         labels=("use",), choices=ACCOUNTS,

@@ -8,7 +8,7 @@ from statistics import median
 from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.markup import Html, Point, Series, block, joined, line_chart, section, short, table
 from hpc_train.telemetry.progress import speed
-from hpc_train.units import counted, milliseconds
+from hpc_train.units import counted, format_metric, milliseconds
 
 LOST = "lost work, done again or to be done again"
 CHARTS = 8  # of metrics; the table has all
@@ -29,10 +29,12 @@ def losses(facts: RunFacts) -> Html:
     words = "No step was kept."
     if kept:
         (first, begin), (last, end) = kept[0], kept[-1]
-        words = f"The training loss went from {begin:.4f} at step {first} to {end:.4f} at step {last}"
+        words = (
+            f"The training loss went from {format_metric(begin)} at step {first} to {format_metric(end)} at step {last}"
+        )
         if validation:
             step, lowest = min(validation, key=lambda point: point[1])
-            words += f"; the lowest validation loss is {lowest:.4f}, at step {step}"
+            words += f"; the lowest validation loss is {format_metric(lowest)}, at step {step}"
         words += "."
     lost = sum(facts.lost)
     if lost:
@@ -97,14 +99,14 @@ def metrics(facts: RunFacts) -> Html | None:
     return section("Metrics", table("Validation metrics", columns, rows, numbers=4), *charts)
 
 
-def throughput(facts: RunFacts) -> Html:
-    """Returns the section about throughput and model FLOPs utilization (MFU)."""
+def throughput(facts: RunFacts) -> Html | None:
+    """Returns the section about throughput and model FLOPs utilization (MFU); None if no rate was logged."""
     unit = "tokens"
     if facts.shown and not any("tokens" in part for part in speed(facts.shown[-1])):
         unit = "samples"
     points = facts.values(f"{unit}_per_s") or facts.values("tokens_per_s")
     if not points:
-        return section("Throughput", block("paragraph", "No rate was logged."), *_utilization(facts))
+        return None
     rates = [value for _, value in points]
     words = (
         f"The median of the logged rates is {short(median(rates))} {unit}/s, from {short(min(rates))} to "
@@ -122,11 +124,7 @@ def _utilization(facts: RunFacts) -> list[Html | None]:
     heading = block("heading", "Model FLOPs utilization (MFU)")
     points = facts.values("mfu")
     if not points:
-        reason = (
-            "The MFU is known on GPUs whose peak is on record, for models that count their operations. It is not known "
-            "for this run."
-        )
-        return [heading, block("paragraph", reason)]
+        return []
     words = f"The median MFU is {median(value for _, value in points):.1%}."
     series = [Series("MFU", points, "c0")]
     hardware = facts.values("hfu")
@@ -168,12 +166,14 @@ SHARES = {  # metric -> (name, color)
 }
 
 
-def waits(facts: RunFacts) -> Html:
-    """Returns the section about what the ranks waited for: communication, the pipeline's bubble, data and the host."""
+def waits(facts: RunFacts) -> Html | None:
+    """Returns the section about what the ranks waited for: communication, the pipeline's bubble, data and the host.
+    None if no share was logged.
+    """
     title = "What the ranks waited for"
     series = [Series(name, facts.values(key), color) for key, (name, color) in SHARES.items() if facts.values(key)]
     if not series:
-        return section(title, block("paragraph", "No shares of waiting were logged."))
+        return None
     medians = {line.name: median(value for _, value in line.points) for line in series}
     largest = max(medians, key=lambda name: medians[name])
     words = (

@@ -20,7 +20,7 @@ def held(account: Account) -> list[tuple[str, str]]:
     """Returns the time and the devices that jobs have held, with their names."""
     rows = []
     if account.held_s:
-        rows.append(("time held", format_duration(account.held_s)))
+        rows.append(("time allocated", format_duration(account.held_s)))
     if account.gpu_s:
         rows.append(("GPU-hours", format_hours(account.gpu_hours)))
     if account.rank_s:
@@ -59,11 +59,11 @@ MOST_JOBS = 40  # bars; a longer chain is one bar
 LEAST_S = 0.05
 
 
-def time_spent(facts: RunFacts) -> Html:
-    """Returns the section with the time account of all jobs (goodput)."""
+def time_spent(facts: RunFacts) -> Html | None:
+    """Returns the section with the time account of all jobs (goodput); None before the first process."""
     total = facts.ledger.total
     if not total.held_s and not total.queue_s:
-        return section("Time", block("paragraph", "No process of the run has started, so no time is accounted for."))
+        return None
     jobs = facts.ledger.jobs
     if 2 <= len(jobs) <= MOST_JOBS:
         accounts = {f"job {number}": account for number, account in enumerate(jobs, 1)}
@@ -97,7 +97,7 @@ def time_spent(facts: RunFacts) -> Html:
             _bars("Where the time went", words, bars, 24.0, 14.0),
             color_key([shown for name, shown in ACCOUNTS.items() if getattr(total, name) >= LEAST_S]),
         ),
-        table("Time of all jobs", ("part", "time", "of the held time"), rows, numbers=2),
+        table("Time of all jobs", ("part", "time", "of the allocated time"), rows, numbers=2),
     )
 
 
@@ -118,14 +118,16 @@ MOST_RANKS = 16  # bars: the ranks with the highest peaks
 TIGHT = 0.9  # share of the device's memory
 
 
-def memory(facts: RunFacts) -> Html:
-    """Returns the section about the memory of each rank by part, next to the memory of its device."""
+def memory(facts: RunFacts) -> Html | None:
+    """Returns the section about the memory of each rank by part, next to the memory of its device; None if no memory
+    was measured.
+    """
     measured = (facts.record.get("memory") or {}).get("ranks") or []
     if not measured:
         peaks = [line.peak_memory_bytes for line in facts.lines if line.peak_memory_bytes]
-        words = "No memory was measured."
-        if peaks:
-            words = f"The highest logged peak of a rank is {format_bytes(max(peaks))}."
+        if not peaks:
+            return None
+        words = f"The highest logged peak of a rank is {format_bytes(max(peaks))}."
         return section("Memory", block("paragraph", f"{words} The parts are measured when a run is done."))
     order = sorted(range(len(measured)), key=lambda rank: -measured[rank]["peak"])[:MOST_RANKS]
     shown = {f"rank {number}": measured[number] for number in sorted(order)}
@@ -184,7 +186,7 @@ def _memory_words(facts: RunFacts, rank: Mapping[str, Any], number: int) -> str:
         text += f"; the estimate before the run was {format_bytes(estimated)}"
     if device:
         return f"{text}."
-    return f"{text}. On a CPU the peak includes the interpreter and the libraries, which count as activations."
+    return f"{text}. On a CPU, the Python process itself is counted under activations."
 
 
 LEVELS = ("bad", "warn", "good")
@@ -206,12 +208,14 @@ class NodeMark:
         return "warn" if self.slow else "good"
 
 
-def nodes(facts: RunFacts) -> Html:
-    """Returns the section with the nodes of all attempts, their ranks, and which were slow or failed."""
+def nodes(facts: RunFacts) -> Html | None:
+    """Returns the section with the nodes of all attempts, their ranks, and which were slow or failed; None if no node
+    has started the run.
+    """
     title = "Nodes and ranks"
     marks = _node_marks(facts)
     if not marks:
-        return section(title, block("paragraph", "No node has started the run."))
+        return None
     levels = Counter(mark.level for mark in marks.values())
     words = f"{counted(len(marks), 'node', 'nodes')}; none was slow and none failed."
     if levels["good"] < len(marks):
@@ -290,8 +294,8 @@ def pipeline(facts: RunFacts) -> Html | None:
     best = max((chunk.end for chunks in ideal.values() for chunk in chunks), default=0.0)
     words = (
         f"One of the first steps under the schedule {event.schedule}, {event.micro_batches} micro-batches. It took "
-        f"{milliseconds(total)}, of which the ranks waited {_waiting(measured, total):.1%}. In the ideal, all stages "
-        f"take equally long and messages no time: {milliseconds(best)}, {_waiting(ideal, best):.1%} waiting."
+        f"{milliseconds(total)}, of which the ranks waited {_waiting(measured, total):.1%}. Ideal, with equal stages "
+        f"and no communication: {milliseconds(best)}, {_waiting(ideal, best):.1%} waiting."
     )
     kinds = dict.fromkeys(chunk.kind for chunks in measured.values() for chunk in chunks)
     key = color_key([(NAMES[kind], CHUNK_COLORS[kind]) for kind in (*kinds, "")])

@@ -29,7 +29,7 @@ from hpc_train.runs.diagnosis import SweepFailure, find_cause, shown
 from hpc_train.runs.job_status import View
 from hpc_train.runs.job_table import common_directory, is_unfinished, retry_lines, rows_of
 from hpc_train.runs.lookup import RunHandle
-from hpc_train.units import counted
+from hpc_train.units import counted, format_metric
 
 ROWS = 1000  # of the table
 LINES = 300  # of the picture
@@ -76,7 +76,7 @@ def sweep_verdict(sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Html:
         how = "highest" if metric.highest else "lowest"
         name = f"{run.path.name} ({sweep.compared.words(run)})".removesuffix(" ()")
         value = sweep.compared.values(views)[best]
-        words = block("paragraph", f"The best by {metric.name}, the {how}: run {name} with {value:.4f}.")
+        words = block("paragraph", f"The best by {metric.name}, the {how}: run {name} with {format_metric(value)}.")
     box = block("todo", "What to do", commands(todo, "commands that help"))
     return section("Verdict", block("paragraph", head, f"verdict {level}"), _cost(sweep), words, box)
 

@@ -19,7 +19,7 @@ from hpc_train.runs.diagnosis import TAIL_LINES, Diagnosis, shown
 from hpc_train.runs.job_status import TO_BE_REQUEUED
 from hpc_train.telemetry.progress import final_result, spent_line
 from hpc_train.telemetry.tracebacks import STACK, own_frames
-from hpc_train.units import counted, format_bytes, format_duration
+from hpc_train.units import counted, format_bytes, format_duration, format_metric
 
 TODO = "what to do"  # the title of the section with the advice
 
@@ -54,7 +54,7 @@ def sections(diagnosis: Diagnosis) -> Iterator[tuple[str, list[str]]]:
         memory.append(f"peak of rank 0 in the metrics: {format_bytes(diagnosis.peak_memory_bytes)}")
     yield "memory", memory
     yield "last checkpoint", _checkpoint(diagnosis)
-    yield "recovery actions", _actions(diagnosis)
+    yield "what happened", _actions(diagnosis)
     yield "excluded nodes", [node.words for node in diagnosis.excluded_nodes]
     yield "time", [spent_line(diagnosis.ledger)] if diagnosis.ledger.held_s or diagnosis.ledger.queue_s else []
     yield TODO, list(diagnosis.advice)
@@ -121,7 +121,7 @@ def _checkpoint(diagnosis: Diagnosis) -> list[str]:
         lost = counted(newest.lost_steps, "logged step", "logged steps")
         if newest.lost_s is not None:
             lost += f", {format_duration(newest.lost_s)}"
-        lines.append(f"work lost by the failure: {lost}")
+        lines.append(f"lost: {lost}")
     return lines
 
 
@@ -227,18 +227,18 @@ def _figures(facts: RunFacts) -> Html:
 
 
 def _short(value: Any) -> str | None:
-    return f"{value:.4f}" if isinstance(value, int | float) else None
+    return format_metric(value) if isinstance(value, int | float) else None
 
 
 MOST_EVENTS = 200  # the newest ones
 
 
-def decisions(facts: RunFacts) -> Html:
-    """Returns the section with the faults and what was decided about them, in the order of time."""
+def decisions(facts: RunFacts) -> Html | None:
+    """Returns the section with the faults and what was decided about them, in the order of time; None without any."""
     title = "Faults and decisions"
     events = [event for event in facts.events if event.kind.level >= Level.MARK]
     if not events:
-        return section(title, block("paragraph", "No event was recorded."))
+        return None
     words = []
     if not any(event.kind.level >= Level.REACTION and event.name != "resumed" for event in events):
         words.append("No fault was recorded.")
