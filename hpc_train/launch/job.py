@@ -92,7 +92,7 @@ class Job:
     @property
     def submitit_folder(self) -> Path:
         """Returns the directory of submitit's pickle and of the output of the agent."""
-        return self.run.logs / "submitit"
+        return self.run.logs
 
 
 def local_shape(config: Config, place: Place) -> JobShape:

@@ -72,7 +72,7 @@ def _works_on(pid: int, run: RunDirectory) -> bool:
     except OSError:  # it has ended
         return False
     is_controller = len(words) > 3 and words[2].endswith(b"/hpc_train/launch/executors/controller.py")
-    if is_controller and words[3] == os.fsencode(run.logs / "submitit"):
+    if is_controller and words[3] in (os.fsencode(run.logs), os.fsencode(run.logs / "submitit")):  # before 0.9
         return True
     owner = _own_lease(run)
     return owner is not None and owner.pid == pid and owner.started == started(pid)

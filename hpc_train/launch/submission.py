@@ -24,7 +24,6 @@ from hpc_train.launch.executors.cost import can_ask
 from hpc_train.launch.executors.executor import Executor
 from hpc_train.launch.job import Job
 from hpc_train.registration import RUN_WAITED_FOR, SWEEP_WAITED_FOR, registered
-from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit, worst_exit
 from hpc_train.run.files import concurrently
 from hpc_train.run.lease import add_submission
@@ -145,11 +144,8 @@ class JobQueue:
 
     def _record(self, submitted: Submitted) -> None:
         run = submitted.job.run
-        name = self.executor.name
         identity = self.executor.identity(submitted.job_id)
-        add_submission(run, name, first_attempt=submitted.first_attempt, **identity)
-        events = EventLog.open(run, "submitter", submitted.first_attempt)
-        events.write("submitted", job_id=submitted.job_id, executor=name, layout=str(submitted.job.layout))
+        add_submission(run, self.executor.name, first_attempt=submitted.first_attempt, **identity)
 
 
 POLL_S = 0.5

@@ -1,7 +1,7 @@
 """Defines the run directory, the one interface between submitter, agents, workers, commands and notebooks.
 
 config.yaml                  the current frozen config; earlier ones are config-NNN.yaml
-job.sbatch                   the batch script of the last submission
+job.sbatch                   the batch script of the last submission; that of an array is slurm/JOB.sbatch of the sweep
 job.sh                       commands that a batch script written by hand sources
 gpus.sh                      passes the GPUs of a job on to its steps, for scripts that start the agents themselves
 run.json                     run id, config hash, code version, W&B id, every submission (see record.py)
@@ -15,11 +15,12 @@ logs/nccl/NNN-rank-RRRR.log  NCCL's log of a rank that a preflight has read, if 
 logs/stacks/                 stacks of slow steps and hangs, and answers to `stacks`; of the last ten attempts
 pp_split.json                cost of each block and the layers of each stage (strategy.pp_split=flops|measured)
 attempts/NNN.json            address, port and layout of an attempt; creating the file claims the number
+attempts/00000001            the run's lease (see lease.py and file_lock.py)
 plan.json                    the layout that strategy=auto has chosen, the table behind it, and what it depends on
 fabric.json                  hardware of the nodes of the newest attempt and the resulting environment
 compiled/                    artifacts of torch.compile, which the next attempt loads (see parallel/compile.py)
 profile/                     traces of chosen steps and ranks, and the time breakdown of a step (telemetry.profile)
-.locks/                      file locks: the run's lease and the lock on run.json (see file_lock.py)
+.locks/                      locks that are held at this moment, such as the one on run.json (see file_lock.py)
 code/HASH/                   the frozen copy of the user's code with run.snapshot=copy or run.group; the runs of a sweep
                              share one in its directory. Otherwise those of a run root share it in .code/UID/HASH
 report.html                  the report page, written at the end of each job; a sweep's directory has one as well
@@ -301,8 +302,9 @@ def sweep_given(target: str, runs: Sequence[Path], command: str) -> UserError:
 
 
 def lease_folder(path: Path) -> Path:
-    """Returns the folder with the lock files of a run's lease (see ``run.lease``)."""
-    return path / ".locks" / "lease"
+    """Returns the folder with the lock files of a run's lease (see ``run.lease``), which also has its attempts."""
+    before = path / ".locks" / "lease"  # of versions before 0.9, of which one may be at work
+    return before if before.is_dir() else path / "attempts"
 
 
 def _attempt_of(path: Path) -> int:

@@ -158,7 +158,10 @@ _CLOSING = "step! steps step_s save_s eval_s ledger *"
 _CAUSE = "class message exit_code"
 EVENTS = {
     # a job and its attempts
-    "submitted": EventKind("The job was handed to its executor.", "job_id executor layout"),
+    "submitted": EventKind(
+        "Versions before 0.9: the job was handed to its executor. `run.json` has `submissions`.",
+        "job_id executor layout",
+    ),
     "started": EventKind(
         "The agents start the workers of an attempt. `record` is a copy of `run.json`.",
         "layout world_size gpus began job_id launch nodes record", {"gpus": "count"},

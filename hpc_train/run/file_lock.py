@@ -3,7 +3,8 @@
 ``flock`` does not reach across machines everywhere (NFS without lockd, Lustre with ``localflock``). Each acquisition
 creates a numbered file such as ``00000007`` with O_EXCL; it names the owner, and a second line marks the release. The
 highest number is the current lock. A process that finds the owner dead creates the next number, so only one of several
-succeeds, and an owner that was merely suspended notices that its lock was superseded.
+succeeds, and an owner that was merely suspended notices that its lock was superseded. The lock of a short block
+(``exclusive``) leaves nothing behind: its files are removed, so that its numbers begin again.
 
 On the same machine the process table shows whether an owner is alive. On another machine Slurm decides where it knows
 that the job has ended; otherwise an owner counts as dead after ``STALE_S`` without a heartbeat. It may only be
@@ -28,6 +29,7 @@ from hpc_train.run.files import patiently
 from hpc_train.run.processes import boot_id, started
 from hpc_train.schedulers.slurm import client
 
+LOCKS = ".locks"  # of several locks
 BEAT_S = 15.0
 STALE_S = 180.0  # well above the attribute cache time of network file systems (60 s) plus some missed heartbeats
 _DONE = b"\ndone\n"
@@ -124,9 +126,8 @@ def acquire(folder: Path, owner: LockOwner, ask_slurm: bool = True) -> Lock:
     Raises:
         LockHeld: the previous owner has not released the lock and may be alive.
     """
-    folder.parent.mkdir(exist_ok=True)  # a run directory that was deleted is not made again
-    folder.mkdir(exist_ok=True)
     while True:
+        _make(folder)
         lock = Lock(folder, 1)
         before = newest_lock(folder)
         if before is not None:
@@ -147,16 +148,38 @@ def acquire(folder: Path, owner: LockOwner, ask_slurm: bool = True) -> Lock:
 def exclusive(folder: Path) -> Iterator[None]:
     """Waits for the lock and holds it inside the ``with`` block, which must be short because no heartbeats are sent."""
     owner = LockOwner.of_this_process()
-    while True:
-        try:
-            lock = acquire(folder, owner, ask_slurm=False)
-            break
-        except LockHeld:
-            time.sleep(_POLL_S)
+    while (lock := _acquired(folder, owner)) is None:
+        time.sleep(_POLL_S)
     try:
         yield
     finally:
-        patiently(lock.release)  # otherwise the lock stays held until this process ends
+        patiently(lambda: _remove(lock, owner))  # otherwise the lock stays held until this process ends
+
+
+def _acquired(folder: Path, owner: LockOwner) -> Lock | None:
+    """Returns the lock of ``folder``; None if another process holds it."""
+    try:
+        lock = acquire(folder, owner, ask_slurm=False)
+    except LockHeld:
+        return None
+    # since numbers begin again, a process with a stale directory listing may have taken a higher one than the holder
+    if any(Lock(folder, number).is_held(owner, False) for number in _lock_numbers(folder) if number < lock.number):
+        lock.path.unlink(missing_ok=True)
+        return None
+    return lock
+
+
+def _remove(lock: Lock, owner: LockOwner) -> None:
+    """Releases a lock by removing its files and its folder, unless another process has superseded it."""
+    if lock.owner() != owner:
+        return
+    for number in sorted(_lock_numbers(lock.folder)):
+        if number <= lock.number:
+            Lock(lock.folder, number).path.unlink(missing_ok=True)
+    with suppress(OSError):  # another process waits for the lock, or the run has other locks
+        lock.folder.rmdir()
+        if lock.folder.parent.name == LOCKS:
+            lock.folder.parent.rmdir()
 
 
 @contextmanager
@@ -184,11 +207,19 @@ def heartbeats(lock: Lock, on_loss: Callable[[], None] = lambda: None, beat_s: f
         ended.set()
 
 
+def _make(folder: Path) -> None:
+    """Creates the folder of a lock, in ``.locks`` also that one; a run directory that was deleted is not made again."""
+    for path in (folder.parent, folder):
+        if path is folder or path.name == LOCKS:
+            with suppress(FileExistsError):
+                path.mkdir()
+
+
 def _create(lock: Lock, owner: LockOwner) -> bool:
-    """Creates the lock file; returns False if another process was first."""
+    """Creates the lock file; returns False if another process was first, or has just removed the folder."""
     try:
         descriptor = os.open(lock.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-    except FileExistsError:
+    except (FileExistsError, FileNotFoundError):
         return False
     try:
         os.write(descriptor, json.dumps(asdict(owner)).encode())

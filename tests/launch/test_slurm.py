@@ -61,6 +61,8 @@ def test_jobs_of_one_shape_are_one_array_and_keep_their_order(slurm: Path, tmp_p
     assert [call.count("--array=0-1%1") for call in calls(tmp_path)] == [1, 0]
     listed = next((tmp_path / "sweep" / "slurm").glob("runs-00000-*")).read_text().split()
     assert listed == [str(jobs[0].run.path), str(jobs[2].run.path)]
+    assert (tmp_path / "sweep" / "slurm" / "41.sbatch").is_file() and (jobs[1].run.path / "job.sbatch").is_file()
+    assert not list(tmp_path.rglob("*submission*")), "submitit's copies"
 
 
 @pytest.mark.parametrize(("cap", "limit"), [("auto", ""), (2, "%2")])

@@ -62,7 +62,23 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     for child in children:
         child.join(LIMIT_S)
     assert (tmp_path / "count").read_text() == "40"
-    assert len(list((tmp_path / "turns").iterdir())) < 12  # old ones are forgotten
+    assert {path.name for path in tmp_path.iterdir()} == {"count"}, "a short lock leaves nothing"
+
+
+def test_a_holder_that_a_stale_list_hides_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client whose list still shows an earlier, removed number 2 takes number 3 while another process holds 1."""
+    folder = tmp_path / ".locks" / "record"
+    holder = file_lock.acquire(folder, elsewhere())
+    lists = [[2]]
+    real = file_lock._lock_numbers
+    monkeypatch.setattr(file_lock, "_lock_numbers", lambda folder: lists.pop() if lists else real(folder))
+    assert file_lock._acquired(folder, LockOwner.of_this_process()) is None
+    assert [path.name for path in folder.iterdir()] == ["00000001"]
+    os.utime(holder.path, (time.time() - STALE_S - 1,) * 2)
+    with file_lock.exclusive(folder):
+        file_lock._remove(holder, elsewhere())  # it wakes up after it was passed over
+        assert [path.name for path in folder.iterdir()] == ["00000002"]
+    assert not folder.parent.exists() and tmp_path.exists()
 
 
 def keep(path: Path, reported: Any = None, **options: Any) -> None:

@@ -94,7 +94,7 @@ def test_a_batch_script_with_values_is_private(tmp_path: Path, umask: None, monk
     job = make_job(tmp_path / "sweep", cluster=ClusterConfig(kind="slurm", cpu_workers=2, env={"TOKEN": IN_CONFIG}))
     SlurmJobExecutor().submit([job], tmp_path / "sweep", 1)
     found = holders(tmp_path, IN_CONFIG)
-    assert {path.name for path in found} == {"job.sbatch", "17_submission.sh"}
+    assert {path.name for path in found} == {"job.sbatch"}
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in found)
 
 

@@ -383,7 +383,7 @@ def test_a_copy_is_removed_with_the_last_run_that_names_it(tree: Path, monkeypat
     monkeypatch.undo()
     age(copies)
     remove_unnamed(copies)
-    assert {path.name for path in copies.iterdir()} == {".locks", ".removal"}
+    assert {path.name for path in copies.iterdir()} == {".removal"}
 
 
 def test_tests_and_docs_of_hpc_train_are_in_no_copy(

@@ -22,4 +22,8 @@ class PatientController(Controller):
 
 
 if __name__ == "__main__":
-    PatientController(Path(sys.argv[1])).run()
+    folder = Path(sys.argv[1])
+    PatientController(folder).run()
+    log = folder / "controller.log"
+    if log.stat().st_size == 0:
+        log.unlink()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from submitit.core.job_environment import JobEnvironment
 from submitit.local.local import LocalExecutor, LocalJob
 
 from hpc_train.config.schema import Config
@@ -70,6 +71,7 @@ class ProcessExecutor:
 
 
 CONTROLLER = Path(__file__).with_name("controller.py")
+CONTROLLER_LOG = "controller.log"  # the controller removes it if it is empty
 TEN_YEARS_S = 10 * 365 * 24 * 3600
 
 
@@ -88,11 +90,11 @@ class SessionExecutor(LocalExecutor):
             "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "0",
             "SUBMITIT_LOCAL_NODEID": "0",
             "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
-            "SUBMITIT_STDERR_TO_STDOUT": "",
+            "SUBMITIT_STDERR_TO_STDOUT": "1",
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
         }
-        with open_to_append(self.folder / "controller.log", self.folder) as log, _sigterm_blocked():
+        with open_to_append(self.folder / CONTROLLER_LOG, self.folder) as log, _sigterm_blocked():
             process = subprocess.Popen(
                 [sys.executable, "-P", str(CONTROLLER), str(self.folder)],  # not the one of frozen code
                 env={**os.environ, **settings, **self.variables},
@@ -143,7 +145,9 @@ class LocalJobExecutor(ProcessExecutor):
         ids = []
         cores = max(1, len(os.sched_getaffinity(0)) // at_once)
         for job in jobs:
-            share = Share(gpus=_gpus(job), cores=cores, sweep=str(sweep), at_once=at_once)
+            share = None
+            if job.run.path != sweep:  # another job may run beside this one
+                share = Share(gpus=_gpus(job), cores=cores, sweep=str(sweep), at_once=at_once)
             call = RunAgent(str(job.run.path), share, job.trust_owner)
             code = frozen_code(job.run)
             variables = {} if code is None else code.environment()
@@ -156,7 +160,7 @@ class LocalJobExecutor(ProcessExecutor):
         return not self._jobs[job_id].done()
 
     def output(self, job: Job, job_id: str) -> Path:
-        return job.submitit_folder / f"{job_id}_0_log.err"
+        return job.submitit_folder / f"{job_id}_0_log.out"
 
 
 def jobs_at_once(jobs: Sequence[Job], cores: int, gpus: int) -> int:
@@ -188,6 +192,7 @@ class RunAgent:
         open_run(run, "agent", self.trust_owner)
         check_copy(run)
         reexec_from_snapshot(run)
+        JobEnvironment().paths.submitted_pickle.unlink(missing_ok=True)  # this process was the last to read it
         from hpc_train.elastic.agent import run_agent  # the submitter does not need the modules of the agent
 
         def reserved(stop: StopRequests) -> AbstractContextManager[None]:

@@ -76,6 +76,7 @@ class ScriptExecutor(SlurmExecutor):
         self._text = text
         self._options = sbatch_options
         self._mode = mode
+        self._file: Path | None = None
 
     def submit_script(self) -> str:
         """Submits the script; returns the id of the job or the array.
@@ -84,7 +85,11 @@ class ScriptExecutor(SlurmExecutor):
         """
         JobPaths.get_first_id_independent_folder(self.folder).mkdir(parents=True, exist_ok=True)
         try:
-            return str(self._submit_command("").job_id)
+            job = self._submit_command("")
+            if self._file is not None:  # it is a link now, to the file that is named after the job
+                self._file.unlink(missing_ok=True)
+            job.paths.submission_file.unlink(missing_ok=True)  # ``submit`` writes the script where users look for it
+            return str(job.job_id)
         except FailedJobError as error:
             output = getattr(error.__cause__, "output", "")  # of a CalledProcessError
             raise client.failure("sbatch", str(error), output) from error
@@ -96,6 +101,7 @@ class ScriptExecutor(SlurmExecutor):
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         # submitit has created the file and writes this text; a umask would become that of the job
         file = JobPaths.get_first_id_independent_folder(self.folder) / f".submission_file_{uid}.sh"
+        self._file = file
         file.chmod(stat.S_IMODE(file.stat().st_mode) & self._mode)
         return self._text
 
@@ -169,8 +175,9 @@ class SlurmJobExecutor:
                 if len(group) > 1:
                     tasks = [f"{main}_{index}" for index in range(len(group))]
                 self._record_estimate(group[0], tasks[0])
+                script = group[0].run.path / "job.sbatch" if len(group) == 1 else folder / f"{main}.sbatch"
+                write_text(script, text, file_mode(group[0].config), flush=False)  # to be read
                 for job, job_id in zip(group, tasks, strict=True):
-                    write_text(job.run.path / "job.sbatch", text, file_mode(job.config), flush=False)  # to be read
                     ids[job.number] = job_id
                     pattern = str(sbatch_options["output"]).rpartition("/")[2]
                     self._outputs[job_id] = folder / pattern.replace("%j", job_id).replace("%A_%a", job_id)
