@@ -297,7 +297,7 @@ def _submit(overrides: list[str], config_dir: str | Path | None, console: Consol
     with own_files_checked(line), line.composer() as compose:
         run = compose(jobs_overrides[0]).run
         sweep = Path(run_directory(run.root, run.name, run.fork))
-        jobs = prepare_all(compose, jobs_overrides, 0, len(jobs_overrides), sweep, console, trust_owner)
+        jobs = prepare_all(compose, jobs_overrides, 0, len(jobs_overrides), sweep, console, line, trust_owner)
     tell_without_effect(jobs, line, console)
     queue = enqueue(jobs, sweep, console, OmegaConf.create({"hydra": {"overrides": {"task": list(line.overrides)}}}))
     queue.submit_all()

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ from hpc_train.config.options import OptionParser
 from hpc_train.config.run_path import job_directory
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
+from hpc_train.launch.continued import with_frozen_defaults
 from hpc_train.launch.executors.allocation import shape_in_script
 from hpc_train.launch.executors.slurm import slurm_shape
 from hpc_train.launch.gpus import (
@@ -68,6 +70,7 @@ def freeze_run(arguments: list[str]) -> int:
     run = RunDirectory(job_directory(job.directory, options.task or 0, job.count))
     is_requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
     if not (is_requeued and run.config.exists()):
+        job = replace(job, config=with_frozen_defaults(job.config, run, line, job.overrides))
         if job_id is not None:
             check_signal(job.config, run)
         _freeze(job, run, options.trust_owner)
@@ -138,8 +141,9 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def _batch_script(composed: ComposedJob) -> str:
-    config = composed.config
     line = composed.line
+    run = RunDirectory(composed.directory)
+    config = with_frozen_defaults(composed.config, run, line, composed.overrides)
     cluster = config.cluster
     if cluster.kind == "local":
         raise UserError("a batch script needs Slurm, got cluster.kind=local", where="cluster.kind", fix="cluster=slurm")
@@ -151,7 +155,7 @@ def _batch_script(composed: ComposedJob) -> str:
         )
     site = read_site() if controller_answers() else NO_SITE
     shape = slurm_shape(config, lambda: site)
-    job = check_job(config, RunDirectory(composed.directory), shape, overrides=composed.overrides)
+    job = check_job(config, run, shape, overrides=composed.overrides)
     print_notices(job, line)
     header = {
         "job-name": cluster.job_name or config.run.name or config.strategy.name,

@@ -21,6 +21,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.translate import translate
 from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.errors import UserError
+from hpc_train.launch.continued import with_frozen_defaults
 from hpc_train.launch.gpus import gpus_of_this_job
 from hpc_train.launch.job import local_shape
 from hpc_train.launch.launcher import Ended, JobFailed
@@ -144,9 +145,9 @@ def task(
 ) -> int:
     """Trains in the foreground; returns the exit code. Raises SystemExit if the run is refused."""
     try:
-        config = typed(node)
-        _check_foreground(config)
         overrides = list(HydraConfig.get().overrides.task)
+        config = with_frozen_defaults(typed(node), run, line, overrides)
+        _check_foreground(config)
         shape = local_shape(config, Place.FOREGROUND)
         job = check_job(config, run, shape, overrides=overrides, trust_owner=trust_owner)
         print_notices(job, line)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from hpc_train.config.command_line import CommandLine, is_search_path, parsed_override
-from hpc_train.config.compose import plain
+from hpc_train.config.command_line import CommandLine, is_choice, is_search_path, parsed_override
+from hpc_train.config.compose import config_directory, plain
 from hpc_train.config.own_files import leaves, place_of, read_yaml
 from hpc_train.config.secrets import shown
 from hpc_train.config.settings import read_settings
@@ -50,10 +50,45 @@ def origins(line: CommandLine) -> list[Origin]:
     return [Origin(key, value, places.get(key, DEFAULT)) for key, value in _leaves(node)]
 
 
+def defaults(line: CommandLine) -> dict[str, Any]:
+    """Returns the keys that no file of the user or the site sets, nor the command line, with their values, which may
+    have interpolations. ``line`` describes one job. Raises as ``origins``.
+    """
+    of_caller = GlobalHydra.instance().hydra  # that of ``hydra.main``, for instance
+    GlobalHydra.instance().clear()
+    try:
+        with line.composer() as compose:
+            values = dict(_leaves(compose(list(line.overrides))))
+            files = [(key, file) for key, file, _ in _keys_of_files(line)]
+    finally:
+        GlobalHydra.instance().hydra = of_caller
+    given = {key for key, file in files if not file.is_relative_to(config_directory())}
+    given |= {override.key_or_group for override in map(parsed_override, line.overrides) if not is_choice(override)}
+    return {key: value for key, value in values.items() if not is_below(key, given)}
+
+
+def is_below(key: str, names: Collection[str]) -> bool:
+    """Returns whether the dotted ``key`` or a table that has it is among ``names``."""
+    parts = key.split(".")
+    return any(".".join(parts[: count + 1]) in names for count in range(len(parts)))
+
+
 def _places(line: CommandLine) -> Iterator[tuple[str, str]]:
     """Yields keys with what sets them, the weakest first."""
+    yield from ((key, place_of(file, value)) for key, file, value in _keys_of_files(line))
+    for text in line.overrides:
+        override = parsed_override(text)
+        value = override.value()
+        key = override.key_or_group
+        yield key, COMMAND_LINE
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{name}", COMMAND_LINE) for name, _ in _leaves(OmegaConf.create({**value})))
+
+
+def _keys_of_files(line: CommandLine) -> Iterator[tuple[str, Path, Any]]:
+    """Yields keys with the files that set them and the nodes of their values, the weakest file first."""
     for settings in read_settings():
-        yield from ((key, place_of(settings.path, value)) for key, value in leaves(read_yaml(settings.path)))
+        yield from ((key, settings.path, value) for key, value in leaves(read_yaml(settings.path)))
     loader = GlobalHydra.instance().config_loader()
     assert isinstance(loader, ConfigLoaderImpl)
     overrides = [*line.search_path, *(text for text in line.overrides if not is_search_path(text))]
@@ -67,14 +102,7 @@ def _places(line: CommandLine) -> Iterator[tuple[str, str]]:
         package = f"{default.package}." if default.package else ""
         for key, value in leaves(read_yaml(file)):
             if value.value != ROOT_OF_SETTINGS:
-                yield f"{package}{key}", place_of(file, value)
-    for text in line.overrides:
-        override = parsed_override(text)
-        value = override.value()
-        key = override.key_or_group
-        yield key, COMMAND_LINE
-        if isinstance(value, Mapping):
-            yield from ((f"{key}.{name}", COMMAND_LINE) for name, _ in _leaves(OmegaConf.create({**value})))
+                yield f"{package}{key}", file, value
 
 
 def _leaves(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:

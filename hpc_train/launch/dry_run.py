@@ -17,6 +17,7 @@ from hpc_train.config.run_path import job_directory, run_directory
 from hpc_train.config.translate import of_several_values, translate
 from hpc_train.config.values import command_words, node_range, runs_own_code, saves_asynchronously
 from hpc_train.errors import UserError
+from hpc_train.launch.continued import with_frozen_defaults
 from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.job import Job, memory_need, with_memory_note
 from hpc_train.launch.request import check_job, notices_of
@@ -54,7 +55,8 @@ def dry_run(line: CommandLine, trust_owner: bool = False) -> int:
             if isinstance(config, Exception):
                 raise translate(config) or config
             run = RunDirectory(job_directory(directory, number, len(jobs)))
-            job = check_job(typed(config), run, number=number, overrides=overrides, trust_owner=trust_owner)
+            kept = with_frozen_defaults(typed(config), run, line, overrides)
+            job = check_job(kept, run, number=number, overrides=overrides, trust_owner=trust_owner)
             job = with_memory_note(job)
             text = _shortened(_plan(job), number, plans)
             accepted.append(job)

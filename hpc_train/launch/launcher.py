@@ -31,6 +31,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.secrets import HIDDEN, file_mode, refuse_secrets
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, UserErrors
+from hpc_train.launch.continued import with_frozen_defaults
 from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.job import Job, with_memory_note
 from hpc_train.launch.request import check_job, notices_of
@@ -103,7 +104,7 @@ class HpcTrainLauncher(Launcher):
             count = max(count, 2)  # the sweeper submits in batches: all of its runs are numbered
         composer = self._composer(count)
         jobs = prepare_all(
-            composer, job_overrides, initial_job_idx, count, self._sweep, self._console, self._trusts_owner
+            composer, job_overrides, initial_job_idx, count, self._sweep, self._console, self._line, self._trusts_owner
         )
         if jobs[0].config.launch.detach:
             queue = self._enqueue(jobs)
@@ -136,7 +137,7 @@ class HpcTrainLauncher(Launcher):
 
     def _trial(self, compose: Callable[[Sequence[str]], DictConfig], number: int, overrides: Sequence[str]) -> Job:
         (job,) = prepare_all(
-            compose, [overrides], number, max(number + 1, 2), self._sweep, self._console, self._trusts_owner
+            compose, [overrides], number, max(number + 1, 2), self._sweep, self._console, self._line, self._trusts_owner
         )
         return job
 
@@ -170,6 +171,7 @@ def prepare_all(
     count: int,
     sweep: Path,
     console: Console,
+    line: CommandLine | None,
     trust_owner: bool = False,
 ) -> list[Job]:
     """Composes and checks the jobs ``first``, ``first`` + 1, ... of ``count`` below ``sweep``; writes nothing.
@@ -185,7 +187,10 @@ def prepare_all(
         of_user = filter_overrides(list(overrides))
         run = RunDirectory(job_directory(sweep, number, count))
         try:
-            job = check_job(typed(compose(overrides)), run, number=number, overrides=of_user, trust_owner=trust_owner)
+            config = typed(compose(overrides))
+            if line is not None:
+                config = with_frozen_defaults(config, run, line, of_user)
+            job = check_job(config, run, number=number, overrides=of_user, trust_owner=trust_owner)
             jobs.append(with_memory_note(job))
         except Exception as error:
             mistake = translate(error)

@@ -6,11 +6,18 @@ import json
 import subprocess
 import tarfile
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from hpc_train.config.schema import Config
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import load
 from hpc_train.version import __version__
+from tests.config.composing import config_of
 from tests.doors.command import environment, hpc_train
 from tests.releases.record import HERE, OVERRIDES
 
@@ -63,13 +70,47 @@ def test_the_run_of_a_release_continues_with_the_same_settings(version: str, tmp
     assert message.count(";") == 1
 
 
+def frozen_with(run: RunDirectory, **values: dict[str, Any]) -> None:
+    """Changes keys of a frozen run, as if they were the defaults of its version."""
+    config = yaml.safe_load(run.config.read_text())
+    for group, keys in values.items():
+        config[group] |= keys
+    text = yaml.safe_dump(config, sort_keys=False)
+    run.config.write_text(text)
+    run.update_record(config_hash=sha256(text.encode()).hexdigest())
+
+
+def test_a_new_default_does_not_change_a_run_that_exists(tmp_path: Path, called: Called) -> None:
+    opened("0.1.0", tmp_path)
+    run = RunDirectory(tmp_path / "outputs" / "run")
+    before = {"checkpoint": {"asynchronous": False, "wait_for_room_s": 7.0}, "optim": {"weight_decay": 0.0625}}
+    frozen_with(run, **before, elastic={"max_requeues": 3})
+    site = tmp_path / "site" / "cluster" / "mine.yaml"
+    site.write_text("# @package _global_\ndefaults: [local@cluster, _self_]\nelastic:\n  max_requeues: 5\n")
+    same = [*CONTINUED, "train.steps=5", "run.name=run"]
+    planned = called(*same, "launch.dry_run=true", "-m")
+    assert planned.returncode == 0, planned.stderr
+    assert "note: the run keeps optim.weight_decay=0.0625; the default is now 0.1\n" in planned.stderr
+
+    here = ["-cd", "site", *(word for word in same if word != "cluster=local" and "keep=" not in word)]
+    done = called("freeze", *here, "cluster=mine", "checkpoint.wait_for_room_s=8")
+    assert done.returncode == 0, done.stderr
+    config = load(run)
+    assert (config.optim.weight_decay, config.checkpoint.asynchronous) == (0.0625, False)  # set by nobody
+    assert config.elastic.max_requeues == 5  # set by a file now
+    assert config.checkpoint.wait_for_room_s == 8  # set by the command line now
+    assert config.checkpoint.keep == Config().checkpoint.keep != 1  # set by the command line then
+    assert config.cluster == config_of("cluster=local", "cluster.cpu_workers=1").cluster  # another file of the group was chosen
+
+
 @pytest.mark.long_form(30)  # above the run is frozen again, and its checkpoint read
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_run_of_a_release_trains_on(version: str, tmp_path: Path) -> None:
     opened(version, tmp_path)
+    frozen_with(RunDirectory(tmp_path / "outputs" / "run"), optim={"weight_decay": 0.0625})
     done = hpc_train(*CONTINUED, "train.steps=5", "run.name=run", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "continues from step 4" in done.stdout or "step 5/5" in done.stdout
+    assert "step 5/5" in done.stdout and "keeps optim.weight_decay=0.0625" in done.stderr
     shown = hpc_train("evaluate", "run", "--json", cwd=tmp_path, env=environment())
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert json.loads(shown.stdout)["step"] == 5
