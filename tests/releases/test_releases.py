@@ -100,7 +100,8 @@ def test_a_new_default_does_not_change_a_run_that_exists(tmp_path: Path, called:
     assert config.elastic.max_requeues == 5  # set by a file now
     assert config.checkpoint.wait_for_room_s == 8  # set by the command line now
     assert config.checkpoint.keep == Config().checkpoint.keep != 1  # set by the command line then
-    assert config.cluster == config_of("cluster=local", "cluster.cpu_workers=1").cluster  # another file of the group was chosen
+    # another file of the group was chosen
+    assert config.cluster == config_of("cluster=local", "cluster.cpu_workers=1").cluster
 
 
 @pytest.mark.long_form(30)  # above the run is frozen again, and its checkpoint read
