@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from hpc_train.commands import COMMANDS
+from hpc_train.version import __version__
+from tests.releases.record import OVERRIDES
+
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "hpc_train", "hydra_plugins", "conf")
 
@@ -55,21 +59,46 @@ def call(python: Path, place: Path, *arguments: str) -> str:
 WHERE = ["-c", "from hpc_train.config.conf_files import config_directory as d; print(d())"]
 
 
-@pytest.mark.long_form(15)  # the list of packages is compared below
-def test_a_wheel_brings_its_config(sources: Path, tmp_path: Path) -> None:
-    python = install(tmp_path / "venv", str(sources))
-    conf = Path(call(python, tmp_path / "place", *WHERE).strip())
+HELP = """
+import contextlib, io
+from hpc_train import cli
+from hpc_train.commands import COMMANDS
+for name in COMMANDS:
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        assert cli.run([name, "--help"]) == 0, name
+    assert "hpc_train" in shown.getvalue(), name
+print(*COMMANDS)
+"""
+
+
+@pytest.mark.long_form(60)  # the lists of packages and of their files are compared below
+def test_the_wheel_that_the_sdist_gives_works_outside_of_the_clone(sources: Path, tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", sources]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)  # the wheel is built from the sdist
+    assert done.returncode == 0, done.stdout + done.stderr
+    version = f"hpc_train-{__version__}"
+    assert (tmp_path / "dist" / f"{version}.tar.gz").exists()
+    python = install(tmp_path / "venv", str(tmp_path / "dist" / f"{version}-py3-none-any.whl"))
+    place = tmp_path / "place"
+    conf = Path(call(python, place, *WHERE).strip())
     assert conf.parent.name == "hpc_train" and tmp_path in conf.parents
-    expected = {path.relative_to(REPOSITORY / "conf") for path in (REPOSITORY / "conf").rglob("*.yaml")}
-    assert {path.relative_to(conf) for path in conf.rglob("*.yaml")} == expected
-    planned = call(python, tmp_path / "place", "-m", "hpc_train", "+strategy=hybrid", "launch.dry_run=true", "-m")
+    for folder, installed in (("conf", conf), ("hpc_train", conf.parent)):  # the files of data and templates as well
+        files = {path.relative_to(REPOSITORY / folder) for path in (REPOSITORY / folder).rglob("*") if path.is_file()}
+        missing = [path for path in files if not (installed / path).exists() and "__pycache__" not in path.parts]
+        assert not missing
+
+    program = [python, place, "-m", "hpc_train"]
+    assert call(*program, "--version").startswith(f"hpc_train {__version__} (")
+    assert call(python, place, "-c", HELP).split() == list(COMMANDS)
+    assert "partition: standard-g" in call(*program, "cluster=lumi", "--cfg", "job", "-p", "cluster")
+    planned = call(*program, "+strategy=hybrid", "launch.dry_run=true", "-m")
     assert "can be submitted" in planned
-    script = tmp_path / "venv" / "bin" / "hpc-train"
-    frozen = call(script, tmp_path / "place", "freeze", "strategy=dp", "run.name=x")
+    frozen = call(tmp_path / "venv" / "bin" / "hpc-train", place, "freeze", "strategy=dp", "run.name=x")
     assert (Path(frozen.strip()) / "config.yaml").exists()
-    call(script, tmp_path / "place", "init", "shapes")
-    arguments = ["-cd", "conf", "experiment=baseline", "launch.dry_run=true", "-m"]
-    assert "can be submitted" in call(script, tmp_path / "place" / "shapes", *arguments)
+    assert "done: 4 steps" in call(*program, *OVERRIDES, "run.name=run")
+    call(*program, "report", "run", "--out", "page.html")
+    assert "validation" in (place / "page.html").read_text()
 
 
 @pytest.mark.long_form(10)
