@@ -67,6 +67,7 @@ COMMANDS = {
     "compare": Command("compare:main", "compare the settings and metrics of runs, the best first", _LOOK, RUNS),
     "plot": Command("plot:main", "draw loss, throughput, memory and time shares", _LOOK, RUNS),
     "report": Command("report:main", "write a self-contained HTML report on a run or a sweep", _LOOK, RUNS),
+    "support": Command("support:main", "collect what to send to a maintainer, without secrets", _LOOK, RUNS),
     "stacks": Command("submitted:stacks", "print the stacks of all ranks of a live run", _LOOK, RUNS),
     "wait": Command("submitted:wait", "wait until runs end", _LOOK, RUNS),
     "sync": Command("sync:main", "send the metrics of runs to W&B, MLflow or TensorBoard", _MANAGE, RUNS),

@@ -25,6 +25,8 @@ SECRET_NAME = re.compile(
 )
 FROM_ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]+)")
 ASSIGNMENT = re.compile(r"""\b(\w+)=('[^']*'|"[^"]*"|[^\s;&|]+)""")
+PASSWORD = re.compile(r"(://[^\s:/@]*:)[^\s@/]+@")  # in an address
+TOKEN = re.compile(r"\b(Bearer\s+|hf_|gh[ps]_|sk-)[\w.~+/=-]{8,}")  # of widespread services
 HIDDEN = "(hidden)"
 SHORTEST = 8  # characters; a shorter value would also occur in harmless text
 # Names of files in which tools keep keys, tokens and passwords, in lower case. Python modules are always copied.
@@ -44,7 +46,7 @@ FIX = "remove it from the config, which is stored in clear text; workers inherit
 
 def refuse_secrets(values: Any, environment: Mapping[str, str] = os.environ) -> None:
     """Raises UserError if a text in nested dicts and lists contains a secret of the environment, or reads one."""
-    held = _secrets(environment)
+    held = environment_secrets(environment)
     for key, text in leaves(values):
         for name in FROM_ENVIRONMENT.findall(text):
             if SECRET_NAME.search(name):
@@ -54,7 +56,7 @@ def refuse_secrets(values: Any, environment: Mapping[str, str] = os.environ) -> 
 
 def refuse_secret_arguments(arguments: Iterable[str], environment: Mapping[str, str] = os.environ) -> None:
     """Raises UserError if an argument contains a secret of the environment; Hydra records the command line as well."""
-    held = _secrets(environment)
+    held = environment_secrets(environment)
     for argument in arguments:
         _refuse(argument.split("=", 1)[0], argument, held)
 
@@ -116,7 +118,18 @@ def _hidden(assignment: re.Match[str]) -> str:
     return f"{assignment[1]}={HIDDEN}" if SECRET_NAME.search(assignment[1]) else assignment[0]
 
 
-def _secrets(environment: Mapping[str, str]) -> dict[str, str]:
+def redacted(text: str, values: Iterable[str]) -> str:
+    """Returns ``text`` of any origin without ``values``, assignments to variables with the name of a secret, passwords
+    in addresses, and tokens of widespread services.
+    """
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
+    text = PASSWORD.sub(rf"\1{HIDDEN}@", ASSIGNMENT.sub(_hidden, text))
+    return TOKEN.sub(rf"\1{HIDDEN}", text)
+
+
+def environment_secrets(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the variables whose names are those of secrets."""
     return {name: value for name, value in environment.items() if SECRET_NAME.search(name) and len(value) >= SHORTEST}
 
 

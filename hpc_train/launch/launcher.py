@@ -3,7 +3,6 @@ watches them or leaves."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
@@ -28,7 +27,7 @@ from hpc_train.config.evaluation import best_metric
 from hpc_train.config.hydra_settings import is_search
 from hpc_train.config.run_path import job_directory
 from hpc_train.config.schema import Config
-from hpc_train.config.secrets import HIDDEN, file_mode, refuse_secrets
+from hpc_train.config.secrets import HIDDEN, PASSWORD, file_mode, refuse_secrets
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, UserErrors
 from hpc_train.launch.continued import with_frozen_defaults
@@ -273,9 +272,6 @@ def enqueue(
         write_multirun(multirun, jobs[0].config, sweep)
     warn_if_open(jobs[0].run, jobs[0].config)  # the others are beside it
     return JobQueue(jobs, executor, sweep, console)
-
-
-PASSWORD = re.compile(r"(://[^\s:/@]*:)[^\s@/]+@")
 
 
 def write_multirun(multirun: DictConfig, job: Config, sweep: Path) -> None:

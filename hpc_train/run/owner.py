@@ -354,6 +354,7 @@ ACCESS: Mapping[str, Access] = MappingProxyType(
         "compare --baseline": Access.READS,
         "plot": Access.READS,
         "report": Access.READS,
+        "support": Access.READS,  # and only of the caller's own runs
         "wait": Access.READS,
         "sync": Access.READS,
         "checkpoint list": Access.READS,

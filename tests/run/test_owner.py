@@ -147,7 +147,8 @@ def test_a_run_with_files_of_another_user_is_not_executed(
 def test_each_command_that_takes_a_run_is_in_the_table() -> None:
     named = {name.partition(" ")[0] for name in ACCESS}
     assert named <= COMMANDS.keys()
-    assert COMMANDS.keys() - named == {"script", "plan", "prepare", "doctor", "bench", "help"}  # they open no run
+    # the others open no run
+    assert COMMANDS.keys() - named == {"init", "script", "plan", "prepare", "doctor", "bench", "help"}
     assert {name.split()[1] for name in ACCESS if name.startswith("checkpoint ")} == set(COMMANDS["checkpoint"].actions)
 
 
