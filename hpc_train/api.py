@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -299,6 +299,7 @@ def _submit(overrides: list[str], config_dir: str | Path | None, console: Consol
         sweep = Path(run_directory(run.root, run.name, run.fork))
         jobs = prepare_all(compose, jobs_overrides, 0, len(jobs_overrides), sweep, console, line, trust_owner)
     tell_without_effect(jobs, line, console)
+    jobs = [replace(job, options=line.options) for job in jobs]
     queue = enqueue(jobs, sweep, console, OmegaConf.create({"hydra": {"overrides": {"task": list(line.overrides)}}}))
     queue.submit_all()
     return [job.run.path for job in jobs]

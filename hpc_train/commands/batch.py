@@ -87,7 +87,7 @@ def _freeze(composed: ComposedJob, run: RunDirectory, trust_owner: bool) -> None
     if "SLURM_JOB_NUM_NODES" in os.environ:
         shape = shape_in_script(config)
     job = check_job(config, run, shape, overrides=composed.overrides, trust_owner=trust_owner)
-    freeze_job(job, composed.directory / "code")
+    freeze_job(replace(job, options=composed.line.options), composed.directory / "code")
     print_notices(job, composed.line)
     write_text(run.job_script, by_hand(survives_node_loss(config.elastic), config.run.on_event))
     write_text(run.gpus_script, "".join(f"{line}\n" for line in gpu_export_lines()))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
+import importlib.util
 import json
 import re
 import shlex
 import shutil
 from pathlib import Path
 
+from hpc_train.config.options import OptionParser
 from hpc_train.errors import UserError
 from hpc_train.run.code import git
 from hpc_train.run.exits import Exit
@@ -35,7 +36,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         UserError: the name is not valid, the directory exists and is not empty, or it cannot be written.
     """
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="python -m hpc_train init",
         description="Makes a directory with a project that trains at once: model.py, data.py, a config, a test, "
         "README.md, and AGENTS.md for coding assistants. It becomes a git work tree without a commit, unless it is "
@@ -59,11 +60,14 @@ def main(arguments: list[str]) -> int:
         print(json.dumps({"project": str(path.absolute()), "files": [*FILES], "work_tree": tree, "train": TRAIN}))
         return Exit.DONE
     print(f"{options.name}: {', '.join(FILES)}\n{note}\n")
+    tests = "tests the model and the data, in seconds"
+    if importlib.util.find_spec("pytest") is None:
+        tests += "; needs `pip install pytest`"
     for command, effect in (
         (f"cd {options.name}", ""),
-        ("python -m pytest", "tests model and data, in seconds"),
         (TRAIN, "trains on this machine"),
         (f"{TRAIN} -m", "submits the same run to Slurm"),
+        ("python -m pytest", tests),
     ):
         print(f"  {command:<{len(TRAIN) + 6}}{effect}".rstrip())
     print("\nREADME.md says what to change next.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hydra
@@ -151,7 +151,7 @@ def task(
         shape = local_shape(config, Place.FOREGROUND)
         job = check_job(config, run, shape, overrides=overrides, trust_owner=trust_owner)
         print_notices(job, line)
-        freeze_job(job, run.code, claim=True)
+        freeze_job(replace(job, options=line.options), run.code, claim=True)
         if job.choice is not None:
             print(f"{job.choice.lines[0]}; table: {run.plan}")
     except (UserError, OSError) as error:

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hpc_train.config.compose import WITH_STRATEGY, initialized
 from hpc_train.config.conf_files import PRIMARY
 from hpc_train.config.schema import Config
-from hpc_train.config.translate import meant
+from hpc_train.config.translate import meant, relative
 from hpc_train.config.values import refuse_other_encoding
 from hpc_train.errors import UserError
 
@@ -85,6 +85,15 @@ class CommandLine:
     def initialized(self) -> AbstractContextManager[None]:
         """Initializes Hydra's compose API with the directories in which Hydra searches a primary config."""
         return initialized(self.primary_directory, self.config_directory if self.config_name != PRIMARY else None)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Returns the options that choose files, with paths relative to the working directory if they are below it."""
+        paths = {"-cd": self.config_directory, "-cp": self.primary_directory}
+        words = [word for option, path in paths.items() if path is not None for word in (option, relative(path))]
+        if self.config_name != PRIMARY:
+            words += ["-cn", self.config_name]
+        return tuple(words)
 
     @property
     def primary_directory(self) -> Path | None:

@@ -47,6 +47,7 @@ class Job:
     Attributes:
         number: its place in a sweep, from 0.
         overrides: the overrides of its command line.
+        options: the options of its command line that choose config files, such as ``-cd DIR``.
         trust_owner: whether its agents continue the run although it belongs to another user.
         choice: the choice of ``strategy=auto``, if it chose the layout.
     """
@@ -58,6 +59,7 @@ class Job:
     _: KW_ONLY
     number: int = 0
     overrides: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     trust_owner: bool = False
     choice: Choice | None = None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -130,6 +130,7 @@ class HpcTrainLauncher(Launcher):
     def _enqueue(self, jobs: Sequence[Job], console: Console | None = None) -> JobQueue:
         if self._line is not None:
             tell_without_effect(jobs, self._line, self._console, self._reported)
+            jobs = [replace(job, options=self._line.options) for job in jobs]
         queue = enqueue(jobs, self._sweep, console or self._console, self._config, self._code)
         self._code = frozen_code(jobs[0].run)  # that of later batches as well
         return queue
@@ -265,7 +266,9 @@ def enqueue(
         code = snapshot_code(configs, sweep / "code")
         if (note := code_note(code, configs)) is not None:
             console.print(note, markup=False, highlight=False, soft_wrap=True)
-    frozen = freeze_all([(job.config, job.run, job.overrides, job.plan, job.trust_owner) for job in jobs], code)
+    frozen = freeze_all(
+        [(job.config, job.run, job.overrides, job.options, job.plan, job.trust_owner) for job in jobs], code
+    )
     for _ in _with_progress(frozen, len(jobs), "writing run directories", console):
         pass
     if jobs[0].run.path != sweep:

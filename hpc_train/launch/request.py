@@ -255,6 +255,7 @@ def freeze_job(job: Job, code_directory: Path, *, claim: bool = False) -> None:
         claim=claim,
         code=code,
         overrides=job.overrides,
+        options=job.options,
         plan=job.plan,
         trust_owner=job.trust_owner,
     )

@@ -314,4 +314,4 @@ def worst(views: Sequence[View]) -> Exit:
 def _resume_hint(job: Job) -> str:
     if not job.overrides:  # it was resubmitted from its frozen config
         return shlex.join(["python", "-m", "hpc_train", "resume", str(job.run.path)])
-    return resume_command(job.overrides, job.run, job.config.run.root, submits=True)
+    return resume_command([*job.options, *job.overrides], job.run, job.config.run.root, submits=True)

@@ -61,6 +61,7 @@ def freeze(
     claim: bool = False,
     code: FrozenCode | None = None,
     overrides: Sequence[str] = (),
+    options: Sequence[str] = (),
     plan: str | None = None,
     trust_owner: bool = False,
 ) -> None:
@@ -70,6 +71,7 @@ def freeze(
         claim: this process will work on the run; while it lives, no other process may freeze it.
         code: the snapshot from which agents and workers start.
         overrides: those of the command line, which ``run.json`` records.
+        options: those of the command line that choose config files, likewise.
         plan: the text of ``plan.json``, if ``strategy=auto`` has chosen the layout of ``config``.
         trust_owner: whether the run, or the run to fork, may have files of other users.
 
@@ -78,16 +80,16 @@ def freeze(
             of them has files of a user whom the caller does not trust.
     """
     _set_umask(config)
-    _freeze(config, run, claim, code, overrides, plan, trust_owner)
+    _freeze(config, run, claim, code, overrides, options, plan, trust_owner)
 
 
 def freeze_all(
-    runs: Sequence[tuple[Config, RunDirectory, Sequence[str], str | None, bool]], code: FrozenCode | None
+    runs: Sequence[tuple[Config, RunDirectory, Sequence[str], Sequence[str], str | None, bool]], code: FrozenCode | None
 ) -> Iterator[None]:
     """Freezes the runs of a sweep, several at a time, and claims them; yields after each.
 
     Args:
-        runs: the arguments ``config``, ``run``, ``overrides``, ``plan`` and ``trust_owner`` of ``freeze``.
+        runs: the arguments ``config``, ``run``, ``overrides``, ``options``, ``plan`` and ``trust_owner`` of ``freeze``.
 
     Raises:
         UserError: as ``freeze``.
@@ -110,6 +112,7 @@ def _freeze(
     claim: bool,
     code: FrozenCode | None,
     overrides: Sequence[str],
+    options: Sequence[str],
     plan: str | None,
     trust_owner: bool,
 ) -> None:
@@ -145,6 +148,7 @@ def _freeze(
             # custom code, which runs instead of the trainer
             "own_code": next((name for name in ("entry", "command") if getattr(config.run, name) is not None), None),
             "overrides": [shown_override(override) for override in overrides],
+            "options": [*options],
         }
         if source is not None:
             facts |= {"forked_from": str(source.path), PUBLISHED: published(source)}

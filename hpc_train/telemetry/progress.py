@@ -414,7 +414,7 @@ def _command(record: dict[str, Any], name: str) -> str | None:
     if overrides is None:
         return None
     kept = [override for override in overrides if not override.startswith(("run.name=", "run.fork="))]
-    return shlex.join(["python", "-m", "hpc_train", name, *kept])
+    return shlex.join(["python", "-m", "hpc_train", *record.get("options", []), name, *kept])
 
 
 def train_longer(record: dict[str, Any], command: str | None = None) -> str:

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.commands.init import FILES, TEMPLATE, TRAIN
+from hpc_train.report.page.settings import training_again
+from hpc_train.run.directory import RunDirectory
 from tests.doors.command import REPOSITORY, environment, lines_of_pages
 
 Called = Callable[..., subprocess.CompletedProcess[str]]
@@ -51,6 +53,13 @@ def test_a_project_passes_its_tests_and_can_be_submitted(
     for arguments in submissions[:2]:  # a sweep, and a dry run
         planned = called(*arguments, "launch.dry_run=true")
         assert "verdict: can be submitted" in planned.stdout, planned.stdout + planned.stderr
+
+    frozen = called("freeze", "-cd", "conf", "experiment=baseline", "run.name=first")
+    assert f"code: {tmp_path} has no commit yet; the run keeps a copy" in frozen.stderr
+    assert training_again(RunDirectory(tmp_path / "outputs" / "first").record()) == [
+        f"cd {tmp_path}",
+        "python -m hpc_train -cd conf run.name=NEW experiment=baseline",
+    ]
 
 
 def test_a_project_belongs_to_the_work_tree_around_it_unless_that_ignores_it(called: Called, tmp_path: Path) -> None:

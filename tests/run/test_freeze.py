@@ -273,7 +273,7 @@ def test_a_sweep_whose_submission_is_killed_leaves_whole_runs_or_none(
     child = os.fork()
     if child == 0:
         _die_after(written)
-        list(freeze_all([(frozen, each, (), None, False) for each in runs], None))
+        list(freeze_all([(frozen, each, (), (), None, False) for each in runs], None))
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     for each in runs:

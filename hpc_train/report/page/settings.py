@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,6 +38,8 @@ def trained(facts: RunFacts) -> Html | None:
     commit = str(project.get("commit") or "")[:12]
     if commit and (project.get("diff") or project.get("dirty")):
         commit += ", with uncommitted changes"
+    elif project and not commit:
+        commit = "none yet"
     return section(
         "What it trains",
         block(
@@ -126,18 +129,23 @@ def training_again(record: Mapping[str, Any]) -> list[str]:
     """Returns the commands that get the code of a run with this ``record``, and that start it under another name."""
     project = _project(record)
     lines = []
-    if project.get("commit"):
+    if project:
         lines.append(f"cd {shlex.quote(project['work_tree'])}")
+    if project.get("commit"):
         lines.append(f"git checkout {project['commit']}   the commit that it ran from")
     if project.get("diff"):
         lines.append(f"git apply {shlex.quote(project['diff'])}   changes that were not committed")
+    if project.get("paths"):
+        directory = os.path.relpath(project["paths"][0], project["snapshot"])
+        if directory != ".":
+            lines.append(f"cd {shlex.quote(directory)}")
     if record.get("overrides") is not None:
         overrides = [text for text in record["overrides"] if not text.startswith(("run.name=", "run.fork="))]
         names = ["run.name=NEW"]
         parent = record.get("forked_from")
         if parent is not None:  # a fork starts from its parent again
             names = [f"run.name={Path(parent).name}", "run.fork=NEW"]
-        lines.append(shlex.join(["python", "-m", "hpc_train", *names, *overrides]))
+        lines.append(shlex.join(["python", "-m", "hpc_train", *record.get("options", []), *names, *overrides]))
     return lines
 
 
