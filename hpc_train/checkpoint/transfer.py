@@ -32,6 +32,7 @@ from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.checkpoint.writer import SaveFailed, write_tensors
 from hpc_train.config.extensions import family_of
 from hpc_train.config.hf_config import CONFIG, number
+from hpc_train.config.import_path import install_extra
 from hpc_train.config.schema import CustomModelConfig, GPTConfig, ModelConfig, TokensDataConfig
 from hpc_train.data.tokens import read_meta
 from hpc_train.errors import UserError
@@ -255,7 +256,7 @@ def _import_save_file() -> Callable[..., Any]:
         from safetensors.torch import save_file
     except ImportError as error:
         raise UserError(
-            "safetensors is not installed", where="--format", fix="pip install 'hpc_train[hf]', or --format pt"
+            "safetensors is not installed", where="--format", fix=f"{install_extra('hf')}, or --format pt"
         ) from error
     return save_file
 
@@ -427,9 +428,7 @@ def _open_safetensors(path: Path) -> Any:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise UserError(
-            "safetensors is not installed", where="checkpoint import", fix="pip install 'hpc_train[hf]'"
-        ) from error
+        raise UserError("safetensors is not installed", where="checkpoint import", fix=install_extra("hf")) from error
     opener: Callable[..., Any] = safe_open
     try:
         return opener(path, framework="pt")

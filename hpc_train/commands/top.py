@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from hpc_train.config.import_path import install_extra
 from hpc_train.config.options import OptionParser
 from hpc_train.config.run_path import default_root
 from hpc_train.errors import UserError
@@ -42,7 +43,7 @@ def main(arguments: list[str]) -> int:
             print(json.dumps({"run": str(row.run.run.path), **shown}))
         return Exit.DONE
     if find_spec("textual") is None:
-        fix = "pip install 'hpc_train[top]', or use python -m hpc_train status"
+        fix = f"{install_extra('top')}, or use python -m hpc_train status"
         raise UserError("top needs the package textual, which is not installed", where="top", fix=fix)
     if not sys.stdout.isatty():
         raise UserError(

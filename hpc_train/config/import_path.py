@@ -9,12 +9,14 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from hpc_train.errors import UserError, nearest
 
@@ -221,7 +223,40 @@ def how_to_install(package: str, extra: str | None = None) -> str:
         extra: its name, if several have the package.
     """
     extra = extra or _EXTRAS.get(package)
-    return f"pip install 'hpc_train[{extra}]'" if extra else f"install {package}, or correct the import"
+    return install_extra(extra) if extra else f"install {package}, or correct the import"
+
+
+def install_extra(extra: str) -> str:
+    """Returns the command that installs an extra of hpc_train, as hpc_train is installed here.
+
+    That is from the clone or from the file of the wheel, and otherwise the packages of the extra: no index has
+    hpc_train.
+    """
+    from importlib.metadata import PackageNotFoundError, distribution  # slow, and needed for a message only
+
+    clone = Path(__file__).resolve().parents[2]
+    if (clone / ".git").exists():
+        return f"pip install -e '{clone}[{extra}]'"
+    try:
+        installed = distribution("hpc_train")
+    except PackageNotFoundError:
+        return f"install the packages of the extra {extra} in pyproject.toml"
+    url = str(json.loads(installed.read_text("direct_url.json") or "{}").get("url"))
+    wheel = Path(unquote(url.removeprefix("file://")))
+    if wheel.suffix == ".whl" and wheel.is_file():
+        return f"pip install '{wheel}[{extra}]'"
+    needed = []
+    extras = [extra]
+    for name in extras:
+        for requirement in installed.requires or ():
+            package, _, marker = requirement.partition(";")
+            if re.search(rf"extra == .{re.escape(name)}\W", marker):
+                other = re.fullmatch(r"hpc[-_]train\[(.+)\]", package.strip())
+                if other is None:
+                    needed.append(f"'{package.strip()}'")
+                else:
+                    extras += other[1].split(",")
+    return f"pip install {' '.join(needed)}"
 
 
 def not_imported(path: str, reason: object, where: str) -> UserError:

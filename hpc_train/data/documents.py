@@ -21,6 +21,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_train.config.import_path import install_extra
 from hpc_train.data.files import GZIP, JSON, JSONL, TEXT, check_is_text, is_text, suffix_of
 from hpc_train.errors import UserError
 
@@ -293,7 +294,7 @@ def open_tokenizer(path: str) -> Any:
         raise UserError(
             "a tokenizer file needs the tokenizers library, which is not installed",
             where="--tokenizer",
-            fix="pip install 'hpc_train[tokenizers]', or use --tokenizer bytes",
+            fix=f"{install_extra('tokenizers')}, or use --tokenizer bytes",
         ) from error
     try:
         tokenizer = library.Tokenizer.from_file(path)

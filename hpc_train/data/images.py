@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from hpc_train.config.import_path import install_extra
 from hpc_train.config.schema import ImagesDataConfig, ShardsDataConfig
 from hpc_train.data.dataset import Array, Dataset, PixelScale, Sample, check_positive, hash_of
 from hpc_train.data.files import FIX, check_classes, class_names, image_names
@@ -229,7 +230,7 @@ def pillow() -> Any:
         raise UserError(
             "data=images needs Pillow, which is not installed",
             where="data.kind",
-            fix="pip install 'hpc_train[images]'",
+            fix=install_extra("images"),
         ) from error
 
 

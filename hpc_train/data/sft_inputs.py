@@ -17,6 +17,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from hpc_train.config.import_path import install_extra
 from hpc_train.data.files import JSONL, check_is_text
 from hpc_train.errors import UserError
 
@@ -143,7 +144,7 @@ def _missing_library(path: str) -> UserError:
     return UserError(
         f"{path} is a directory of the datasets library, which is not installed",
         where="data.path",
-        fix="pip install 'hpc_train[datasets]', or write JSONL with Dataset.to_json",
+        fix=f"{install_extra('datasets')}, or write JSONL with Dataset.to_json",
     )
 
 
@@ -220,7 +221,7 @@ def check_installed() -> None:
     """Raises UserError if transformers is missing."""
     if importlib.util.find_spec("transformers") is None:
         raise UserError(
-            "data=sft needs transformers, which is not installed here", where="data", fix="pip install 'hpc_train[hf]'"
+            "data=sft needs transformers, which is not installed here", where="data", fix=install_extra("hf")
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpc_train.config.import_path import install_extra
 from hpc_train.errors import UserError
 from hpc_train.units import GIB
 
@@ -46,7 +47,7 @@ def check_plot(path: Path, option: str) -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise UserError(
-            "plotting requires matplotlib, which is not installed", where=option, fix="pip install 'hpc_train[plots]'"
+            "plotting requires matplotlib, which is not installed", where=option, fix=install_extra("plots")
         ) from error
     if path.suffix not in IMAGES:
         raise UserError(

@@ -385,7 +385,7 @@ def test_an_own_model_and_missing_packages_are_told_at_once(
     )
     assert "5 mistakes:" in told
     assert told.count("set in:") == told.count("fix:") == 5
-    for part in ("did you mean width?", "hpc_train[tensorboard]", "nope does not exist", "9 workers", "own_net.py:2"):
+    for part in ("did you mean width?", "[tensorboard]", "nope does not exist", "9 workers", "own_net.py:2"):
         assert part in told
     assert "nonesuch" not in refused("own_search.Net", "+model.args.width=3", "data.path=nope")
     for target in ("own_net.Net", "own_net.built"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from hpc_train.commands import COMMANDS
+from hpc_train.config import import_path
+from hpc_train.config.import_path import install_extra
 from hpc_train.version import __version__
 from tests.releases.record import OVERRIDES
 
@@ -63,6 +67,8 @@ HELP = """
 import contextlib, io
 from hpc_train import cli
 from hpc_train.commands import COMMANDS
+from hpc_train.config import import_path
+from hpc_train.config.import_path import install_extra
 for name in COMMANDS:
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
@@ -128,3 +134,28 @@ def test_a_wandb_that_loses_attempts_of_an_offline_run_does_not_fit() -> None:
     wandb = next(found for found in map(Requirement, listed) if found.name == "wandb")
     assert "0.28.2" not in wandb.specifier
     assert "0.29.0" in wandb.specifier
+
+
+def test_advice_to_install_an_extra_is_as_hpc_train_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert install_extra("lora") == f"pip install -e '{REPOSITORY}[lora]'"
+    monkeypatch.setattr(import_path, "__file__", str(tmp_path / "hpc_train" / "config" / "import_path.py"))
+    metadata = tmp_path / "hpc_train-9.dist-info"
+    metadata.mkdir()
+    extras = ["hpc_train[hf]; extra == 'lora'", 'peft>=0.21; extra == "lora"', 'safetensors>=0.4; extra == "hf"']
+    text = "".join(f"Requires-Dist: {line}\n" for line in ["torch>=2.11", *extras])
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: hpc_train\nVersion: 9\n{text}")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert install_extra("lora") == "pip install 'peft>=0.21' 'safetensors>=0.4'"
+    wheel = tmp_path / "hpc_train-9-py3-none-any.whl"
+    wheel.touch()
+    (metadata / "direct_url.json").write_text(json.dumps({"url": f"file://{wheel}", "archive_info": {}}))
+    assert install_extra("lora") == f"pip install '{wheel}[lora]'"
+
+
+def test_no_page_and_no_message_installs_from_an_index() -> None:
+    folders = ("docs", "hpc_train", "notebooks", "examples")
+    files = [REPOSITORY / "README.md", *(file for name in folders for file in (REPOSITORY / name).rglob("*.*"))]
+    texts = {file: file.read_text() for file in files if file.suffix in (".md", ".py", ".ipynb", ".sh", ".yaml")}
+    assert not [file for file, text in texts.items() if re.search(r"install\s+(-\S+\s+)*'?hpc[-_]train\b", text)]

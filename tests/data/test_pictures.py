@@ -361,7 +361,7 @@ def test_pillow_is_an_extra(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(UserError, match="needs Pillow") as error:
         images(pictures)
-    assert "hpc_train[images]" in error.value.fix
+    assert "[images]" in error.value.fix
 
 
 def test_crops_stay_inside() -> None:

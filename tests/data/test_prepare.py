@@ -447,7 +447,7 @@ def test_other_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match="needs the tokenizers library") as error:
         run(source, "--out", tmp_path / "out", "--tokenizer", tokenizer)
-    assert "hpc_train[tokenizers]" in error.value.fix
+    assert "[tokenizers]" in error.value.fix
 
 
 def test_json_and_json_gz_are_json_lines(tmp_path: Path) -> None:

@@ -352,7 +352,7 @@ def without_torchao(rank: int, world_size: int) -> str:
 
 
 def test_a_missing_library_is_told() -> None:
-    assert all("pip install 'hpc_train[fp8]'" in answer for answer in run_ranks(1, without_torchao))
+    assert all("[fp8]" in answer for answer in run_ranks(1, without_torchao))
 
 
 def test_a_product_that_fails_is_told_before_the_training() -> None:
@@ -391,4 +391,4 @@ def test_a_missing_package_is_refused_before_a_submission(monkeypatch: pytest.Mo
     monkeypatch.setattr(user_code, "module_spec", lambda name: None if name == "torchao" else real(name))
     with pytest.raises(UserError, match=r"precision\.fp8=rowwise needs torchao") as refused:
         check_packages(config_of(cell_of("gpt", {}), "rowwise"))
-    assert "hpc_train[fp8]" in refused.value.fix
+    assert "[fp8]" in refused.value.fix

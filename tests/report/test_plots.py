@@ -71,4 +71,4 @@ def test_what_cannot_be_drawn_is_told(
         assert message in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(["plot", str(sweep)]) == 2
-    assert "pip install 'hpc_train[plots]'" in capsys.readouterr().err
+    assert "[plots]" in capsys.readouterr().err

@@ -10,25 +10,28 @@ from typing import Any
 
 from hpc_train.config import hf_config
 from hpc_train.config.extensions import IMAGES, HuggingFaceFormat, ModelFamily
+from hpc_train.config.import_path import install_extra
 from hpc_train.config.schema import HFModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.hf import sizes
 
 OLDEST = (5, 23)  # the oldest version that was tried
-INSTALL = "pip install 'hpc_train[hf]'"
-INSTALL_PEFT = "pip install 'hpc_train[lora]'"
 
 
 def check(model: HFModelConfig, data: Any) -> None:
     """Checks that transformers is installed, that there are weights to read, and that the model fits ``data``; raises
     UserError if transformers is missing or too old, there are no weights, or the model cannot learn from ``data``."""
     if any(importlib.util.find_spec(name) is None for name in ("transformers", "safetensors")):
-        raise UserError("model=hf needs transformers, which is not installed here", where="model", fix=INSTALL)
+        raise UserError(
+            "model=hf needs transformers, which is not installed here", where="model", fix=install_extra("hf")
+        )
     installed = metadata.version("transformers")
     if tuple(int(part) for part in installed.split(".")[:2] if part.isdigit()) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise UserError(
-            f"model=hf needs transformers {oldest} or newer, and {installed} is installed", where="model", fix=INSTALL
+            f"model=hf needs transformers {oldest} or newer, and {installed} is installed",
+            where="model",
+            fix=install_extra("hf"),
         )
     _check_samples(model, data)
     values = sizes.values_of(model) or {}
@@ -38,7 +41,7 @@ def check(model: HFModelConfig, data: Any) -> None:
     if model.lora.rank is not None:
         if importlib.util.find_spec("peft") is None:
             raise UserError(
-                "model.lora needs peft, which is not installed here", where="model.lora.rank", fix=INSTALL_PEFT
+                "model.lora needs peft, which is not installed here", where="model.lora.rank", fix=install_extra("lora")
             )
         if not model.pretrained:
             raise UserError(

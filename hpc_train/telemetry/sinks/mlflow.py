@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
+from hpc_train.config.import_path import install_extra
 from hpc_train.config.schema import MlflowConfig
 from hpc_train.config.values import check_answers, server_uri
 from hpc_train.errors import UserError
@@ -109,7 +110,7 @@ def check_installed() -> None:
         raise UserError(
             "MLflow needs the package mlflow-skinny, which is not installed",
             where="telemetry.mlflow.uri",
-            fix="pip install 'hpc_train[mlflow]'",
+            fix=install_extra("mlflow"),
         )
 
 

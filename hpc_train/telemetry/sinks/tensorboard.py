@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from hpc_train.config.import_path import install_extra
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.telemetry.sinks.tracker import HEAD, Line, Position, Tracker
@@ -36,7 +37,7 @@ class TensorBoard(Tracker):
             raise UserError(
                 "TensorBoard needs the package tensorboard, which is not installed",
                 where="telemetry.tensorboard",
-                fix="pip install 'hpc_train[tensorboard]', or telemetry.tensorboard=false",
+                fix=f"{install_extra('tensorboard')}, or telemetry.tensorboard=false",
             )
 
     def connect(self, position: Position) -> Position:
