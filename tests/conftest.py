@@ -28,21 +28,23 @@ from tests.doors.command import REPOSITORY, TEMPORARY, environment
 from tests.warm_parents import shared, with_server
 from tests.warm_parents.sitecustomize import SOCKET, STARTS, redirect
 
-# The tests of these files and folders run first, in this order: the files of more than 40 seconds, so that no process
-# runs one of them alone at the end, then the folders whose files take several seconds.
+# With -n the tests of each of these folders run in one process: those on Slurm share clusters, the others ranks that
+# have compiled and cached what they use (``tests/ranks.py``).
+TOGETHER = ("tests/slurm/", "tests/parallel/", "tests/checkpoint/")
+# The tests of these files and folders run first, in this order: the folders of one process and the files of more than
+# 40 seconds, so that no process runs one of them alone at the end, then the folders whose files take several seconds.
 HEAVY = (
+    "tests/parallel/",
     "tests/slurm/",
     "tests/doors/test_readme.py",
+    "tests/checkpoint/",
     "tests/faults/test_faults.py",
-    "tests/parallel/test_pipeline.py",
-    "tests/parallel/test_hf.py",
+    "tests/bad_input/test_refused.py",
     "tests/train/test_resume.py",
     "tests/elastic/test_agent.py",
     "tests/elastic/test_hub.py",
     "tests/faults/",
-    "tests/parallel/",
     "tests/doors/",
-    "tests/checkpoint/",
     "tests/train/",
     "benchmarks/",
     "tests/telemetry/",
@@ -222,13 +224,13 @@ def _starts() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Distributes tests by file with ``-n``: those of a file share fixtures, and the Slurm tests share clusters."""
+    """Distributes tests by file with ``-n``, since those of a file share fixtures, and by folder those of TOGETHER."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "tests/slurm" if file.startswith("tests/slurm/") else file
+            return next((folder for folder in TOGETHER if file.startswith(folder)), file)
 
     config.option.loadscopereorder = False  # keep the order of HEAVY; files with few tests may be the slowest
     return ByFile(config, log)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpc_train.checkpoint.space import stop_time
 from hpc_train.config.compose import typed
+from hpc_train.elastic.agent_loop import _pickled
 from hpc_train.elastic.rendezvous.store import serve
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.run.agent_worker import WorkerSpec
@@ -64,6 +65,7 @@ def run_attempt(run: RunDirectory, workers: int = 4, prepare: Prepare | None = N
     layout, grace_s = resolve_layout(config, 1, workers), stop_time(config, run, 1).seconds
     attempt = run.claim_attempt()
     store = serve(socket.create_server(("127.0.0.1", 0)))
+    passed = _pickled(config)
     specs = [
         WorkerSpec(
             run_dir=str(run.path),
@@ -80,12 +82,14 @@ def run_attempt(run: RunDirectory, workers: int = 4, prepare: Prepare | None = N
             gpus_per_node=0,
             threads=1,
             stop_grace_s=grace_s,
+            config=passed,
         )
         for rank in range(layout.world_size)
     ]
     pipes = [CONTEXT.Pipe(duplex=False) for _ in specs]
     processes = [
-        CONTEXT.Process(target=_rank, args=(spec, pipe[1], prepare)) for spec, pipe in zip(specs, pipes, strict=True)
+        CONTEXT.Process(target=_rank, args=(spec, config.run.entry is not None, pipe[1], prepare))
+        for spec, pipe in zip(specs, pipes, strict=True)
     ]
     try:
         for process in processes:
@@ -102,12 +106,12 @@ def run_attempt(run: RunDirectory, workers: int = 4, prepare: Prepare | None = N
             process.join()
 
 
-def _rank(spec: WorkerSpec, sender: Connection, prepare: Prepare | None) -> None:
+def _rank(spec: WorkerSpec, is_custom_loop: bool, sender: Connection, prepare: Prepare | None) -> None:
     gc.freeze()  # as workers do: the collector does not read, write and so copy what the warm parent has imported
-    if load(RunDirectory(Path(spec.run_dir))).run.entry is None:
-        from hpc_train.train.worker import train
-    else:
+    if is_custom_loop:
         from hpc_train.train.custom_loop import train
+    else:
+        from hpc_train.train.worker import train
 
     log = Path(spec.run_dir) / "logs" / f"rank-{spec.rank}-{spec.attempt:03d}.log"
     for descriptor in (1, 2):
