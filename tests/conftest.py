@@ -24,6 +24,7 @@ import pytest
 from hpc_train import cli
 from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.config.composing import share_compositions
+from tests.config.reading import read_once
 from tests.doors.command import REPOSITORY, TEMPORARY, environment
 from tests.warm_parents import shared, with_server
 from tests.warm_parents.sitecustomize import SOCKET, STARTS, redirect
@@ -104,7 +105,7 @@ def called(
 
 def pytest_configure(config: pytest.Config) -> None:
     """Creates a temporary directory for this session, compiles the sources for the many processes that the tests start,
-    and ensures that started processes receive SIGINT and SIGHUP.
+    and ensures that started processes receive SIGINT and SIGHUP; lets Hydra read each file once.
 
     A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP. Child processes inherit ignored
     signals, but not handlers, so this hook installs handlers.
@@ -125,6 +126,7 @@ def pytest_configure(config: pytest.Config) -> None:
             for folder in SOURCES:
                 compileall.compile_dir(REPOSITORY / folder, quiet=2)
     redirect(lambda: with_server({}).get(SOCKET))  # for the ranks: the processes of -n share what one server imports
+    read_once()
     gc.disable()  # until all tests are collected
     config.stash[KEEPS_NO_BYTECODE], sys.dont_write_bytecode = sys.dont_write_bytecode, False
 

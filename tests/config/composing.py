@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config import compose as with_hydra
 from hpc_train.config.arguments import with_right_plus
@@ -19,6 +22,7 @@ from hpc_train.config.compose import typed
 from hpc_train.config.conf_files import PRIMARY
 from hpc_train.config.schema import Config
 
+_BY_HYDRA: dict[tuple[str, ...], bytes | Exception] = {}
 _SHARED = JobComposer(with_hydra.compose)  # Hydra composes each combination of groups once for the tests of a process
 
 
@@ -36,14 +40,32 @@ def share_compositions(monkeypatch: pytest.MonkeyPatch) -> None:
         with composer(line) as compose:
             if _is_packaged(line):
                 compose._composed = _SHARED._composed
+                compose.compose = partial(_composed_or_refused, compose.compose)
             yield compose
 
     monkeypatch.setattr(CommandLine, "composer", shared)
 
 
+def _composed_or_refused(compose: Callable[[list[str]], DictConfig], overrides: list[str]) -> DictConfig:
+    """Returns what Hydra has composed of ``overrides``, or raises the error with which it has refused them."""
+    key = tuple(overrides)
+    if key not in _BY_HYDRA:
+        try:
+            _BY_HYDRA[key] = pickle.dumps(compose(overrides))
+        except (HydraException, OmegaConfBaseException) as error:
+            _BY_HYDRA[key] = error
+            raise
+    result = _BY_HYDRA[key]
+    if isinstance(result, Exception):
+        raise result.with_traceback(None)
+    config: DictConfig = pickle.loads(result)
+    return config
+
+
 def forget_compositions() -> None:
     """Lets Hydra compose anew."""
     _SHARED._composed.clear()
+    _BY_HYDRA.clear()
 
 
 def _is_packaged(line: CommandLine) -> bool:

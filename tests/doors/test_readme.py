@@ -22,6 +22,9 @@ import pytest
 
 from examples.vit_images import draw
 from hpc_train import cli
+from hpc_train.config.arguments import with_right_plus
+from hpc_train.config.command_line import CommandLine
+from tests.config.composing import compose
 from tests.data.chats import chats, write_chat_model, write_jsonl
 from tests.doors.command import REPOSITORY, TINY_GPT, environment, hpc_train, lines_of_pages
 from tests.doors.recorded import recorded_run
@@ -148,6 +151,11 @@ def run_here(folder: Path, arguments: Sequence[str]) -> None:
         assert not cli.run([*arguments]), f"{shlex.join(arguments)}\n{output.getvalue()}"
 
 
+def compose_here(folder: Path, arguments: Sequence[str]) -> None:
+    with chdir(folder), mock.patch.dict(os.environ, environment(), clear=True):
+        compose(CommandLine.parse(with_right_plus(arguments)).overrides)
+
+
 def run_command(folder: Path, arguments: Sequence[str], env: dict[str, str]) -> None:
     done = hpc_train(*arguments, cwd=folder, timeout=1200, env=env)
     assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}{done.stderr}"
@@ -181,9 +189,11 @@ def test_the_commands_of_a_page_without_training(page: str, tmp_path: Path) -> N
             run_here(tmp_path / "recorded", arguments)
         elif arguments[0] in ("prepare", "doctor") or "--cfg" in arguments:
             run_here(tmp_path, arguments)
+        elif page in COMPOSED or any(part.startswith("run.fork=") for part in arguments):
+            if arguments[0].startswith("+"):
+                compose_here(tmp_path, arguments)
         elif arguments[0].startswith("+"):
-            without_run = page in COMPOSED or any(part.startswith("run.fork=") for part in arguments)
-            run_here(tmp_path, [*arguments, *(["--cfg", "job"] if without_run else ["launch.dry_run=true", "-m"])])
+            run_here(tmp_path, [*arguments, "launch.dry_run=true", "-m"])
 
 
 @pytest.mark.timeout(3600)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +51,19 @@ def mixtral(**values: Any) -> Any:
 
 
 TEXTS, PICTURES = "sequence_classification", "image_classification"
-CASES = {
-    "regression of one integer": (bert(num_labels=1, problem_type=REGRESSION), TEXTS, CLASSES),
-    "one output without a problem type": (bert(num_labels=1), TEXTS, CLASSES[:, None]),
-    "regression of several numbers": (bert(num_labels=3, problem_type=REGRESSION), TEXTS, NUMBERS),
-    "integers of several labels": (bert(num_labels=3, problem_type=MULTI), TEXTS, LABELS),
-    "several labels by their dtype": (bert(num_labels=3), TEXTS, LABELS.float()),
-    "classes by their dtype": (bert(num_labels=3), TEXTS, CLASSES[:, None]),
-    "classes of which one is ignored": (bert(num_labels=3), TEXTS, torch.tensor([2, IGNORED, 1, 0])),
-    "regression of pictures": (vit(num_labels=1, problem_type=REGRESSION), PICTURES, NUMBERS[:, 0]),
-    "several labels of pictures": (vit(num_labels=3), PICTURES, LABELS.float()),
-    "masked words": (bert(), "masked_lm", torch.where(WORDS % 3 == 0, WORDS, IGNORED)),
-    "experts": (mixtral(output_router_logits=True), "causal_lm", WORDS + 1),
-    "experts without that loss": (mixtral(), "causal_lm", WORDS + 1),
+CASES = {  # the functions import the modules of transformers
+    "regression of one integer": (partial(bert, num_labels=1, problem_type=REGRESSION), TEXTS, CLASSES),
+    "one output without a problem type": (partial(bert, num_labels=1), TEXTS, CLASSES[:, None]),
+    "regression of several numbers": (partial(bert, num_labels=3, problem_type=REGRESSION), TEXTS, NUMBERS),
+    "integers of several labels": (partial(bert, num_labels=3, problem_type=MULTI), TEXTS, LABELS),
+    "several labels by their dtype": (partial(bert, num_labels=3), TEXTS, LABELS.float()),
+    "classes by their dtype": (partial(bert, num_labels=3), TEXTS, CLASSES[:, None]),
+    "classes of which one is ignored": (partial(bert, num_labels=3), TEXTS, torch.tensor([2, IGNORED, 1, 0])),
+    "regression of pictures": (partial(vit, num_labels=1, problem_type=REGRESSION), PICTURES, NUMBERS[:, 0]),
+    "several labels of pictures": (partial(vit, num_labels=3), PICTURES, LABELS.float()),
+    "masked words": (bert, "masked_lm", torch.where(WORDS % 3 == 0, WORDS, IGNORED)),
+    "experts": (partial(mixtral, output_router_logits=True), "causal_lm", WORDS + 1),
+    "experts without that loss": (mixtral, "causal_lm", WORDS + 1),
 }
 
 
@@ -90,7 +91,7 @@ def their_loss(model: Any, inputs: Tensor, targets: Tensor, task: str) -> Tensor
 @pytest.mark.parametrize("case", CASES)
 def test_the_mean_and_its_gradients_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     config, task, targets = CASES[case]
-    theirs = saved(config, task, tmp_path).to(dtype_of(task)).train()
+    theirs = saved(config(), task, tmp_path).to(dtype_of(task)).train()
     ours = loaded(tmp_path, task, dtype_of(task)).train()
     inputs = inputs_of(task)
     total, count = ours(inputs, {}, targets)
@@ -142,7 +143,7 @@ def test_ranks_add_up_the_loss_of_a_config(kind: str, tmp_path: Path) -> None:
     cases, expected = [], []
     for place, name in enumerate(names):
         config, task, targets = CASES[name]
-        theirs = saved(config, task, tmp_path / str(place)).to(dtype_of(task)).train()
+        theirs = saved(config(), task, tmp_path / str(place)).to(dtype_of(task)).train()
         cases.append((tmp_path / str(place), task, targets))
         parts = [slice(0, 2), slice(2, 4)] if name == "experts" else [slice(0, 4)]
         losses = [their_loss(theirs, inputs_of(task)[part], targets[part], task) for part in parts]

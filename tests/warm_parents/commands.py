@@ -206,7 +206,9 @@ def fill_caches() -> None:
     """Registers the schema, and fills the caches of Hydra and OmegaConf; nothing in them depends on the environment."""
     from hpc_train.config.compose import compose, typed
     from hpc_train.launch.request import register_launcher
+    from tests.config.reading import read_once
 
+    read_once()
     register_launcher()
     typed(compose(["+strategy=dp", "data=synthetic", "optim.lr=1e-3", "run.name=name"]))
 
