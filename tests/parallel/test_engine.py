@@ -347,6 +347,7 @@ def statistics_of_a_skipped_step(
     return kept
 
 
+@pytest.mark.long_form(3, cases=["strategy1-False"])  # the other cases have both values
 @pytest.mark.parametrize("synchronized", [False, True])
 @pytest.mark.parametrize("strategy", [{"dp": 2}, {"dp": 2, "pp": 2, "data_parallel": "zero1"}])
 def test_a_skipped_step_leaves_the_running_statistics_alone(strategy: dict[str, Any], synchronized: bool) -> None:

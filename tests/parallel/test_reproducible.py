@@ -92,6 +92,7 @@ def test_what_a_step_returns_is_on_the_device_and_gradients_have_the_format_of_p
     assert run_on_world(2, results_of_a_step, cell(2)) == [({"cpu"}, True)] * 2
 
 
+@pytest.mark.long_form(3)  # that the mode gives the same bits is tested above
 def test_the_ordinary_sum_depends_on_the_number_of_ranks() -> None:
     """What the mode is for: this comparison can fail."""
     assert trained(1, train={}, dropout=0.0) != trained(4, train={}, dropout=0.0)

@@ -64,7 +64,7 @@ CASES = {
         ["--partition=gpu", "--nodelist=n6", "--ntasks-per-node=2", "--gpus-per-node=2", "--gpu-bind=single:1"],
     ),
 }
-IN_SHORT_FORM = ["--exclusive, unlike nodes", "--gpus-per-task=1"]
+IN_SHORT_FORM = ["--exclusive, unlike nodes"]
 REFUSED = {
     "no GPUs requested": (
         "the node has 4, and the process sees none: the job did not request GPUs from Slurm",
