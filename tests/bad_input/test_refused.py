@@ -282,11 +282,13 @@ def everything(place: Path) -> set[Path]:
     return set(place.rglob("*"))
 
 
-# Cases of the long form: the message of each has the form of another case.
+# Cases of the long form: another case, or one in tests/config/test_hydra_settings.py, has a message of the same form.
 ALIKE = (
     "list mine",
     "+optim.lrr=1",
+    "+strategy=dp strategy.ppp=2",
     "hydra/launcher=nope",
+    "hydra.launcher.n_jobs=2",
     "model=custom model._target_=a.B model.args.act=relu,gelu -m",
     "data.args.digits=3",
     "+optim.lr=1",
@@ -308,8 +310,10 @@ ALIKE = (
     "~batch",
     "optim.lr=inf",
     "--foo=4",
+    "model=vit_tiny data=synthetic data.task=images model.channels=1",
     "model.n_kv_heads=3",
     "strategy=tp strategy.tp=3",
+    "strategy=zero3 strategy.compression=fp16",
     "strategy=dp strategy.compression=top-k",
     "strategy=dp strategy.compression_share=0",
     "data.path=*.none",
