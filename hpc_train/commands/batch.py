@@ -158,7 +158,7 @@ def _batch_script(composed: ComposedJob) -> str:
     job = check_job(config, run, shape, overrides=composed.overrides)
     print_notices(job, line)
     header = {
-        "job-name": cluster.job_name or config.run.name or config.strategy.name,
+        "job-name": config.run.name or config.strategy.name,
         "output": "%x-%j.out",
     }
     if cluster.comment:

@@ -51,7 +51,7 @@ ONE_VALUE = (
 OPTIONAL = ("strategy", "metrics", "hooks", "eval_sets")  # groups whose choice ~GROUP may take back
 # keys whose value is a list of Slurm with commas, of which a sweep has no use: cluster.exclude=n1,n2
 SLURM_LISTS = re.compile(
-    r"""(\+{0,2}cluster\.(?:(?:exclude|nodelist|dependency|gres|extra\.[\w-]+)=|constraint=(?=\[)))([^'"{$][^'"]*)"""
+    r"""(\+{0,2}cluster\.(?:(?:exclude|nodelist|gres|extra\.[\w-]+)=|constraint=(?=\[)))([^'"{$][^'"]*)"""
 )
 SWEPT_BY_NAME = re.compile(r"(choice|range|interval|glob|tag|shuffle|sort)\(")
 

@@ -34,7 +34,11 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str, str]] = {
         "the runs of a sweep are numbered",
         "remove it; multirun.yaml of the sweep holds the overrides",
     ),
-    "job.name": (("hpc_train",), "run.name names the run", "run.name=NAME, and cluster.job_name=NAME for the job"),
+    "job.name": (
+        ("hpc_train",),
+        "run.name names the run",
+        "run.name=NAME, and +cluster.extra.job-name=NAME for the job",
+    ),
     "job.chdir": (
         (None, False),
         "the workers run in the directory of the command, to which relative paths refer",

@@ -16,10 +16,19 @@ from hpc_train.opening import tell_once
 
 # the name in earlier versions -> the present name, in the same group
 RENAMED = {
-    "cluster.mail_user": "cluster.extra.mail-user",
-    "cluster.mail_type": "cluster.extra.mail-type",
-    "cluster.nice": "cluster.extra.nice",
-    "cluster.licenses": "cluster.extra.licenses",
+    f"cluster.{name}": f"cluster.extra.{name.replace('_', '-')}"
+    for name in (
+        "begin",
+        "dependency",
+        "job_name",
+        "licenses",
+        "mail_type",
+        "mail_user",
+        "nice",
+        "reservation",
+        "switches",
+        "wckey",
+    )
 }
 
 
@@ -69,6 +78,7 @@ REMOVED_VALUES: dict[tuple[str, str], RemovedValue] = {
 }
 
 REMOVED: dict[str, Removed] = {
+    "cluster.fabric.source": Removed("remove it, or make it a comment of the profile"),
     "strategy.compression_momentum": Removed("remove it, and keep optim.momentum", same=(0, 0.0)),
     "strategy.compression_warmup_steps": Removed(
         "strategy.compression=none for the first steps; the same run.name then continues with compression", same=(0,)
@@ -161,8 +171,10 @@ def without_removed(config: Mapping[str, Any], record: Mapping[str, Any]) -> dic
             result[group].pop(name, None)  # a null had no effect
     list(apply_new_names(result))
     for key, removed in REMOVED.items():
-        group, name = key.split(".")
-        values = result.get(group)
+        *groups, name = key.split(".")
+        values: Any = result
+        for group in groups:
+            values = values.get(group) if isinstance(values, dict) else None
         if not isinstance(values, dict) or name not in values:
             continue
         value = values.pop(name)

@@ -209,7 +209,7 @@ class Attempts:
                 message = f"Slurm requeued the job: {words}"
                 details = {"class": Failure.NODE_LOST, "rank": None, "node": next(iter(lost)), "message": message}
             events.write("requeued_by_slurm", **details)
-        report_placement(start, self.config.cluster.switches, events)
+        report_placement(start, self.config.cluster.extra.get("switches"), events)
 
     def _report_change(self, start: Start, events: EventLog) -> None:
         assert start.cause is not None

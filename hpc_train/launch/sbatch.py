@@ -47,7 +47,6 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
         "partition": cluster.partition,
         "account": cluster.account,
         "qos": cluster.qos,
-        "reservation": cluster.reservation,
         "nodes": most if fewest == most else f"{fewest}-{most}",
         "ntasks-per-node": 1,
         "gres": cluster.gres,
@@ -58,12 +57,8 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
         "constraint": cluster.constraint,
         "nodelist": cluster.nodelist,
         "exclude": cluster.exclude,
-        "switches": cluster.switches,
         "time": cluster.time,
         "time-min": cluster.time_min,
-        "begin": cluster.begin,
-        "dependency": cluster.dependency,
-        "wckey": cluster.wckey,
         "signal": f"USR2@{signal_lead(job).seconds:g}",
         "no-requeue" if job.config.launch.chain > 1 else "requeue": True,
         "no-kill": survives_node_loss(job.config.elastic),
@@ -80,7 +75,7 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
         values["mem"] = None
     for name in cluster.extra:
         key = name.replace("-", "_")
-        if name in values or key in ("array", "job_name", "comment", "output", "gpus_per_node"):
+        if name in values or key in ("array", "comment", "output", "gpus_per_node"):
             setter = f"cluster.{key}" if hasattr(cluster, key) else "the value that hpc_train sets"
             raise UserError(
                 f"cluster.extra has the sbatch option {name}, which another key sets",
@@ -100,7 +95,7 @@ def identity(jobs: Sequence[Job], directory: Path, output: str) -> dict[str, str
     """Returns name, comment and output file of a submission; the comment identifies the run directory."""
     config = jobs[0].config
     comment = f"hpc_train:{directory} {config.cluster.comment or ''}".rstrip()
-    name = config.cluster.job_name or directory.name
+    name = str(config.cluster.extra.get("job-name") or directory.name)
     return {"job-name": name, "comment": comment, "output": output}
 
 

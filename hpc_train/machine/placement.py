@@ -149,7 +149,7 @@ def judge(network: Network, layout: Layout, workers_per_node: int, *, blocks: bo
 
     Args:
         blocks: whether the site describes blocks, for which ``--segment`` replaces ``--switches``.
-        switches: the value of ``cluster.switches``.
+        switches: the value of ``cluster.extra.switches``.
     """
     kind = "blocks" if blocks else "switches"
     used = Counter(network.switches)
@@ -168,10 +168,11 @@ def judge(network: Network, layout: Layout, workers_per_node: int, *, blocks: bo
     elif switches is None:
         fewer = min(network.needed, len(used) - 1) if network.size > 1 else 1
         on = "one switch" if fewer == 1 else f"{fewer} switches"
-        fix = f"cluster.switches={fewer}@00:30:00 waits up to 30 minutes for nodes on {on}"
+        fix = f"+cluster.extra.switches={fewer}@00:30:00 waits up to 30 minutes for nodes on {on}"
     else:
         fix = (
-            f"cluster.switches={switches} did not help: a longer waiting time, if the site permits it (max_switch_wait)"
+            f"+cluster.extra.switches={switches} did not help: a longer waiting time, if the site permits it "
+            "(max_switch_wait)"
         )
     return [*problems, fix]
 

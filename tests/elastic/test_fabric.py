@@ -72,7 +72,7 @@ def test_groups_that_straddle_switches_are_reported(run: RunDirectory, capsys: p
     printed = capsys.readouterr()
     assert "n0 (spine.a.n0): ranks 0-1: pp 0, dp 0-1" in printed.out
     assert "group of pipeline rank 0 (3 nodes) straddles a and b" in printed.err
-    assert "cluster.switches=1@" in printed.err
+    assert "+cluster.extra.switches=1@" in printed.err
     (warning,) = run.read_events()
     assert "straddles" in warning["message"]
     report_placement(Start(nodes[2:], Layout(4, 2, 1, 1, "ddp", "1f1b", 1, 4, 1)), None, events)

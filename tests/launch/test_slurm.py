@@ -117,7 +117,7 @@ REFUSALS = [  # what sbatch prints, and what the user must read, set in and fix
     (["invalid partition specified: gpu", "Batch job submission failed: Invalid partition name specified"],
      "cluster.partition", "sinfo -s"),
     (["Jobs with constraint rack1 need a project code: use --wckey=PROJECT",
-      "Batch job submission failed: Unspecified error"], "cluster.wckey", "cluster.wckey=VALUE"),
+      "Batch job submission failed: Unspecified error"], "cluster.extra.wckey", "+cluster.extra.wckey=VALUE"),
     (["Ask the help desk for a budget", "Batch job submission failed: Unspecified error"],
      "cluster.partition, cluster.account", "explains the refusal in the lines above"),
     (["Batch job submission failed: Requested node configuration is not available"], "cluster.mem", "sinfo -o"),

@@ -44,7 +44,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     files = {
         "optim/mine": "defaults: [sgd, _self_]\nlr: 0.5\nbetas: [0.5, 0.9]\nstate_per_parameter: null",
-        "cluster/here": "kind: local\npartition: gpu\nexclusive: false\nswitches: 1@00:10",
+        "cluster/here": "kind: local\npartition: gpu\nexclusive: false\nconstraint: rack1",
         "experiment/mine": "# @package _global_\ndefaults:\n  - override /optim: mine\n  - override /cluster: here\n"
         "precision:\n  residual: fp32\nrun:\n  name: ${cluster.comment}\ncluster:\n  comment: told",
     }
@@ -116,7 +116,7 @@ def test_later_batches_of_a_sweep_tell_only_what_is_new(tmp_path: Path) -> None:
 def test_own_files_count_with_those_that_they_include(site: Path) -> None:
     scale, betas, partition = told("experiment=mine", "-cd", str(site))
     assert f"optim.betas in {site}/optim/mine.yaml:3 has no effect with optim=sgd" in betas
-    assert f"cluster.partition in {site}/cluster/here.yaml:2 and cluster.switches in {site}" in partition
+    assert f"cluster.partition in {site}/cluster/here.yaml:2 and cluster.constraint in {site}" in partition
     assert "cluster.comment" not in partition, "the name of the run refers to it"
     assert f"precision.residual in {site}/experiment/mine.yaml:6 has no effect" in scale
 

@@ -117,15 +117,15 @@ def racks(*counts: int) -> list[str]:
     [
         ((4, 4), {}, 2, []),  # a stage on each switch
         ((4, 4), {}, 1, []),  # no switch is known to hold eight
-        ((4, 4), {"r0": 16, "r1": 16}, 1, ["group (8 nodes) straddles r0 and r1", "cluster.switches=1@00:30:00"]),
-        ((2, 4), {}, 2, ["group of pipeline rank 0 (3 nodes) straddles r0 and r1", "cluster.switches=1@"]),
+        ((4, 4), {"r0": 16, "r1": 16}, 1, ["group (8 nodes) straddles r0 and r1", "extra.switches=1@00:30:00"]),
+        ((2, 4), {}, 2, ["group of pipeline rank 0 (3 nodes) straddles r0 and r1", "extra.switches=1@"]),
         (
             (2, 2, 2, 1, 1),
             {"r0": 18},
             2,
-            ["8 nodes are scattered over 5 switches", "pipeline rank 0", "pipeline rank 1", "cluster.switches=1@"],
+            ["8 nodes are scattered over 5 switches", "pipeline rank 0", "pipeline rank 1", "extra.switches=1@"],
         ),
-        ((1, 1, 1), {}, 1, ["3 nodes are scattered over 3 switches (r0 1, r1 1, r2 1)", "cluster.switches=1@"]),
+        ((1, 1, 1), {}, 1, ["3 nodes are scattered over 3 switches (r0 1, r1 1, r2 1)", "extra.switches=1@"]),
     ],
 )
 def test_a_scattered_allocation_is_reported(

@@ -20,7 +20,7 @@ def test_a_cancelled_job_never_comes_back(
 ) -> None:
     """With accounting and without."""
     here: Cluster = request.getfixturevalue(name)
-    begin = ["cluster.begin=now+1hour"] if phase == "pending" else []
+    begin = ["+cluster.extra.begin=now+1hour"] if phase == "pending" else []
     case = [*SLOW, *ONE_NODE, "train.steps=600", "launch.detach=true", *begin]
     left = here.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path)
     assert left.returncode == 0, left.stdout + left.stderr

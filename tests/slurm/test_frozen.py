@@ -44,7 +44,7 @@ def test_edits_while_a_job_waits_have_no_effect(cluster: Cluster, tmp_path: Path
     shell = replace(cluster, environment={**cluster.environment, "PYTHONPATH": str(project)})
     overrides = [argument for argument in TINY if not argument.startswith("model.")]
     overrides += ["model=custom", "model._target_=own_model.Table", "cluster.cpu_workers=2", "+strategy=dp"]
-    options = ["cluster=slurm", "cluster.begin=now+3600", "cluster.nodes=1", "launch.detach=true", "-m"]
+    options = ["cluster=slurm", "+cluster.extra.begin=now+3600", "cluster.nodes=1", "launch.detach=true", "-m"]
     submitted = shell.hpc_train(*overrides, "run.name=run", *options, cwd=project)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     run = RunDirectory(project / "outputs" / "run")

@@ -144,8 +144,8 @@ def test_a_plan_shows_when_slurm_would_start_each_shape(cluster: Cluster, tmp_pa
 @pytest.mark.long_form(12)  # tests/launch/test_slurm.py
 def test_a_sweep_larger_than_an_array_may_be_becomes_several(plain: Cluster, tmp_path: Path) -> None:
     with reconfigured(plain, lambda conf: f"{conf}\nMaxArraySize=2\n"):
-        options = ["cluster.begin=now+1hour", "launch.detach=true", "launch.array_parallelism=2", "run.name=sweep"]
-        done = plain.hpc_train(*HYBRID, *options, "train.seed=1,2,3,4,5", "-m", cwd=tmp_path)
+        options = ["+cluster.extra.begin=now+1hour", "launch.detach=true", "launch.array_parallelism=2"]
+        done = plain.hpc_train(*HYBRID, *options, "run.name=sweep", "train.seed=1,2,3,4,5", "-m", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = [RunDirectory(tmp_path / "outputs" / "sweep" / str(number)) for number in range(5)]
     ids = [run.record()["submissions"][-1]["job_id"] for run in runs]
@@ -184,7 +184,7 @@ def test_the_words_of_the_site_reach_the_user(plain: Cluster, tmp_path: Path) ->
         refused = plain.hpc_train(*asked, "cluster.constraint=rack3", "-m", cwd=tmp_path)
     assert refused.returncode == 2, refused.stdout
     assert "Jobs on rack3 need a project code: use --wckey=PROJECT" in refused.stderr
-    assert "set in: cluster.wckey\n" in refused.stderr
+    assert "set in: cluster.extra.wckey\n" in refused.stderr
     own = tmp_path / "etc"
     own.mkdir()
     for path in conf.parent.glob("*.conf"):

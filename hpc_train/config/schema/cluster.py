@@ -35,7 +35,6 @@ class FabricConfig:
     """Holds a site profile: facts about the network that cannot be detected on its nodes."""
 
     name: str = key("none", "The name of the profile.")
-    source: str | None = key(None, "Where the values of the profile were published.")
     variables: dict[str, str] = key(
         {}, "Environment variables of communication libraries for all workers. Variables that are already set win."
     )
@@ -171,11 +170,7 @@ class ClusterConfig:
     constraint: str | None = key(None, "sbatch --constraint.", when=when("submitted"))
     exclude: str | None = key(None, "Nodes that the job must not use: sbatch --exclude.", when=when("submitted"))
     nodelist: str | None = key(None, "Nodes that the job must use: sbatch --nodelist.", when=when("submitted"))
-    reservation: str | None = key(None, "sbatch --reservation.", when=when("submitted"))
     exclusive: bool = key(False, "Whether the job has its nodes to itself: sbatch --exclusive.", when=when("submitted"))
-    switches: str | None = key(
-        None, "sbatch --switches: 1@00:30:00 waits up to 30 minutes for nodes on one switch.", when=when("submitted")
-    )
     interface: str | None = key(
         None,
         "Where nodes meet: a network interface such as ib0, or a pattern for host names such as {host}-ib0. null uses "
@@ -185,12 +180,8 @@ class ClusterConfig:
     comment: str | None = key(
         None, "Text that is appended to the job's comment hpc_train:RUN_DIRECTORY.", when=when("submitted")
     )
-    job_name: str | None = key(None, "The name of the job. null uses the name of the run.", when=when("submitted"))
-    dependency: str | None = key(None, "sbatch --dependency.", when=when("submitted"))
-    begin: str | None = key(None, "The earliest start of the job: sbatch --begin.", when=when("submitted"))
-    wckey: str | None = key(None, "sbatch --wckey.", when=when("submitted"))
     clusters: str | None = key(None, "sbatch --clusters.", when=when("submitted"))
-    extra: dict[str, Any] = key({}, "Any other sbatch option, such as {mail-type: END}.", when=when("submitted"))
+    extra: dict[str, Any] = key({}, "Any other sbatch option, such as {begin: now+1hour}.", when=when("submitted"))
     env: dict[str, str] = key(
         {}, "Environment variables of the job, on Slurm and on this machine. A batch script exports them before setup."
     )

@@ -88,10 +88,13 @@ class SFTDataConfig(DataKeys):
 class ImageKeys(DataKeys):
     """Holds the keys that every source of image files has."""
 
-    path: str = required("The directory with the images.")
+    path: str = required(
+        "The directory with the images: cifar-100-python, one with train/ and validation/ (images), or one with "
+        "shards.json and the tar files (shards)."
+    )
     image_size: int = key(224, "The width and height to which images are resized.", at_least=1, unit="pixels")
     channels: int = key(3, "The number of color channels.", at_least=1)
-    n_classes: int = required("The number of classes.", at_least=1)
+    n_classes: int = required("The number of classes, which is 100 for cifar100.", at_least=1)
     augment: bool = key(True, "Whether training images are cropped and flipped at random.")
 
 
@@ -100,9 +103,8 @@ class CIFAR100DataConfig(ImageKeys):
     """Reads the official CIFAR-100 directory for Python."""
 
     kind: str = key("cifar100", "The data source.")
-    path: str = required("The unpacked directory cifar-100-python.")
     image_size: int = key(32, "The width and height of an image.", at_least=1, unit="pixels")
-    n_classes: int = key(100, "The number of classes.", at_least=1)
+    n_classes: int = 100  # no other value is right
 
 
 @dataclass
@@ -110,7 +112,6 @@ class ImagesDataConfig(ImageKeys):
     """Image files in one directory per class under ``train/`` and ``validation/``."""
 
     kind: str = key("images", "The data source.")
-    path: str = required("The directory that contains train/ and validation/.")
 
 
 @dataclass
@@ -118,7 +119,6 @@ class ShardsDataConfig(ImageKeys):
     """Images in indexed tar shards, as ``python -m hpc_train prepare --images`` writes them."""
 
     kind: str = key("shards", "The data source.")
-    path: str = required("The directory with shards.json and the tar files.")
 
 
 @dataclass

@@ -22,6 +22,7 @@ from rich.console import Console
 from submitit.core.utils import FailedJobError, JobPaths
 from submitit.slurm.slurm import SlurmExecutor
 
+from hpc_train.config.removed import SBATCH_OPTIONS
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.secrets import file_mode
 from hpc_train.config.values import fewest_nodes, node_range
@@ -220,7 +221,7 @@ class SlurmJobExecutor:
         """Records when Slurm expected a submission to start; ``plan`` reports the usual error of such estimates."""
         expected = self._expected.get(job.number)
         cluster = job.config.cluster
-        if expected is None or cluster.begin or cluster.dependency or self._clusters:
+        if expected is None or self._clusters or {"begin", "dependency"} & cluster.extra.keys():
             return
         estimate = Estimate(self.site.name, cluster.partition, job_id, time.time(), expected)
         with suppress(OSError):  # the root belongs to somebody else
@@ -411,18 +412,20 @@ KNOWN: Mapping[str, tuple[str, str]] = {
     "Invalid partition": ("partition", "sinfo -s lists the partitions"),
     "Invalid account": ("account, partition", "sacctmgr show assoc user=$USER lists your accounts and their QOS"),
     "Invalid qos": ("qos", "sacctmgr show assoc user=$USER lists your accounts and their QOS"),
-    "Invalid wckey": ("wckey", "sacctmgr show wckey user=$USER lists yours"),
-    "Invalid license": ("extra", "scontrol show licenses lists the licenses: +cluster.extra.licenses=NAME:COUNT"),
+    "Invalid wckey": ("extra.wckey", "sacctmgr show wckey user=$USER lists yours"),
+    "Invalid license": ("extra.licenses", "scontrol show licenses lists the licenses: +cluster.extra.licenses=NAME:COUNT"),
     "Requested time limit is invalid": ("time", "sinfo -s lists the time limit of each partition"),
     "Requested partition configuration": ("partition, nodes, time", "sinfo -s lists the limits of each partition"),
-    "Requested reservation is invalid": ("reservation", "scontrol show res lists the reservations"),
-    "Job dependency problem": ("dependency", "name jobs that squeue or sacct still know"),
+    "Requested reservation is invalid": ("extra.reservation", "scontrol show res lists the reservations"),
+    "Job dependency problem": ("extra.dependency", "name jobs that squeue or sacct still know"),
     "Job violates accounting/QOS policy": (
         "time, nodes, qos",
         "wait until other jobs end, or request less: sacctmgr show qos lists the limits",
     ),
 }
 _OPTION = re.compile(r"--([a-z][a-z-]+)")
+_KEYS = {field.name.replace("_", "-"): field.name for field in fields(ClusterConfig)}
+_KEYS |= {option: f"extra.{option}" for option in SBATCH_OPTIONS.values()}
 
 
 def refusal(said: str) -> UserError:
@@ -444,10 +447,11 @@ def refusal(said: str) -> UserError:
             where="cluster.kind",
             fix="submit from a login node, when `scontrol ping` says that the controller is up; or cluster=local",
         )
-    options = dict.fromkeys(option.replace("-", "_") for option in _OPTION.findall(said))
-    keys = [option for option in options if option in {field.name for field in fields(ClusterConfig)}]
+    named_options = dict.fromkeys(_OPTION.findall(said))
+    keys = [_KEYS[option] for option in named_options if option in _KEYS]
     if keys:
-        fix = f"set what the message asks for: {', '.join(f'cluster.{key}=VALUE' for key in keys)}"
+        values = (f"{'+' if key.startswith('extra.') else ''}cluster.{key}=VALUE" for key in keys)
+        fix = f"set what the message asks for: {', '.join(values)}"
     else:
         general = f"cluster.{GENERAL} as this cluster allows them"
         if len(lines) > 1:

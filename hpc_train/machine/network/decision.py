@@ -339,5 +339,4 @@ def _why_no_interface(nodes: Sequence[NodeFacts]) -> str:
 
 
 def site_profile(fabric: FabricConfig) -> tuple[Variable, ...]:
-    reason = f"the site profile {fabric.name}" + (f": {fabric.source}" if fabric.source else "")
-    return tuple(Variable(name, value, reason) for name, value in fabric.variables.items())
+    return tuple(Variable(name, value, f"the site profile {fabric.name}") for name, value in fabric.variables.items())

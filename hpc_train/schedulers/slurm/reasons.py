@@ -54,9 +54,9 @@ REASONS: Mapping[str, Reason] = {
     "Priority": Reason("jobs with a higher priority wait for the same nodes", by_size=True),
     "Resources": Reason("it is next in the queue, and the requested nodes are not free yet", by_size=True),
     "BeginTime": Reason(
-        "its begin time has not come: cluster.begin, or about two minutes after a requeue"
+        "its begin time has not come: cluster.extra.begin, or about two minutes after a requeue"
     ),
-    "Dependency": Reason("it depends on another job (cluster.dependency)",
+    "Dependency": Reason("it depends on another job (cluster.extra.dependency)",
                          "squeue --job={job} --Format=dependency"),
     "DependencyNeverSatisfied": Reason("its dependency can no longer be satisfied, so it never starts", AGAIN),
     "JobHeldUser": Reason("it is held by its user", RELEASE),
@@ -77,8 +77,8 @@ REASONS: Mapping[str, Reason] = {
         "too few nodes of its partition are available", "sinfo -R lists why nodes are down", by_size=True
     ),
     "NodeDown": Reason("a requested node is down", "remove cluster.nodelist", by_size=True),
-    "Reservation": Reason("its reservation has not begun", "remove cluster.reservation"),
-    "ReservationDeleted": Reason("its reservation was deleted", "remove cluster.reservation"),
+    "Reservation": Reason("its reservation has not begun", "remove cluster.extra.reservation"),
+    "ReservationDeleted": Reason("its reservation was deleted", "remove cluster.extra.reservation"),
     "Licenses": Reason("a requested license is in use (cluster.extra.licenses)", "scontrol show licenses"),
     "PartitionDown": Reason("its partition is down", "another cluster.partition"),
     "PartitionInactive": Reason("its partition is inactive", "another cluster.partition"),
@@ -111,7 +111,7 @@ REASONS: Mapping[str, Reason] = {
     "TimeLimit": Reason("it reached its time limit and was requeued"),
     "SchedDefer": Reason("it waits for the next scheduling cycle"),
     "MaxBBRequeue": Reason("the burst buffer failed too often", STAFF),
-    "ResvInvalid": Reason("its reservation is not valid", "remove cluster.reservation"),
+    "ResvInvalid": Reason("its reservation is not valid", "remove cluster.extra.reservation"),
 }  # fmt: skip
 
 _LIMIT = re.compile(r"(?P<whose>QOS|Assoc|Association)(?P<kind>Grp|Max|Min)?(?P<what>\w*?)(?P<scope>Per\w+?)?(Limit)?$")
