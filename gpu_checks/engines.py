@@ -31,6 +31,7 @@ from gpu_checks.steps import TINIER, TINY_GPT, Steps, World
 from gpu_checks.training import SAME, differing
 from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import Config
+from hpc_train.elastic.hangs import read_collectives
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.memory import peak_of, ranks_of
 from hpc_train.layout.resolve import resolve_layout
@@ -41,7 +42,6 @@ from hpc_train.parallel.mesh import AXES, Mesh, all_gather_tensor
 from hpc_train.parallel.parallelize import materialize, split_and_wrap
 from hpc_train.parallel.precision.dtypes import parameter_dtype
 from hpc_train.parallel.replicas import Sharded
-from hpc_train.train.watch.flight_recorder import read_collectives
 from hpc_train.train.watch.step_clock import StepClock
 
 RANKS = 8

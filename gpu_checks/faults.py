@@ -7,8 +7,8 @@ from functools import partial
 from gpu_checks.check import Probe
 from gpu_checks.commands import Run, at_once, largest_difference, train
 from gpu_checks.models import disturbed
+from hpc_train.elastic.hangs import read_collectives
 from hpc_train.run.exits import Failure
-from hpc_train.train.watch.flight_recorder import read_collectives
 
 SAME = 1e-5  # on a GPU, where sums by atomic additions differ from run to run
 SAVES = ("checkpoint.every=2", "train.steps=8")

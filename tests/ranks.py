@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from hpc_train.collector import without_collector
+from hpc_train.run.processes import without_collector
 
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.forkserver"])

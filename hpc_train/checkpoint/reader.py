@@ -30,7 +30,7 @@ from hpc_train.checkpoint.extra_state import keys, names_of, read_entry
 from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint, FileEntry, Manifest, verify
 from hpc_train.checkpoint.state import ALIASES, TensorShape, stored_shapes, weights_of_hook
 from hpc_train.checkpoint.writer import quiet
-from hpc_train.collector import without_collector
+from hpc_train.run.processes import without_collector
 
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {

@@ -29,7 +29,6 @@ from hpc_train.checkpoint.listing import (
 )
 from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint
 from hpc_train.checkpoint.store import CheckpointStore, Kept, best_step
-from hpc_train.collector import without_collector
 from hpc_train.commands import COMMANDS
 from hpc_train.config.evaluation import LOWEST_LOSS, BestMetric, best_metric
 from hpc_train.config.options import OptionParser
@@ -42,6 +41,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import refuse_existing
 from hpc_train.run.freeze import load
 from hpc_train.run.owner import TRUST, check_owner, files_below, open_run, output_directory
+from hpc_train.run.processes import without_collector
 from hpc_train.telemetry.sinks.tracker import Identity
 from hpc_train.telemetry.terminal import Terminal, text_table, wide
 from hpc_train.units import format_bytes, format_duration, format_metric
@@ -238,7 +238,7 @@ def _ranking_metric(run: RunDirectory) -> BestMetric:
 
 
 def _promote(options: argparse.Namespace) -> int:
-    from hpc_train.report.promotion import promote
+    from hpc_train.report.registry import promote
 
     run = find_run(options.run, _root(), "checkpoint promote", options.trust_owner)
     config = load(run)
@@ -255,7 +255,7 @@ def _promote(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from hpc_train.report.promotion import import_reference, is_reference
+    from hpc_train.report.registry import import_reference, is_reference
 
     if is_reference(options.source):
         from hpc_train.config.compose import compose, typed
@@ -279,7 +279,7 @@ def _import(options: argparse.Namespace) -> int:
 
 def _check_source(options: argparse.Namespace) -> None:
     """Raises UserError if files to be imported belong to a user whom the caller does not trust."""
-    from hpc_train.report.promotion import is_reference
+    from hpc_train.report.registry import is_reference
 
     source = Path(options.source)
     if not is_reference(options.source):

@@ -16,11 +16,11 @@ from typing import Any
 from rich.text import Text
 
 from hpc_train.config.evaluation import BestMetric, highest_is_best
-from hpc_train.config.identity import flat
 from hpc_train.config.options import OptionParser
 from hpc_train.config.secrets import shown
 from hpc_train.errors import UserError
 from hpc_train.run.exits import Exit
+from hpc_train.run.freeze import flat
 from hpc_train.run.ledger import read_ledger
 from hpc_train.runs.comparison import (
     DEFAULT,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hpc_train.collector import without_collector
 from hpc_train.config.options import OptionParser
 from hpc_train.errors import UserError
 from hpc_train.planner.machine import read_machine
 from hpc_train.report.page.build import write_page
 from hpc_train.run.exits import Exit
+from hpc_train.run.processes import without_collector
 
 
 def main(arguments: list[str]) -> int:

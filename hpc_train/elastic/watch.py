@@ -23,7 +23,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_hang_timeout
 from hpc_train.elastic.decision import WorkerFailure
 from hpc_train.elastic.hang_bounds import COLD_S, LEAST_S, START_S, UNSEEN_S, HangWatch, Silence, Stage, Starvation
-from hpc_train.elastic.hangs import Evidence, Proof, RankState, collect, culprit, proof
+from hpc_train.elastic.hangs import Collective, Evidence, Proof, RankState, collect, culprit, proof, read_collectives
 from hpc_train.elastic.workers import Worker, Workers
 from hpc_train.layout.layout import Layout
 from hpc_train.run.directory import RunDirectory, rank_writer
@@ -32,7 +32,6 @@ from hpc_train.run.exits import Failure
 from hpc_train.run.processes import activity, process_state
 from hpc_train.run.requests import answer_stacks_request
 from hpc_train.telemetry.tracebacks import stack_place
-from hpc_train.train.watch.flight_recorder import Collective, read_collectives
 from hpc_train.train.watch.stragglers import LEAST_BLAME, LEAST_SHARE, Streak
 from hpc_train.units import format_duration
 

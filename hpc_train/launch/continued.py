@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from hpc_train.config.command_line import CommandLine
-from hpc_train.config.identity import flat
 from hpc_train.config.origins import defaults, is_below
 from hpc_train.config.removed import RENAMED
 from hpc_train.config.schema import Config
@@ -18,7 +17,7 @@ from hpc_train.layout.resolve import AUTO, SIMPLEST
 from hpc_train.opening import tell_once
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import is_present
-from hpc_train.run.freeze import load
+from hpc_train.run.freeze import flat, load
 
 PLACE = ("run.root", "run.name", "run.fork")  # of the run, which may have moved
 CHOSEN = (*SIMPLEST, "strategy.for_nodes", "batch.micro_size")  # by strategy=auto, for the nodes of each start

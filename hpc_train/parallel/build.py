@@ -22,8 +22,7 @@ from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import sharder_of
 from hpc_train.parallel.precision.float8 import check_use
-from hpc_train.parallel.replica_engine import ReplicaEngine
-from hpc_train.parallel.reproducible_engine import ReproducibleEngine
+from hpc_train.parallel.replica_engine import ReplicaEngine, ReproducibleEngine
 
 
 def build_engine(config: Config, mesh: Mesh, layers: Sequence[range] | None = None) -> Engine:

@@ -24,7 +24,7 @@ from hpc_train.layout.loss_chunks import LossForm, loss_form
 from hpc_train.layout.recomputation import parse_activation_offload, recomputation_of
 from hpc_train.layout.techniques import CompilerMode, compiler_mode
 from hpc_train.models import batch_norm
-from hpc_train.models.hf.build import HFWhole
+from hpc_train.models.hf.decoder import HFWhole
 from hpc_train.models.linear_head import LinearHead
 from hpc_train.models.model import Model, canonical_name, keep_shared
 from hpc_train.models.transformer import CrossEntropyHead

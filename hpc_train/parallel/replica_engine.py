@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain, compress
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Config
@@ -17,15 +20,14 @@ from hpc_train.models.wrapped import WrappedModel, evaluating
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.compression import Compression
 from hpc_train.parallel.context import own_tokens, whole_sequence
-from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
+from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result, refusing_wrong_targets, seed_micro_batch
 from hpc_train.parallel.gradient_norm import UpdatesInBackward
-from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.mesh import Mesh, all_gather_tensor
 from hpc_train.parallel.parallelize import parallelize
 from hpc_train.parallel.precision.dtypes import KeptCasts, autocast, kept_dtype
-from hpc_train.parallel.replicas import finish_own_count, make_replicas
+from hpc_train.parallel.replicas import divide_by_count_, finish_own_count, make_replicas
 from hpc_train.parallel.tensor import check_sequence
 from hpc_train.parallel.writes import SharedBuffers
-from hpc_train.parallel.wrong_target import refusing_wrong_targets
 
 
 class ReplicaEngine:
@@ -199,3 +201,179 @@ def clear_gradients(parameters: Iterable[nn.Parameter], keep_memory: bool) -> No
             parameter.grad = torch.zeros_like(parameter)
     if gradients:
         torch._foreach_zero_(gradients)
+
+
+class ReproducibleEngine(ReplicaEngine):
+    """Trains with the same bits on any number of ranks (``train.reproducible=any_world_size``).
+
+    The ranks compute logical micro-batches, whose number and size do not depend on the number of ranks. Each
+    micro-batch draws its random numbers from (seed, step, micro-batch). Floating-point addition is not associative, and
+    the order of an ordinary all-reduce depends on the number of ranks, so gradients and losses are summed over a fixed
+    binary tree whose leaves are the logical micro-batches. Every rank then holds the whole gradient; norm, clipping and
+    update are the same as in one process. The bits still depend on the processor, the version of torch and the number
+    of threads.
+
+    Each rank sums the largest sub-trees whose leaves it computes. An all-to-all sends each rank its share of the
+    elements of all sub-trees, the rank adds these up to the root, and an all-gather distributes the result. If each
+    rank holds one sub-tree (both numbers are powers of two), a rank sends 2 (N - 1) / N times the bytes, like a ring
+    all-reduce. With several sub-trees per rank, the first half takes up to 2 log2(V) times as much. Nothing overlaps
+    with the backward pass, and each level of the tree that a rank sums needs a copy of the gradients.
+
+    Raises:
+        UserError: the model has batch statistics, so its samples influence each other. The first training step raises
+            it if the forward pass changes buffers.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
+        if batch_norm.has_batch_statistics(model):
+            raise UserError(
+                "batch statistics depend on the number of ranks, so the bits of the weights would depend on it too",
+                where="train.reproducible, model",
+                fix="train.reproducible=null, or use a model without BatchNorm",
+            )
+        super().__init__(config, mesh, model)
+        self._seed = config.train.seed
+        self._own = mesh.layout.logical_of(mesh.dp_rank)
+        self._reduction = TreeReduction(mesh)
+        self._checked = False
+        self._unused: set[str] = set()  # parameters without a gradient in this rank's micro-batches of the step
+
+    def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
+        """See ``Engine.train_step``. The first rank returns the whole result, the others zeros."""
+        scale = 1.0 / max(1, batch.target_count)
+
+        def leaf(node: range) -> Tensor | None:
+            if len(node) > 1:
+                return None
+            seed_micro_batch(self._seed, step, node.start, self._mesh.device)
+            micro = batch.micro_batches[node.start - self._own.start]
+            return self._gradient(micro, scale, loss_scale)
+
+        self._unused = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
+        with self._casts.step():
+            node_sums = [tree_sum(node, leaf) for node in self._reduction.nodes]
+        total = self._reduction.reduce(node_sums)
+        sizes = [parameter.numel() for parameter in self._parameters.values()]
+        *pieces, loss_sum, counted, used = total.split([*sizes, 1, int(self._own_count), len(sizes)])
+        for parameter, piece in zip(self._parameters.values(), pieces, strict=True):
+            parameter.grad = None
+            if parameter.requires_grad:  # fused optimizers expect the memory format of the parameter
+                shaped = piece.view_as(parameter)
+                contiguous = parameter.is_contiguous()
+                parameter.grad = shaped if contiguous else torch.empty_like(parameter).copy_(shaped)
+        if self._unused:  # one process does not update parameters without a gradient in any micro-batch
+            for parameter, uses in zip(self._parameters.values(), used.tolist(), strict=True):
+                if uses == 0:
+                    parameter.grad = None
+        first = self._mesh.rank == 0
+        if self._own_count:
+            count = counted.view(()) * first
+            divide_by_count_(self._parameters.values(), self._mesh, count, batch.target_count)
+        else:
+            count = torch.full((), batch.target_count * first, device=self._mesh.device)
+        return StepResult(loss_sum.view(()) * first, count)
+
+    def _gradient(self, micro: Batch, scale: float, loss_scale: Tensor | None) -> Tensor:
+        """Returns one flat tensor: the gradient of a micro-batch, its sum of losses, the loss's own count if any, and
+        1 for each parameter that has a gradient."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        before = {}
+        if not self._checked:
+            before = {name: value.clone() for name, value in self.named_buffers().items()}
+        loss_sum, count, *_ = self._forward(self._model, micro)
+        self._check_buffers(before)
+        loss = loss_sum * scale
+        (loss if loss_scale is None else loss * loss_scale).backward()
+        with_gradient = [parameter.grad is not None for parameter in self._parameters.values()]
+        self._unused.difference_update(compress(self._parameters, with_gradient))
+        gradients = [
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for parameter in self._parameters.values()
+        ]
+        sums = [loss_sum, count] if self._own_count else [loss_sum]
+        dtype = gradients[0].dtype
+        flat = [
+            *(gradient.reshape(-1) for gradient in gradients),
+            *(value.detach().to(dtype).view(1) for value in sums),
+        ]
+        return torch.cat([*flat, torch.tensor(with_gradient, dtype=dtype, device=loss_sum.device)])
+
+    def _check_buffers(self, before: Mapping[str, Tensor]) -> None:
+        """Raises UserError if the forward pass has changed buffers, since each rank would have its own values."""
+        self._checked = True
+        after = self.named_buffers()
+        changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+        if changed:
+            raise UserError(
+                f"the forward pass changes the buffer {changed[0]}, whose values then depend on the number of ranks, "
+                "and so would the bits of the weights",
+                where="train.reproducible, model",
+                fix="train.reproducible=null, or use a model whose forward pass changes no buffers",
+            )
+
+
+def halves(node: range) -> tuple[range, range]:
+    """Returns the two children of a node, which is the range of its leaves."""
+    middle = node.start + (len(node) + 1) // 2
+    return range(node.start, middle), range(middle, node.stop)
+
+
+def cover(node: range, held: range) -> list[range]:
+    """Returns the largest nodes in the sub-tree of ``node`` whose leaves are all in ``held``, from left to right."""
+    if node.stop <= held.start or held.stop <= node.start:
+        return []
+    if held.start <= node.start and node.stop <= held.stop:
+        return [node]
+    left, right = halves(node)
+    return cover(left, held) + cover(right, held)
+
+
+def tree_sum(node: range, sum_of: Callable[[range], Tensor | None]) -> Tensor:
+    """Returns the sum over the leaves of ``node`` from the ``sum_of`` sums, which it may overwrite."""
+    total = sum_of(node)
+    if total is not None:
+        return total
+    left, right = halves(node)
+    return tree_sum(left, sum_of).add_(tree_sum(right, sum_of))
+
+
+class TreeReduction:
+    """Sums vectors over the logical micro-batches of all dp ranks of ``mesh``.
+
+    Attributes:
+        nodes: the sub-trees that this rank sums before ``reduce``.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        layout = mesh.layout
+        self._root = range(layout.logical_micro_batches)
+        self._rank_nodes = [cover(self._root, layout.logical_of(rank)) for rank in range(layout.dp)]
+        self._group = mesh.group("dp")
+        self.nodes = self._rank_nodes[mesh.dp_rank]
+
+    def reduce(self, sums: list[Tensor]) -> Tensor:
+        """Sums over all leaves. Collective.
+
+        Args:
+            sums: a tensor ``[size]`` for each of ``nodes``.
+
+        Returns:
+            The sum ``[size]``, with the same bits on every rank and for every number of ranks.
+        """
+        ranks = len(self._rank_nodes)
+        size = sums[0].numel()
+        if ranks == 1:
+            return sums[0]
+        share = math.ceil(size / ranks)
+        sent = sums[0].new_zeros(ranks, len(sums), share)  # each rank's share of each sum
+        for index, node_sum in enumerate(sums):
+            padded = torch.nn.functional.pad(node_sum, (0, ranks * share - size))
+            sent[:, index] = padded.view(ranks, share)
+        counts = [len(nodes) for nodes in self._rank_nodes]
+        received = sent.new_empty(sum(counts), share)  # this rank's share of the sum of every node
+        dist.all_to_all_single(received, sent.flatten(0, 1), counts, [len(sums)] * ranks, group=self._group)
+        sums_by_node = dict(zip(chain.from_iterable(self._rank_nodes), received, strict=True))
+        gathered = sums[0].new_empty(ranks * share)
+        all_gather_tensor(gathered, tree_sum(self._root, sums_by_node.get), group=self._group)
+        return gathered[:size]

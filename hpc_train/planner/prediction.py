@@ -21,9 +21,19 @@ from hpc_train.layout.optimizers import values_per_parameter
 from hpc_train.layout.orders import BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, PipelineShape
 from hpc_train.layout.partition import layer_counts
 from hpc_train.layout.recomputation import moved_bytes, recomputation_of
-from hpc_train.planner.collectives import Group, all_reduce, gather, group_of, load, message, scatter
 from hpc_train.planner.machine import Machine, Rates
-from hpc_train.planner.passes import Passes, pipeline_seconds, uncovered
+from hpc_train.planner.passes import (
+    Group,
+    Passes,
+    all_reduce,
+    gather,
+    group_of,
+    load,
+    message,
+    pipeline_seconds,
+    scatter,
+    uncovered,
+)
 from hpc_train.planner.work import Block, Work, count_work
 
 Collective = Callable[[float, Group, Rates], float]

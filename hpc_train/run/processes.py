@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import os
 import resource
 import signal
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -236,3 +238,15 @@ def can_listen(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Suspends the collector, which would visit all new objects again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpc_train.checkpoint.extra_state import kept_extra_state
-from hpc_train.models.held import OF_TORCH, elements, held_by, is_object
+from hpc_train.models.build import OF_TORCH, elements, held_by, is_object
 from hpc_train.models.model import canonical_name
 from hpc_train.models.wrapped import WrappedModel, all_modules
 from hpc_train.parallel.writes import checksum

@@ -34,7 +34,7 @@ from hpc_train.data.stream import States
 from hpc_train.parallel.build import build_engine
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.data_progress import positions
-from hpc_train.train.loss_check import LossCheck, check_loss
+from hpc_train.train.guard import LossCheck, check_loss
 from tests.checkpoint.training import join_again
 from tests.data.descent import Weights, descent, tensors_of, weights_of
 from tests.parallel.oracle import error

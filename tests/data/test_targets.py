@@ -17,9 +17,9 @@ from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.wrapped import WrappedModel
+from hpc_train.parallel.engine import refusing_wrong_targets
 from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.replica_engine import ReplicaEngine
-from hpc_train.parallel.wrong_target import refusing_wrong_targets
 from tests.data.layouts import replicas
 from tests.parallel.cells import SEQUENCE, VOCABULARY, Cell
 

@@ -150,7 +150,7 @@ THREADS = {  # module: whether its threads may call CUDA
     "data/build.py": "no",
     "bench/doctor/nodes.py": "no",
     "elastic/gpu_errors.py": "no",
-    "elastic/on_event.py": "no",
+    "elastic/agent.py": "no",
     "elastic/rendezvous/client.py": "no",
     "elastic/rendezvous/server.py": "no",
     "preflight/nccl_log.py": "no",

@@ -32,7 +32,7 @@ from hpc_train.elastic.hang_bounds import (
     Starvation,
     patience_s,
 )
-from hpc_train.elastic.hangs import WINDOW_S, Evidence, GroupState, RankState, culprit, group_states, proof
+from hpc_train.elastic.hangs import WINDOW_S, Collective, Evidence, GroupState, RankState, culprit, group_states, proof
 from hpc_train.elastic.rendezvous.messages import FailureReport, primary_cause
 from hpc_train.elastic.watch import OTHERS_S, SAVE_TICK_S, OtherNodes, Watch
 from hpc_train.errors import UserError
@@ -43,7 +43,6 @@ from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Failure
 from hpc_train.run.processes import Activity, activity
 from hpc_train.telemetry.tracebacks import stack_place
-from hpc_train.train.watch.flight_recorder import Collective
 
 PATIENCE_S = 120.0
 TICK = 0.25

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import pytest
 
-from hpc_train.elastic import on_event
-from hpc_train.elastic.on_event import EventCalls, calling
+from hpc_train.elastic import agent
+from hpc_train.elastic.agent import EventCalls, calling
 from hpc_train.launch.script import on_event_lines
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
@@ -80,7 +80,7 @@ def test_a_failure_is_a_warning_that_is_written_once(run: RunDirectory) -> None:
 
 
 def test_a_command_that_hangs_is_killed_and_delays_no_event(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_event, "CALL_S", 0.2)
+    monkeypatch.setattr(agent, "CALL_S", 0.2)
     events = EventLog.open(run, "agent-n1", 0)
     calls = EventCalls("sleep 1000", run, events)
     for number in range(100):

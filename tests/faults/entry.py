@@ -18,7 +18,7 @@ from hpc_train.parallel.engine import StepResult
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.exits import Exit
 from hpc_train.run.requests import StopFlag
-from hpc_train.train import divergence, worker
+from hpc_train.train import trainer, worker
 from hpc_train.train.trainer import Trainer
 from tests.faults.agent import shift_clock
 from tests.faults.injections import INJECTIONS
@@ -35,7 +35,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
     plan = read_plan()
     if spec.attempt > 0:
         _inject(plan, spec, RECOVERY, stop)
-    divergence.LEAST = 4
+    trainer.LEAST = 4
     take = Trainer._train
 
     def faulty(self: Trainer, *arguments: Any) -> Any:

@@ -66,9 +66,9 @@ def poison(kind: str, batches: range, spec: WorkerSpec, stop: StopFlag) -> None:
     from hpc_train.parallel.engine import StepResult
     from hpc_train.parallel.pipeline.engine import PipelineEngine
     from hpc_train.parallel.replica_engine import ReplicaEngine
-    from hpc_train.train import divergence
+    from hpc_train.train import trainer
 
-    divergence.LEAST = 4
+    trainer.LEAST = 4
     order = Order(SAMPLES, 8, drop_last=True, seed=0)
     bad = {int(order.slots(position, 6, 7)[0]) for position in batches if position < order.steps_per_epoch}
     read = SyntheticDataset.sample

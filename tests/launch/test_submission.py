@@ -16,7 +16,7 @@ from rich.console import Console
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.launch import resubmission, submission
+from hpc_train.launch import submission
 from hpc_train.launch.job import Job
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.event_log import EventLog
@@ -225,11 +225,11 @@ def test_of_two_commands_that_resume_a_run_at_once_one_is_refused(
         job.run.update_record(claimed_by=process(other.pid))
 
     executor = SimpleNamespace(shape=lambda config: job.shape, check=lambda jobs: [], confirm=claim)
-    monkeypatch.setattr(resubmission, "select_executor", lambda cluster: executor)
+    monkeypatch.setattr(submission, "select_executor", lambda cluster: executor)
     item: Any = SimpleNamespace(run=job.run, config=job.config, number=0, trusts_owner=False)
     try:
         with pytest.raises(UserError, match=f"is live: process {other.pid}"):
-            resubmission.resubmit([item], tmp_path / "sweep", detach=True)
+            submission.resubmit([item], tmp_path / "sweep", detach=True)
     finally:
         other.kill()
         other.wait()

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.config.compose import typed
-from hpc_train.config.identity import check_identity
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
@@ -23,6 +22,7 @@ from hpc_train.models.linear_head import VocabularyShard, _evaluate_shard, linea
 from hpc_train.models.transformer import count_correct
 from hpc_train.parallel import tensor
 from hpc_train.parallel.build import build_engine
+from hpc_train.run.freeze import check_identity
 from tests.config.composing import compose
 from tests.models.test_linear_head import VOCABULARY, drawn, plain
 from tests.parallel.cells import SEQUENCE, Cell, Form, in_two_forms

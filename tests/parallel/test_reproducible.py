@@ -14,7 +14,7 @@ from hpc_train.config.schema import CustomModelConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import seed_step
-from hpc_train.parallel.reproducible_engine import cover, tree_sum
+from hpc_train.parallel.replica_engine import cover, tree_sum
 from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.report import weights_sha256
 from tests.parallel.cells import CLASSES, Cell

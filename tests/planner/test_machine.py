@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hpc_train.errors import UserError
-from hpc_train.planner.collectives import Group, all_reduce, gather, group_of, load, message
 from hpc_train.planner.machine import SHIPPED, parse_machine, read_machine, shipped
+from hpc_train.planner.passes import Group, all_reduce, gather, group_of, load, message
 from tests.planner.published.tables import rows
 
 

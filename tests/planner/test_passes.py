@@ -15,9 +15,8 @@ from hpc_train.errors import UserError
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.models.build import build_model
 from hpc_train.models.wrapped import layers_of
-from hpc_train.planner.collectives import gather, group_of
 from hpc_train.planner.machine import Figure, Machine, read_machine
-from hpc_train.planner.passes import Passes, float8_of, why_not_predicted
+from hpc_train.planner.passes import Passes, float8_of, gather, group_of, why_not_predicted
 from hpc_train.planner.prediction import predict_step
 from hpc_train.planner.work import Block, count_work
 from tests.config.composing import compose

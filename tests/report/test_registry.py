@@ -17,7 +17,7 @@ from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.checkpoint.writer import write_tensors
 from hpc_train.commands import checkpoint
 from hpc_train.errors import UserError
-from hpc_train.report.promotion import import_reference
+from hpc_train.report.registry import import_reference
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from hpc_train.run.imported import published

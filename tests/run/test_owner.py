@@ -20,7 +20,7 @@ from hpc_train.bench import measuring
 from hpc_train.commands import COMMANDS, agent, submitted
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.launch import launcher, proof, resubmission
+from hpc_train.launch import launcher, submission
 from hpc_train.launch.executors.local import RunAgent
 from hpc_train.launch.script import Script, one_run, render
 from hpc_train.run import owner
@@ -215,9 +215,9 @@ def test_trust_passes_through_the_doors_to_the_agents(
     jobs: list[Any] = []
     monkeypatch.setattr(agent, "reexec_from_snapshot", lambda run: None)
     monkeypatch.setattr(agent, "run_agent", lambda run, begun: done.append("agent") or 0)
-    monkeypatch.setattr(resubmission, "JobQueue", lambda found, *_: jobs.extend(found) or sys.exit(0))
-    monkeypatch.setattr(resubmission, "notes_on_changed_code", lambda runs: [])
-    monkeypatch.setattr(resubmission, "warn_if_open", lambda run, config: None)
+    monkeypatch.setattr(submission, "JobQueue", lambda found, *_: jobs.extend(found) or sys.exit(0))
+    monkeypatch.setattr(submission, "notes_on_changed_code", lambda runs: [])
+    monkeypatch.setattr(submission, "warn_if_open", lambda run, config: None)
     monkeypatch.setattr(launcher, "freeze_all", lambda runs, code: jobs.extend(runs) or sys.exit(0))
     give([run.path, run.config])
     train = ["cluster=local", f"run.root={run.path.parent}", "run.name=one", "run.snapshot=false", "+strategy=dp"]
@@ -397,7 +397,7 @@ def test_cancel_and_stacks_act_only_on_what_is_proved(
     give(everything(run))
     asked: dict[str, JobStatus] = {}
     cancelled: list[str] = []
-    monkeypatch.setattr(proof, "ask", lambda selection: asked)
+    monkeypatch.setattr(submitted, "ask", lambda selection: asked)
     monkeypatch.setattr(submitted, "statuses_of", lambda found, slurm: asked)
     monkeypatch.setattr(submitted.SlurmStatuses, "of", lambda self, ids, clusters=None: asked)
     monkeypatch.setattr(submitted, "cancel_jobs", lambda ids, **_: cancelled.extend(ids))
@@ -411,9 +411,9 @@ def test_cancel_and_stacks_act_only_on_what_is_proved(
 
 def test_a_process_with_the_lease_is_proved(run: RunDirectory) -> None:
     lock = acquire(lease_folder(run.path), LockOwner.of_this_process())
-    assert proof._works_on(os.getpid(), run)
+    assert submitted._works_on(os.getpid(), run)
     os.link(lock.path, run.path / "linked")  # as a file of another run of the caller
-    assert not proof._works_on(os.getpid(), run)
+    assert not submitted._works_on(os.getpid(), run)
 
 
 def test_a_pid_of_the_record_is_a_positive_number(run: RunDirectory) -> None:

@@ -19,7 +19,7 @@ from hpc_train.config.schema import CustomModelConfig, GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.dry_run import _shortened
 from hpc_train.launch.job import Job
-from hpc_train.launch.resubmission import notes_on_changed_code, take_code_again
+from hpc_train.launch.submission import notes_on_changed_code, take_code_again
 from hpc_train.run.code import FrozenCode, frozen_code
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import RESPONSES, Failure

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.schema import TrainConfig
-from hpc_train.train.divergence import LEAST, NO_LOSS, DivergenceWatch
+from hpc_train.train.trainer import LEAST, NO_LOSS, DivergenceWatch
 from tests.train.runs import frozen, run_attempt
 
 

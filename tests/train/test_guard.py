@@ -31,8 +31,7 @@ from hpc_train.parallel.writes import MEAN, SharedBuffers, written_in_lookups
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import freeze
-from hpc_train.train.guard import CheckedWrites, padding_of_evaluation, padding_of_training
-from hpc_train.train.loss_check import check_loss
+from hpc_train.train.guard import CheckedWrites, check_loss, padding_of_evaluation, padding_of_training
 from hpc_train.train.rehearsal import Rehearsal, rehearse
 from tests.config.composing import compose
 from tests.parallel.cells import CLASSES, Cell, Form, covering, in_two_forms

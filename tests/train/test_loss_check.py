@@ -19,8 +19,7 @@ from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.train.guard import CheckedWrites
-from hpc_train.train.loss_check import check_loss
+from hpc_train.train.guard import CheckedWrites, check_loss
 from hpc_train.train.rehearsal import rehearse
 from tests.parallel.cells import CLASSES, IMAGE, Cell
 from tests.parallel.module import Tiny

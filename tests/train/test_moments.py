@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.identity import check_identity
 from hpc_train.config.schema import OptimConfig
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import check_identity
 from hpc_train.train.optimizers.optimizer import Optimizer
 from tests.checkpoint.training import Training, join_again
 from tests.parallel.oracle import whole

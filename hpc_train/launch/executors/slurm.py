@@ -413,7 +413,7 @@ KNOWN: Mapping[str, tuple[str, str]] = {
     "Invalid account": ("account, partition", "sacctmgr show assoc user=$USER lists your accounts and their QOS"),
     "Invalid qos": ("qos", "sacctmgr show assoc user=$USER lists your accounts and their QOS"),
     "Invalid wckey": ("extra.wckey", "sacctmgr show wckey user=$USER lists yours"),
-    "Invalid license": ("extra.licenses", "scontrol show licenses lists the licenses: +cluster.extra.licenses=NAME:COUNT"),
+    "Invalid license": ("extra.licenses", "scontrol show licenses lists the licenses"),
     "Requested time limit is invalid": ("time", "sinfo -s lists the time limit of each partition"),
     "Requested partition configuration": ("partition, nodes, time", "sinfo -s lists the limits of each partition"),
     "Requested reservation is invalid": ("extra.reservation", "scontrol show res lists the reservations"),

@@ -1,4 +1,6 @@
-"""Gives a causal language model of transformers the three parts of a ``Model``, so that it can be cut into stages.
+"""Builds a transformers model on ``meta``: a decoder in three parts, any other model as one module with blocks.
+
+A causal language model gets the three parts of a ``Model``, so that it can be cut into stages.
 
 The decoders of the table ``hf_config.DECODERS`` have the same structure: a table of embeddings, rotary positions,
 layers, a norm and an output projection. The parts here call those of transformers with the arguments that its own model
@@ -20,18 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.hf_config import check_loss
+from hpc_train.config.hf_config import DECODERS, check_loss
 from hpc_train.config.schema import HFModelConfig
-from hpc_train.data.dataset import Batch
+from hpc_train.data.dataset import Batch, Ragged
 from hpc_train.data.device_copy import DOCUMENT_ENDS
 from hpc_train.errors import UserError
 from hpc_train.models import packed_attention as packed
 from hpc_train.models.hf import sizes
 from hpc_train.models.hf.family import hf_name
-from hpc_train.models.hf.pretrained import FirstValues
+from hpc_train.models.hf.lora import AdapterValues, adapt
+from hpc_train.models.hf.loss import ConfiguredLoss
+from hpc_train.models.hf.pretrained import FirstValues, WeightFiles, skeleton, weights_folder
 from hpc_train.models.linear_head import LinearHead
 from hpc_train.models.model import FlopTerms, Model
 from hpc_train.models.packed_attention import Scores
+from hpc_train.models.wrapped import WrappedModel
 
 _FULL = "full_attention"  # the kind of layers without a sliding window
 _SHARED = "hf_shared"  # in the context of layers: what transformers computes once for all layers
@@ -306,3 +311,68 @@ def _attention(
         module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **options
     )
     return plain
+
+
+def build(config: HFModelConfig) -> HFDecoder | HFWhole:
+    """Builds the model of ``config``. Call it on the ``meta`` device; the values follow when the model is sharded.
+    Raises UserError if the config or the weights cannot be read, or transformers has no such model."""
+    module = skeleton(config)
+    module.tie_weights()
+    files = WeightFiles(weights_folder(config), module) if config.pretrained else None
+    if config.lora.rank is None:
+        values = FirstValues(module, files)
+    else:
+        values = AdapterValues(module, files)
+        with torch.device("meta"):
+            adapt(module, config, values.tied)
+    if config.task == "causal_lm" and module.config.model_type in DECODERS:
+        return HFDecoder(module, values, config)
+    return HFWhole(module, values, config)
+
+
+class HFWhole(WrappedModel):
+    """Wraps ``module``, a model on ``meta``, with the names of transformers. Its parameters get the initial
+    ``values``."""
+
+    def __init__(self, module: Any, values: FirstValues, config: HFModelConfig) -> None:
+        super().__init__(module, "cross_entropy", config.wrap)
+        self.own_count = False
+        self._configured = ConfiguredLoss(module, config.task)
+        self.balances_experts = self._configured.balance > 0
+        self.config = config
+        self._values = values
+        self.saves_frozen = config.lora.rank is None
+        self.tied = values.tied
+
+    def forward(
+        self, inputs: Tensor, context: Mapping[str, Tensor], targets: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
+        """Runs the module like ``WrappedModel.forward``, with the loss of its config.
+
+        An evaluation leaves the load-balancing loss out, so that its loss does not depend on the split.
+        """
+        if isinstance(inputs, Ragged):
+            return super().forward(inputs, context, targets)
+        outputs = self.bare(inputs, **self._arguments(context))
+        if targets is None:
+            return outputs["logits"]
+        total, count, correct = self._configured(outputs["logits"], targets)
+        if self.training:
+            if self.balances_experts:
+                total = total + self._configured.balance * outputs["aux_loss"] * count
+            return total, count
+        if self.observe is not None:
+            self.observe(outputs["logits"], targets)
+        return total, count, correct
+
+    def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
+        self._values.fill(name, value, generator)
+
+    def is_stored(self, name: str) -> bool:
+        return self._values.is_stored(name)
+
+    def stored_box(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
+        return self._values.read(name, begin, size)
+
+    def init_buffers(self, device: torch.device) -> None:
+        self._values.fill_buffers(self, "", device)

@@ -164,7 +164,7 @@ def other_files(model: HFModelConfig) -> list[Path]:
 HF_FAMILY = ModelFamily(
     schema=HFModelConfig,
     learns_from=None,
-    builder="hpc_train.models.hf.build:build",
+    builder="hpc_train.models.hf.decoder:build",
     parameters=sizes.parameters,
     trained_parameters=sizes.trained_parameters,
     layer_parameters=sizes.layer_parameters,

@@ -29,7 +29,7 @@ from hpc_train.models.wrapped import evaluating
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.compression import Compression
 from hpc_train.parallel.context import own_tokens
-from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
+from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result, refusing_wrong_targets
 from hpc_train.parallel.gradient_norm import UpdatesInBackward
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import parallelize
@@ -40,7 +40,6 @@ from hpc_train.parallel.reduction import SendOrder
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
 from hpc_train.parallel.tensor import check_sequence
 from hpc_train.parallel.writes import SharedBuffers
-from hpc_train.parallel.wrong_target import refusing_wrong_targets
 
 
 @dataclass

@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.identity import flatten
 from hpc_train.config.secrets import shown
 from hpc_train.layout.sizes import parameter_count
 from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.markup import Html, block, commands, paragraphs, section, table
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import flatten
 from hpc_train.runs.comparison import UNCOMPARED
 from hpc_train.runs.diagnosis import shown as shown_path
 

@@ -8,9 +8,9 @@ import pytest
 
 from hpc_train.api import _own_code
 from hpc_train.config.arguments import override_value
-from hpc_train.config.identity import check_identity
 from hpc_train.errors import UserError
 from hpc_train.layout.validate import validate
+from hpc_train.run.freeze import check_identity
 from hpc_train.run.snapshot import snapshot_code
 from tests.config.composing import compose, config_of
 from tests.train.custom_loop.functions import trains

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch._C import _distributed_c10d as distributed_c10d
 
-from hpc_train.elastic.hangs import group_states
+from hpc_train.elastic.hangs import group_states, read_collectives
 from hpc_train.elastic.watch import arrivals_of, find_straggler
 from hpc_train.train.processes import collectives
-from hpc_train.train.watch.flight_recorder import read_collectives
 
 
 def entry(
