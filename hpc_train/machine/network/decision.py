@@ -339,4 +339,5 @@ def _why_no_interface(nodes: Sequence[NodeFacts]) -> str:
 
 
 def site_profile(fabric: FabricConfig) -> tuple[Variable, ...]:
-    return tuple(Variable(name, value, f"the site profile {fabric.name}") for name, value in fabric.variables.items())
+    reason = f"the site profile {fabric.name}"
+    return tuple(Variable(name, value, reason) for name, value in fabric.variables.items())
