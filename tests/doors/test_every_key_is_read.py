@@ -175,11 +175,11 @@ CHECKS = ("hpc_train.layout.", "hpc_train.config.", "sitecustomize")  # they rea
 # Modules that hold or compare the value of a key, and use it only where the condition of the key holds.
 WITHOUT_USE = {
     "CheckpointConfig.best_mode": {"checkpoint.manager", "train.trainer", "launch.launcher"},  # beside keep_best
+    "ClusterConfig.extra": {"elastic.attempts"},  # for a warning about several nodes
     "ClusterConfig.health_check_timeout_s": {"elastic.nodes"},  # beside health_check
     "ClusterConfig.interface": {"elastic.agent"},  # meeting_at returns at once on one node
     "ClusterConfig.mem": {"elastic.agent"},  # of steps that Slurm has killed
     "ClusterConfig.preflight": {"preflight.run"},
-    "ClusterConfig.switches": {"elastic.attempts"},  # for a warning about several nodes
     "ClusterConfig.visible_gpus": {"elastic.agent_loop"},  # for each GPU
     "ElasticConfig.exclude_hours": {"elastic.agent_session"},  # one node is not excluded
     "ElasticConfig.join_timeout_s": {"elastic.agent_session"},  # one node waits for no other
