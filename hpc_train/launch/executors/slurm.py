@@ -22,7 +22,7 @@ from rich.console import Console
 from submitit.core.utils import FailedJobError, JobPaths
 from submitit.slurm.slurm import SlurmExecutor
 
-from hpc_train.config.removed import SBATCH_OPTIONS
+from hpc_train.config.removed import RENAMED
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.secrets import file_mode
 from hpc_train.config.values import fewest_nodes, node_range
@@ -425,7 +425,7 @@ KNOWN: Mapping[str, tuple[str, str]] = {
 }
 _OPTION = re.compile(r"--([a-z][a-z-]+)")
 _KEYS = {field.name.replace("_", "-"): field.name for field in fields(ClusterConfig)}
-_KEYS |= {option: f"extra.{option}" for option in SBATCH_OPTIONS.values()}
+_KEYS |= {name.removeprefix("cluster.extra."): name.removeprefix("cluster.") for name in RENAMED.values()}
 
 
 def refusal(said: str) -> UserError:
