@@ -42,6 +42,7 @@ if folder:
             _record(value)
 
 if "TESTS_WARM_PARENTS" in os.environ:
-    from tests.warm_parents.sitecustomize import redirect
+    from tests.warm_parents.sitecustomize import of_agents, omit_head_start, redirect
 
-    redirect()
+    redirect(of_agents)
+    omit_head_start()
