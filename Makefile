@@ -91,6 +91,7 @@ lint: install-dev
 
 docs: install
 	$(INSTALL) -e '.[docs]'
+	$(PY) docs/pictures.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 install: $(STAMPS)/.hpc_train-installed

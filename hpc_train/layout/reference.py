@@ -103,8 +103,9 @@ def _rows(schema: type, path: str) -> Iterator[str]:
             if numbers:
                 values.append(numbers)
             meaning = f"{facts.meaning} {facts.condition}".strip()
-            cells = (f"`{name}`", f"`{field.type}`", _text(default), ", ".join(values), meaning)
-            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+            types = " or ".join(f"`{part}`" for part in str(field.type).replace("None", "null").split(" | "))
+            cells = (f"`{name}`", types, _text(default), ", ".join(values), meaning)
+            yield f"| {' | '.join(cells)} |"
 
 
 def _text(default: Any) -> str:

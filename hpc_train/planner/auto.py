@@ -32,8 +32,8 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import is_present
 from hpc_train.units import counted, format_bytes
 
-# Somewhat below the mean absolute error of most sources in docs/howto/plan.md (4 to 22 %), because two layouts of one
-# model on one machine share a part of their errors.
+# Somewhat below the mean absolute error of most sources in docs/measurements/plan.md (4 to 22 %), because two layouts
+# of one model on one machine share a part of their errors.
 ERROR = 0.08
 ROWS = 10  # of the table
 MOST_COUNTS = 32  # numbers of nodes for which a layout is chosen; each may take a second

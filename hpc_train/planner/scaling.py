@@ -28,7 +28,7 @@ from hpc_train.planner.machine import Machine
 
 EQUAL = 0.02  # layouts closer than this are equally fast
 # Measured by predicted step times up to so many GPUs: the quantiles of 10 % and 90 % of the published rows that
-# docs/howto/plan.md compares. No published row is of more than 1,024 GPUs.
+# docs/measurements/plan.md compares. No published row is of more than 1,024 GPUs.
 ERRORS = ((64, 0.94, 1.14), (256, 0.94, 1.20), (1024, 0.95, 1.41))
 MOST_COMPARED = ERRORS[-1][0]
 AGREE_S = 1.0  # for which a save blocks besides the copy; an estimate

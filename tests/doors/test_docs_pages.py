@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -50,6 +51,19 @@ def test_a_page_has_no_broken_link_and_its_python_compiles(path: Path) -> None:
         assert target.startswith("http") or (path.parent / target).is_file(), target
     for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
         compile(block, str(path), "exec")
+
+
+def test_the_pictures_are_those_that_the_code_draws() -> None:
+    drawn = runpy.run_path(str(REPOSITORY / "docs" / "pictures.py"))["pictures"]()
+    kept = {path.name: path.read_text() for path in (REPOSITORY / "docs" / "pictures").glob("*.svg")}
+    assert kept == drawn, "python docs/pictures.py"
+
+
+def test_the_page_of_thirty_keys_has_keys_of_the_reference_with_their_defaults() -> None:
+    documented = set(re.findall(r"^\| (`[\w.]+`) \| .+? \| (\S.*?) \|", page("config.md"), flags=re.MULTILINE))
+    rows = re.findall(r"^\| (`[\w.]+`) \| (.+?) \|", page("keys.md"), flags=re.MULTILINE)
+    assert len(rows) == 30
+    assert set(rows) <= documented
 
 
 def test_the_readme_is_short() -> None:

@@ -72,7 +72,7 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[
 def test_the_table_of_vit_large_on_cifar_comes_out(
     micro: int, share: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """32 GPUs are 28 times as fast as one in the sources, with 12 % communication. See docs/howto/plan.md."""
+    """32 GPUs are 28 times as fast as one in the sources, with 12 % communication. See docs/measurements/plan.md."""
     asked = [*VIT, *DDP, f"batch.micro_size={micro}", "--simulate", "strong", "--gpus", "1,8,32"]
     rows = simulated(capsys, *asked, "--machine", "a100-80", "--figure", "fabric_bytes_per_s=1.125e10")
     assert [row["gpus"] for row in rows] == [1, 8, 32]

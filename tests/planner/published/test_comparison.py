@@ -12,7 +12,7 @@ from hpc_train.planner.scaling import ERRORS
 from tests.planner.published.comparison import Compared, compared, group, memory_is_told, ranking
 from tests.planner.published.tables import completed, rows, split_of
 
-# source: rows, mean absolute error in %, median error in %. The numbers of docs/howto/plan.md.
+# source: rows, mean absolute error in %, median error in %. The numbers of docs/measurements/plan.md.
 MEASURED = {
     "llm-foundry": (209, 4.2, -0.3),  # to which the rates of the A100 and the H100 are fitted
     "aleph-alpha-layouts": (57, 5.8, -2.8),
@@ -103,7 +103,7 @@ def test_the_intervals_of_a_simulation_hold_four_of_five_published_step_times() 
         assert (tenths[0], tenths[-1]) == pytest.approx((low, high), abs=0.02), most
 
 
-# source: rows with memory, mean absolute error in %, the lowest error in %. The numbers of docs/howto/plan.md.
+# source: rows with memory, mean absolute error in %, the lowest error in %. The numbers of docs/measurements/plan.md.
 MEMORY = {"internevo": (9, 4.4, -6.0), "kempnerforge": (14, 5.4, -4.2), "litgpt-thunder": (3, 4.1, -3.3)}
 
 
@@ -120,15 +120,15 @@ def test_memory_is_as_close_as_the_page_about_plan_says() -> None:
 
 
 def test_layouts_that_ran_out_of_memory_are_predicted_not_to_fit() -> None:
-    """The goal is 95 % of them, and at most 5 % false alarms; docs/howto/plan.md explains those that are missed."""
+    """The goal is 95 % of them, and at most 5 % false alarms; docs/measurements/plan.md explains the misses."""
     told = [each for each in shown() if memory_is_told(each.row)]
     out, ran = ([each.prediction.fits for each in told if each.row["oom"] == value] for value in ("1", "0"))
     assert (len(out), out.count(True)) == (339, 5)
     assert (len(ran), ran.count(False)) == (366, 7)
 
 
-# source: rows that are compared, of those that were set aside. Their errors are in docs/howto/plan.md, but in no test:
-# nothing is to be fitted to them.
+# source: rows that are compared, of those that were set aside. Their errors are in docs/measurements/plan.md, but in no
+# test: nothing is to be fitted to them.
 SET_ASIDE = {
     "bloom": 144,
     "korthikanti-2022": 8,
