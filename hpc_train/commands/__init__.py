@@ -56,7 +56,7 @@ _SCRIPTS = "Write batch scripts"
 
 # by the name on the command line, in the order of the help
 COMMANDS = {
-    "init": Command("init:main", "make a project that trains at once: model, data, config and test", _START),
+    "init": Command("init:main", "make a project that trains at once; --site: describe a cluster", _START),
     "train": Command(
         "early:train", "train in the foreground, or submit with -m; the default command", _TRAIN, OVERRIDES
     ),

@@ -1,4 +1,7 @@
-"""``python -m hpc_train init NAME`` makes a project: a model, data, a config and a test, in a git work tree."""
+"""``python -m hpc_train init NAME`` makes a project: a model, data, a config and a test, in a git work tree.
+
+``init --site`` describes the cluster of a login node (``init_site.py``).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import shlex
 import shutil
 from pathlib import Path
 
+from hpc_train.commands.init_site import add_options, init_site
 from hpc_train.config.options import OptionParser
 from hpc_train.errors import UserError
 from hpc_train.run.code import git
@@ -40,11 +44,19 @@ def main(arguments: list[str]) -> int:
         prog="python -m hpc_train init",
         description="Makes a directory with a project that trains at once: model.py, data.py, a config, a test, "
         "README.md, and AGENTS.md for coding assistants. It becomes a git work tree without a commit, unless it is "
-        "inside another one. Existing files are never overwritten.",
+        "inside another one. Existing files are never overwritten. With --site it describes a cluster instead.",
     )
-    parser.add_argument("name", metavar="NAME", help="the directory to make; it may exist if it is empty")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the directory to make; it may exist if it is empty")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_options(parser)
     options = parser.parse_args(arguments)
+    if options.site is not None and options.name is None:
+        return init_site(options.site, overwrite=options.overwrite, internet=options.internet, as_json=options.json)
+    if options.name is None or options.site or options.overwrite or options.internet:
+        what = "init takes either NAME, or --site with its options"
+        raise UserError(
+            what, where="the command line", fix="init NAME makes a project; init --site describes a cluster"
+        )
     path = Path(options.name)
     name = path.absolute().name
     if not options.name or NAME.fullmatch(name) is None:

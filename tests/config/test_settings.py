@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -180,6 +181,15 @@ def test_a_wrong_value_names_the_line(called: Called, files: Path) -> None:
     assert "checkpoint.every in site.yaml:2" in called("launch.dry_run=true", "run.name=two").stdout
     (files / "site.yaml").write_text("\ndefaults:\n  - cluster: nowhere\n")
     assert "cluster in site.yaml:3" in called("freeze", "run.name=two").stderr
+
+
+def test_the_file_in_the_docs_is_valid(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (command.REPOSITORY / "docs/howto/site.md").read_text()
+    (files / "site.yaml").write_text(next(text for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)))
+    register()
+    assert module.site_limits()[0].limits["cluster.nodes"] == {"max": 16}
+    monkeypatch.setenv("USER", "me")
+    assert default_root() == "/scratch/project_123/me"
 
 
 def test_which_files_are_used(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,14 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from hpc_train.planner.machine import read_machine
 from hpc_train.run.directory import RunDirectory
@@ -272,3 +273,16 @@ def test_the_commands_of_a_page(cluster: Cluster, tmp_path: Path, page: str) -> 
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     for run in (tmp_path / "outputs").glob("[!.]*"):
         assert "2/2" in on_cluster.call("python", "-m", "hpc_train", "status", run.name, cwd=tmp_path).stdout
+
+
+def test_init_site_describes_the_cluster(call: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    """And the jobs of this shell use the file."""
+    written = call("init", "--site")
+    assert written.returncode == 0, written.stderr
+    text = (tmp_path / "site.yaml").read_text()
+    assert yaml.safe_load(text) == {
+        "defaults": [{"cluster": "slurm"}],
+        "cluster": {"partition": "gpu", "gpus_per_node": 4},
+    }
+    assert "jobs use your default account research without this key. sacctmgr show assoc: research" in text
+    assert call("init", "--site").stdout.splitlines()[0].startswith(f"{tmp_path}/site.yaml is up to date")
