@@ -336,7 +336,7 @@ def speed_column(lines: Iterable[dict[str, Any]]) -> tuple[str, list[str]]:
     return next(iter(units), "tokens/s"), [text.partition(" ")[0] for text in texts]
 
 
-NEXT = "+strategy={strategies} optim.lr=1e-3,3e-4 -m   runs a sweep; --cfg job prints the config"
+NEXT = "for a sweep, change run.name and add +strategy={strategies} optim.lr=1e-3,3e-4 -m; --cfg job prints the config"
 STRATEGIES = dict.fromkeys(("custom", "hf"), "dp,zero1,zero3")  # of kinds of models that have no pipeline stages
 
 

@@ -100,8 +100,12 @@ def test_the_wheel_that_the_sdist_gives_works_outside_of_the_clone(sources: Path
     assert "partition: standard-g" in call(*program, "cluster=lumi", "--cfg", "job", "-p", "cluster")
     planned = call(*program, "+strategy=hybrid", "launch.dry_run=true", "-m")
     assert "can be submitted" in planned
-    frozen = call(tmp_path / "venv" / "bin" / "hpc-train", place, "freeze", "strategy=dp", "run.name=x")
+    script = tmp_path / "venv" / "bin" / "hpc-train"
+    frozen = call(script, place, "freeze", "strategy=dp", "run.name=x")
     assert (Path(frozen.strip()) / "config.yaml").exists()
+    call(script, place, "init", "shapes")
+    dry_run = ["-cd", "conf", "experiment=baseline", "launch.dry_run=true", "-m"]
+    assert "can be submitted" in call(script, place / "shapes", *dry_run)
     assert "done: 4 steps" in call(*program, *OVERRIDES, "run.name=run")
     call(*program, "report", "run", "--out", "page.html")
     assert "validation" in (place / "page.html").read_text()
