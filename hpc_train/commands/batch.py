@@ -31,7 +31,16 @@ from hpc_train.launch.gpus import (
 )
 from hpc_train.launch.request import ComposedJob, check_job, compose_job, freeze_job, parse_line, print_notices
 from hpc_train.launch.sbatch import NO_SITE, options, refuse_lost_signal, short_lead, stop_note, survives_node_loss
-from hpc_train.launch.script import Script, by_hand, container_of, freezing, render
+from hpc_train.launch.script import (
+    Block,
+    Script,
+    blocks_of,
+    by_hand,
+    container_of,
+    explanation,
+    freezing,
+    text_of,
+)
 from hpc_train.machine.allocation import refuse_components
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_text
@@ -123,11 +132,20 @@ def print_script(arguments: list[str]) -> int:
         UserError: the config is wrong, lists several jobs, or is for this machine only.
     """
     parser = _parser("script", "Prints a batch script that trains the run that the overrides describe.")
+    parser.add_argument("--explain", action="store_true", help="print what the lines of the script are for instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object with the script")
     options, rest = parser.parse_known_args(arguments)
     job = compose_job(parse_line(rest), "script", sweep="show the scripts of a sweep by launch.dry_run=true -m")
-    text = _batch_script(job)
-    print(json.dumps({"script": text}) + "\n" if options.json else text, end="")
+    blocks = _batch_script(job)
+    rows = explanation(blocks)
+    if options.json:
+        explained = [{"first": first, "last": last, "reason": reason} for first, last, reason in rows]
+        print(json.dumps({"script": text_of(blocks)} | ({"lines": explained} if options.explain else {})))
+    elif options.explain:
+        for first, last, reason in rows:
+            print(f"{first if first == last else f'{first}-{last}':>9}  {reason}")
+    else:
+        print(text_of(blocks), end="")
     return 0
 
 
@@ -140,7 +158,7 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
     )
 
 
-def _batch_script(composed: ComposedJob) -> str:
+def _batch_script(composed: ComposedJob) -> list[Block]:
     line = composed.line
     run = RunDirectory(composed.directory)
     config = with_frozen_defaults(composed.config, run, line, composed.overrides)
@@ -177,4 +195,4 @@ def _batch_script(composed: ComposedJob) -> str:
         survives_node_loss=survives_node_loss(config.elastic),
         on_event=config.run.on_event,
     )
-    return render(script)
+    return blocks_of(script)

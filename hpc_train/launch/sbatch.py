@@ -86,6 +86,27 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
     return {name: None if value is True else str(value) for name, value in given.items() if value is not False}
 
 
+REASONS = {  # of options that no key of the same name sets
+    "job-name": "the name of the run",
+    "output": "the output of this script and of the agents",
+    "comment": "hpc_train finds the job of a run by it",
+    "ntasks-per-node": "the agent, which starts the workers of its node",
+    "gpus-per-node": "cluster.gpus_per_node, of the type cluster.gpu_type",
+    "cpus-per-task": "cluster.cpus_per_gpu, for all GPUs of the node",
+    "mem": "cluster.mem, or cluster.mem_per_gpu for all GPUs of the node",
+    "signal": "early enough for a checkpoint before cluster.time is over",
+    "requeue": "the job may be requeued, and continues from its checkpoint",
+    "no-requeue": "launch.chain continues the run in its next job",
+    "no-kill": "elastic.spares or elastic.min_nodes: the job survives the loss of a node",
+    "open-mode": "a requeued job continues the output",
+}
+
+
+def reason_of(name: str) -> str:
+    """Returns what an sbatch option of a job is for, or the key that sets it."""
+    return REASONS.get(name) or _key(name)
+
+
 def survives_node_loss(elastic: ElasticConfig) -> bool:
     """Returns whether a job keeps its other nodes when one is lost (``--no-kill``)."""
     return elastic.spares > 0 or elastic.min_nodes is not None

@@ -24,7 +24,7 @@ from pathlib import Path
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.errors import UserError
 from hpc_train.launch.gpus import gpu_export_lines
-from hpc_train.launch.sbatch import Options, arguments
+from hpc_train.launch.sbatch import Options, arguments, reason_of
 from hpc_train.machine.amd_gpus import amd_memory
 from hpc_train.machine.environment import job_environment
 from hpc_train.machine.gpus import Machine
@@ -201,6 +201,19 @@ def srun_has_pyxis() -> bool:
     return "--container-image" in (query(["srun", "--help"]) or "")
 
 
+@dataclass(frozen=True)
+class Block:
+    """Lines of a script, and in one line what they are for (``script --explain``).
+
+    Attributes:
+        joined: whether no empty line stands before them.
+    """
+
+    reason: str
+    lines: Sequence[str]
+    joined: bool = False
+
+
 ENVIRONMENT = (
     "\n".join(unset_lines())
     + """
@@ -293,48 +306,96 @@ class Script:
 
 def render(script: Script) -> str:
     """Returns the text of a batch script."""
+    return text_of(blocks_of(script))
+
+
+def text_of(blocks: Iterable[Block]) -> str:
+    """Returns the text of a script."""
+    return "".join(
+        ("" if number == 0 or block.joined else "\n") + "".join(f"{line}\n" for line in block.lines)
+        for number, block in enumerate(blocks)
+    )
+
+
+def blocks_of(script: Script) -> list[Block]:
+    """Returns the blocks of a batch script."""
     cluster = script.cluster
     container = script.container
     interpreter = python(cluster, container)
     title = ["#!/bin/bash", *map(comment, [script.title, *script.notes])]
     if script.header:
         title.append("# SBATCH_* variables override these lines, and options on sbatch's command line override both")
-        for argument in arguments(script.header):
-            name, equals, value = argument.partition("=")
-            title.append(f"#SBATCH {name}={shell_word(value)}" if equals else f"#SBATCH {name}")
     else:
         title.append(
             "# the resources are on sbatch's command line, because SBATCH_* variables override lines of a script"
         )
-    environment = [*ENVIRONMENT.splitlines(), *exports(cluster.env)]
+    blocks = [Block("the run and its layout, and when Slurm signals the job to stop", title)]
+    for option, argument in zip(script.header, arguments(script.header), strict=True):
+        name, equals, value = argument.partition("=")
+        line = f"#SBATCH {name}={shell_word(value)}" if equals else f"#SBATCH {name}"
+        blocks.append(Block(f"{argument:<28}{reason_of(option)}", [line], joined=True))
+    blocks += [
+        Block(
+            "keep variables of your shell from Slurm's commands; give the agent all cores",
+            ENVIRONMENT.splitlines(),
+        ),
+        Block("cluster.env", exports(cluster.env), joined=True),
+    ]
     if script.code is not None:
         paths = shell_word(os.pathsep.join(script.code.paths))
-        environment += [
+        code = [
             "# the code as it was at submission",
             f"export PYTHONSAFEPATH=1 PYTHONPATH={paths}${{PYTHONPATH:+:$PYTHONPATH}}",
         ]
+        blocks.append(Block("import the copy of your code, and not what you edit meanwhile", code, joined=True))
     agent = []
     if container is not None:
         around = (container.srun_options(IN_SHELL), container.command(IN_SHELL))
         agent = [f"{quoted(parts)} \\" for parts in around if parts]
     agent.append(f'{shell_word(interpreter)} {" ".join(["-m hpc_train agent", *script.agent_options])} "$RUN"')
 
-    blocks = [title, environment, setup_lines(cluster.setup)]
+    setup = Block("cluster.setup; a line that fails is named and does not end the job", setup_lines(cluster.setup))
+    gpus = Block("give each step the GPUs of the job, whichever option requested them", gpu_export_lines())
+    blocks.append(setup)
     if container is None:
-        blocks += [gpu_export_lines(), python_lines(cluster)]
+        interpreter_lines = python_lines(cluster)
+        blocks += [gpus, Block("end with the fix if the node does not have this Python", interpreter_lines)]
     else:
-        blocks += [container.lines(), gpu_export_lines()]
-    blocks += [list(script.run), REQUEUE_BEFORE.splitlines()]
+        blocks += [Block("what the container sees of the node", container.lines()), gpus]
+    blocks += [
+        Block("the run directory, which a requeued job finds as it is", script.run),
+        Block("notice scancel and the signal before the time limit", REQUEUE_BEFORE.splitlines()),
+    ]
     if script.chain is not None:
-        blocks.append([f"CHAIN={shell_word(str(script.chain))}", *CHAIN_BEFORE.splitlines()])
-    blocks += [_step(agent, script.survives_node_loss), on_event_lines(script.on_event)]
+        chain = [f"CHAIN={shell_word(str(script.chain))}", *CHAIN_BEFORE.splitlines()]
+        blocks.append(Block("launch.chain: exit if an earlier job of the chain has ended the run", chain))
+    blocks += [
+        Block("end a step that a frozen node keeps from ending", SRUN_ENDS.splitlines()),
+        Block("start one agent per node, pass the signal on, and wait", _step(agent, script.survives_node_loss)),
+        Block("run.on_event, if no agent is left to call it", on_event_lines(script.on_event)),
+    ]
     if cluster.teardown:
-        blocks.append(["# teardown", *own_lines(cluster.teardown, "cluster.teardown")])
+        teardown = ["# teardown", *own_lines(cluster.teardown, "cluster.teardown")]
+        blocks.append(Block("cluster.teardown", teardown))
+    blocks.append(Block("the exit code that the agents recorded, instead of that of srun", REQUEUE_END.splitlines()))
     if script.chain is None:
-        blocks.append(requeue_script_lines())
+        requeue = [*REQUEUE_AFTER.splitlines(), EXIT]
+        blocks.append(Block("requeue a job that stopped early, without nodes that failed twice", requeue, joined=True))
     else:
-        blocks.append([*REQUEUE_END.splitlines(), *CHAIN_AFTER.splitlines()])
-    return _text(blocks)
+        chain = CHAIN_AFTER.splitlines()
+        blocks.append(Block("launch.chain: cancel the next jobs if nothing is left to do", chain, joined=True))
+    return [block for block in blocks if block.lines]
+
+
+def explanation(blocks: Sequence[Block]) -> list[tuple[int, int, str]]:
+    """Returns the first and the last line of each block in the script, and what the block is for."""
+    rows = []
+    end = 0
+    for block in blocks:
+        first = end + (1 if block.joined or end == 0 else 2)
+        end = first + len(block.lines) - 1
+        rows.append((first, end, block.reason))
+    return rows
 
 
 def by_hand(survives: bool, on_event: str | None = None) -> str:
@@ -344,14 +405,11 @@ def by_hand(survives: bool, on_event: str | None = None) -> str:
         ENVIRONMENT.splitlines(),
         gpu_export_lines(),
         REQUEUE_BEFORE.splitlines(),
+        SRUN_ENDS.splitlines(),
         _step(['"$@"'], survives),
         on_event_lines(on_event),
         requeue_script_lines(),
     ]
-    return _text(blocks)
-
-
-def _text(blocks: Iterable[Sequence[str]]) -> str:
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
@@ -424,8 +482,6 @@ def node_loss_options(survives: bool) -> tuple[str, ...]:
 def _step(agent: Sequence[str], survives: bool) -> list[str]:
     losses = "continue without it" if survives else "end too"
     return [
-        *SRUN_ENDS.splitlines(),
-        "",
         "# Each node runs one task, the agent, which starts one worker per GPU.",
         f"# If a node is lost, the agents of the other nodes {losses}.",
         "# If signals have killed all agents, no end is recorded, and another step of the job continues the run.",
@@ -490,6 +546,8 @@ fi
 """.rstrip()
 
 
+EXIT = 'exit "$status"'
+
 ON_EVENT = """\
 # run.on_event: the agents call it, unless none of them is left to record the end of the job
 if [ -z "$cancelled" ] && ! ls "$end".node-* &> /dev/null; then
@@ -510,7 +568,7 @@ def on_event_lines(command: str | None) -> list[str]:
 
 def requeue_script_lines() -> list[str]:
     """Returns the last lines of a batch script that may be requeued."""
-    return [*REQUEUE_END.splitlines(), *REQUEUE_AFTER.splitlines(), 'exit "$status"']
+    return [*REQUEUE_END.splitlines(), *REQUEUE_AFTER.splitlines(), EXIT]
 
 
 CHAIN_BEFORE = """\

@@ -38,9 +38,11 @@ from hpc_train.launch.sbatch import (
 from hpc_train.launch.script import (
     Container,
     Script,
+    blocks_of,
     by_hand,
     comment,
     container_of,
+    explanation,
     freezing,
     one_run,
     python_lines,
@@ -111,6 +113,23 @@ def test_the_text(name: str, tmp_path: Path) -> None:
     text = render(scripts(tmp_path)[name])
     assert text == (GOLDEN / f"{name}.sbatch").read_text()
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+@pytest.mark.parametrize("name", ["chain", "apptainer", "standalone"])
+def test_each_line_of_a_script_is_explained_on_one_screen(name: str, tmp_path: Path) -> None:
+    script = scripts(tmp_path)[name]
+    rows = explanation(blocks_of(script))
+    assert len(rows) <= 45 and all(len(reason) <= 110 for _, _, reason in rows)
+    lines = ["", *render(script).splitlines()]
+    explained = [number for first, last, _ in rows for number in range(first, last + 1)]
+    assert explained == sorted(set(explained)) and explained[-1] == len(lines) - 1
+    assert all(not lines[number] for number in set(range(1, len(lines))) - {*explained}), "between the blocks"
+    for first, last, reason in rows:
+        if lines[first].startswith("#SBATCH"):
+            assert first == last and reason.startswith(lines[first].split()[1].partition("=")[0])
+    said = "\n".join(reason for _, _, reason in rows)
+    assert ("launch.chain" in said) == (name == "chain") and ("container" in said) == (name == "apptainer")
+    assert all(key in said for key in ("cluster.account", "cluster.extra", "cluster.env")) == (name == "standalone")
 
 
 def test_the_rest_of_a_script_by_hand() -> None:
