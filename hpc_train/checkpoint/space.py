@@ -88,11 +88,10 @@ def stop_time(config: Config, run: RunDirectory, nodes: int) -> StopTime:
         return StopTime(_rounded(SAVE_SAFETY_FACTOR * save_s + step_s + LEAVING_S), reason)
     size = state_bytes(config)
     if size is None:
-        return StopTime(UNKNOWN_S, "no save was timed yet, and the size of a custom model is unknown")
+        return StopTime(UNKNOWN_S, "a guess, because no save has been timed yet")
     seconds = size / (BYTES_PER_S * nodes)
-    reason = (
-        f"{SAVE_SAFETY_FACTOR} x {format_bytes(size)} at {BYTES_PER_S / 1e9:g} GB/s per node; no save was timed yet"
-    )
+    written = f"{SAVE_SAFETY_FACTOR} x {format_bytes(size)} at {BYTES_PER_S / 1e9:g} GB/s per node"
+    reason = f"{written}, because no save has been timed yet"
     return StopTime(_rounded(SAVE_SAFETY_FACTOR * seconds + UNKNOWN_S), reason)
 
 

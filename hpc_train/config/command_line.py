@@ -58,8 +58,9 @@ class CommandLine:
         args = parser.parse_intermixed_args(list(arguments))
         for override in args.overrides:
             if not override.strip() or override.lstrip("+~").startswith("="):
+                fix = "KEY=VALUE without spaces around =; a shell variable may be unset"
                 what = f"the argument {override!r} names no config key"
-                raise UserError(what, where="the command line", fix="KEY=VALUE; a shell variable may be unset")
+                raise UserError(what, where="the command line", fix=fix)
         if args.resolve and not (args.cfg or args.help):
             raise UserError("--resolve shows nothing by itself", where="--resolve", fix="--cfg job --resolve")
         if args.package and not args.cfg:
@@ -144,6 +145,8 @@ def _refuse(message: str) -> NoReturn:
         value = found[2] or "VALUE"
         known = "." in name or hasattr(Config(), name)
         override = f"{name}={value}" if known else meant(name, value)
+        if override == "launch.dry_run=VALUE":
+            override = "launch.dry_run=true"
         if override:
             fix = f"{override}; an override has no dashes before its key"
     raise UserError(message, where="the command line", fix=fix)

@@ -161,6 +161,6 @@ def check_evaluation(config: Config) -> None:
             raise UserError(what, where=f"eval_sets.{name}", fix="use data of the same kind")
         if source.check_inputs is not None:
             source.check_inputs(data)
-    best = best_metric(config.checkpoint.keep_best, config.checkpoint.best_mode)
-    if best is not None:
-        check_metric_name(best.name, config, "checkpoint.keep_best")
+    if config.checkpoint.keep_best is not None:
+        check_metric_name(config.checkpoint.keep_best, config, "checkpoint.keep_best")
+        best_metric(config.checkpoint.keep_best, config.checkpoint.best_mode)

@@ -70,6 +70,9 @@ def _of_hydra(text: str) -> UserError:
     if match := re.match(r"Could not delete '(.*)'\. No match in the defaults list", text):
         what = f"~{match[1]} removes the choice of a file that nothing in this config chooses"
         return UserError(what, where=match[1], fix=f"remove ~{match[1]} from the command line")
+    if match := re.match(r"Cannot find primary config '(.+?)'", text):
+        fix = f"-cd DIR -cn {match[1]} with a file DIR/{match[1]}.yaml; `python -m hpc_train help` explains both"
+        return UserError(f"there is no config file {match[1]}.yaml", where="--config-name", fix=fix)
     return _of_defaults(text) or UserError(text, where=where, fix="python -m hpc_train --help lists groups and keys")
 
 
@@ -116,7 +119,7 @@ def of_deletion(key: str, exists: bool = True) -> UserError:
     Args:
         exists: whether the composed config has the key.
     """
-    if not exists and not _is_in_schema(key):
+    if not exists and _default_of(key) is _UNKNOWN:  # Hydra takes null for a missing key
         what = f"~{key} removes a key that does not exist"
         return UserError(what, where=key, fix=f"remove ~{key} from the command line")
     other = f"set another one with {key}=VALUE"
@@ -126,14 +129,15 @@ def of_deletion(key: str, exists: bool = True) -> UserError:
     return UserError(f"{key} cannot be removed: it is a key that every config has", where=key, fix=fix)
 
 
-def _is_in_schema(key: str) -> bool:
-    """Returns whether the schema has ``key``, also where its value is null, which Hydra takes for a missing key."""
+_UNKNOWN = object()
+
+
+def _default_of(key: str) -> Any:
+    """Returns the default of ``key`` in the schema, which may be null or a group of keys; ``_UNKNOWN`` without one."""
     node: Any = Config()
     for name in key.split("."):
-        if not hasattr(node, name):
-            return False
-        node = getattr(node, name)
-    return True
+        node = getattr(node, name, _UNKNOWN)
+    return node
 
 
 def _of_override(error: OverrideParseException) -> UserError:
@@ -141,16 +145,22 @@ def _of_override(error: OverrideParseException) -> UserError:
     key, _, value = override.partition("=")
     fix = "python -m hpc_train --help lists groups and keys"
     if "=" not in override:
-        return UserError(f"{override!r} is not an override: it has no '='", where=override, fix=f"KEY=VALUE; {fix}")
+        fix = f"KEY=VALUE, or 'KEY=\"VALUE\"' if the value has spaces; {fix}"
+        return UserError(f"{override!r} is not an override: it has no '='", where=override, fix=fix)
     is_name = key in ("run.name", "run.fork")
     if is_name and not NAME.fullmatch(value):
         return invalid_name(value, key)
+    if not re.fullmatch(r"[+~]*[\w$/@:-]+(\.[\w$/@:-]+)*", key):
+        fix = f"a key has letters, digits, dots and underscores, as in optim.lr=VALUE; {fix}"
+        return UserError(f"{key!r} is not a key of the config", where=override, fix=fix)
     # the first kind of bracket that the value opens more often than it closes
     bracket = next((pair[0] for pair in ("[]", "{}", "()") if value.count(pair[0]) > value.count(pair[1])), None)
     if bracket is not None:
         fix = f"close the {bracket}, or put a value with special characters in quotes: '{key}=\"...\"'"
     elif (quote := next((mark for mark in "'\"" if value.count(mark) % 2), None)) is not None:
         fix = f"close the quote {quote}, which the shell removes unless other quotes are around it: '{key}=\"...\"'"
+    elif isinstance(_default_of(key.lstrip("+")), dict):
+        fix = f"+{key.lstrip('+')}.NAME=VALUE"
     elif value.startswith("="):
         fix = f"{key}={value.lstrip('= ')}, with one equals sign"
     elif re.fullmatch(r"\([^()]*\)", value.strip()):
@@ -273,9 +283,15 @@ def _of_value(key: str, first: str) -> UserError | None:
     if unset := re.search(r"Environment variable '(\w+)' not found", first):
         fix = f"export {unset[1]}=VALUE, or ${{oc.env:{unset[1]},DEFAULT}}"
         return UserError(f"{key} refers to the environment variable {unset[1]}, which is not set", where=key, fix=fix)
+    if unknown := re.match(r"Interpolation key '(.+)' not found", first):
+        what = f"{key} refers to ${{{unknown[1]}}}, which is not a key of the config"
+        return UserError(what, where=key, fix=f"{key}=VALUE, or ${{GROUP.KEY}} with the full name of a key")
     if "HydraConfig was not set" in first:
         what = f"{key} refers to ${{hydra:...}}, which is known only while Hydra runs the command"
         return UserError(what, where=key, fix="the value itself, or ${KEY} of another key of the config")
+    if is_dataclass(group := _default_of(key)):
+        names = " | ".join(field.name for field in fields(group))
+        return UserError(f"{key} is a group of keys and has no value", where=key, fix=f"{key}.KEY=VALUE, with {names}")
     return None
 
 

@@ -113,8 +113,9 @@ def compose_job(line: CommandLine, command: str, *, sweep: str = "", task: int |
     """
     jobs = expand(line.overrides)
     if task is None and (line.multirun or len(jobs) > 1):
+        lists = " and ".join(swept(line.overrides))
         raise UserError(
-            f"{command} takes one job, but there are {len(jobs)}: {' '.join(swept(line.overrides)) or '-m is given'}",
+            f"{command} takes one job, but {lists} make {len(jobs)}" if lists else f"{command} does not accept -m",
             where="the command line",
             fix=", or ".join(filter(None, ["give each key one value and drop -m", sweep])),
         )

@@ -169,7 +169,10 @@ def arguments(sbatch_options: Options) -> list[str]:
 def stop_note(job: Job) -> str:
     """Returns a line with the time at which Slurm signals the job to stop, and the reason."""
     lead = signal_lead(job)
-    return f"Slurm signals the job {lead.seconds:g} s before its time limit, or up to a minute earlier: {lead.reason}"
+    return (
+        f"Slurm will signal the job {lead.seconds:g} to {lead.seconds + 60:g} s before its time limit, to save a "
+        f"checkpoint: {lead.reason}"
+    )
 
 
 def signal_lead(job: Job) -> StopTime:

@@ -109,6 +109,11 @@ class Results:
     varied: Mapping[str, Sequence[Any]]
     best: int | None
 
+    def compares(self, key: str) -> bool:
+        """Whether runs with different values of ``key`` have the metric."""
+        finite = zip(self.varied[key], map(math.isfinite, self.values), strict=True)
+        return len({str(value) for value, known in finite if known}) > 1
+
 
 def draw(path: Path, curves: Sequence[Curves], over: str, results: Results | None) -> None:
     """Writes loss, throughput, memory and time shares of all runs in one picture, with a panel per varied key below.
@@ -140,7 +145,7 @@ def _figure(curves: Sequence[Curves], over: str, results: Results | None) -> Fig
 
     keys: list[str] = []
     if results is not None:
-        keys = list(results.varied)
+        keys = [key for key in results.varied if results.compares(key)]
     rows = 2 + math.ceil(len(keys) / 2)
     figure = Figure(figsize=(2 * PANEL[0], rows * PANEL[1]), layout="constrained")
     panels = [axes for row in figure.subplots(rows, 2, squeeze=False) for axes in row]
@@ -164,11 +169,11 @@ def _figure(curves: Sequence[Curves], over: str, results: Results | None) -> Fig
 def _loss(axes: Axes, curves: Sequence[Curves], over: str) -> None:
     for number, run in enumerate(curves):
         axes.plot(*run.of("loss", over), color=f"C{number}", label=run.name, linewidth=1, marker=run.marker)
-        axes.plot(*run.of("val_loss", over), color=f"C{number}", linestyle="--", marker="o", markersize=3)
+        axes.plot(*run.of("val_loss", over), color=f"C{number}", linestyle="--", marker="s", fillstyle="none")
     values = [line["loss"] for run in curves for line in run.lines if line.get("loss") is not None]
     if values and min(values) > 0 and max(values) >= WIDE_LOSS * min(values):
         axes.set_yscale("log")
-    _titled(axes, "loss (dashed: validation)")
+    _titled(axes, "loss (dashed, squares: validation)")
 
 
 def _throughput(axes: Axes, curves: Sequence[Curves], over: str) -> None:

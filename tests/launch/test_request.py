@@ -232,8 +232,8 @@ def test_a_refused_command_composes_once(place: Path, capsys: pytest.CaptureFixt
 def test_one_job_is_required(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("freeze", "script", "doctor"):
         assert cli.run([command, "optim.lr=1,2", *CPUS]) == 2
-        assert "but the overrides describe a sweep of 2" in capsys.readouterr().err
-    with pytest.raises(UserError, match="bench takes one job, but the overrides describe a sweep of 2"):
+        assert "takes one job, but optim.lr=1,2 make 2" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"bench takes one job, but optim\.lr=1,2 make 2"):
         config_of(["optim.lr=1,2"])
 
 

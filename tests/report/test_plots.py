@@ -45,7 +45,7 @@ def test_a_sweep_is_drawn_over_its_steps_and_its_key(sweep: Path, capsys: pytest
     picture = sweep / "x.svg"
     assert run(["plot", str(sweep), "--out", str(picture), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["best"] == str(sweep / "1")
-    curves = {"loss (dashed: validation)", "samples per second", "peak memory of a rank, GiB", "communication"}
+    curves = {"loss (dashed, squares: validation)", "samples per second", "peak memory of a rank, GiB", "communication"}
     runs = {f"{number}: lr={(number + 1) / 1000}" for number in range(RUNS)}
     assert labels(picture) >= {*curves, *runs, "step", "optim.lr", "val_loss", "best"}
     assert "$\\mathdefault{10^{-8}}$" in labels(picture), "losses of many sizes need a logarithmic axis"

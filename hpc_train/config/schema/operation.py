@@ -95,6 +95,7 @@ class ElasticConfig:
     max_requeues: int = key(
         10,
         "The number of requeues of a Slurm job. Each requires a new checkpoint since the previous one.",
+        at_least=0,
         when=when("in_job"),
     )
     spares: int = key(
