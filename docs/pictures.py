@@ -328,10 +328,10 @@ def life() -> Drawing:
         300,
     )
     lanes = ("login node", "Slurm", "node n1", "node n2", "node n3", "run directory")
-    scale = 7.3
+    scale = 7.25
 
     def at(time: float) -> float:
-        return 112 + scale * time
+        return 120 + scale * time
 
     for number, lane in enumerate(lanes):
         y = 16 + 42 * number
@@ -376,6 +376,16 @@ def life() -> Drawing:
     return drawing
 
 
+def screen(name: str, title: str, description: str) -> Drawing:
+    """Draws the text of a console that ``NAME.txt`` in the folder of the pictures has recorded."""
+    lines = (FOLDER / f"{name}.txt").read_text().splitlines()
+    drawing = Drawing(title, description, round(24 + 7.55 * max(map(len, lines))), 22 + 16 * len(lines))
+    for number, line in enumerate(lines):
+        color = "blue" if line.startswith("$ ") else "ink"
+        drawing.text(12, 24 + 16 * number, line, color, style="mono")
+    return drawing
+
+
 def pictures() -> dict[str, str]:
     """Returns the content of each file by its name."""
     drawings = {
@@ -383,6 +393,12 @@ def pictures() -> dict[str, str]:
         "layouts": layouts(),
         "schedules": schedules(),
         "life": life(),
+        "final_screen": screen(
+            "final_screen",
+            "The console at the end of a run",
+            "The last lines that a training prints: the steps with their loss, a chart of the losses, what the run "
+            "cost, and the commands that look at it.",
+        ),
     }
     return {f"{name}.svg": drawing.svg() for name, drawing in drawings.items()}
 
