@@ -2,7 +2,8 @@
 
     python -m tests.notebooks.execute NOTEBOOK...
 
-One process imports torch, transformers and matplotlib once, and no kernel is started.
+One process imports torch, transformers and matplotlib once, and no kernel is started. ``NOTEBOOK_PARAMETERS`` maps the
+stem of a notebook to values, as JSON, that replace those of its cell with the tag ``parameters``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def execute(notebook: Path) -> None:
     """Executes the cells in the folder of the notebook, as a kernel does; a traceback names the cell and its line."""
     os.chdir(notebook.parent)
     names: dict[str, Any] = {"__name__": "__main__"}
+    parameters = json.loads(os.environ["NOTEBOOK_PARAMETERS"])[notebook.stem]
     for number, cell in enumerate(code_cells(notebook)):
         source, label = "".join(cell["source"]), f"{notebook.name}, code cell {number}"
         linecache.cache[label] = (len(source), None, source.splitlines(keepends=True), label)
@@ -34,6 +36,8 @@ def execute(notebook: Path) -> None:
         except subprocess.CalledProcessError as error:
             print(error.stderr, file=sys.stderr)  # the traceback shows only its exit code
             raise
+        if "parameters" in cell["metadata"].get("tags", ()):
+            names |= {name: type(names[name])(value) for name, value in parameters.items()}
 
 
 if __name__ == "__main__":

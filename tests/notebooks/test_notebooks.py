@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,22 +16,30 @@ from tests.notebooks.execute import code_cells
 from tests.warm_parents import HUGGING_FACE, with_server
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
-SHORT = {
-    "NOTEBOOK_STEPS": "4",
-    "NOTEBOOK_CASES": "zero3:2",
-    "NOTEBOOK_GPUS": "8,16",
-    "NOTEBOOK_SIMULATED": "8,64",
-    # without snapshots the runs use this code, which the warm parents have imported
-    "NOTEBOOK_OVERRIDES": "batch.global_size=8 cluster.gpus_per_node=0 cluster.cpu_workers=2 run.snapshot=false",
-    "NOTEBOOK_TEXT": "data.sequence_length=32 data.pattern=json/*.py",
-    "MPLBACKEND": "agg",
+# without snapshots the runs use this code, which the warm parents have imported
+OVERRIDES = ["batch.global_size=8", "cluster.gpus_per_node=0", "cluster.cpu_workers=2", "run.snapshot=false"]
+TEXT = ["data.sequence_length=32", "data.pattern=json/*.py"]
+SHORT: dict[str, dict[str, object]] = {
+    "hf_finetuning": {"STEPS": 4, "OVERRIDES": OVERRIDES},
+    "own_model": {"STEPS": 4, "OVERRIDES": OVERRIDES},
+    "pipeline": {},
+    "planning": {"GPUS": "8,16", "SIMULATED": "8,64"},
+    "quickstart": {"STEPS": 4, "OVERRIDES": [*OVERRIDES, *TEXT]},
+    "scaling": {"STEPS": 4, "OVERRIDES": OVERRIDES, "CASES": ["zero3:2"]},
 }
 
 
 def run(executed: list[Path], tmp_path: Path) -> None:
+    with_root = {
+        stem: values | ({"ROOT": str(tmp_path)} if "STEPS" in values else {}) for stem, values in SHORT.items()
+    }
     done = subprocess.run(
         [sys.executable, "-m", "tests.notebooks.execute", *map(str, executed)],
-        env={**with_server(os.environ, HUGGING_FACE), **SHORT, "NOTEBOOK_ROOT": str(tmp_path)},
+        env={
+            **with_server(os.environ, HUGGING_FACE),
+            "NOTEBOOK_PARAMETERS": json.dumps(with_root),
+            "MPLBACKEND": "agg",
+        },
         cwd=NOTEBOOKS[0].parents[1],
         capture_output=True,
         text=True,
@@ -51,6 +61,13 @@ def test_the_notebooks_run(tmp_path: Path) -> None:
     run([path for path in NOTEBOOKS if path.stem != "hf_finetuning"], tmp_path)
     for folder in ("dp/metrics", "hybrid/checkpoints", "own_model/checkpoints", "zero3-2/metrics"):
         assert (tmp_path / folder).is_dir()
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_short_form_replaces_values_that_the_notebook_sets(notebook: Path) -> None:
+    cells = ["".join(cell["source"]) for cell in code_cells(notebook) if cell["metadata"].get("tags") == ["parameters"]]
+    names = {name for cell in cells for name in re.findall(r"^([A-Z]+) = ", cell, flags=re.MULTILINE)}
+    assert names >= {*SHORT[notebook.stem]}
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
