@@ -5,24 +5,35 @@ A user's mistake, found by Hydra or by hpc_train, becomes one message and exit c
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import NoReturn
 
 from hpc_train.commands import COMMANDS, RUNS, function_of
 from hpc_train.commands.completion import is_completion
 from hpc_train.commands.completion import main as complete_words
-from hpc_train.errors import UserError, nearest
+from hpc_train.errors import UserError, UserErrors, nearest
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import keep_others_from_writing
 from hpc_train.run.processes import out_of_resources
-from hpc_train.run.streams import escape_controls, open_closed_streams, replace_unencodable
+from hpc_train.run.streams import (
+    escape_controls,
+    flush_output,
+    open_closed_streams,
+    reader_is_gone,
+    replace_unencodable,
+)
 from hpc_train.search_path import append_working_directory, shadowing_file
 
 COMMAND = re.compile(r"[a-z][a-z0-9_]*")
+JSON = "--json"
+VERSION = "--version"
 
 
 def main() -> None:
@@ -42,34 +53,59 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs a command and returns its exit code. Messages about a user's mistakes go to standard error."""
+    """Runs a command and returns its exit code.
+
+    Messages about a user's mistakes go to standard error. With ``--json`` standard output gets them as well, as one
+    JSON object after what was printed before: ``{"errors": [{"what": ..., "where": ..., "fix": ...}]}``.
+    """
+    as_json = JSON in arguments
     try:
-        with _hydra_errors_raised():
+        with _hydra_errors_raised(), _argument_errors_raised() if as_json else nullcontext():
             function, rest = _command(list(arguments))
-            return function(rest)
+            code = function(rest)
+            flush_output()
+            return code
     except KeyboardInterrupt:  # nothing has started yet; a run in progress handles Ctrl-C itself
         print("interrupted", file=sys.stderr)
         return Exit.DETACHED
-    except BrokenPipeError:  # the reader has exited, as in `… | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.DONE
+    except SystemExit as end:
+        if as_json and isinstance(end.__cause__, UserError):  # it has been printed
+            _print_as_json(end.__cause__)
+        raise
     except Exception as error:
-        shadowing = None if isinstance(error, UserError) else shadowing_file(error)
-        problem = shadowing or _missing_dependency(error)
-        if problem is not None:
-            print(problem, file=sys.stderr)
-            return Exit.REFUSED
-        from hpc_train.config.translate import translate  # imports Hydra, which many commands do not need
-
-        mistake = translate(error) or out_of_resources(error)
-        if mistake is None and isinstance(error, ValueError):  # from an import of torch
-            from hpc_train.machine.environment import rejected_variable  # imports psutil, which may be missing
-
-            mistake = rejected_variable(error, os.environ)
+        if isinstance(error, BrokenPipeError) and (reader_is_gone(sys.stdout) or reader_is_gone(sys.stderr)):
+            return Exit.NO_READER
+        mistake = _mistake(error)
         if mistake is None:
             raise
         print(mistake, file=sys.stderr)
+        if as_json:
+            _print_as_json(mistake)
         return Exit.REFUSED
+    finally:
+        flush_output()
+
+
+def _mistake(error: Exception) -> UserError | None:
+    """Returns the mistake of the user that ``error`` is due to; None if it is not one."""
+    shadowing = None if isinstance(error, UserError) else shadowing_file(error)
+    problem = shadowing or _missing_dependency(error)
+    if problem is not None:
+        return problem
+    from hpc_train.config.translate import translate  # imports Hydra, which many commands do not need
+
+    mistake = translate(error) or out_of_resources(error)
+    if mistake is None and isinstance(error, ValueError):  # from an import of torch
+        from hpc_train.machine.environment import rejected_variable  # imports psutil, which may be missing
+
+        mistake = rejected_variable(error, os.environ)
+    return mistake
+
+
+def _print_as_json(error: UserError) -> None:
+    mistakes = error.found if isinstance(error, UserErrors) else (error,)
+    errors = [{"what": mistake.what, "where": mistake.where, "fix": mistake.fix} for mistake in mistakes]
+    print(json.dumps({"errors": errors}))
 
 
 # modules of the dependencies of pyproject.toml
@@ -98,7 +134,7 @@ def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str
         arguments = ["help", *arguments[1:]]
     if arguments and COMMAND.fullmatch(arguments[0]):
         name, *rest = arguments
-    elif arguments == ["--version"]:
+    elif set(arguments) in ({VERSION}, {VERSION, JSON}):
         return function_of("help"), arguments
     if name == "help" and rest and COMMAND.fullmatch(rest[0]):
         name, *rest = [*rest, "--help"]
@@ -129,3 +165,18 @@ def _hydra_errors_raised() -> Iterator[None]:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = before
+
+
+@contextmanager
+def _argument_errors_raised() -> Iterator[None]:
+    """Makes parsers of arguments raise a ``UserError`` instead of printing their usage and exiting."""
+
+    def fail(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+        raise UserError(message, where="the command line", fix=f"{parser.prog} --help")
+
+    before = argparse.ArgumentParser.error
+    argparse.ArgumentParser.error = fail  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.error = before  # type: ignore[method-assign]

@@ -39,9 +39,12 @@ def main(arguments: list[str]) -> int:
     Args:
         arguments: may hold overrides and options of Hydra, whose ``-cd`` and the like add config groups.
     """
-    if arguments == ["--version"]:
-        versions = ", ".join(f"{name} {_version_of(name)}" for name in ("torch", "hydra-core", "submitit"))
-        print(f"hpc_train {__version__} ({versions})")
+    if "--version" in arguments:
+        versions = {name: _version_of(name) for name in ("torch", "hydra-core", "submitit")}
+        if "--json" in arguments:
+            print(json.dumps({"hpc_train": __version__} | versions))
+        else:
+            print(f"hpc_train {__version__} ({', '.join(map(' '.join, versions.items()))})")
         return Exit.DONE
     options = [argument for argument in arguments if argument not in ("--help", "-h", "--json")]
     directories: list[Path] = []

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from hpc_train.config.options import OptionParser
 from hpc_train.config.run_path import default_root
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, UserErrors
 from hpc_train.run.directory import RANK_0
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
@@ -69,17 +69,20 @@ def main(arguments: list[str]) -> int:
             listed.append((item, view))
         except Exception as error:
             errors.append((item, unreadable(item.run, error)))
+    if items and not listed:
+        raise errors[0][1] if len(errors) == 1 else UserErrors(error for _, error in errors)
     _compare(listed, [row for row, _ in rows])
     notes = [] if overview is None else [*_notes(overview)]
     if options.json:
-        print("\n".join(json.dumps(row) for row, _ in rows))
+        for row, _ in rows:
+            print(json.dumps(row))
     else:
         _print(rows, [item for item, _ in listed if is_alone])
         if overview is None:
             print("".join(f"{line}\n" for line in evaluated_parts(item.run for item, _ in listed)), end="")
     for line in [*notes, *(f"{item.run.path}: {problem}" for item, problem in errors)]:
         print(line, file=sys.stderr)
-    return Exit.DONE if listed or not items else Exit.REFUSED
+    return Exit.DONE
 
 
 def _print(rows: list[tuple[dict[str, Any], Account | None]], alone: list[RunHandle]) -> None:

@@ -164,8 +164,9 @@ def task(
                 directory.rmdir()
                 if directory == root or not directory.is_relative_to(root):
                     break
-        print(with_file(mistake, line), file=sys.stderr)  # Hydra would wrap a raised error into its own message
-        sys.exit(Exit.REFUSED)
+        mistake = with_file(mistake, line)
+        print(mistake, file=sys.stderr)  # Hydra would wrap a raised error into its own message
+        raise SystemExit(Exit.REFUSED) from mistake
     from hpc_train.launch.executors.allocation import run_in_foreground  # other commands do not need this import
 
     arguments = [argument for argument in sys.argv[1:] if argument != WITH_STRATEGY]

@@ -20,6 +20,7 @@ class Exit(IntEnum):
     STOPPED = 75  # stopped on request, after a checkpoint (EX_TEMPFAIL: run again to resume)
     GAVE_UP = 93  # do not requeue
     DETACHED = 130  # the submitter was left with Ctrl-C; the jobs keep running
+    NO_READER = 141  # the reader of the output exited before the end, as in `… | head` (128 + SIGPIPE)
 
 
 def worst_exit(codes: Iterable[int | None]) -> Exit:

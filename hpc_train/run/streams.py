@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import select
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -102,24 +103,41 @@ class _NonFailingStream:
         try:
             return self._stream.write(text)
         except (OSError, ValueError):
-            self._redirect_to_devnull()
+            _send_nowhere(self._stream)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except (OSError, ValueError):
-            self._redirect_to_devnull()
+            _send_nowhere(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _redirect_to_devnull(self) -> None:
-        """Redirects the stream and so discards its buffered output, which would fail at the end of the process."""
-        with suppress(ValueError):  # it has no descriptor any more
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+
+def _send_nowhere(stream: TextIO) -> None:
+    """Redirects a stream and so discards its buffered output, which would fail at the end of the process."""
+    with suppress(ValueError):  # it has no descriptor any more
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def reader_is_gone(stream: TextIO) -> bool:
+    """Returns whether ``stream`` is a pipe whose reader has exited, as in ``… | head``."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def flush_output() -> None:
+    """Writes what is buffered for stdout and stderr; discards it if the reader has exited."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            _send_nowhere(stream)
 
 
 @contextmanager
