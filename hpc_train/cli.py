@@ -5,15 +5,13 @@ A user's mistake, found by Hydra or by hpc_train, becomes one message and exit c
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 from hpc_train.commands import COMMANDS, RUNS, function_of
 from hpc_train.commands.completion import is_completion
@@ -60,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
     """
     as_json = JSON in arguments
     try:
-        with _hydra_errors_raised(), _argument_errors_raised() if as_json else nullcontext():
+        with _hydra_errors_raised():
             function, rest = _command(list(arguments))
             code = function(rest)
             flush_output()
@@ -89,9 +87,11 @@ def run(arguments: Sequence[str]) -> int:
 def _mistake(error: Exception) -> UserError | None:
     """Returns the mistake of the user that ``error`` is due to; None if it is not one."""
     shadowing = None if isinstance(error, UserError) else shadowing_file(error)
-    problem = shadowing or _missing_dependency(error)
-    if problem is not None:
-        return problem
+    if shadowing is not None:
+        return UserError(shadowing)
+    missing = _missing_dependency(error)
+    if missing is not None:
+        return missing
     from hpc_train.config.translate import translate  # imports Hydra, which many commands do not need
 
     mistake = translate(error) or out_of_resources(error)
@@ -165,18 +165,3 @@ def _hydra_errors_raised() -> Iterator[None]:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = before
-
-
-@contextmanager
-def _argument_errors_raised() -> Iterator[None]:
-    """Makes parsers of arguments raise a ``UserError`` instead of printing their usage and exiting."""
-
-    def fail(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-        raise UserError(message, where="the command line", fix=f"{parser.prog} --help")
-
-    before = argparse.ArgumentParser.error
-    argparse.ArgumentParser.error = fail  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        argparse.ArgumentParser.error = before  # type: ignore[method-assign]

@@ -26,6 +26,7 @@ from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.config.composing import share_compositions
 from tests.config.reading import read_once
 from tests.doors.command import REPOSITORY, TEMPORARY, environment
+from tests.doors.schema import check_output
 from tests.warm_parents import shared, with_server
 from tests.warm_parents.sitecustomize import SOCKET, STARTS, redirect
 
@@ -98,7 +99,10 @@ def called(
                 code: Any = cli.run(arguments)
             except SystemExit as end:  # argparse raises it
                 code = end.code
-        return subprocess.CompletedProcess(arguments, int(code or 0), *capsys.readouterr())
+        done = subprocess.CompletedProcess(arguments, int(code or 0), *capsys.readouterr())
+        if "--json" in arguments:
+            check_output(arguments, done.stdout)
+        return done
 
     return call
 

@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shard-mib", type=int, default=1024, metavar="N", help="size of a shard of images (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 

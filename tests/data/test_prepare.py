@@ -32,6 +32,7 @@ from hpc_train.errors import UserError
 from hpc_train.run.file_lock import STALE_S, LockOwner, acquire, newest_lock
 from hpc_train.train.prompts import choose_tokenizer
 from tests.config.composing import compose
+from tests.doors.schema import check_output
 
 SEPARATOR = "<|endoftext|>"
 
@@ -65,7 +66,9 @@ def test_bytes_of_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     source = write_jsonl(tmp_path / "documents.jsonl", texts)
     out = tmp_path / "out"
     assert run(source, "--out", out, "--validation-share", 0.1, "--json", "--workers", 1) == 0
-    result = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    check_output(["prepare"], printed)
+    result = json.loads(printed)
     train, validation = (bytes(tokens(out, split).astype(np.uint8)).decode() for split in ("train", "validation"))
     found = [text for text in texts if text in validation]
     assert train == "".join(text for text in texts if text not in found) and validation == "".join(found)

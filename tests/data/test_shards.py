@@ -20,6 +20,7 @@ from hpc_train.config.schema import ImagesDataConfig, ShardsDataConfig
 from hpc_train.data.image_shards import ShardsDataset
 from hpc_train.data.images import ImagesDataset
 from hpc_train.errors import UserError
+from tests.doors.schema import check_output
 
 
 @pytest.fixture
@@ -81,7 +82,9 @@ def test_the_directory_is_whole_once_and_webdataset_reads_it(
     pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert prepare(pictures, "--json") == 0
-    first = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    check_output(["prepare"], printed)
+    first = json.loads(printed)
     shard = pictures / "shards" / "train-000000.tar"
     before = shard.stat().st_mtime_ns
     assert prepare(pictures) == 0 and shard.stat().st_mtime_ns == before

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hpc_train.config.run_path import SCRATCH
 from tests import warm_parents
+from tests.doors.schema import check_output
 from tests.warm_parents import commands
 
 TEMPORARY = "TESTS_TMPDIR"  # names the directory for temporary files of this test session
@@ -70,7 +71,7 @@ def hpc_train(
 ) -> subprocess.CompletedProcess[str]:
     """Runs one command and waits for it."""
     env = env or environment()
-    return commands.run(arguments, cwd, env, timeout) or subprocess.run(
+    done = commands.run(arguments, cwd, env, timeout) or subprocess.run(
         [sys.executable, "-m", "hpc_train", *arguments],
         cwd=cwd,
         env=env,
@@ -79,6 +80,9 @@ def hpc_train(
         timeout=timeout,
         check=False,
     )
+    if "--json" in arguments:
+        check_output(arguments, done.stdout)
+    return done
 
 
 def start(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:

@@ -24,6 +24,7 @@ from hpc_train.planner.prediction import Prediction, predict_step
 from hpc_train.planner.work import count_work
 from tests.checkpoint.progress import LONG
 from tests.config.composing import compose
+from tests.doors.schema import check_output
 
 TINY = ["data=synthetic", "model=gpt_tiny", "batch.global_size=64"]
 SEVEN = ["model=llama_7b", "data=synthetic", "data.sequence_length=4096", "precision=bf16", "batch.global_size=256"]
@@ -31,7 +32,9 @@ SEVEN = ["model=llama_7b", "data=synthetic", "data.sequence_length=4096", "preci
 
 def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
     assert plan.main([*arguments, "--json"]) == 0
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    check_output(["plan"], printed)
+    found: list[dict[str, Any]] = json.loads(printed)
     return found
 
 

@@ -17,6 +17,7 @@ from hpc_train.layout.memory import estimate
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.planner.candidates import with_values
 from tests.config.composing import compose
+from tests.doors.schema import check_output
 
 
 def simulated_share(saves: Saves, between: float, failures: int) -> float:
@@ -63,7 +64,9 @@ DDP = ("strategy.pp=1", "strategy.tp=1", "strategy.data_parallel=ddp", "train.ac
 
 def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
     assert plan.main([*arguments, "--json"]) == 0
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    check_output(["plan"], printed)
+    found: list[dict[str, Any]] = json.loads(printed)
     return found
 
 

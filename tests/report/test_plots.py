@@ -12,6 +12,7 @@ import pytest
 from hpc_train.cli import run
 from hpc_train.run.files import append_line
 from hpc_train.run.freeze import freeze
+from tests.doors.schema import check_output
 from tests.launch.jobs import make_job
 
 RUNS = 12  # more than matplotlib has colors in its cycle
@@ -44,7 +45,9 @@ def labels(picture: Path) -> set[str]:
 def test_a_sweep_is_drawn_over_its_steps_and_its_key(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = sweep / "x.svg"
     assert run(["plot", str(sweep), "--out", str(picture), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["best"] == str(sweep / "1")
+    printed = capsys.readouterr().out
+    check_output(["plot"], printed)
+    assert json.loads(printed)["best"] == str(sweep / "1")
     curves = {"loss (dashed, squares: validation)", "samples per second", "peak memory of a rank, GiB", "communication"}
     runs = {f"{number}: lr={(number + 1) / 1000}" for number in range(RUNS)}
     assert labels(picture) >= {*curves, *runs, "step", "optim.lr", "val_loss", "best"}

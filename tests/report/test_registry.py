@@ -22,6 +22,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from hpc_train.run.imported import published
 from hpc_train.telemetry.sinks import wandb as sink
+from tests.doors.schema import check_output
 from tests.telemetry import mlflow_service
 from tests.telemetry.test_mlflow import real_server
 from tests.train.runs import frozen
@@ -86,7 +87,10 @@ BEST = ["--checkpoint", "best", "--as", "production"]
 def done(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
     capsys.readouterr()
     assert checkpoint.main(arguments) == 0
-    return capsys.readouterr().out
+    printed = capsys.readouterr().out
+    if "--json" in arguments:
+        check_output(["checkpoint", *arguments], printed)
+    return printed
 
 
 @pytest.mark.long_form(60)  # the stand-in server above

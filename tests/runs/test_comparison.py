@@ -32,6 +32,7 @@ from hpc_train.runs.comparison import Comparison, metric_of
 from hpc_train.runs.job_status import View
 from hpc_train.runs.job_table import JobTable, print_messages, print_results
 from hpc_train.runs.lookup import find_run
+from tests.doors.schema import check_output
 from tests.launch.jobs import make_job
 
 
@@ -196,7 +197,9 @@ def test_why_of_a_sweep_names_the_causes(sweep: list[Job], capsys: pytest.Captur
     assert why.main(["runs"]) == 0
     assert "python -m hpc_train retry --failed runs --code now " in capsys.readouterr().out
     assert why.main(["runs", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    check_output(["why"], printed)
+    found = json.loads(printed)
     assert found["states"] == {"failed": 3, "done": 1}
     assert [len(failure["runs"]) for failure in found["failures"]] == [2, 1]
 

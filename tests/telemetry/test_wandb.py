@@ -27,6 +27,7 @@ from hpc_train.telemetry.sinks.replay import BACKENDS, Replay, Session
 from hpc_train.telemetry.sinks.tracker import Identity
 from hpc_train.telemetry.sinks.tracking import wanted
 from hpc_train.telemetry.sinks.wandb import Wandb, not_sent_notice, resolve_mode
+from tests.doors.schema import check_output
 from tests.telemetry import wandb_service
 from tests.train.runs import frozen
 
@@ -148,7 +149,9 @@ def test_the_service_gets_each_step_of_two_attempts_and_a_rollback_once(
         replay.finish()
         assert receiver.steps() == [1, 2, 3, 4, 5, 6, 7]
         assert sync.main([str(run.path), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out.splitlines()[-1])["sent"] == 0
+        printed = capsys.readouterr().out.splitlines()[-1]
+        check_output(["sync"], printed)
+        assert json.loads(printed)["sent"] == 0
         assert receiver.steps() == [1, 2, 3, 4, 5, 6, 7]
 
 

@@ -19,6 +19,7 @@ from hpc_train.config.schema import Config, RunConfig
 from hpc_train.errors import UserError
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding
 from hpc_train.machine.network.decision import FabricDecision, UnsetVariable, Variable
+from tests.doors.schema import check_output
 from tests.machine.network.machines import hgx
 
 FOUND = [
@@ -121,7 +122,9 @@ def test_the_quick_check_is_one_line_and_imports_little(tmp_path: Path) -> None:
 def test_the_quick_check_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     code = run(["doctor", "--node", "--quiet", "--gpus", "4096", "--json"])
-    found = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    check_output(["doctor"], printed)
+    found = json.loads(printed)
     (count,) = [finding for finding in found["findings"] if finding["subject"] == "GPU count"]
     assert code == 1 and not found["healthy"] and "Slurm configures 4096 GPUs" in count["text"] and count["fix"]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli import run
+from tests.doors.schema import check_output
 from tests.machine.network.machines import hgx, matrix
 
 KEYS = {
@@ -18,7 +19,9 @@ KEYS = {
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, list[dict[str, str]]]:
     assert run(["doctor", "--json", *arguments]) == 0
-    found = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    check_output(["doctor"], printed)
+    found = json.loads(printed)
     assert set(found) >= KEYS
     return found
 
