@@ -32,6 +32,7 @@ OF_A_RUN = (
     "why base",
     "compare base",
     "report base",
+    "support base --list",
     "wait base",
     "resume base",
     "cancel base",
