@@ -98,7 +98,7 @@ class AllocationExecutor(ProcessExecutor):
         return self._steps[job_id].poll() is None
 
     def output(self, job: Job, job_id: str) -> Path:
-        return job.run.logs / "slurm" / "allocation.out"
+        return job.run.logs / "allocation.out"
 
     def _command(self, job: Job) -> list[str]:
         cluster = job.config.cluster

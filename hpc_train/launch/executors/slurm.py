@@ -331,7 +331,7 @@ class SlurmJobExecutor:
 
 def _folder(group: Sequence[Job], sweep: Path) -> Path:
     """Returns the directory of scripts and their output, in the logs of a single run or in the sweep directory."""
-    return group[0].run.logs / "slurm" if len(group) == 1 else sweep / "slurm"
+    return group[0].run.logs if len(group) == 1 else sweep / "slurm"
 
 
 def slurm_shape(config: Config, site: Callable[[], Site]) -> JobShape:
