@@ -27,7 +27,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("s", ["script", "stacks", "status", "sync"]),
+        ("s", ["script", "stacks", "status", "support", "sync"]),
         ("help lo", ["logs"]),
         ("logs ", ["lr", "mine"]),
         ("why lr/", ["lr/0", "lr/1"]),
