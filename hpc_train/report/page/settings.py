@@ -117,6 +117,9 @@ def reproduce(facts: RunFacts) -> Html:
     project = _project(record)
     if project.get("dirty") and not project.get("diff"):
         notes.append("The work tree had changes that are not in the commit.")
+    if project.get("snapshot") and not project.get("commit"):
+        copy = shown_path(Path(project["snapshot"]))
+        notes.append(f"The code had no commit yet; the run started from the copy in {copy}.")
     return section(
         "Reproduce",
         commands(lines, "commands that reproduce the run"),
