@@ -143,7 +143,9 @@ def _read(path: Path, owners: frozenset[int], whose: str) -> Settings | None:
             raise UserError(f"{path} is not a regular file", where=str(path), fix="replace it by a file")
         if status.st_uid not in owners:
             what = f"{path} belongs to another user, whose settings are not used: it must belong to {whose}"
-            raise UserError(what, where=str(path), fix=f"cp {path} FILE, and use the copy")
+            variable = "XDG_CONFIG_HOME=DIR" if path == user_file() else f"{SITE}=FILE"
+            fix = f"chown it, or export {variable} for other settings"
+            raise UserError(what, where=str(path), fix=fix)
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             what = f"{path} can be written by other users, so its settings are not used"
             raise UserError(what, where=str(path), fix=f"chmod go-w {path}")
