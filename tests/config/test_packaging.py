@@ -78,14 +78,20 @@ print(*COMMANDS)
 """
 
 
-@pytest.mark.long_form(60)  # the lists of packages and of their files are compared below
-def test_the_wheel_that_the_sdist_gives_works_outside_of_the_clone(sources: Path, tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", sources]
-    done = subprocess.run(build, capture_output=True, text=True, check=False)  # the wheel is built from the sdist
+@pytest.fixture(scope="module")
+def wheel(sources: Path) -> Path:
+    """A wheel that is built from the sdist."""
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", sources / "dist", sources]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     version = f"hpc_train-{__version__}"
-    assert (tmp_path / "dist" / f"{version}.tar.gz").exists()
-    python = install(tmp_path / "venv", str(tmp_path / "dist" / f"{version}-py3-none-any.whl"))
+    assert (sources / "dist" / f"{version}.tar.gz").exists()
+    return sources / "dist" / f"{version}-py3-none-any.whl"
+
+
+@pytest.mark.long_form(60)  # the lists of packages and of their files are compared below
+def test_the_wheel_that_the_sdist_gives_works_outside_of_the_clone(wheel: Path, tmp_path: Path) -> None:
+    python = install(tmp_path / "venv", str(wheel))
     place = tmp_path / "place"
     conf = Path(call(python, place, *WHERE).strip())
     assert conf.parent.name == "hpc_train" and tmp_path in conf.parents
@@ -109,6 +115,47 @@ def test_the_wheel_that_the_sdist_gives_works_outside_of_the_clone(sources: Path
     assert "done: 4 steps" in call(*program, *OVERRIDES, "run.name=run")
     call(*program, "report", "run", "--out", "page.html")
     assert "validation" in (place / "page.html").read_text()
+
+
+NOT_TO_SUBMIT = ("torch", "wandb")  # packages that only workers import
+
+
+def interpreter(version: str) -> Path | None:
+    """Returns a Python of ``version``, from the search path or from pyenv."""
+    for path in (*Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), shutil.which(f"python{version}")):
+        if path is not None and not subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode:
+            return Path(path)  # and not what pyenv puts on the search path for each version, which may not run
+    return None
+
+
+@pytest.mark.timeout(900)  # pip, on a busy machine
+@pytest.mark.long_form(60)  # the other tests run the Python of this process
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_other_pythons_submit_without_torch(version: str, wheel: Path, tmp_path: Path) -> None:
+    base = interpreter(version)
+    if base is None:
+        pytest.skip(f"Python {version} is not installed: neither python{version} nor ~/.pyenv/versions/{version}.*")
+    subprocess.run([base, "-m", "venv", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    listed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
+    needed = [text for text in listed if Requirement(text).name not in NOT_TO_SUBMIT]
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1"]
+    done = subprocess.run(
+        [*pip, "--prefer-binary", "-c", REPOSITORY / "constraints.txt", *needed],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if "connection" in done.stderr.lower() and done.returncode:
+        pytest.skip("the index of packages cannot be reached")
+    assert done.returncode == 0, done.stdout + done.stderr
+    subprocess.run([*pip, "--no-deps", wheel], check=True)
+    place = tmp_path / "place"
+    program = [python, place, "-m", "hpc_train"]
+    assert call(*program, "--version").startswith(f"hpc_train {__version__} (torch not installed, ")
+    assert call(python, place, "-c", HELP).split() == list(COMMANDS)
+    assert "can be submitted" in call(*program, "+strategy=hybrid", "launch.dry_run=true", "-m")
+    frozen = call(*program, "freeze", "+strategy=dp", "run.name=x")
+    assert (Path(frozen.strip()) / "config.yaml").exists()
+    assert "x" in call(*program, "status", "x")
 
 
 @pytest.mark.long_form(10)
