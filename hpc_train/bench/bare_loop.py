@@ -55,8 +55,8 @@ class BareLoop:
     """Holds a model (or its pipeline stages) and the function that trains it for one step.
 
     Attributes:
-        losses: those of the micro-batches of the last step, whose sum is the mean loss, on the last rank of a pipeline;
-            otherwise empty.
+        losses: one loss per micro-batch of the last step; their sum is the mean loss. Empty except on the last rank of
+        a pipeline.
     """
 
     model: nn.Module
@@ -173,7 +173,7 @@ def _shard(model: nn.Module, config: Config, mesh: Mesh) -> None:
     if dtype is not None:
         reduce_dtype = parameter_dtype(config.precision.name)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    frees = "parameters" in mesh.layout.kind.shards  # after each layer's pass, otherwise once per step
+    frees = "parameters" in mesh.layout.kind.shards  # after the pass of each layer; otherwise, once per step
     if isinstance(model, Model):
         for layer in model.layers.values():
             fully_shard(layer, reshard_after_forward=frees, mp_policy=policy)
@@ -251,7 +251,7 @@ def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     optim = config.optim
     if optim._target_ is not None or optim.groups:
         raise UserError(
-            "the loop of plain torch that the run is compared with has adamw and sgd only, without groups",
+            "the bare PyTorch loop supports only adamw and sgd, without parameter groups",
             where="optim._target_, optim.groups",
             fix="optim=adamw or optim=sgd",
         )

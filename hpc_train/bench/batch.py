@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
             where="train.reproducible",
             fix="train.reproducible=null",
         )
-    limit = None  # a GPU shows by itself when it is full
+    limit = None  # a GPU reports by itself that its memory is full
     if not gpus:
         limit = int(GIB * (options.memory or 0)) or int(HOST_SHARE * free_memory().size) // layout.world_size
     code, trials, unit = _trials(config, layout, options, limit)
@@ -116,11 +116,19 @@ def _parser() -> argparse.ArgumentParser:
         help="largest memory of a rank on the CPU (default: 80 %% of the free memory, divided by the ranks)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=600, metavar="S", help="start no new size after this time (default: 600)"
+        "--seconds",
+        type=float,
+        default=600,
+        metavar="S",
+        help="start no other size after this time (default: 600)",
     )
     add_blocks(parser, 5, 3)
     parser.add_argument(
-        "--noise", type=int, default=20, metavar="N", help="estimates of the noise scale, or 0 (default: %(default)s)"
+        "--noise",
+        type=int,
+        default=20,
+        metavar="N",
+        help="number of noise-scale estimates; 0 skips them (default: %(default)s)",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot speed and memory over the size")
     return parser
@@ -200,7 +208,7 @@ class Trial:
 
 
 def knee(trials: Sequence[Trial]) -> Trial | None:
-    """Returns the smallest micro-batch that reaches ``KNEE`` of the best speed; None if all trials failed."""
+    """Returns the smallest micro-batch that reaches ``KNEE`` of the best speed; or or None if all trials failed."""
     speeds = {trial: trial.speed for trial in trials if trial.speed is not None}
     best = max(speeds.values(), default=0.0)
     fast = [trial for trial, speed in speeds.items() if speed >= KNEE * best]
@@ -208,7 +216,8 @@ def knee(trials: Sequence[Trial]) -> Trial | None:
 
 
 def expected_memory(trials: Sequence[Trial], micro_size: int) -> int | None:
-    """Extrapolates the bytes at ``micro_size`` linearly from the last two trials; None before there are two."""
+    """Extrapolates the bytes at ``micro_size`` linearly from the last two trials; or None if there are fewer than
+    two."""
     measured = [(trial.micro_size, trial.memory) for trial in trials if trial.memory is not None]
     if len(measured) < 2:
         return None

@@ -53,7 +53,7 @@ _LABELS = {
 
 
 def checkpoint_report(result: dict[str, Any]) -> str:
-    """Formats the result: one line for each kind of save or load, then the ratios of pairs."""
+    """Formats the result: one line for each kind of save or load, followed by the paired ratios."""
     lines = [
         f"{result['strategy']}: {result['layout']}",
         f"{format_bytes(result['bytes'])} in a checkpoint, {result['world_size']} x {result['device']}, "

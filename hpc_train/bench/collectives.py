@@ -114,10 +114,10 @@ def size_text(size: int) -> str:
 
 
 def collectives_report(result: dict[str, Any]) -> str:
-    """Formats the result with a line per operation and size."""
+    """Formats the result, with one line per operation and size."""
     lines = [
         f"{_title(result)}, float32, torch {result['torch']}",
-        "algbw = bytes / time, busbw as in nccl-tests; times are those of the slowest rank",
+        "algbw = bytes / time, busbw as in nccl-tests; times of the slowest rank",
         f"{'group':<14}{'operation':<16}{'size':>7}{'time/us':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}{'wrong':>8}",
     ]
     for row in result["rates"]:
@@ -142,8 +142,8 @@ def _title(result: dict[str, Any]) -> str:
 
 
 def write_plot(result: dict[str, Any], path: Path) -> None:
-    """Plots the bus bandwidth over the size for the group of all ranks, with a line per operation and the expected
-    value.
+    """Plots the bus bandwidth over the size for the group of all ranks, with one line per operation and one for the
+    expected value.
     """
     from matplotlib.figure import Figure
 

@@ -1,8 +1,8 @@
 """``python -m hpc_train bench machine`` measures the numbers of a machine file, which ``plan --machine FILE`` reads.
 
-It runs on one node, on the nodes of a Slurm step with one task per node, or with ``--submit`` as a Slurm job. What was
-not measured, such as the power, the rate of fp8 and with one node the fabric, keeps the number of the shipped file of
-the same GPU; without such a file it is assumed. This module imports no torch.
+It runs on one node, on the nodes of a Slurm step with one task per node, or with ``--submit`` as a Slurm job. Numbers
+that are not measured (such as the power, the fp8 rate and, on one node, the fabric) come from the shipped file of the
+same GPU; without such a file, they are assumed. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hpc_train.run.files import write_text
 from hpc_train.train.watch.peak_rates import chip, peak_flops
 
 ENTRY = "hpc_train.bench.machine_worker:measure_machine"
-SECONDS = 1.5  # of a measurement, of which there are about forty
+SECONDS = 1.5  # of one measurement; there are about forty
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 FP8 = ("fp8_flops", "fp8_share")
@@ -42,12 +42,12 @@ ASSUMED = {
     "node_bytes_per_s": (10e9, "an estimate; the node has one device"),
     "node_latency_s": (2e-5, "an estimate; the node has one device"),
     "allocator_share": (0.05, "an estimate; it depends on the training"),
-    "overlap_share": (0.3, "that of the A100 and the H100; on CPUs nothing overlaps"),
+    "overlap_share": (0.3, "the share of the A100 and the H100; on CPUs nothing overlaps"),
 }
 
 
 def main(arguments: list[str]) -> int:
-    """Measures, writes the file, prints what is in it and returns the exit code."""
+    """Measures, writes the file, prints its contents and returns the exit code."""
     options, rest = _parser().parse_known_args(arguments)
     if not 0 < options.seconds < float("inf"):
         raise UserError(f"--seconds is {options.seconds:g}", where="--seconds", fix="a positive number")
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def report(machine: Machine, path: Path) -> str:
-    """Returns the figures, and which of them were not measured."""
+    """Returns the figures as text, and lists those that were not measured."""
     lines = [f"{machine.device}: {path}"]
     others = []
     for name, figure in machine.figures.items():
@@ -161,7 +161,8 @@ def _submit(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def fit_rate(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns the rate R and the operations H in ``seconds = (operations + H) / R``: H run at half of the rate.
+    """Returns the rate R and the operations H in ``seconds = (operations + H) / R``: a product of H operations runs at
+    R / 2.
 
     This is the least-squares fit of the relative errors; a negative H becomes 0.
 
@@ -183,7 +184,8 @@ def fit_rate(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def same_device(device: str, memory_bytes: float) -> Machine | None:
-    """Returns the shipped machine with the GPU ``device``, which has about ``memory_bytes``; None if there is none."""
+    """Returns the shipped machine with the GPU ``device``, which has about ``memory_bytes``; or None if no file
+    describes it."""
     for name in shipped():
         machine = read_machine(name)
         is_alike = abs(machine.rates.memory_bytes / memory_bytes - 1) < ALIKE
@@ -197,7 +199,7 @@ def machine_of(result: Mapping[str, Any], cores: int, name: str, source: str) ->
 
     Args:
         result: what ``hpc_train.bench.machine_worker`` wrote.
-        cores: the cores of a node without GPUs, and 0 with GPUs.
+        cores: the cores of a node without GPUs; 0 for a node with GPUs.
         source: the host, the date and the software of the measurement.
     """
     rates: dict[str, float] = dict(result["figures"])

@@ -117,7 +117,7 @@ def _measure_figures(rank: BenchRank, request: MachineRequest) -> dict[str, Any]
 
 
 class _MachineBench:
-    """The measurements of one rank. All are collective; each returns numbers by name."""
+    """Measures the numbers of one rank. All methods are collective, and each returns numbers by name."""
 
     def __init__(self, config: Config, mesh: Mesh, spec: WorkerSpec, seconds: float) -> None:
         self.config = config
@@ -135,7 +135,8 @@ class _MachineBench:
         self.rate = self.half_flops = self.attention_rate = 0.0
 
     def memory(self) -> dict[str, float]:
-        """Returns the memory of the device, and what context and libraries take after the first collective."""
+        """Returns the memory of the device, and the memory that the context and the libraries take after the first
+        collective."""
         Ranks.world(self.device).largest(0.0)
         if not self.cuda:
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -146,7 +147,7 @@ class _MachineBench:
         return {"memory_bytes": total, "reserved_bytes": total - free - torch.cuda.memory_reserved(self.device)}
 
     def peaks(self) -> dict[str, float]:
-        """Returns the FLOP/s of large products by precision, and 0 for one without kernels or units."""
+        """Returns the FLOP/s of large products by precision, or 0 for a precision without kernels or hardware units."""
         size = self.sizes.square
         rates = {}
         for name, dtype in DTYPES.items():
@@ -160,7 +161,8 @@ class _MachineBench:
         return rates
 
     def products(self) -> dict[str, float]:
-        """Returns the FLOP/s of products as in layers, and the operations of a product with half of that rate."""
+        """Returns the FLOP/s of products as in layers, and the number of operations at which a product reaches half of
+        this rate."""
         dtype = DTYPES[self.precision]
         times = [(2.0 * m * n * k, self._product(m, n, k, dtype)) for m, n, k in self.sizes.products]
         self.rate, self.half_flops = fit_rate(times)
@@ -192,10 +194,11 @@ class _MachineBench:
         return {"memory_bytes_per_s": copied, "host_bytes_per_s": to_device}
 
     def launch(self) -> dict[str, float]:
-        """Returns the host's time for a kernel: that of a layer of a tiny model by the kernels that the planner counts.
+        """Returns the host's time for a kernel: the time of a layer of a tiny model, divided by the kernels that the
+        planner counts.
 
-        On CPUs a core, not the memory, limits element-wise operations. Their rate follows from the time of a larger
-        layer without that of its products, its attention and the host.
+        On CPUs, a core limits element-wise operations, not the memory. Their rate follows from the time of a larger
+        layer, minus the time of its products, its attention and the host.
         """
         tiny, layer = self._layer_seconds(32, 8, 1)
         host_s = tiny / (3 * layer.kernels)
@@ -240,9 +243,9 @@ class _MachineBench:
         return {f"{scope}_latency_s": latency / log2(len(ranks)), f"{scope}_bytes_per_s": bandwidth} | share
 
     def _delay_of_product(self, size: int, ranks: Ranks) -> float:
-        """Returns by how much a collective of ``size`` bytes delays a product that runs at the same time.
+        """Returns how much a collective of ``size`` bytes delays a product that runs at the same time.
 
-        On CPUs gloo's threads wait for a core on which a product runs, up to a time slice of the kernel.
+        On CPUs, gloo's threads wait for a core that is busy with a product, for up to one time slice of the kernel.
         """
         left = torch.randn(self.sizes.square, self.sizes.square)
         message = torch.zeros(size, dtype=torch.uint8)
@@ -263,9 +266,9 @@ class _MachineBench:
         return self._seconds(lambda: torch.mm(left, right))
 
     def _layer_seconds(self, width: int, length: int, samples: int) -> tuple[float, Block]:
-        """Returns the time of forward and backward of a layer of a GPT, and what it computes for one sample.
+        """Returns the time of forward and backward of a layer of a GPT, and its work for one sample.
 
-        It is a quarter of the difference between models of six and of two layers.
+        The time is a quarter of the difference between models with six and with two layers.
         """
         times = []
         for layers in (2, 6):
@@ -286,7 +289,7 @@ class _MachineBench:
         return max(times[1] - times[0], 0.1 * times[1]) / 4, count_work(config).blocks[1]
 
     def _seconds(self, call: Callable[[], object]) -> float:
-        """Returns the time of a call, of which as many run in ``self.seconds`` as fit, at least a block of one."""
+        """Returns the time of a call. The calls are repeated for ``self.seconds``, at least once."""
         call()
         once = self._block(call, 1)
         repeats = max(1, int(self.seconds / BLOCKS / once))

@@ -47,14 +47,13 @@ def bench_parser(name: str, usage: str, description: str, examples: Sequence[str
     """Returns the parser of ``bench NAME``, which takes overrides and ``--json``.
 
     Args:
-        usage: the further arguments.
-        examples: the arguments of calls of ``bench NAME``.
+        usage: the other arguments. examples: arguments of example calls of ``bench NAME``.
     """
     command = f"python -m hpc_train bench {name}"
     parser = OptionParser(
         prog=command,
         usage=f"{command} {usage} [--json]",
-        description=f"{description} It takes the same overrides as a training.",
+        description=f"{description} It takes the same overrides as training.",
         epilog="\n".join(["examples:", *(f"  {example}" for example in examples)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -117,16 +116,16 @@ def run_benchmark(
     code: FrozenCode | None = None,
     trust_owner: bool = False,
 ) -> tuple[int, dict[str, Any] | None]:
-    """Runs workers that measure what ``request`` describes; returns the exit code and the result if they succeed.
+    """Runs workers that measure what ``request`` describes; returns the exit code and, on success, the result.
 
-    In a Slurm step of several nodes every node calls this function, and the first one gets the result.
+    In a Slurm step of several nodes, every node calls this function and the first one gets the result.
 
     Args:
         entry: the function that a worker calls, as "module:function".
         root: parent of the temporary run directory; None uses the directory for temporary files, and on several nodes
             ``run.root``.
-        failures: receives the class of each failure, and all files are removed; None keeps the log of a failure.
-        code: the frozen code that agents and workers start from; None uses the current directory.
+        failures: a list that receives the class of each failure; all files are then removed. With None, the log of a
+        failure is kept. code: the frozen code that agents and workers start from; None uses the current directory.
         trust_owner: whether the code may be another user's.
     """
     allocation = current_allocation()
@@ -189,7 +188,7 @@ def _show(run: RunDirectory) -> None:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A benchmark that was submitted to Slurm, which writes its JSON object to ``result``."""
+    """Describes a benchmark job in Slurm, which writes its JSON object to ``result``."""
 
     job_id: str
     result: Path
@@ -248,9 +247,9 @@ def _script(job: Job, words: Sequence[str], result: Path) -> str:
 
 
 def wait(measurement: Measurement) -> dict[str, Any] | None:
-    """Waits for the result; returns None if the job has ended and no result has appeared for a while."""
+    """Waits for the result; returns None if no result appears within a grace period after the end of the job."""
     queried = time.monotonic()
-    gone = None  # since when the job is known to have ended
+    gone = None  # when the job was first seen to have ended
     while True:
         if measurement.result in set(measurement.result.parent.glob("*.out")):
             # on several nodes the agents print other lines as well

@@ -1,4 +1,5 @@
-"""Defines the requests and results that a benchmark and its workers exchange, and their statistics; without torch."""
+"""Defines the requests and results that a benchmark and its workers exchange, and their statistics. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ class WorkerRequest:
 
 @dataclass(frozen=True)
 class StepRequest(WorkerRequest):
-    """Requests ``pairs`` blocks of ``steps`` steps, alternating with the bare loop ``raw`` if that is not None.
+    """Requests ``pairs`` blocks of ``steps`` steps, alternating with the bare loop ``raw`` if ``raw`` is not None.
 
     Attributes:
-        profile_gap: whether a profile names what the step loses against the peak rate.
+        profile_gap: whether to profile what the step loses against the peak rate.
     """
 
     steps: int
@@ -83,7 +84,7 @@ def write_progress(run: RunDirectory, done: int, of: int) -> None:
 
 
 def read_progress(run: RunDirectory) -> tuple[int, int] | None:
-    """Returns the number of measured blocks and of all blocks; None before the first."""
+    """Returns the number of measured blocks and the total number of blocks, or None before the first block."""
     path = run.path / PROGRESS
     if not path.exists():
         return None

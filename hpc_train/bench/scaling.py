@@ -286,8 +286,8 @@ def _duration(seconds: float) -> str:
 
 
 def measure_on_slurm(steps: Sequence[tuple[int, Sequence[str]]]) -> list[dict[str, Any]] | None:
-    """Submits a ``bench step`` for each number of nodes with its arguments; returns the results in order, or None if
-    one failed.
+    """Submits a ``bench step`` for each number of nodes, with its arguments; returns the results in order, or None if
+    one of them failed.
 
     Raises:
         UserError: a job cannot run on the cluster, or Slurm rejects it.

@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_blocks(parser, 10, 20)
     parser.add_argument(
-        "--profile-gap", action="store_true", help="name what the step loses against the peak matrix rate"
+        "--profile-gap", action="store_true", help="list what the step loses against the peak matrix rate"
     )
     return parser
 

@@ -1,9 +1,9 @@
-"""Names what a training step loses against the peak matrix rate of its devices, from a profile of a few steps.
+"""Finds what a training step loses against the peak matrix rate of its devices, from a profile of a few steps.
 
 The ideal step computes the FLOPs of the model at the peak rate and nothing else. The rest of a measured step is the
-gap, which this module divides among the kinds of work: matrix products and attention lose what they take beyond the
-ideal step, and every other kind all of its time. A loss that is fused with the head (``models/linear_head.py``)
-computes with element-wise operations.
+gap, which this module divides among the kinds of work: for matrix products and attention, the loss is their time beyond
+the ideal step; for every other kind, it is its entire time. A loss function that is fused with the head
+(``models/linear_head.py``) counts as element-wise operations.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ WORDS: Sequence[tuple[str, tuple[str, ...]]] = (
     (OPTIMIZER, ("multi_tensor_apply", "adam", "foreach", "sgd", "lerp")),  # AdamW with compact moments has a lerp
     (COPIES, ("memcpy", "memset", "copy", "catarray", "aten::cat", "fill", "zero")),
 )
-# The names of compiled kernels list the operators around them; those of products begin with the name of a template.
+# The names of compiled kernels list the operators around them; the names of products begin with the name of a template.
 COMPILED, TEMPLATE = "triton_", "triton_tem_"
-STEPS = 3  # that are profiled
+STEPS = 3  # number of profiled steps
 
 
 def kind_of(name: str) -> str:
@@ -52,13 +52,13 @@ def kind_of(name: str) -> str:
 def profiled(step: Callable[[], object], device: torch.device, stages: bool, steps: int = STEPS) -> dict[str, float]:
     """Runs ``steps`` steps under torch.profiler and returns the seconds per step of each kind of work on this rank.
 
-    Kernels that run at the same time share it. Collectives and messages between stages count where no computation
+    Kernels that run at the same time share it. Collectives and messages between stages count only while no computation
     runs.
 
     Args:
         stages: whether there are pipeline stages.
     """
-    synchronize(device)  # or the steps would wait for what was launched before
+    synchronize(device)  # otherwise, the steps would wait for work that was launched before
     with profile(activities=activities(device)) as profiler:
         for _ in range(steps):
             step()
@@ -93,7 +93,7 @@ def _kernels(events: Iterable[Any]) -> Iterable[tuple[str, float]]:
 
 
 def _operators(events: Iterable[Any]) -> Iterable[tuple[str, float]]:
-    """Yields the operators of the CPU with their own time, without that of the operators that they call."""
+    """Yields the operators of the CPU with their own time, without the time of the operators that they call."""
     for event in events:
         if event.name.startswith(("aten::", "Torch-Compiled", "CompiledFx")):
             yield event.name, event.self_cpu_time_total
@@ -103,9 +103,9 @@ def losses(seconds: Mapping[str, float], step_s: float, ideal_s: float, recomput
     """Divides the gap between the measured ``step_s`` and ``ideal_s`` among the kinds of work, in seconds, the largest
     loss first.
 
-    The profiler slows the host down. If the work that it saw takes longer than the measured step, all of it is scaled.
-    Products that are faster than the peak rate allows, because a causal mask leaves out half of the attention that is
-    counted, lose nothing.
+    The profiler slows the host down. If the profiled work takes longer than the measured step, all of it is scaled
+    down. Products that appear faster than the peak rate, because a causal mask skips half of the counted attention,
+    lose nothing.
 
     Args:
         seconds: the mean over ranks of what ``profiled`` returns.
@@ -125,7 +125,7 @@ def mean_of_ranks(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def advice(kind: str, config: Config) -> str:
-    """Returns what makes a loss smaller under ``config``."""
+    """Returns how to reduce a loss under ``config``."""
     compiled = config.train.compile
     fused = casts = _fewer_bytes(config)
     if compiled and config.precision.name == "bf16" and config.precision.weights == "fp32":
@@ -146,7 +146,7 @@ def advice(kind: str, config: Config) -> str:
 
 
 def _fewer_bytes(config: Config) -> str:
-    """Returns what makes element-wise operations move fewer bytes."""
+    """Returns how to make element-wise operations move fewer bytes."""
     if not config.train.compile:
         return "train.compile=true"
     if config.precision.residual == "fp32" and config.precision.name in ("bf16", "fp16"):

@@ -1,8 +1,8 @@
 """Runs the workers that measure training steps: ``bench step`` times them, ``bench batch`` takes their gradient norms.
 
 ``bench step`` alternates blocks of the trainer's steps with a bare loop. A timed step includes everything that the
-trainer does in each step (the agreement of all ranks, the next batch, forward, backward, clipping and update) but not
-saves, evaluation and logging. It then measures which bucket size and which gradient compression are the fastest.
+trainer does in each step (the agreement of all ranks, the next batch, forward, backward, clipping and update), but not
+saves, evaluation and logging. Afterwards, it measures which bucket size and which gradient compression are fastest.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class StepBench:
     def gradients(self) -> None:
         """Runs only forward, backward and gradient reduction, always with the same batch.
 
-        Gradients that an update inside the backward would free are freed.
+        Gradients that an update inside the backward would free are freed here too.
         """
         if self.engine.updates is not None:
             self.engine.updates.begin(lambda parameters, finite: None)
@@ -169,7 +169,7 @@ def _measure_blocks(bench: StepBench, request: StepRequest, rank: BenchRank) -> 
         loops.append(bare_step)
         for _ in range(request.warmup):
             bare_step()
-    seconds: list[list[float]] = [[] for _ in loops]  # of a step, from all ranks ready to the slowest rank finished
+    seconds: list[list[float]] = [[] for _ in loops]  # from all ranks ready until the slowest rank has finished
     for block in range(request.pairs * len(loops)):
         rank.write_progress(block, request.pairs * len(loops))
         turn = block % len(loops)
@@ -279,7 +279,7 @@ def _utilization(bench: StepBench, samples_per_s: float) -> dict[str, Any] | Non
 
 
 def _gap(bench: StepBench, step_s: float, utilization: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns what a step loses to each kind of work, the largest first; None if the FLOPs are not known."""
+    """Returns what a step loses to each kind of work, the largest first; or None if the FLOPs are unknown."""
     if utilization is None:
         return None
     ideal_s = utilization["value"] * step_s
@@ -347,7 +347,7 @@ def bucket_seconds(
     """Measures forward, backward and reduction of ``batch`` with several bucket sizes. Collective.
 
     Args:
-        layers: those of each pipeline stage, as for ``build_engine``.
+        layers: the layers of each pipeline stage, as for ``build_engine``.
 
     Returns:
         Size in MB -> median seconds on the slowest rank; None if this layout does not reduce gradients in buckets.
@@ -399,10 +399,10 @@ def compression_seconds(config: Config, mesh: Mesh) -> dict[str, float] | None:
 
 
 def advised(seconds: Mapping[str, float]) -> str:
-    """Returns the technique that pays. A lossy one must win by a margin.
+    """Returns the technique to advise. A lossy technique must be faster by a margin.
 
     Args:
-        seconds: technique -> seconds, from the least lossy one.
+        seconds: technique -> seconds, the least lossy technique first.
     """
     chosen, *others = seconds
     for technique in others:
@@ -412,7 +412,8 @@ def advised(seconds: Mapping[str, float]) -> str:
 
 
 def advice(config: Config, mesh: Mesh, layers: Sequence[range] | None, batch: StepBatch) -> dict[str, Any]:
-    """Returns for each key its best value and the measured seconds by value; empty for other layouts. Collective."""
+    """Returns the best value of each key and the measured seconds by value; empty if the layout has no such key.
+    Collective."""
     result: dict[str, Any] = {}
     sizes = bucket_seconds(config, mesh, layers, batch)
     if sizes is not None:
@@ -425,7 +426,7 @@ def advice(config: Config, mesh: Mesh, layers: Sequence[range] | None, batch: St
 
 
 def _sample(config: Config, mesh: Mesh) -> tuple[dict[str, nn.Parameter], float]:
-    """Returns parameters with the shapes of the model's, and their share of the parameters of one rank."""
+    """Returns parameters with the shapes of the model's parameters, and their share of the parameters of one rank."""
     dtype = parameter_dtype(config.precision.name)
     capacity = SAMPLE_BYTES // dtype.itemsize
     model = build_model(config.model, config.train.seed, values=False)

@@ -1,4 +1,4 @@
-"""Runs the workers of a benchmark: what all of them do, and the measurements of ``bench collectives`` and
+"""Runs the workers of a benchmark: the parts that all of them share, and the measurements of ``bench collectives`` and
 ``doctor --measure``.
 """
 
@@ -37,7 +37,7 @@ Request = TypeVar("Request", bound=WorkerRequest)
 
 @dataclass(frozen=True)
 class BenchRank:
-    """One rank of a benchmark."""
+    """Holds what one rank of a benchmark uses."""
 
     run: RunDirectory
     config: Config
@@ -55,7 +55,7 @@ class BenchRank:
         return largest(float(self.stop.requested), self.mesh) > 0
 
     def setting(self) -> dict[str, Any]:
-        """Returns what every result says about the place of the measurement."""
+        """Returns the description of hardware and software that every result contains."""
         return {
             "world_size": self.mesh.layout.world_size,
             "device": device_name(self.mesh.device),
@@ -73,7 +73,7 @@ def measure_on_ranks(
 
     Args:
         requested: the class of the request in ``bench-request.json``.
-        measurement: returns the result, which counts on rank 0; None on all ranks after a request to stop.
+        measurement: returns the result, of which only rank 0's is used, or None on all ranks after a request to stop.
     """
     run = RunDirectory(Path(spec.run_dir))
     config = load(run)
@@ -114,7 +114,7 @@ def device_name(device: torch.device) -> str:
 
 
 def measure_collectives(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    """Times each operation at each size over all ranks, and along each axis of the layout that is a part of them."""
+    """Times each operation at each size over all ranks, and along each axis of the layout that has fewer ranks."""
     return measure_on_ranks(spec, stop, CollectivesRequest, _collectives)
 
 

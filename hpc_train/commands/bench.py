@@ -13,7 +13,7 @@ def main(arguments: list[str]) -> int:
     """Runs the benchmark that is named first in ``arguments`` and returns its exit code."""
     parser = OptionParser(
         prog="python -m hpc_train bench",
-        description="Runs a benchmark on the workers of a run. It takes the same overrides as a training.",
+        description="Runs a benchmark on the workers of a run. It takes the same overrides as training.",
         epilog="\n".join(f"bench {name:<12} {what}" for name, what in BENCHMARKS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

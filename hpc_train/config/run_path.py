@@ -152,7 +152,7 @@ def _check_writable(path: Path) -> None:
         raise UserError(
             f"{path} belongs to {name_of_user(uid)}, and you have no permission to write to it",
             where="run.name",
-            fix="another run.name, or run.root=DIR with a directory of your own",
+            fix="another run.name, or run.root=DIR with a directory that you own",
         )
     if not os.access(present, os.W_OK | os.X_OK) or present.parts[1:2] in (("proc",), ("sys",)):
         raise UserError(

@@ -403,7 +403,7 @@ def _unknown_option(group: str, option: str, options: Sequence[str]) -> UserErro
         return UserError(f"{group}={option} is not installed", where=group, fix=instead)
     fix = nearest(option, options)
     if group:
-        fix += f"; a file of your own, DIR/{name}.yaml, needs -cd DIR"
+        fix += f"; your own file DIR/{name}.yaml needs -cd DIR"
     return UserError(f"{name} does not exist", where=group or "the defaults", fix=fix)
 
 

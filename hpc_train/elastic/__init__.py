@@ -2,11 +2,11 @@
 
 1. One node: ``agent`` starts, and ``agent_loop`` follows the orders of the rendezvous server and runs the workers of an
    attempt. ``worker_process`` forks and wraps a worker, ``workers`` handles pipes, output and exits. With
-   ``run.command`` a worker is a ``script``, which ``exec_script`` becomes.
+   ``run.command``, a worker is a ``script`` that ``exec_script`` executes.
 2. All nodes, in ``rendezvous``: the ``server``, in the agent of the batch host, talks to a ``client`` in every agent
-   over one ``channel`` each; ``messages`` are checked when they arrive; ``addresses`` has ports and tokens. ``store``
-   is the process with the ranks' key-value store. ``nodes`` has what each node contributes, ``fabric`` the network
-   environment that all workers share.
+   over one ``channel`` each; ``messages`` are checked when they arrive; ``addresses`` defines ports and tokens.
+   ``store`` is the process with the ranks' key-value store. ``nodes`` describes what each node contributes, ``fabric``
+   the network environment that all workers share.
 3. Reactions: ``rendezvous.coordinator`` decides who takes part in the next attempt, using ``decision`` (retry limit,
    primary cause, budget of GPU-hours); ``attempts`` records it; ``requeue`` asks Slurm to run the job again; ``client``
    also handles the loss of the server.

@@ -1,4 +1,4 @@
-"""The agent of a node runs the node's workers, attempt after attempt, as the rendezvous server orders.
+"""The agent of a node runs the node's workers, attempt after attempt, as ordered by the rendezvous server.
 
 It never imports torch and behaves the same however it was started (a foreground command, submitit, a batch script). The
 agent of the batch host, or of the only node, also runs the rendezvous server.
@@ -77,10 +77,10 @@ def run_agent(
         on_tick: called a few times per second while workers run.
         reserve: a context that holds the workers' resources (GPUs, cores); entering it may wait, and returns early when
             a stop is requested.
-        entry: the worker's entry point, as "module:function"; by default that of the trainer, or of ``run.entry``.
+        entry: the worker's entry point, as "module:function"; by default, the trainer or ``run.entry``.
             ``run.command`` does not use it.
         store: the entry point of an attempt's store.
-        begun: of the warm parent.
+        begun: the head start of the warm parent, if any.
     """
     raise_descriptor_limit()
     allocation = current_allocation()
@@ -106,7 +106,7 @@ def run_agent(
 
 
 def _preload(config: Config, entry: str, store: str) -> list[str]:
-    """Returns the modules that the warm parent imports: all that are slow to import and needed by this run."""
+    """Returns the modules that the warm parent imports: all modules that are slow to import and that this run needs."""
     modules = [path.partition(":")[0] for path in (entry, store)]
     pipeline = [] if config.strategy.pp == 1 else ["hpc_train.parallel.pipeline.engine"]
     return [*dict.fromkeys(modules), *pipeline]
@@ -228,7 +228,7 @@ def _on_the_network(config: Config, allocation: Allocation) -> Allocation:
 
 
 def _this_node(config: Config, allocation: Allocation) -> Node:
-    """Describes this node before the site's check, or why it cannot take part."""
+    """Describes this node before the site's check, or states why it cannot take part."""
     gpus = workers = 0
     unfit = refusal = None
     try:
@@ -274,8 +274,8 @@ def calling(command: str | None, run: RunDirectory, events: EventLog, is_first: 
 class EventCalls:
     """Calls a command for each event, in order. A call that fails is a warning in the event log, once per reason.
 
-    A thread calls it, so that it delays neither the event log nor a restart. At its end the agent waits a few seconds
-    for the calls that are left.
+    A thread calls it, so that it delays neither the event log nor a restart. At its end, the agent waits a few seconds
+    for the remaining calls.
     """
 
     def __init__(self, command: str, run: RunDirectory, events: EventLog) -> None:
@@ -294,7 +294,7 @@ class EventCalls:
         self._queue.put(event)
 
     def close(self) -> None:
-        """Waits for the calls that are left, ``CALL_S`` seconds at most."""
+        """Waits for the remaining calls, for at most ``CALL_S`` seconds."""
         self._until = time.monotonic() + CALL_S
         self._queue.put(None)
         self._thread.join(CALL_S)
@@ -339,7 +339,7 @@ class EventCalls:
         return lines[-1] if lines else f"exit code {process.returncode}"
 
     def _kill(self) -> None:
-        """Kills the process of the current call, and what it has left running."""
+        """Kills the process of the current call and the processes that it has started."""
         process = self._process
         self._process = None  # its number may become that of another process
         if process is not None:

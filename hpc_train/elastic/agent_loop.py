@@ -58,7 +58,7 @@ def write_pause(pause: Pause, events: EventLog, in_job: bool) -> None:
 
 
 class EndedByServer(Exception):
-    """Raised when the attempt is ended because of a failure on another node, or because the run was deleted."""
+    """Raised when the attempt ends because of a failure on another node, or because the run was deleted."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Agent:
     accepted_stop: Callable[[], str | None] = lambda: None  # why the server stops the job; in the agent with the server
     _attempt: int | None = field(default=None, init=False)  # the newest attempt it knows of
     _stop_reported: bool = field(default=False, init=False)
-    _replaced: bool = field(default=False, init=False)  # Slurm ended this start of the job while the node was frozen
+    _replaced: bool = field(default=False, init=False)  # Slurm ended this run of the job while the node was frozen
 
     def work(self) -> int:
         """Follows the server's orders until it releases the agent; returns the exit code.
@@ -257,7 +257,7 @@ LOOKS = 5  # in a row that must agree
 
 
 class DeletionWatch:
-    """Looks for ``config.yaml``, which exists as long as the run does."""
+    """Watches ``config.yaml``, which exists as long as the run does."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -267,7 +267,7 @@ class DeletionWatch:
         self._agree = 0
 
     def finding(self) -> str | None:
-        """Returns what has happened to a run directory that was deleted. It is called a few times per second."""
+        """Returns a description of the deletion if the run directory was deleted. Call it a few times per second."""
         now = time.monotonic()
         if now < self._next:
             return None
@@ -298,7 +298,8 @@ REPORT_GRACE_S = 0.1  # after an exception, which may still be secondary
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the workers of this node ended. ``failure`` is the primary one, ``step`` the furthest step of any worker."""
+    """Describes how the workers of this node ended. ``failure`` is the primary failure, ``step`` the furthest step of
+    any worker."""
 
     exit: Exit
     failure: WorkerFailure | None = None
@@ -314,8 +315,8 @@ def run_attempt(
     entry: str | Script,
     watch: Watch,
 ) -> Outcome:
-    """Runs the workers ``specs`` to their end. No worker is alive when this returns or raises, and unless all succeeded
-    no process that one forked.
+    """Runs the workers ``specs`` to their end. When this returns or raises, no worker is alive. Unless all workers
+    succeeded, the processes that they forked are gone too.
     """
     workers = Workers(log, lambda: stop.requested)
     try:
@@ -345,7 +346,7 @@ def _start(workers: Workers, specs: Sequence[WorkerSpec], entry: str | Script) -
             message = (
                 f"the warm parent ended while it started rank {spec.rank}: {error!r}; its output is above{cpu_limit()}"
             )
-        else:  # as it would in the next attempt
+        else:  # as would happen in the next attempt
             failure = Failure.USER_ERROR
             message = f"{CRASHED_IMPORT}: its process was ended by {crash.name}; its output is above"
         workers.fail(WorkerFailure(spec.rank, failure, message, message, time.time()))

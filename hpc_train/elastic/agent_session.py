@@ -177,7 +177,7 @@ def _summary(run: RunDirectory, now: float) -> str:
 
 
 def _examined(node: Node, config: Config, allocation: Allocation) -> Node:
-    """Returns ``node`` with its memory and after the site's check, which may find it unfit; both may take seconds."""
+    """Returns ``node`` with its memory and the result of the site's check; both may take seconds."""
     if node.unfit is not None or node.refusal is not None:
         return node
     # only the choice of pipeline ranks on several nodes needs the memory

@@ -17,12 +17,12 @@ from hpc_train.run.ledger import read_ledger
 ANNOUNCEMENT = "SIGUSR2"  # Slurm announces the time limit and preemptions with it; other signals come from a user
 ATTEMPTS_WITHOUT_A_STEP = 3
 OF_CODE = (Failure.USER_ERROR, Failure.REFUSED, Failure.EXITED, Failure.COMMUNICATION)
-GOOD_STEPS = 10  # the first two steps allocate all memory, an evaluation may need a little more
+GOOD_STEPS = 10  # the first two steps allocate all memory, an evaluation may need slightly more
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of an attempt over all of its nodes.
+    """Describes the end of an attempt on all of its nodes.
 
     Attributes:
         failure: the class of its cause; None if nothing failed.
@@ -30,7 +30,7 @@ class Ended:
         stop: the signal that asked the run to stop; None if there was none.
         first: whether the run has not failed like this before and the node may be to blame.
         gpu_memory: whether it ended because the memory of a GPU was used up.
-        message: that of its cause.
+        message: the message of the cause.
         saved: whether the run has a checkpoint; None if that is unknown.
     """
 
@@ -46,13 +46,13 @@ class Ended:
 
 @dataclass(frozen=True)
 class History:
-    """The attempts of this job so far.
+    """Summarizes the attempts of this job so far.
 
     Attributes:
         furthest: the furthest step, also of earlier jobs of the run.
-        without_progress: how many attempts in a row made no progress.
-        attempts: how many there were, at least one per earlier start of a requeued job.
-        gpu_memory: whether one ended because the memory of a GPU was used up.
+        without_progress: number of consecutive attempts without progress.
+        attempts: number of attempts, at least one per earlier start of a requeued job.
+        gpu_memory: whether an attempt ended because the memory of a GPU was used up.
     """
 
     furthest: int
@@ -135,7 +135,7 @@ class WorkerFailure:
 
 
 def root_cause(failures: Iterable[WorkerFailure]) -> WorkerFailure:
-    """Returns the earliest failure that is not secondary to another rank's."""
+    """Returns the earliest failure that is not a consequence of another rank's failure."""
     return min(failures, key=lambda failure: (_secondary_level(failure), failure.noticed))
 
 
@@ -173,7 +173,8 @@ MIN_INTERVAL_S, MAX_INTERVAL_S = 1.0, 24 * 3600.0  # between two readings of the
 class Budget:
     """The GPU-hour budget (``run.max_gpu_hours``) of a job that holds ``gpus`` GPUs.
 
-    A live run that has used it up is asked to stop, saves, and is not started again. ``now`` is the clock of the job.
+    A live run that has used up the budget is asked to stop, saves, and is not started again. ``now`` is the clock of
+    the job.
     """
 
     run: RunDirectory

@@ -1,4 +1,4 @@
-"""Becomes the process of ``run.command``: it dies with the agent, is bound to its CPUs, and then executes the command.
+"""Runs as the process of ``run.command``, which dies with the agent and is bound to its CPUs, and executes the command.
 
     python -m hpc_train.elastic.exec_script AGENT_PID CPUS PROGRAM [ARGUMENT...]
 

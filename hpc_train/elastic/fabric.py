@@ -1,4 +1,4 @@
-"""The network environment of all workers of a job, decided by the rendezvous server from the facts of all nodes.
+"""Decides the network environment of all workers of a job, in the rendezvous server, from the facts of all nodes.
 
 ``fabric.json`` in the run directory records what the decision is based on, for rank 0 and for people:
 

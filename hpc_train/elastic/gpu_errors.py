@@ -51,7 +51,7 @@ class GpuErrors:
         """Returns ``failure`` with what the GPUs report; a defect that they report makes it a device error.
 
         Args:
-            attempt_s: the duration of the attempt in seconds; older errors in the kernel log are history.
+            attempt_s: the duration of the attempt in seconds; older errors in the kernel log are ignored.
         """
         gpu_related = failure.failure in ALWAYS or concerns_gpu(failure.message)
         if not gpu_related or not self.facts.visible:
@@ -118,7 +118,7 @@ LOOK_S = 60.0
 
 
 class IdleGpus:
-    """Looks at the GPUs of one node from its agent.
+    """Watches the GPUs of one node from its agent.
 
     Args:
         addresses: the PCI addresses of the GPUs that the ranks use.

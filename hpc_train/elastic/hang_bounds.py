@@ -1,12 +1,14 @@
-"""How long workers may be silent: learned bounds, after which their state is examined, and after which they are killed.
+"""Defines how long workers may be silent: learned bounds after which their state is examined, and after which they are
+killed.
 
 The time of a step is learned (``LEAST_S``, ``FACTOR``). A worker that is silent for longer is slow. Whether that ends
 the attempt depends on what may recover by itself, the table ``PATIENCE_S``:
 
-- On one node without GPUs nothing between the ranks may pause, and a restart takes about a second: a hang at once.
+- On one node without GPUs nothing between the ranks may pause, and a restart takes about a second, so a slow step is a
+hang at once.
 - On GPUs, and on several nodes, a network link, a file system or an allocator may pause and recover, and a restart
-  costs the steps since the last checkpoint on all GPUs. There a slow step is examined and reported, and becomes a hang
-  at the bound of the table. Two looks at the ranks may prove a hang before that (``hangs.proof``).
+  costs the steps since the last checkpoint on all GPUs. There, a slow step is examined and reported, and becomes a hang
+  at the bound in the table. Two looks at the ranks may prove a hang before that (``hangs.proof``).
 
 While a worker waits for a processor, only the processor time that it gets counts (``Starvation``): on a machine that is
 too busy it is late and not hung.
@@ -71,7 +73,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Silence:
-    """A silence of the workers. ``rank`` was silent for longest and is not necessarily at fault (``hangs.culprit``)."""
+    """A silence of the workers. ``rank`` was silent longest, but is not necessarily at fault (``hangs.culprit``)."""
 
     rank: int
     phase: Phase
@@ -111,14 +113,13 @@ class Starvation:
 
 @dataclass
 class HangWatch:
-    """Polls the heartbeats of one node. What it learned is kept over attempts (``begin``).
+    """Polls the heartbeats of one node. It keeps what it has learned over attempts (``begin``).
 
     Args:
-        timeout_s: bound of a step and minimum bound of saves and evaluations; None: learned; 0: detection is off.
-        least_s: the minimum learned bound of a step.
-        patience_s: the minimum bound of a hang; 0: a slow step counts as a hang at once.
-        start_s: the bound of the start, and of the first step unless ``timeout_s`` bounds it.
-        compiles: whether the first step compiles.
+        timeout_s: bound of a step and minimum bound of saves and evaluations; None learns the bounds, and 0 disables
+        the detection. least_s: the minimum learned bound of a step. patience_s: the minimum bound of a hang; with 0, a
+        slow step counts as a hang at once. start_s: the bound of the start, and of the first step unless ``timeout_s``
+        bounds it. compiles: whether the first step compiles.
     """
 
     timeout_s: float | None = None

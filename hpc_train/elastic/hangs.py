@@ -1,4 +1,5 @@
-"""Evidence on silent workers: what each of them does, the rank that the others wait for, and what proves a hang.
+"""Collects evidence on silent workers: what each of them does, which rank the others wait for, and whether this proves
+a hang.
 
 The agent collects evidence without a worker's main thread, and stacks even without its interpreter lock, so it also
 examines workers that hold their interpreter lock forever or were stopped by a signal. The states of several nodes are
@@ -114,13 +115,13 @@ AGREEMENT = "all_reduce"  # the operation of these messages
 
 @dataclass(frozen=True)
 class GroupState:
-    """The state of one rank in one process group.
+    """Holds the state of one rank in one process group.
 
     Attributes:
         entered: number of collectives entered so far. With NCCL, a collective is entered when the host queues it.
         inside: whether the rank is inside one.
         operation: kind and input shapes of the last one.
-        before: how often it entered the same operation before, as far back as recorded.
+        before: how often the records show that it entered the same operation before.
         reached: the last collective that its GPU has begun; None without NCCL or if starts are not recorded.
     """
 
@@ -133,13 +134,13 @@ class GroupState:
 
 @dataclass(frozen=True)
 class RankState:
-    """The observed state of one rank at one moment.
+    """Holds the observed state of one rank at one moment.
 
     Attributes:
         seconds: time since its last sign of life.
         arrived_step: the step before which it last posted its message to the others.
         process: the kernel's state letter (R, S, D, T, …); empty for a process that is gone.
-        answered: whether its interpreter answered the question for its collectives.
+        answered: whether its interpreter answered the request for its collectives.
         groups: by name of the process group; the group of the control messages only during a save.
         waits: whether it is inside any operation with other ranks, except of the control messages of each step.
         cpu_s: processor time that it and its child processes have used since its start.
@@ -239,7 +240,8 @@ def _minority(states: Sequence[RankState], suspects: list[RankState]) -> list[Ra
 
 
 def _not_in_collective(states: Sequence[RankState]) -> list[RankState]:
-    """Returns the ranks that are behind another in some group and inside no collective themselves, i.e. not waiting.
+    """Returns the ranks that are behind another in some group and inside no collective themselves, i.e. that do not
+    wait.
 
     A host may queue several of NCCL's collectives, so one that has queued fewer is not behind while its GPU is in one.
     """
@@ -269,7 +271,8 @@ def _not_reached(states: Sequence[RankState]) -> list[RankState]:
 
 
 def _in_other_collective(states: Sequence[RankState]) -> list[RankState]:
-    """Returns the rank whose operation differs from the others' at the same point of a group, the least usual one."""
+    """Returns the rank whose operation differs from the operations of the others at the same point of a group; of
+    several, the rank with the least common operation."""
     operations: dict[tuple[str, int], list[tuple[int, str, RankState]]] = {}
     for state in states:
         for name, group in state.groups.items():
@@ -286,7 +289,7 @@ IDLE_SHARE = 0.1  # a process that uses less of one processor is idle; torch's w
 
 @dataclass(frozen=True)
 class Proof:
-    """A rank without which the others cannot continue, and which cannot continue by itself."""
+    """Names a rank that cannot continue by itself and without which the others cannot continue."""
 
     rank: int
     reason: str
@@ -304,7 +307,7 @@ def proof(now: Sequence[RankState], before: Sequence[RankState], messages: bool)
 
     Args:
         now: the states of the ranks of a node.
-        before: their states at the first look; empty without one.
+        before: their states at the first look; empty if there was none.
         messages: whether ranks send each other messages (a pipeline), which gloo does not record: a rank that waits
             for one looks idle, so that the third finding proves nothing.
     """

@@ -1,4 +1,5 @@
-"""The nodes of a job: what each agent reports about its node when it joins, and which nodes have failed often."""
+"""Describes the nodes of a job: what each agent reports about its node when it joins, and which nodes have failed
+often."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ TOO_OFTEN = 2  # failures after which a node is used only if there are no others
 
 @dataclass(frozen=True)
 class Unfit:
-    """Why a node can take part in no attempt, and the fix. ``key`` is the key whose check found it."""
+    """Describes why a node cannot take part in any attempt, and the fix. ``key`` is the key whose check found it."""
 
     reason: str
     fix: str
@@ -67,7 +68,7 @@ def check_health(cluster: ClusterConfig) -> Unfit | None:
         return Unfit(reason, fix, HEALTH_CHECK_KEY)
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(call.pid, signal.SIGKILL)  # also what it has left running
+            os.killpg(call.pid, signal.SIGKILL)  # including processes that it has left running
         call.wait()
     lines = output.decode(errors="replace").strip().splitlines()
     if call.returncode in NO_COMMAND:
@@ -92,7 +93,7 @@ class Node:
         switch: its position in the network as Slurm describes it; None if the site describes none.
         facts: its hardware and settings, read once per job.
         unfit: why it cannot take part; None if it can.
-        refusal: the message of a config error, which no other node can make up for.
+        refusal: the message of a config error, which applies to all nodes.
         gpu_memory: the bytes of its smallest GPU; None if unknown, or if the layout does not depend on it.
     """
 
@@ -109,7 +110,7 @@ class Node:
 
     @property
     def position(self) -> str | None:
-        """Its position in the network, with its NVLink domain; None if unknown."""
+        """Returns the node's position in the network, with its NVLink domain; None if unknown."""
         return with_nvlink_domain(self.switch, self.name, self.facts.nvlink_domain)
 
     def to_json(self) -> dict[str, Any]:
@@ -173,7 +174,7 @@ def _writer() -> FileWriter:
 
 @dataclass(frozen=True)
 class NodeFailures:
-    """Node failures over all jobs of a run: one line per failure in ``attempts/node-failures.jsonl``.
+    """Records node failures over all jobs of a run, as one line per failure in ``attempts/node-failures.jsonl``.
 
     A node that a preflight found slow counts one failure per partner with which it was slow, and ``TOO_OFTEN`` for a
     slow GPU and for any other problem for which the preflight dropped the node. Failures expire after ``expiry_s``.

@@ -175,7 +175,7 @@ def _has_enough_without(failing: Collection[str], cluster: ClusterConfig) -> boo
 
 @dataclass(frozen=True)
 class JobEnd:
-    """The end of one start of a Slurm job, as recorded by the agent of node ``node_rank``.
+    """Describes the end of one start of a Slurm job, as recorded by the agent of node ``node_rank``.
 
     ``step_id`` is Slurm's number of the agents' step; None outside of a step.
     """
@@ -228,8 +228,8 @@ class JobEnd:
 
     @property
     def exclude_file(self) -> Path:
-        """File with node names separated by commas, as Slurm expects them; it exists if a requeue sets or clears the
-        list.
+        """Returns the path of the file with node names separated by commas, as Slurm expects them; it exists if a
+        requeue sets or clears the list.
         """
         return self.run.attempts / f"{self._name}.exclude"
 

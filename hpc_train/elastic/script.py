@@ -75,7 +75,7 @@ class Script:
 
     @classmethod
     def of(cls, run: RunDirectory, config: Config, folder: Path) -> Script:
-        """Returns the script of ``run``, and prints what does not apply to it."""
+        """Returns the script of ``run``, and prints which settings do not apply to it."""
         code = frozen_code(run)
         words = command_words(config)
         if words[0] in PYTHONS:
@@ -242,7 +242,8 @@ class StepLog:
 
 
 class ScriptProgress:
-    """Shows the agent a script, in place of the shared memory of a worker (``run/agent_worker.SharedBlock``).
+    """Shows the progress of a script to the agent, in place of the shared memory of a worker
+    (``run/agent_worker.SharedBlock``).
 
     Args:
         metrics: gets the numbers that the script writes into its file; None on other ranks than 0.

@@ -3,8 +3,8 @@
 A straggler is a rank that the others wait for, step after step. It is found from the times at which ranks enter the
 same collective, which torch's flight recorder keeps. The ranks of a group leave a collective together, so the arrival
 of each rank at the next one shows how long its own work took. On a GPU the rank arrives when its device begins the
-collective; when the host queued it says nothing. Stages of a pipeline do different work, so only ranks with the same
-work (data and tensor parallel) are compared. No rank is killed because it is late.
+collective; the time at which the host queued it has no meaning. Stages of a pipeline do different work, so only ranks
+with the same work (data and tensor parallel) are compared. No rank is killed because it is late.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ Arrivals = Mapping[tuple[str, int], Mapping[int, float]]  # collective (group, n
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that others wait for: ``share`` of the time, and ``late_s``, its median lateness at a collective."""
+    """Describes the rank that others wait for: ``share`` of the time, and ``late_s``, its median lateness at a
+    collective."""
 
     rank: int
     share: float
@@ -208,7 +209,7 @@ class Watch:
         timeout = parse_hang_timeout(config.elastic.hang_timeout_s)
         least = COLD_S if config.train.compile else LEAST_S  # a change of shapes recompiles in the middle of training
         if config.run.entry is not None:
-            least = UNSEEN_S  # a step of an own loop may contain anything
+            least = UNSEEN_S  # a step of a custom loop may contain anything
         if config.run.command is not None:
             least = START_S  # a script does not report what it does: it may evaluate, save or compile
         start_s = config.elastic.start_timeout_s
@@ -232,7 +233,7 @@ class Watch:
         self._others = others
 
     def check(self, workers: Workers) -> None:
-        """Checks the workers; adds a hang to the failures of ``workers``. It is called a few times per second."""
+        """Checks the workers; adds a hang to the failures of ``workers``. Call it a few times per second."""
         now = time.monotonic()
         self._workers = workers
         if not workers.failures:
@@ -310,7 +311,7 @@ class Watch:
             self._others.tell_saved()
 
     def _report_quiet(self, quiet: Silence, evidences: Sequence[Evidence]) -> None:
-        """Says in the log and the events what a rank does that has shown no progress, whether that is usual or not."""
+        """Reports in the log and the events what a rank without progress is doing, whether this is unusual or not."""
         evidence = next((item for item in evidences if item.state.rank == quiet.rank), evidences[0])
         state = evidence.state
         place = stack_place(evidence.stacks)

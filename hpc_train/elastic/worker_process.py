@@ -1,4 +1,4 @@
-"""The process of a worker: the warm parent that forks it, and the wrapper around its entry point.
+"""Defines the process of a worker: the warm parent that forks it, and the wrapper around its entry point.
 
 The warm parent is the standard library's forkserver with torch imported, so that a worker starts in milliseconds
 instead of seconds. It must run no tensor operation: torch hangs in children of a parent that ever ran a parallel one. A

@@ -1,4 +1,4 @@
-"""The workers of one node in one attempt, as the agent sees them: processes, output, reports, and the class of a silent
+"""Handles the workers of one node in one attempt for the agent: processes, output, reports, and the class of a silent
 death.
 
 Workers write into pipes that the agent drains, and a thread of the agent writes the log, one file per attempt
@@ -42,7 +42,7 @@ KILLED_S = 5.0  # for killed processes to end; the kernel may have to release mu
 
 @dataclass
 class Worker:
-    """One worker process.
+    """Holds one worker process.
 
     ``end`` is its last report (finished, stopped or failed); ``gone`` is set once its exit was processed.
     """
@@ -106,7 +106,7 @@ class Workers:
 
     @property
     def failures(self) -> Sequence[WorkerFailure]:
-        """The failures of workers so far, except of those that the agent ended itself."""
+        """Returns the failures of workers so far, except of workers that the agent ended itself."""
         return list(self._failures.values())
 
     def start(self, warm_parent_pid: int, spec: WorkerSpec, entry: str) -> None:
@@ -247,7 +247,8 @@ class Workers:
         worker.gone = True
 
     def _stopped_with_agent(self, code: int) -> bool:
-        """Returns whether a script died of a stop signal that its agent got as well: Slurm signals all processes."""
+        """Returns whether a script died of a stop signal that its agent also received, since Slurm signals all
+        processes."""
         until = time.monotonic() + (SAME_SIGNAL_S if -code in STOP_SIGNALS else 0.0)
         while time.monotonic() < until and not self._stop_requested():
             time.sleep(0.01)
@@ -306,7 +307,7 @@ def class_of_end(
 
 
 def cpu_limit() -> str:
-    """Returns what to add to a message about a killed process if the kernel limits its CPU time; empty without."""
+    """Returns text for the message about a killed process if the kernel limits its CPU time; empty without a limit."""
     seconds = resource.getrlimit(resource.RLIMIT_CPU)[0]
     if seconds == resource.RLIM_INFINITY:
         return ""

@@ -367,7 +367,7 @@ def resubmit(
     until = time.monotonic() + ENDING_JOB_WAIT_S
     show = partial(console.print, markup=False, highlight=False)
     for item in handles:
-        refuse_live(item.run, is_ending=_is_ending, until=until, tell=show)
+        refuse_live(item.run, is_ending=_is_ending, until=until, notify=show)
     jobs = []
     for item in handles:
         shape = select_executor(item.config.cluster).shape(item.config)

@@ -32,7 +32,7 @@ Set a key on the command line as `GROUP.KEY=VALUE`, or choose a file of a group 
 value, and a required key has no default. A file of a group, such as `conf/optim/sgd.yaml`, may replace the
 default in the table below.
 
-"Read if" states when a key has an effect. A key that the command line or a file of your own sets without effect gets a
+"Read if" states when a key has an effect. A key that the command line or one of your files sets without effect gets a
 notice in the dry run and at the start of a run.
 """
 

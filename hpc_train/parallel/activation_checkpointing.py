@@ -1,16 +1,16 @@
 """Wraps the layers that recompute a part of their forward in the backward pass.
 
 Activation checkpointing ``full`` keeps only the input of every layer and recomputes the rest in the backward pass.
-``selective:N`` does so in every N-th layer, for 1/N of the memory saved and 1/N of an extra forward pass (Chen et al.
-2016, arXiv:1604.06174). ``ops`` keeps the results of matrix products and attention in every layer and recomputes only
-cheap operations: norms, rotations and activation functions. Korthikanti et al. (2022, arXiv:2205.05198) recompute
+``selective:N`` does so in every N-th layer, which saves 1/N of the memory and costs 1/N of an extra forward pass (Chen
+et al. 2016, arXiv:1604.06174). ``ops`` keeps the results of matrix products and attention in every layer and recomputes
+only cheap operations: norms, rotations and activation functions. Korthikanti et al. (2022, arXiv:2205.05198) recompute
 attention instead, but fused attention leaves little memory to save. Under a budget ``plan.recomputation`` has chosen
 one of the two, or neither, for each layer.
 
-A forward pass may change buffers: BatchNorm its running statistics, spectral norm its vectors. If it is computed again
-in the backward pass, it would change them twice, and read what later micro-batches have left. The recomputation
-therefore works on copies of the values from before the forward pass. The buffers of modules that no forward pass
-changes are not copied.
+A forward pass may change buffers: for example, the running statistics of BatchNorm or the vectors of spectral norm. If
+it is computed again in the backward pass, it would change them twice, and read values that later micro-batches have
+left. The recomputation therefore works on copies of the values from before the forward pass. The buffers of modules
+that no forward pass changes are not copied.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def apply_activation_checkpointing(model: nn.Module, recomputation: Recomputatio
         names = [f"layers.{key}" for key in model.layers]
     else:
         names = list(getattr(model, "block_names", ()))
-    if not names and not isinstance(model, Model):  # of which a stage may have no layer
+    if not names and not isinstance(model, Model):  # a stage may have no layer of the model
         raise UserError(
             "activation checkpointing wraps the layers of the model, but no repeated blocks were found in this model",
             where="train.activation_checkpointing",
@@ -86,7 +86,7 @@ _save_products = partial(create_selective_checkpoint_contexts, _policy)
 
 
 class ChangedBuffers:
-    """Finds in the first forward pass in training which buffers of ``layer`` its forward passes change."""
+    """Finds the buffers of ``layer`` that its forward passes change, in the first forward pass in training."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
@@ -173,7 +173,7 @@ class _Both:
 
 
 def with_buffers(layer: nn.Module, contexts: Callable[[], Contexts] | None) -> Callable[[], Contexts]:
-    """Returns a ``context_fn`` for ``torch.utils.checkpoint`` that does what ``contexts`` does as well."""
+    """Returns a ``context_fn`` for ``torch.utils.checkpoint`` that also does what ``contexts`` does."""
     changed = ChangedBuffers(layer)
 
     def both() -> Contexts:

@@ -1,14 +1,14 @@
 """Keeps what layers save for the backward pass in host memory (``train.activation_offload``).
 
 Each layer runs under ``torch.autograd.graph.saved_tensors_hooks``. A storage that is large enough is copied once to
-pinned host memory, however many views of it autograd saves, on a side stream while the layer goes on. The copies of a
+pinned host memory, however many views of it autograd saves, on a side stream while the layer continues. The copies of a
 layer must be complete when the next one ends, so the device holds the activations of two layers at most. In the
 backward pass the first tensor that a layer needs brings back the whole layer, if the one above has not done so, and
 begins to bring back the one below, so that transfers and computation overlap (Rhu et al. 2016, vDNN, arXiv:1602.08124).
 Where a schedule splits the backward pass, what came back for its first part stays on the device until its second part.
 
-Weights and their views stay where they are, since nothing would be freed. So do the casts that a step keeps
-(``precision/dtypes.py``), and the casts of autocast where a module overrides forward. So does the last layer of a
+Weights and their views stay where they are, since nothing would be freed. The same holds for the casts that a step
+keeps (``precision/dtypes.py``), for the casts of autocast where a module overrides forward, and for the last layer of a
 model, whose backward pass comes next. Under activation checkpointing the inputs of a layer are what autograd saves; the
 products that ``ops`` keeps belong to torch's checkpointing and stay on the device.
 
@@ -49,7 +49,7 @@ def offload_activations(model: nn.Module, least_bytes: int, device: torch.device
         UserError: the model has neither ``layers`` nor blocks.
     """
     layers = layers_of(model)
-    if not layers and not isinstance(model, Model):  # of which a stage may have no layer
+    if not layers and not isinstance(model, Model):  # a stage may have no layer of the model
         raise UserError(
             "activation offload wraps the layers of the model, but no repeated blocks were found in this model",
             where="train.activation_offload",
@@ -108,7 +108,7 @@ class _Transfers:
         return None
 
     def wait_for(self, event: torch.cuda.Event | None) -> None:
-        """Makes the current stream wait for ``event``; the host goes on."""
+        """Makes the current stream wait for ``event``; the host does not wait."""
         if event is not None:
             event.wait(torch.cuda.current_stream(self.device))  # Stream.wait_event is counted as communication
 
@@ -132,7 +132,7 @@ def host_buffer(size: int, pinned: bool) -> Tensor:
 
 @dataclass(eq=False)
 class _Copy:
-    """The copy of one storage. Its memory is freed with the last saved tensor that refers to it.
+    """Holds the copy of one storage. Its memory is freed with the last saved tensor that refers to it.
 
     Attributes:
         host: the bytes in host memory, until they are on the way back.
@@ -178,7 +178,7 @@ class _SavedLayer:
             self.below = None
 
     def fetch(self) -> None:
-        """Begins to bring back what is in host memory.
+        """Begins to bring back the storages that are in host memory.
 
         The memory on the device must live until ``reach`` has waited for its arrival: the current stream would use it
         again while the copy is written there.
@@ -264,7 +264,7 @@ class _Offload:
 
     @contextmanager
     def layer(self, module: nn.Module, first: bool, stays: bool) -> Iterator[None]:
-        """Runs the forward pass of a layer, whose saved tensors stay on the device if they are ``stays``."""
+        """Runs the forward pass of a layer, whose saved tensors stay on the device if ``stays``."""
         before = self._layer
         if first:
             self._known.clear()

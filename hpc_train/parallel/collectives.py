@@ -1,4 +1,4 @@
-"""Exchanges plain values between ranks, and the samples for a loss that compares those of all ranks.
+"""Exchanges plain values between ranks, and the samples for a loss that compares the samples of all ranks.
 
 Plain values (texts, numbers, None, lists, and dicts with texts as keys) travel as JSON, since torch's functions for
 Python objects send pickles, which run code where they are read. A tuple arrives as a list.
@@ -83,7 +83,8 @@ def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks send equally many rows, as the collectives require; rows of padding are dropped after the transfer."""
+    """Gathers the rows of all ranks. All ranks send the same number of rows, as the collectives require; rows of
+    padding are dropped after the transfer."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -89,7 +89,8 @@ def _is_tensor_parallel(module: nn.Module) -> bool:
 
 
 def _compiled_part(layer: nn.Module) -> nn.Module:
-    """Returns what is compiled of ``layer``: all of it, with its activation checkpointing, if torch can.
+    """Returns the part of ``layer`` that is compiled: all of it, with its activation checkpointing, if torch supports
+    this.
 
     The graph of a tensor-parallel layer that recomputes everything would keep the mesh for its backward pass, which
     torch 2.13 takes for a tensor. There the layer is compiled inside of its checkpoint, which runs it again as a whole.
@@ -103,7 +104,8 @@ def _compiled_part(layer: nn.Module) -> nn.Module:
 
 
 def share_memory(group: dist.ProcessGroup) -> None:
-    """Lets the compiled code of the ranks of ``group`` use symmetric memory. Collective when that first runs.
+    """Lets the compiled code of the ranks of ``group`` use symmetric memory. Collective when the compiled code first
+    runs.
 
     torch 2.11 and 2.13 call this unnecessary, but their compiler looks up whether it was done.
     """
@@ -200,7 +202,7 @@ def compiled_graphs() -> tuple[int, int]:
 
 
 class KeptArtifacts:
-    """Keeps the artifacts of the compiler in ``path``. A failure is one line in the log and nothing else.
+    """Keeps the artifacts of the compiler in ``path``. A failure only writes one line to the log.
 
     Args:
         writes: whether this rank writes the file.
@@ -265,7 +267,7 @@ class KeptArtifacts:
 
 
 def _used_artifacts() -> tuple[bytes, CacheInfo] | None:
-    """Returns all artifacts that this process has compiled or loaded, as bytes, and their keys; None without any.
+    """Returns all artifacts that this process has compiled or loaded, as bytes, and their keys; None if there are none.
 
     A second call of torch's function appends a list of what is new, and of several lists torch 2.11 to 2.13 loads only
     the last one. Here each call makes one list of all.
@@ -349,9 +351,9 @@ def stable_keys() -> Iterator[None]:
 
     Encloses the compilation of the graph and imports the compiler. TorchInductor finds a compiled graph by a hash of
     the pickled graph and its inputs. Graphs of tensor-parallel layers have a ``DeviceMesh`` among their inputs. Torch
-    2.11 to 2.13 pickle all of it, also its hash, which Python computes from strings and which differs between
-    processes. From there on the pickler also refers to objects that it has written, so that the bytes depend on which
-    equal objects are one. Here a mesh is pickled as what distinguishes it from others.
+    2.11 to 2.13 pickle all of it, including its hash, which Python computes from strings and which differs between
+    processes. The pickler also refers back to objects that it has written, so the bytes depend on which equal objects
+    are identical. Here, a mesh is pickled as the values that distinguish it from others.
     """
     from torch._inductor import codecache
 

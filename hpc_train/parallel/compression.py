@@ -249,7 +249,7 @@ class Compression:
     Args:
         parameters: name -> parameter of one module; a tied copy has its own name.
         tied: alias -> canonical name in the whole model.
-        cut: whether the model is cut into stages, each of which may have a copy of a tied parameter.
+        cut: whether the model is cut into stages, since each stage may have a copy of a tied parameter.
     """
 
     def __init__(

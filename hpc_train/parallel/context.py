@@ -50,7 +50,7 @@ def apply_context_parallel(model: Model, mesh: Mesh) -> None:
 
 
 class HeadExchange:
-    """Computes attention on whole sequences of a part of the heads.
+    """Computes attention on whole sequences, for some of the heads.
 
     Args:
         group: the ranks that hold the shards of a sequence, in the order of the tokens.
@@ -71,7 +71,9 @@ class HeadExchange:
         """
         parts = []
         for heads in (query, key, value):
-            times = max(1, self._ranks // heads.shape[2])  # each rank needs a head; equal ones are beside their queries
+            times = max(
+                1, self._ranks // heads.shape[2]
+            )  # each rank needs a head; equal heads are next to their queries
             repeated = heads.repeat_interleave(times, dim=2) if times > 1 else heads
             parts.append(repeated.unflatten(2, (self._ranks, -1)).movedim(2, 0))  # [receiver, micro, seq, heads, dim]
         widths = [part.shape[3] for part in parts]
@@ -110,7 +112,7 @@ def _exchanged(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def own_tokens(batch: Batch, model: Model, mesh: Mesh) -> Batch:
-    """Returns this rank's tokens of ``batch``: consecutive ones, in the order of the ranks, of inputs and targets.
+    """Returns this rank's tokens of ``batch``: consecutive inputs and targets, in the order of the ranks.
 
     The context stays whole, since attention is computed on whole sequences.
 

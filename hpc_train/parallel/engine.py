@@ -54,10 +54,10 @@ class StepNumbers:
 
 
 class Engine(Protocol):
-    """The interface through which the trainer runs steps; it hides how the model is distributed.
+    """Interface through which the trainer runs steps; it hides how the model is distributed.
 
     Attributes:
-        check_loss: whether the loss is a user's own and does not declare that it compares samples, so that it should
+        check_loss: whether the loss is custom and does not declare that it compares samples, so that it should
             be checked before the first step. It is the same on every rank.
         updates: updates parameters inside the backward pass (``optim.in_backward``); None if it is not used.
         aliases: further names of tied parameters and buffers -> their canonical names; rank 0 knows all.
@@ -81,7 +81,8 @@ class Engine(Protocol):
         """Returns the gradient compression of each part of this rank."""
 
     def read_anew(self, written: Collection[str]) -> None:
-        """Keeps no copies over a step of the parameters ``written``, to which the forward pass itself writes."""
+        """Stops keeping copies of the parameters ``written`` over a step, since the forward pass itself writes to
+        them."""
 
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         """Runs forward and backward pass over all micro-batches, from cleared gradients.
@@ -146,13 +147,13 @@ class Replicas(Protocol):
         """Returns the context for the forward and backward pass of one micro-batch."""
 
     def backward_done(self) -> None:
-        """Tells that a backward pass of a pipeline stage has added all its gradients."""
+        """Reports that a backward pass of a pipeline stage has added all its gradients."""
 
     def finish(self) -> None:
         """Ends the step after its last backward pass; on return the gradients cover the global batch."""
 
     def evaluated(self) -> None:
-        """Tells that forward passes without a backward pass are over."""
+        """Reports that forward passes without a backward pass are over."""
 
 
 class WrappedEngine:
@@ -234,7 +235,7 @@ def step_numbers(loss_sum: float, target_count: float, correct_sum: float, repor
 
 
 def changed_training(name: str, trains: bool) -> UserError:
-    """Returns the refusal of a parameter whose ``requires_grad`` has changed after the engine was built."""
+    """Returns the error for a parameter whose ``requires_grad`` has changed after the engine was built."""
     return UserError(
         f"requires_grad of {name} became {trains} during training, but the optimizer, the reduction of gradients and "
         "the checkpoints have the parameters that trained at the start",
@@ -276,7 +277,7 @@ def seed_micro_batch(seed: int, step: int, logical: int, device: torch.device) -
 
 
 def _seed_all(value: int, device: torch.device) -> None:
-    """Seeds torch, and Python and numpy, from which a model may draw too."""
+    """Seeds torch, and Python and numpy, which a model may also draw from."""
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     torch.default_generator.manual_seed(value)

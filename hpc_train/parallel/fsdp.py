@@ -16,7 +16,7 @@ all-reduced between them once per step. ZeRO: Rajbhandari et al. 2020, arXiv:191
 
 ``strategy.compression=bf16`` sends the gradients of every reduce-scatter in bf16. FSDP's own ``reduce_dtype`` would
 also add micro-batches up in that dtype; here only the message and the sum over the ranks are narrow. The all-reduce
-between replicas stays as it is, since FSDP does not let it be replaced.
+between replicas is unchanged, since FSDP does not allow replacing it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, 
 
 
 def is_replicated(parameter: Tensor) -> bool:
-    """Returns whether every rank holds all of ``parameter``: FSDP shards neither scalars nor what has no elements."""
+    """Returns whether every rank holds all of ``parameter``: FSDP shards neither scalars nor empty parameters."""
     return not parameter.ndim or not parameter.numel()
 
 
@@ -137,14 +137,14 @@ END = "ends the step"
 
 
 class SharedGroups:
-    """Keeps the collectives of ZeRO in step for a user's ``module``, whose forward pass may depend on the data.
+    """Keeps the collectives of ZeRO consistent between ranks for a user's ``module``, whose forward pass may depend on
+    the data.
 
     FSDP gathers a group of parameters when its block is called, and reduces the gradients that the block has. Ranks
     that call other blocks, as a mixture of experts or layer drop does, would exchange the parameters of different
-    blocks or wait for each other forever. So the ranks compare what they gather and reduce: before each collective,
-    until that was the same in many steps, and then once in each step before the gradients are used. In a group, a
-    parameter without a gradient counts as zero, and a gradient that is missing on all ranks stays None, as in one
-    process.
+    blocks or wait for each other forever. So the ranks compare what they gather and reduce: before each collective
+    until many steps were alike, and then once per step before the gradients are used. In a group, a parameter without a
+    gradient counts as zero, and a gradient that is missing on all ranks stays None, as in one process.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:

@@ -1,5 +1,5 @@
-"""Computes the global gradient norm over pipeline, tensor and data-parallel ranks, clips the gradients, and uses them
-in the backward pass already (``optim.in_backward``).
+"""Computes the global gradient norm over pipeline, tensor and data-parallel ranks, clips the gradients, and optionally
+uses them during the backward pass (``optim.in_backward``).
 
 Every rank sums the squares of its elements, divided by the number of ranks that hold the same elements. An all-reduce
 of this scalar over all ranks gives the square of the norm, without a synchronization with the host.
@@ -68,7 +68,7 @@ def clip_(
 
 
 def sparse_gradient(name: str) -> UserError:
-    """Returns the refusal of a parameter whose gradient is sparse."""
+    """Returns the error for a parameter whose gradient is sparse."""
     return UserError(
         f"the gradient of {name} is sparse, but gradients are summed and clipped as dense tensors",
         where=f"model, {name}",
@@ -106,7 +106,8 @@ def _global_norm(
 
 
 def norm_of(gradient_norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns the norm of gradients that every rank holds whole from what ``norms`` found, in the order of ``clip_``.
+    """Returns the norm of gradients that every rank holds whole, from the result of ``norms``, in the order of
+    ``clip_``.
 
     The bits are the same as with ``clip_``.
     """
@@ -161,8 +162,8 @@ Update = Callable[[Sequence[nn.Parameter], Tensor], None]  # (parameters with gr
 class UpdatesInBackward:
     """Updates parameters while the backward pass computes the gradients of others, and frees each gradient at once.
 
-    Autograd adds all contributions to a gradient before it hands it out, those of every use of a shared parameter as
-    well, and no node needs the value of the parameter after that. So a parameter can change meanwhile.
+    Autograd adds all contributions to a gradient before it passes it on, including every use of a shared parameter, and
+    no node needs the value of the parameter after that. So a parameter can change during the backward pass.
 
     Whether all gradients of a step are finite is known after the last one. Here an update is left out from the first
     gradient on that is not finite: a loss that is not finite makes all gradients so, and nothing changes; if a gradient

@@ -6,9 +6,9 @@ parameters, so the axes dp_replicate and dp_shard together arrange all ranks of 
 A gloo group connects each of its ranks with all others, and an NCCL group takes memory of the GPU and time to start.
 Each rank therefore joins as few groups as possible: the default group also serves an axis of all ranks, axes of the
 same ranks share a group, and axes of one rank share a group that does not communicate. ``cp`` has a separate group:
-layers wait for its exchanges, which would otherwise queue behind the parameters and gradients of other layers. So has
-each pair of neighbors in a pipeline of more than two ranks: NCCL runs the messages of a group one after the other, and
-one that waits for its sender would hold up those of the other neighbor (pytorch#172668).
+layers wait for its exchanges, which would otherwise queue behind the parameters and gradients of other layers. Each
+pair of neighbors in a pipeline of more than two ranks also has a separate group: NCCL runs the messages of a group one
+after the other, and one that waits for its sender would delay the messages of the other neighbor (pytorch#172668).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Holds the parallel state of this process, which is passed as a value; none of it is global.
+    """Holds the parallel state of this process. It is passed as a value and never stored globally.
 
     Attributes:
-        device_mesh: the mesh with all axes of ``AXES``, including those of size 1.
-        groups: by name, the groups of ``AXES``, ``dp``, ``cp`` and ``dp_cp``.
-        control: a gloo group of all ranks, for small CPU collectives besides those of the training. It is the only
+        device_mesh: the mesh with all axes of ``AXES``, including those of size 1. groups: by name, the groups of
+        ``AXES``, ``dp``, ``cp`` and ``dp_cp``. control: a gloo group of all ranks, for small CPU collectives other than
+        the collectives of the training. It is the only
             group for tensors on the CPU if ``device`` is a GPU.
-        timeout: that of the collectives of all groups; None is torch's default.
+        timeout: the timeout of the collectives of all groups; None uses torch's default.
         links: pp rank of a neighbor in the ring of this rank's pipeline -> the group of the two; empty for fewer than
             three ranks, which have one neighbor.
     """
@@ -206,7 +206,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def synchronize_ranks(mesh: Mesh) -> None:
-    """Waits until the work of this rank's device is done and all ranks have come here. Collective."""
+    """Waits until the work of this rank's device is done and all ranks have reached this call. Collective."""
     synchronize(mesh.device)
     dist.barrier(group=mesh.control)
 

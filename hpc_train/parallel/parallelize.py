@@ -47,8 +47,8 @@ def parallelize(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
     """Turns ``model`` (whole or a pipeline stage) in place into the part that this rank trains, without DDP's wrapper.
 
     Args:
-        model: a model on ``meta`` that initializes itself, or a user's module. Of such a module the values of the first
-            rank are used, so the other ranks may have it on ``meta`` if it is sharded.
+        model: a model on ``meta`` that initializes itself, or a user's module. For a user's module, the values of the
+        first rank are used, so the other ranks may have it on ``meta`` if it is sharded.
     """
     dtype = parameter_dtype(config.precision.name)
     offload = config.strategy.offload == "all"
@@ -184,7 +184,7 @@ def take_first_replica(model: nn.Module, mesh: Mesh) -> None:
         return
     group = mesh.group("dp_cp")
     for tensor in (*model.parameters(), *model.buffers()):
-        sent = tensor.detach().contiguous()  # NCCL accepts nothing else
+        sent = tensor.detach().contiguous()  # NCCL accepts only contiguous tensors
         dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
         if not tensor.is_contiguous():
             tensor.detach().copy_(sent)
@@ -235,7 +235,9 @@ def materialize(
             local = local_part(parameter)
             if local.numel():  # a rank of tensor parallelism may hold no rows
                 dist.broadcast(local, dist.get_global_rank(replicas, 0), group=replicas)
-                synchronize(device)  # else the timeout of NCCL would begin for all parameters before the first is read
+                synchronize(
+                    device
+                )  # otherwise, the timeout of NCCL would begin for all parameters before the first is read
     module.init_buffers(device)
 
 

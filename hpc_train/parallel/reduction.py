@@ -129,8 +129,8 @@ class GradientReduction:
         for following in sent.rest:
             following.wait()
         if not sent.is_whole:
-            # an optimizer would decay parameters that have no gradient on any rank and move them by their momentum, and
-            # one process does not; the host waits for the device here
+            # an optimizer would decay parameters that have no gradient on any rank and move them by their momentum,
+            # unlike one process; the host waits for the device here
             for parameter, uses in zip(sent.bucket, sent.used.tolist(), strict=True):
                 if uses == 0:
                     parameter.grad = None
@@ -141,7 +141,7 @@ class GradientReduction:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A bucket whose sum is not complete.
+    """Describes a bucket whose sum is not complete.
 
     Attributes:
         first, rest: its collectives.

@@ -166,7 +166,7 @@ class Sharded:
         self._whole = [parameter for parameter in trained if fsdp.is_replicated(parameter)]
         self._reduction = GradientReduction(self._whole, mesh.group("dp_cp"), strategy.bucket_cap_mb)
         self._shared = SharedGroups(module, mesh) if isinstance(module, WrappedModel) else None
-        self._last: bool | None = None  # for which micro-batches they are configured
+        self._last: bool | None = None  # the micro-batches for which they are configured
         if strategy.compression == "bf16":
             fsdp.cast_gradients(module, torch.bfloat16)
 
@@ -188,7 +188,7 @@ class Sharded:
         self._reduction.reduce()
         for parameter in self._whole:
             if parameter.grad is not None:
-                parameter.grad /= self.loss_factor  # FSDP averages those of the shards
+                parameter.grad /= self.loss_factor  # FSDP averages the gradients of the shards
 
     def evaluated(self) -> None:
         fsdp.release(self._modules)
@@ -214,7 +214,7 @@ def make_replicas(
         updates: uses each gradient as soon as it covers the global batch; only for kinds that support it.
     """
     kind = replica_class(mesh.layout) if mesh.layout.dp_cp > 1 else LocalReplicas
-    order = [] if send_order is None else send_order  # which the stages share and extend
+    order = [] if send_order is None else send_order  # a list that the stages share and extend
     options: dict[str, Any] = {"tied": tied, "send_order": order, "own_count": own_count}
     if updates is not None:
         options["updates"] = updates
@@ -291,7 +291,7 @@ def finish_own_count(
 def divide_by_count_(parameters: Iterable[nn.Parameter], mesh: Mesh, own_count: Tensor, target_count: int) -> None:
     """Divides gradients by the sum of ``own_count`` over all ranks instead of ``target_count``. Collective.
 
-    Tensor-parallel ranks have the same count, so only that of the first is added. A sum of zero divides by 1.
+    Tensor-parallel ranks have the same count, so only the count of the first is added. A sum of zero divides by 1.
     """
     count = own_count.to(mesh.device, torch.float64) * (mesh.tp_rank == 0)
     if mesh.layout.world_size > 1:

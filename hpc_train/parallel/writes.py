@@ -26,7 +26,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def watching_writes(parts: Iterable[nn.Module]) -> Iterator[set[str]]:
     """Collects the names of the parameters to which the forward passes in this context write.
 
-    Not to be used with compiled code, which would be compiled with the hooks.
+    Do not use it with compiled code, which would be compiled with the hooks.
     """
     written: set[str] = set()
     with ExitStack() as hooks:
@@ -42,7 +42,7 @@ def _watch(module: nn.Module, prefix: str, written: set[str], hooks: ExitStack) 
     before: list[tuple[str, Tensor, tuple[int, int] | None]] = []
 
     def begin(*_: Any) -> None:
-        # those that are whole now: the parameters of inner groups are gathered later
+        # the parameters that are whole now; inner groups are gathered later
         before[:] = [
             (name, parameter, _state(parameter))
             for name, parameter in module.named_parameters(prefix)
@@ -95,7 +95,8 @@ class SharedBuffers:
 
     Args:
         policy: the value of ``train.buffers``. ``rank0`` takes the values of the first rank, as DDP does before a
-            forward pass, ``mean`` those of buffers of integers, and the mean over the ranks of the others.
+            forward pass, ``mean`` takes the values of the first rank for integer buffers, and the mean over the ranks
+            for all others.
     """
 
     def __init__(self, parts: Iterable[nn.Module], policy: str, group: dist.ProcessGroup) -> None:

@@ -1,5 +1,5 @@
 """Predicts the time, the memory and the cost of a training for each layout, without torch.
 
-Three layers: ``work.py`` counts what a model computes, keeps and moves; ``machine.py`` states how fast a machine does
-it; ``prediction.py`` runs one step with both.
+Three layers: ``work.py`` counts what a model computes, stores and moves; ``machine.py`` states how fast a machine does
+this; ``prediction.py`` simulates one step with both.
 """

@@ -1,8 +1,8 @@
 """Chooses the layout of ``strategy=auto``, and the layouts for the numbers of nodes with which an elastic run may
 continue.
 
-The choice is the best row of the planner; among rows that differ by less than its error, the simplest. It depends only
-on the config, the numbers of nodes and workers, and the machine file. Imports no torch.
+The choice is the best row of the planner, or the simplest of the rows that differ by less than the planner's error. It
+depends only on the config, the numbers of nodes and workers, and the machine file. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hpc_train.run.files import is_present
 from hpc_train.units import counted, format_bytes
 
 # Somewhat below the mean absolute error of most sources in docs/measurements/plan.md (4 to 22 %), because two layouts
-# of one model on one machine share a part of their errors.
+# of one model on one machine share part of their errors.
 ERROR = 0.08
 ROWS = 10  # of the table
 MOST_COUNTS = 32  # numbers of nodes for which a layout is chosen; each may take a second
@@ -51,10 +51,11 @@ _TRAINING = (
 
 @dataclass(frozen=True)
 class Choice:
-    """The values that the planner has chosen for the open keys of a config, with the table behind them.
+    """Holds the values that the planner has chosen for the open keys of a config, and the table of layouts that they
+    come from.
 
     Attributes:
-        content: of the file ``plan.json`` in the run directory.
+        content: the content of the file ``plan.json`` in the run directory.
     """
 
     content: Mapping[str, Any]
@@ -65,7 +66,7 @@ class Choice:
 
     @property
     def lines(self) -> list[str]:
-        """Returns the choice in one line, and a line for each other number of nodes."""
+        """Returns the choice in one line, and one line for each other number of nodes."""
         content = self.content
         others = [
             f"on {counted(int(count), 'node', 'nodes')}: {other['chosen']}"
@@ -106,7 +107,7 @@ def question(config: Config, shape: JobShape, machine: str) -> str:
 
 
 def earlier_choice(text: str, question_hash: str) -> Choice | None:
-    """Returns the choice in the text of ``plan.json``; None unless it answers the question ``question_hash``."""
+    """Returns the choice in the text of ``plan.json``; None if it does not answer the question ``question_hash``."""
     try:
         content = json.loads(text)
     except ValueError:
@@ -117,8 +118,8 @@ def earlier_choice(text: str, question_hash: str) -> Choice | None:
 
 
 def choice_of_job(config: Config, run: RunDirectory, shape: JobShape) -> Choice:
-    """Returns the choice for a job; that of an earlier submission of ``run`` while the question is the same; raises
-    UserError if the machine or the size of the model is unknown, or no layout is possible or fits."""
+    """Returns the choice for a job. If an earlier submission of ``run`` asked the same question, its choice is reused.
+    Raises UserError if the machine or the size of the model is unknown, or if no layout is possible or fits."""
     machine = machine_of_job(config.cluster.machine, shape.gpus, shape.gpu_types)
     if is_present(run.plan):
         earlier = earlier_choice(run.read(run.plan).decode(), question(config, shape, machine.name))
@@ -128,8 +129,8 @@ def choice_of_job(config: Config, run: RunDirectory, shape: JobShape) -> Choice:
 
 
 def choose(config: Config, shape: JobShape, machine: Machine) -> Choice:
-    """Returns the choice for the open keys of ``config``. Jobs of a sweep that ask the same share it. Raises UserError
-    if the config is wrong, the size of the model is unknown, or no layout is possible or fits."""
+    """Returns the choice for the open keys of ``config``. Jobs of a sweep with the same question share the choice.
+    Raises UserError if the config is wrong, the size of the model is unknown, or no layout is possible or fits."""
     simplest = with_values(config, {name: value for name, value in SIMPLEST.items() if name in open_keys(config)})
     check_values(simplest)
     try:
@@ -144,7 +145,8 @@ def choose(config: Config, shape: JobShape, machine: Machine) -> Choice:
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """Two questions are equal if they have the same hash, numbers of the machine and calibration."""
+    """Describes a question to the planner. Two questions are equal if their hashes, machine numbers and calibrations
+    are equal."""
 
     asked: str
     config: Config
@@ -187,13 +189,14 @@ def _shared(which: _Question) -> Choice:
 
 
 def _other_counts(shape: JobShape) -> list[int]:
-    """Returns the other numbers of nodes: all, or some of them with the fewest if there are very many."""
+    """Returns the other numbers of nodes: all of them, or, if there are very many, a selection that includes the
+    smallest."""
     counts = range(shape.fewest_nodes, shape.nodes)
     return [*counts[:: max(1, -(-len(counts) // MOST_COUNTS))]]
 
 
 def _or_none(which: _Question, nodes: int) -> dict[str, Any]:
-    """Returns the choice for a smaller number of nodes, without ``settings`` if there is none."""
+    """Returns the choice for a smaller number of nodes, or one without ``settings`` if no layout is possible."""
     try:
         return _chosen(which, nodes)
     except UserError as error:

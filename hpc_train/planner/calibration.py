@@ -1,11 +1,11 @@
 """Learns from finished runs by how much their steps and their memory differed from the prediction. Imports no torch.
 
 At the end of a job, the agent of node 0 appends one line to ``calibration.jsonl`` in the run root: what was predicted
-for the layout on the machine that the job ran on, and what was measured. The file is the only home of the calibration.
-It is next to the runs, because every job can write there, colleagues who share the root share it, and the figures of a
-machine file keep their sources.
+for the layout on the machine that the job ran on, and what was measured. The calibration is stored only in this file.
+The file is in the run root because every job can write there and colleagues who share the root share the calibration,
+and because the figures of a machine file then keep their sources.
 
-A part of the step is corrected by two numbers: the median of measured / predicted over the newest runs on the same
+Two numbers correct a part of the step: the median of measured / predicted over the newest runs on the same
 machine with the same model family and precision, and its spread, the median absolute deviation of the logarithm. Half
 of the runs lie within one spread of the median.
 """
@@ -39,14 +39,15 @@ LEAST_SHARE = 0.05  # of the step, that a part must be predicted to take if its 
 
 @dataclass(frozen=True)
 class Values:
-    """The time of a step and its parts in seconds, and memory in bytes, predicted or measured; None if unknown.
+    """Holds the time of a step and of its parts in seconds, and memory in bytes, either predicted or measured; None if
+    unknown.
 
     Attributes:
         compute_s: computation with the update of the parameters.
         communication_s: traffic that computation waits for. Unknown for tensor parallelism, whose traffic the
             prediction counts as computation and the measurement as communication; then ``compute_s`` is unknown too.
         bubble_s: waiting for other pipeline stages.
-        memory_bytes: what tensors take at the peak on the rank that needs the most.
+        memory_bytes: peak memory of tensors on the rank that needs the most.
     """
 
     step_s: float
@@ -80,7 +81,7 @@ def measured_values(lines: Sequence[Mapping[str, Any]], tp: int, on_gpu: bool) -
     """Returns the medians over lines of metrics of one attempt; None if there are fewer than three.
 
     The first line is left out, since its steps compile and allocate. Time spent waiting for data is left out too, since
-    no prediction covers it. ``tp`` is cp x tp, the number of ranks that communicate inside layers. Unless ``on_gpu``,
+    no prediction covers it. ``tp`` is cp x tp, the number of ranks that communicate inside layers. Without ``on_gpu``,
     the memory is left out, since on a CPU it includes the interpreter.
     """
     usable = [line for line in lines[1:] if _number(line.get("step_s"))]
@@ -117,9 +118,9 @@ def _number(value: object) -> bool:
 
 
 def key_of(config: Config, machine: Machine) -> dict[str, str]:
-    """Returns what runs must share to be comparable: the machine with its figures, the family, the precision.
+    """Returns what runs must share to be comparable: the machine with its figures, the model family and the precision.
 
-    Figures that the user corrects, and another version of hpc_train, predict other values.
+    Figures that a user has corrected, or another version of hpc_train, lead to other predictions.
     """
     values = sorted((name, figure.value) for name, figure in machine.figures.items())
     figures = hashlib.sha256(json.dumps([__version__, values]).encode()).hexdigest()[:12]
@@ -135,7 +136,8 @@ def as_line(key: Mapping[str, str], run: Path, layout: str, predicted: Values, m
 
 @dataclass(frozen=True)
 class Deviation:
-    """Measured / predicted over several runs: the median, and the median absolute deviation of its logarithm."""
+    """Summarizes measured / predicted over several runs: its median, and the median absolute deviation of its
+    logarithm."""
 
     runs: int
     factor: float
@@ -181,7 +183,7 @@ class Calibration:
 
     @cached_property
     def parts(self) -> dict[str, Deviation]:
-        """The deviations of the parts that enough runs have measured."""
+        """Returns the deviations of the parts that enough runs have measured."""
         deviations = {name: _deviation(self.pairs, name) for name in PARTS}
         return {
             name: deviation for name, deviation in deviations.items() if deviation is not None and deviation.is_known
@@ -189,8 +191,8 @@ class Calibration:
 
     @cached_property
     def factors(self) -> dict[str, float]:
-        """Returns the factor of each part with which the step is right in the median. A part that too few runs have
-        measured shares the factor of the step.
+        """Returns the factor of each part that makes the median error of the step zero. A part that too few runs have
+        measured uses the factor of the step.
         """
         if self.step is None or not self.step.is_known:
             return dict.fromkeys(PARTS, 1.0)
@@ -259,7 +261,7 @@ def _deviation(pairs: Iterable[tuple[Values, Values]], name: str) -> Deviation |
 
 
 def _scaled(said: Values, by: Mapping[str, float], of_step: float) -> float:
-    """Returns the step with scaled parts; with the scaled whole where its parts are unknown."""
+    """Returns the step with its parts scaled, or, if its parts are unknown, with its total scaled."""
     parts = {name: getattr(said, name) for name in PARTS}
     if None in parts.values():
         return said.step_s * of_step
@@ -267,7 +269,8 @@ def _scaled(said: Values, by: Mapping[str, float], of_step: float) -> float:
 
 
 def read_calibration(root: Path, config: Config, machine: Machine) -> Calibration:
-    """Returns the measurements of the newest runs below ``root`` that are like the run of ``config`` on ``machine``.
+    """Returns the measurements of the newest runs below ``root`` that are comparable with the run of ``config`` on
+    ``machine``.
 
     Lines that cannot be read are skipped, and a file that cannot be read counts as empty.
     """
@@ -296,7 +299,7 @@ def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _values(content: Mapping[str, Any]) -> Values:
-    """Returns the values of a line; raises TypeError or ValueError if they are not those of a run."""
+    """Returns the values of a line; raises TypeError or ValueError if they are not the values of a run."""
     values = Values(**content)
     numbers = [value for value in vars(values).values() if value is not None]
     if not all(map(_number, numbers)) or values.step_s <= 0 or min(numbers) < 0:

@@ -1,7 +1,7 @@
 """Lists the layouts of a training on a number of devices, predicts each, and ranks those that fit. Imports no torch.
 
-A key that the user sets is kept; the others take every value that may be the best. A layout that ``checked_layout``
-refuses is not a candidate.
+A key that the user sets keeps its value; each other key takes every value that may be the best. A layout that
+``checked_layout`` rejects is not a candidate.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Orders layouts that are equally fast: fewer techniques come first."""
+        """Orders layouts that are equally fast: those with those with fewer techniques come first."""
         layout = self.layout
         ckpt = str(self.values["train.activation_checkpointing"])
         split = (layout.pp > 1) + (layout.tp > 1)
@@ -87,7 +87,7 @@ def candidates(
 
     Args:
         fixed: the config keys that keep their values.
-        also: keys of ``FURTHER`` whose values are compared, too.
+        also: keys of ``FURTHER`` whose values are compared as well.
 
     Raises:
         UserError: ``devices`` do not fill whole nodes, or the model cannot be counted.
@@ -213,8 +213,8 @@ def _choices(
 
 
 def _splits_batch(config: Config) -> bool:
-    """Returns whether the size of micro-batches is open: neither their number, nor a reproducible sum, nor updates
-    inside the backward, which need one micro-batch, determine it."""
+    """Returns whether the size of micro-batches is open: it is not determined by their number, by a reproducible sum,
+    or by updates inside the backward (which need one micro-batch)."""
     is_determined = config.train.reproducible is not None or config.optim.in_backward
     return config.batch.micro_batches == "auto" and not is_determined
 
@@ -240,7 +240,7 @@ def _is_sensible(chosen: Values, devices: int, per_node: int, fixed: Collection[
 
 
 def refusal(config: Config, nodes: int, per_node: int, fixed: Collection[str]) -> UserError | None:
-    """Returns why the simplest layout with the values of the ``fixed`` keys is refused; None if it is not."""
+    """Returns why the simplest layout with the values of the ``fixed`` keys is rejected, or None if it is accepted."""
     simplest = {**SIMPLEST, "strategy.dp": "fill"}
     if _splits_batch(config):
         simplest["batch.micro_size"] = 1

@@ -1,4 +1,4 @@
-"""Describes a machine by a file: how fast its devices compute and its links move bytes, and where each number is from.
+"""Describes a machine by a file: how fast its devices compute and its links move bytes, and the source of each number.
 
 A file is JSON: ``{"name": ..., "device": ..., "figures": {NAME: {"value": ..., "kind": ..., "source": ...}}}``. The
 kind ``table`` marks a number of a data sheet or a publication, ``measured`` one of this machine, and ``assumed`` a
@@ -28,7 +28,7 @@ _WHERE = "--machine"
 
 @dataclass(frozen=True)
 class Figure:
-    """A number of a machine file, its kind, and its source."""
+    """Holds a number of a machine file, its kind, and its source."""
 
     value: float
     kind: Kind
@@ -37,35 +37,27 @@ class Figure:
 
 @dataclass(frozen=True)
 class Rates:
-    """The numbers of a machine. Flops are operations per second.
+    """Holds the numbers of a machine. FLOP/s are operations per second.
 
     Attributes:
-        devices_per_node: GPUs of a node, or ranks of a node of CPUs.
-        memory_bytes: the memory of a device.
-        reserved_bytes: what the context, the libraries and the buffers of collectives take of it.
-        allocator_share: what the allocator reserves beyond the bytes in use, as a share of them.
-        bf16_flops: the peak of a device in bf16; 0 if it has no units for it.
-        fp16_flops: the same in fp16.
-        fp32_flops: the same in fp32 without TF32.
-        fp64_flops: the same in fp64.
-        matmul_share: the share of the peak that large matrix products reach.
-        attention_share: the same of attention, whose operations are not halved for a causal mask.
-        half_rate_flops: the operations of a product that runs at half of that rate.
-        memory_bytes_per_s: the rate of a device's memory.
-        launch_s: the time of the host to start one kernel.
-        node_bytes_per_s: the bandwidth of a device to the others of its node, as nccl-tests defines the bus bandwidth.
-        node_latency_s: the time of a small collective of two devices of a node.
-        fabric_bytes_per_s: the bandwidth of a device to other nodes if all devices of its node send.
-        fabric_latency_s: the time of a small message between nodes.
-        host_bytes_per_s: the bandwidth between a device and the host's memory.
-        overlap_share: by how much a collective slows concurrent computation, as a share of the collective's time: it
-            takes multiprocessors and memory bandwidth. A file may leave it out.
-        cores: the cores of a node that its ranks share; 0 for GPUs, which share nothing. A file may leave it out.
-        scatter_share: the bandwidth of a reduce-scatter, as a share of that of the other collectives. A file may leave
-            it out. gloo's is an all-reduce of which each rank keeps a part.
-        fp8_flops: the peak of a device in fp8, without sparsity; 0 if it has no units for it. A file may leave it out.
-        fp8_share: the share of this peak that large products reach, as a share of what they reach in bf16. A file may
-            leave it out.
+        devices_per_node: GPUs of a node, or ranks of a node of CPUs. memory_bytes: the memory of a device.
+        reserved_bytes: the part of it that the context, the libraries and the buffers of collectives take.
+        allocator_share: what the allocator reserves beyond the bytes in use, as a share of them. bf16_flops: the peak
+        of a device in bf16; 0 if it has no units for it. fp16_flops: the same in fp16. fp32_flops: the same in fp32
+        without TF32. fp64_flops: the same in fp64. matmul_share: the share of the peak that large matrix products
+        reach. attention_share: the same for attention, whose operations are not halved for a causal mask.
+        half_rate_flops: the operations of a product that runs at half of that rate. memory_bytes_per_s: the rate of a
+        device's memory. launch_s: the time of the host to start one kernel. node_bytes_per_s: the bandwidth of a device
+        to the others of its node, as nccl-tests defines the bus bandwidth. node_latency_s: the time of a small
+        collective of two devices of a node. fabric_bytes_per_s: the bandwidth of a device to other nodes if all devices
+        of its node send. fabric_latency_s: the time of a small message between nodes. host_bytes_per_s: the bandwidth
+        between a device and the host's memory. overlap_share: how much a collective slows concurrent computation, as a
+        share of the collective's time: it takes multiprocessors and memory bandwidth. Optional. cores: the cores of a
+        node that its ranks share; 0 for GPUs, which share nothing. Optional. scatter_share: the bandwidth of a
+        reduce-scatter, as a share of the bandwidth of the other collectives. Optional. In gloo, it is an all-reduce of
+        which each rank keeps a part. fp8_flops: the peak of a device in fp8, without sparsity; 0 if it has no units for
+        it. Optional. fp8_share: the share of this peak that large products reach, as a share of what they reach in
+        bf16. Optional.
     """
 
     devices_per_node: float
@@ -101,7 +93,7 @@ OPTIONAL = {
     "fp8_flops": Figure(0.0, "assumed", "no units for fp8, or their rate is unknown"),
     "fp8_share": Figure(1.0, "assumed", "products in fp8 reach the same share of the peak as those in bf16"),
 }
-# what the ranks of a node of CPUs share; the bandwidths, too, since the cores move all bytes
+# what the ranks of a node of CPUs share; and the bandwidths, since the cores move all bytes
 _SHARED = (
     "memory_bytes", "bf16_flops", "fp16_flops", "fp32_flops", "fp64_flops", "memory_bytes_per_s", "node_bytes_per_s",
     "fabric_bytes_per_s", "host_bytes_per_s",
@@ -254,7 +246,8 @@ _SAME = re.compile(r"NVIDIA|AMD|INSTINCT|TESLA|SXM\d?|HBM\d\w?|OAM|VF")
 
 
 def machine_of_job(setting: str, gpus: int, types: Collection[str]) -> Machine:
-    """Returns the machine file that ``cluster.machine`` names; for ``auto`` that of the GPUs, or of CPUs without GPUs.
+    """Returns the machine file that ``cluster.machine`` names; for ``auto``, the file of the GPUs or, without GPUs, of
+    the CPUs.
 
     Args:
         gpus: GPUs per node.
@@ -324,7 +317,8 @@ def _listed(names: Collection[str]) -> str:
 def recognized(gpu: str) -> Machine | None:
     """Returns the shipped machine whose device is called ``gpu``; None if there is none.
 
-    Variants of a chip have other rates and are other devices: ``NVIDIA H100 PCIe`` is not ``NVIDIA H100 80GB HBM3``.
+    Variants of a chip have different rates and count as different devices: ``NVIDIA H100 PCIe`` is not ``NVIDIA H100
+    80GB HBM3``.
     """
     words = _words(gpu)
     machines = (read_machine(name) for name in shipped())

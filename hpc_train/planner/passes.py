@@ -100,7 +100,7 @@ def message(size: float, between_nodes: bool, rates: Rates) -> float:
 
 
 def _seconds(moved: float, group: Group, hops: float, rates: Rates) -> float:
-    """Returns the seconds of a collective that crosses ``hops`` times from node to node."""
+    """Returns the seconds of a collective that passes from node to node ``hops`` times."""
     if group.ranks == 1:
         return 0.0
     share = (group.ranks - 1) / group.ranks

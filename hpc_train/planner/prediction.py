@@ -38,14 +38,12 @@ from hpc_train.planner.work import Block, Work, count_work
 
 Collective = Callable[[float, Group, Rates], float]
 PARTS = {"compute_s": "compute", "bubble_s": "bubble", "communication_s": "communication", "optimizer_s": "optimizer"}
-SENT_SHARE = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}  # of the bytes of fp32 gradients
+SENT_SHARE = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}  # share of the bytes of fp32 gradients
 
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """The memory that a layout needs, which is replayed when it is requested: most layouts of a plan are too slow for
-    it to matter.
-    """
+    """Computes the memory that a layout needs, on request only: most layouts of a plan are too slow to matter."""
 
     config: Config
     layout: Layout
@@ -72,7 +70,8 @@ class Demand:
     def exceeds(self, device_bytes: float, factor: float) -> bool:
         """Returns whether a device of ``device_bytes`` lacks ``factor`` times the memory plus the reserved memory.
 
-        The replay ends where a rank holds too much, which in most layouts that do not fit is before a backward.
+        The replay ends as soon as a rank holds too much; for most layouts that do not fit, this is before the first
+        backward.
         """
         limit = (device_bytes - self.rates.reserved_bytes) / factor / (1 + self.rates.allocator_share)
         return exceeds(self.config, self.layout, limit)
@@ -80,7 +79,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one layout. Times are in seconds per step, and their sum is the step.
+    """Holds the prediction for one layout. Times are in seconds per step, and their sum is the step.
 
     Attributes:
         compute_s: forward, backward and recomputation of the busiest rank, with its tensor-parallel traffic.
@@ -89,7 +88,7 @@ class Prediction:
         optimizer_s: the update of the parameters.
         demand: the memory that it needs.
         mfu: the share of the peak that the operations of the model take.
-        memory_factor: by what ``demand`` is corrected beyond what is reserved.
+        memory_factor: the factor that corrects ``demand``, without the reserved memory.
     """
 
     layout: Layout
@@ -125,7 +124,8 @@ class Prediction:
         return {text: float(getattr(self, name)) for name, text in PARTS.items()}
 
     def longest_beside(self, other: Prediction) -> tuple[str, float]:
-        """Returns the part of the step that is longer than that of ``other`` by the most seconds, and this time."""
+        """Returns the part of the step that exceeds the same part of ``other`` by the most seconds, and the
+        difference."""
         longer = {text: seconds - other.parts_s[text] for text, seconds in self.parts_s.items()}
         return max(longer.items(), key=lambda part: part[1])
 
@@ -151,7 +151,7 @@ def predict_step(
 
 
 class _Run(NamedTuple):
-    """Consecutive blocks of a stage that are alike, and what of each is recomputed."""
+    """Groups consecutive blocks of a stage that are alike, and states what is recomputed in each."""
 
     block: Block
     recomputed: LayerMode
@@ -159,7 +159,7 @@ class _Run(NamedTuple):
 
 
 class _Step:
-    """One step of a layout on a machine."""
+    """Predicts one step of a layout on a machine."""
 
     def __init__(self, config: Config, layout: Layout, machine: Machine, work: Work) -> None:
         machine = machine.shared_by(min(layout.world_size, machine.devices_per_node))
@@ -280,7 +280,7 @@ class _Step:
         return SENT_SHARE.get(strategy.compression, strategy.compression_share)
 
     def _sharded(self, parameters: float, blocks: int, micro_batch_s: float) -> float:
-        """Returns the same for ZeRO, where ``micro_batch_s`` is the time of the passes of one micro-batch."""
+        """Returns the exposed time for ZeRO, where ``micro_batch_s`` is the time of the passes of one micro-batch."""
         layout = self.layout
         rates = self.rates
         shards = group_of(layout.shard, layout.tp, self.machine.devices_per_node)
@@ -318,7 +318,7 @@ class _Step:
         updated = self._parameters() / (layout.shard if layout.shards_state else 1)
         moved = updated * self.width * (2 + 2 + 2 * values_per_parameter(self.config.optim))
         weight = self.passes.weight
-        if weight < self.width:  # gradients are read and weights are written, beside masters and copies of gradients
+        if weight < self.width:  # reads gradients and writes weights, in addition to masters
             moved += updated * (2 * weight + self.width)
         if strategy.offload == "none":
             return moved / self.rates.memory_bytes_per_s
@@ -327,7 +327,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class Event:
-    """An action of a rank with its begin and end, in seconds from the begin of the step."""
+    """Describes an action of a rank, with its start and end in seconds from the start of the step."""
 
     action: Action
     begin: float
@@ -336,7 +336,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of each rank."""
+    """Holds the events of each rank."""
 
     ranks: tuple[tuple[Event, ...], ...]
 
@@ -374,8 +374,8 @@ def simulate(
 ) -> Timeline:
     """Returns when each rank computes what in a step of ``micro_batches``.
 
-    An action begins when its rank has ended the action before it and its inputs have arrived. Raises ValueError if the
-    order of the schedule is unknown, or its ranks wait for each other.
+    An action begins when its rank has completed the previous action and its inputs have arrived. Raises ValueError if
+    the order of the schedule is unknown, or its ranks wait for each other.
     """
     order = layout.pipeline.order
     if order is None:
@@ -416,8 +416,8 @@ def simulate(
 
 
 def _duration(work: str, stage: int, forwards: Sequence[float], backwards: Sequence[float]) -> float:
-    """Returns the seconds of a pass; the gradients of inputs and the gradients of weights are half of a backward
-    each."""
+    """Returns the seconds of a pass; the gradients of inputs and the gradients of weights each take half of a
+    backward."""
     if work == FORWARD:
         return forwards[stage]
     if work == FULL_BACKWARD:

@@ -31,13 +31,13 @@ EQUAL = 0.02  # layouts closer than this are equally fast
 # docs/measurements/plan.md compares. No published row is of more than 1,024 GPUs.
 ERRORS = ((64, 0.94, 1.14), (256, 0.94, 1.20), (1024, 0.95, 1.41))
 MOST_COMPARED = ERRORS[-1][0]
-AGREE_S = 1.0  # for which a save blocks besides the copy; an estimate
+AGREE_S = 1.0  # seconds that a save blocks in addition to the copy; an estimate
 RATES = (RSC_2.per_gpu_hour, LLAMA_3.per_gpu_hour, RSC_1.per_gpu_hour)
 
 
 @dataclass(frozen=True)
 class Range:
-    """A value with the ends of its interval."""
+    """Holds a value and the ends of its interval."""
 
     low: float
     middle: float
@@ -57,7 +57,7 @@ class Assumed:
     Attributes:
         failures_per_gpu_hour: from few to many.
         storage_bytes_per_s: the bandwidth of the file system for all nodes together.
-        grows: whether the global batch grows with the devices (weak scaling) or stays as it is (strong scaling).
+        grows: whether the global batch grows with the devices (weak scaling) or stays constant (strong scaling).
     """
 
     failures_per_gpu_hour: tuple[float, float, float]
@@ -67,18 +67,14 @@ class Assumed:
 
 @dataclass(frozen=True)
 class Point:
-    """The training on one number of devices.
+    """Describes the training on one number of devices.
 
     Attributes:
-        batch: samples of a step.
-        step_s: seconds of a step.
-        failures_per_day: of the whole training.
-        save_every_s: the best interval of checkpoints at the middle rate of failures.
-        useful: the share of the time in steps whose work is kept.
-        samples_per_s: with that share.
-        speedup: of ``samples_per_s`` over the first point, of the middles.
-        efficiency: ``speedup`` by that of the number of devices.
-        seconds: of the whole training; None if its number of steps is unknown.
+        batch: samples of a step. step_s: seconds of a step. failures_per_day: of the whole training. save_every_s: the
+        best interval of checkpoints at the middle rate of failures. useful: the share of the time in steps whose work
+        is kept. samples_per_s: samples per second at this share. speedup: ``samples_per_s`` relative to the first
+        point, both at the middle of their intervals. efficiency: ``speedup`` divided by the growth of the number of
+        devices. seconds: of the whole training; None if its number of steps is unknown.
     """
 
     candidate: Candidate
@@ -117,7 +113,7 @@ def scale(
         values = {"batch.global_size": batch}
         synthetic = getattr(config.data, "samples", None)
         if isinstance(synthetic, int):
-            values["data.samples"] = max(batch, synthetic)  # at least as many as a step takes
+            values["data.samples"] = max(batch, synthetic)  # at least the duration of a step
         scaled = with_values(config, values)
         best = next(fastest(candidates(scaled, machine, count, fixed, also), EQUAL), None)
         if best is None:
@@ -153,8 +149,8 @@ def scale(
 def _saves_and_failures(
     config: Config, machine: Machine, best: Candidate, assumed: Assumed
 ) -> tuple[Saves, list[float]]:
-    """Returns what saves take, and the seconds between failures, from few to many failures. A save blocks while ranks
-    agree and copy their shares to host memory."""
+    """Returns the seconds of a save, and the seconds between failures, from few to many failures. A save blocks while
+    ranks agree and copy their shares to host memory."""
     size = float(state_bytes(config) or 0)
     rates = machine.rates
     blocked = AGREE_S + size / best.devices / rates.host_bytes_per_s

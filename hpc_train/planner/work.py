@@ -1,7 +1,7 @@
 """Counts what each block of a model computes and moves for one sample, from its config. Imports no torch.
 
-A block is the stem, a layer or the head. The counts come from the facts of the model's family, so a family of a user's
-own package is counted like a built-in one. A model without facts (custom, or of Hugging Face) is counted by another
+A block is the stem, a layer or the head. The counts come from the facts of the model's family, so a model family in a
+user's package is counted like a built-in one. A model without facts (custom, or of Hugging Face) is counted by another
 process with torch, which runs it without values in seconds and with hardly any memory; ``layout/counted.py`` reads
 these counts from a cache.
 """
@@ -37,7 +37,7 @@ FUSED_TOUCHES = 2.5  # a fused kernel writes a result that the next operation wo
 
 @dataclass(frozen=True)
 class Block:
-    """Counts what a block computes for one sample.
+    """Holds what a block computes for one sample.
 
     Attributes:
         products: operations of the forward in matrix products with weights; the backward takes twice as many.
@@ -58,7 +58,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Work:
-    """Counts what a model computes.
+    """Holds what a model computes.
 
     Attributes:
         blocks: the stem, the layers and the head.
@@ -80,7 +80,7 @@ class Work:
 
 
 def count_work(config: Config) -> Work:
-    """Returns what the model of ``config`` computes; raises UserError if its family, or custom code, does not define
+    """Returns what the model of ``config`` computes; raises UserError if neither its family nor custom code defines
     this."""
     config = counted(config)
     model = config.model

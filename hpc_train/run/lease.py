@@ -109,7 +109,7 @@ def refuse_live(
     *,
     is_ending: Callable[[RunDirectory], bool] = stop_was_requested,
     until: float | None = None,
-    tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+    notify: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
 ) -> None:
     """Raises UserError if another process or job is working on ``run`` or is queued for it.
 
@@ -118,7 +118,7 @@ def refuse_live(
     Args:
         is_ending: whether the live job of the run is about to end. By default, because a user has stopped it.
         until: of ``time.monotonic()``, until when to wait; ``ENDING_JOB_WAIT_S`` from now by default.
-        tell: gets a line before a wait.
+        notify: gets a line before a wait.
     """
     if until is None:
         until = time.monotonic() + ENDING_JOB_WAIT_S
@@ -130,7 +130,7 @@ def refuse_live(
             fix = f"python -m hpc_train wait {run.path}   waits until it has ended; then repeat this command"
             raise UserError(f"the run in {run.path} is stopping: {live}", where="run.name", fix=fix)
         if not waits:
-            tell(f"waiting until the stopped job has ended: {live}")
+            notify(f"waiting until the stopped job has ended: {live}")
         waits = True
         time.sleep(POLL_LIVE_S)
 

@@ -68,7 +68,7 @@ class _Timer:
 
 @dataclass
 class Context:
-    """Connects a loop with its run: the argument of ``run.entry``, on every rank. A step is whatever the loop counts.
+    """Connects a loop with its run: the argument of ``run.entry``, on every rank. The loop defines what a step is.
 
     ``resume``, ``steps``, ``end_step`` and ``save`` are collective: all ranks call them with the same values.
 
@@ -205,7 +205,7 @@ class Context:
         return self._stop.requested
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Saves the registered objects after ``step`` steps; a failed save is reported and the loop goes on.
+        """Saves the registered objects after ``step`` steps; a failed save is reported and the loop continues.
 
         Args:
             metrics: for ``checkpoint.keep_best``.
@@ -390,7 +390,7 @@ class LoopState:
         return {}
 
     def named_state(self) -> dict[str, dict[str, Tensor]]:
-        """Returns OPTIMIZER.PARAMETER -> key -> tensor; in a load of exactly those that the checkpoint has."""
+        """Returns OPTIMIZER.PARAMETER -> key -> tensor; in a load, of exactly the tensors that the checkpoint has."""
         names = self._names()
         states = {}
         for name, optimizer in self._optimizers.items():
@@ -407,7 +407,7 @@ class LoopState:
         """Does nothing: a load fills the tensors, and ``load_values`` does the rest."""
 
     def before_next_update(self, action: Callable[[], None]) -> None:
-        """Waits for the copies of an asynchronous save at once: the update of a custom loop is not known."""
+        """Waits for the copies of an asynchronous save at once: it is unknown when a custom loop updates."""
         action()
 
     def forget_optimizers(self) -> None:
@@ -416,10 +416,10 @@ class LoopState:
             optimizer.state.clear()
 
     def values(self) -> dict[str, Any]:
-        """Returns what is not a tensor, as JSON.
+        """Returns all values that are not tensors, as JSON.
 
         Raises:
-            UserError: a value has no JSON.
+            UserError: a value cannot be written as JSON.
         """
         names = self._names()
         optimizers = {}
@@ -473,7 +473,7 @@ class LoopState:
         return changes
 
     def _changes(self, values: Mapping[str, Any]) -> list[str]:
-        """Returns in what the optimizers and objects differ from those of a checkpoint."""
+        """Returns how the optimizers and objects differ from the contents of a checkpoint."""
         changes = []
         for kind, saved, now in (
             ("optimizer", values["optimizers"], self._optimizers),
@@ -542,7 +542,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
     Raises:
         UserError: the function cannot be imported.
-        Exception: that of the function.
+        Exception: any exception of the function.
     """
     run = RunDirectory(Path(spec.run_dir))
     with closing(EventLog.open(run, rank_writer(spec.rank), spec.attempt, spec.rank)) as events:

@@ -56,7 +56,8 @@ _KEY = "stream"  # in the checkpoint
 
 
 def has_ended(feed: TrainFeed, batch: LocalBatch, step: int, mesh: Mesh) -> bool:
-    """Returns whether ``batch``, that of step ``step`` (from 0), is empty on all ranks, so that all stop before it.
+    """Returns whether ``batch``, the batch of step ``step`` (from 0), is empty on all ranks, so that all stop before
+    it.
 
     Collective where the data may end; always False for other data.
 
@@ -98,8 +99,8 @@ def skipped_data(restored: RestoredState) -> Skipped:
 
 
 def data_changes(restored: RestoredState, feed: TrainFeed) -> list[str]:
-    """Returns warnings about training data without a fingerprint, that of a user, that has changed since the checkpoint
-    was saved. A fork may have any data, and checkpoints of earlier versions do not record their data.
+    """Returns warnings about custom training data without a fingerprint that has changed since the checkpoint was
+    saved. A fork may have any data, and checkpoints of earlier versions do not record their data.
 
     Raises:
         UserError: data with a fingerprint has changed.

@@ -45,8 +45,7 @@ class Evaluation:
         return replace(self, feeds={name: feed.limited(most) for name, feed in self.feeds.items()})
 
     def extent(self) -> str | None:
-        """Returns ``320 of 1,248 samples`` for the sets of which it does not read all samples; None if there is
-        none."""
+        """Returns ``320 of 1,248 samples`` for each set that is not read completely; None if there is none."""
         parts = [
             f"{feed.samples:,} of {len(feed.dataset):,} samples" + (f" of eval_sets.{name}" if name else "")
             for name, feed in self.feeds.items()

@@ -1,8 +1,8 @@
-"""Tries code that is not hpc_train's before the first step, and refuses what would silently give other results.
+"""Tries custom code before the first step, and rejects code that would silently give wrong results.
 
-The results must be the same as in one process, whatever the split. The checks need a few passes over one micro-batch,
-so they run once for each code, config, layout and version of torch; ``run.json`` remembers them. What differs between
-ranks only with their own samples is found in the first step, by ``CheckedWrites``.
+The results must be the same as in one process, however the work is split. The checks need a few passes over one
+micro-batch, so they run once for each code, config, layout and version of torch; ``run.json`` remembers them. What
+differs between ranks only with their own samples is found in the first step, by ``CheckedWrites``.
 
 The sum and the count of a loss must be sums over samples: then they are the same whether one rank computes them for the
 whole batch, or several ranks and micro-batches for parts of it. Those of one micro-batch are compared with those of its
@@ -55,7 +55,7 @@ from hpc_train.train.kept_state import drawn, kept_random_state, kept_state
 from hpc_train.train.rehearsal import Rehearsal, rehearse
 from hpc_train.train.report import Report
 
-CHECKED = "checked"  # key in run.json: what was checked
+CHECKED = "checked"  # key in run.json that lists what was checked
 
 
 def check_user_code(
@@ -72,7 +72,7 @@ def check_user_code(
     Raises:
         UserError: the model would be trained or evaluated otherwise than in one process.
     """
-    while isinstance(engine, WrappedEngine):  # those that observe it would count the passes of the checks
+    while isinstance(engine, WrappedEngine):  # hooks that observe the model would count the passes of the checks
         engine = engine._engine
     if mesh.layout.dp_cp > 1:
         _check_replicated_state(config, mesh, engine)
@@ -206,7 +206,7 @@ def _padded(padded: str, problem: str, engine: Engine) -> UserError:
 
 
 def padding_of_training(config: Config, layout: Layout, training: Dataset) -> str | None:
-    """Returns which batches of the training have padded rows; None if there are none."""
+    """Returns a description of the training batches with padded rows; None if there are none."""
     size = config.batch.global_size
     places = layout.dp * layout.micro_batches * layout.micro_size
     if size != places:
@@ -219,7 +219,7 @@ def padding_of_training(config: Config, layout: Layout, training: Dataset) -> st
 
 
 def padding_of_evaluation(config: Config, layout: Layout, feeds: Iterable[EvalFeed]) -> str | None:
-    """Returns which evaluation has padded rows; None if there is none."""
+    """Returns a description of the evaluation with padded rows; None if there is none."""
     size = config.batch.global_size
     places = layout.dp * layout.micro_batches * layout.micro_size
     for feed in feeds:
@@ -316,7 +316,7 @@ class CheckedWrites(WrappedEngine):
 
     @torch.no_grad()
     def _differing(self, tensors: list[Tensor | None], changed: list[bool]) -> list[bool]:
-        """Returns for each of ``tensors``, of which some have ``changed`` on this rank, whether replicas differ in it.
+        """Returns for each of ``tensors`` whether replicas differ in it; some have ``changed`` on this rank.
         Collective."""
         sizes = [0 if tensor is None else tensor.numel() for tensor in tensors]
         facts = torch.tensor([changed, sizes, [-size for size in sizes]], dtype=torch.int64, device=self._device)

@@ -82,7 +82,7 @@ def kept_state(parts: Sequence[nn.Module], *, attributes: bool = True) -> Iterat
         ]
     restorers = [restorer for value in inner if (restorer := _restorer(value)) is not None]
     tensors = {id(value): value for value in (*(value for _, _, value in saved), *inner) if _is_changeable(value)}
-    # those of modules that ``modules`` hold in a list or an object, such as a teacher
+    # also modules that ``modules`` hold in a list or an object, such as a teacher
     registered = {id(value) for module in modules for value in (module, *module.parameters(), *module.buffers())}
     for value in inner:
         if isinstance(value, nn.Module) and id(value) not in registered:
@@ -147,7 +147,7 @@ def kept_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Restores the parameters to which a forward pass has written; copies of all of them are in host memory.
 
     Args:
-        parameters: those of the engine: the shards, also where FSDP has replaced them for a pass.
+        parameters: the parameters of the engine, i.e. the shards, even where FSDP has replaced them for a pass.
     """
     copies = []
     for parameter in parameters:

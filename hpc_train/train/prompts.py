@@ -87,9 +87,8 @@ class TokenizerChoice:
     """Names a tokenizer.
 
     Attributes:
-        name: ``bytes``, ``ids``, or the path of a ``tokenizer.json``.
-        special: see ``FileCodec``. The texts of pretrained models have start tokens, those of ``prepare`` may have.
-        ends: the tokens that end a text.
+        name: ``bytes``, ``ids``, or the path of a ``tokenizer.json``. special: see ``FileCodec``. The texts of
+        pretrained models have start tokens, the texts of ``prepare`` may have them. ends: the tokens that end a text.
     """
 
     name: str
@@ -106,7 +105,7 @@ class TokenizerChoice:
 
 
 def choose_tokenizer(config: Config, name: str | None) -> TokenizerChoice:
-    """Returns the tokenizer of this ``name``, or that of the data, or of the directory of ``model=hf``.
+    """Returns the tokenizer of this ``name``, or else the tokenizer of the data or of the directory of ``model=hf``.
 
     Raises:
         UserError: there is no name, and neither the data nor the model has a tokenizer.
@@ -159,7 +158,7 @@ def _of_model(config: Config) -> TokenizerChoice | None:
 
 
 def _of_chats(data: DataConfig) -> TokenizerChoice | None:
-    """Returns that of ``data=sft``, for a model that is not in a directory with a tokenizer."""
+    """Returns the tokenizer of ``data=sft``, for a model that is not in a directory with a tokenizer."""
     if not isinstance(data, SFTDataConfig):
         return None
     file = tokenizer_file(data.tokenizer)

@@ -75,10 +75,10 @@ class Report:
             self.events.write("advice", step=line["step"], **advice.details())
 
     def rolled_back(self, bad: range, to_step: int, skipped: Skipped, reason: str) -> None:
-        """Reports a rollback to ``to_step`` from the end of the steps ``bad``.
+        """Reports a rollback to ``to_step`` after the steps ``bad``.
 
         Args:
-            skipped: all data that is skipped from now on, including that of ``bad``.
+            skipped: all data that is skipped from now on, including the data of ``bad``.
         """
         if self.metrics is None:
             return
@@ -143,10 +143,11 @@ class Report:
         self.events.record(self.run, data_seen={"step": step, "sources": sources})
 
     def nothing_to_do(self, step: int, weights_sha256: str | None, ended_early: str | None) -> None:
-        """Reports that the run is complete; writes its result if it was killed after the last save and before that.
+        """Reports that the run is complete; writes its result if the run was killed between the last save and the
+        writing of the result.
 
         Args:
-            ended_early: why a hook has ended the run before its last step; None if it has not.
+            ended_early: why a hook has ended the run before its last step; None if no hook has.
         """
         if self.metrics is None:
             return
@@ -190,7 +191,7 @@ class Report:
         Args:
             tokens_per_s: the mean of this attempt.
             rates: the meter's values since the last line of metrics.
-            ended_early: why a hook has ended the run before its last step; None if it has not.
+            ended_early: why a hook has ended the run before its last step; None if no hook has.
         """
         if self.metrics is None:
             return
@@ -318,8 +319,8 @@ class Line:
     the step taken meanwhile counts as not taken, so the skipped data and the numbers are the same as on a CPU.
 
     Attributes:
-        totals: the samples and tokens of the run.
-        scalars: the arguments of ``step_numbers``, ``grad_norm``, those of ``SkippedSteps`` and perhaps ``loss_scale``.
+        totals: the samples and tokens of the run. scalars: the arguments of ``step_numbers``, ``grad_norm``, the
+        scalars of ``SkippedSteps`` and perhaps ``loss_scale``.
     """
 
     step: int

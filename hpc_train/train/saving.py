@@ -138,7 +138,7 @@ class BestSoFar:
         return True
 
     def state(self) -> dict[str, Any]:
-        """Returns the value and what it is of, for a checkpoint."""
+        """Returns the value and the name of its metric, for a checkpoint."""
         described = asdict(self.metric) if self.metric is not None else {}
         return {"value": self.value, **described}
 

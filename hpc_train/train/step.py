@@ -63,7 +63,7 @@ class TrainStep:
 
     Attributes:
         optimizer: the optimizer of the engine's parameters.
-        loss_scale: the loss scale for precision fp16, else None.
+        loss_scale: the loss scale for precision fp16; otherwise None.
     """
 
     def __init__(self, config: Config, mesh: Mesh, engine: Engine, optimizer: Optimizer, total_steps: int) -> None:

@@ -59,7 +59,7 @@ class Trainer:
         open_feed: (first step, data to skip, where streams continue) -> feed.
         artifacts: the graphs of torch.compile that later attempts reuse; None without it.
         tokens: the targets that counted since step 0, over all ranks.
-        missing: the places of a stream that ends for which there was no item since step 0.
+        missing: the number of places since step 0 for which a stream that ends had no item.
         skipped: the data that is skipped after rollbacks.
     """
 
@@ -207,7 +207,7 @@ class Trainer:
         raise Diverged(reason, secondary=self.mesh.rank != 0)
 
     def _weights_sha256(self) -> str | None:
-        """Returns the hash of the weights on rank 0 with ``train.reproducible``, else None."""
+        """Returns the hash of the weights on rank 0 with ``train.reproducible``; otherwise None."""
         if self.mesh.rank != 0 or self.config.train.reproducible is None:
             return None
         return weights_sha256(self.engine)
@@ -241,7 +241,7 @@ class Trainer:
         return None
 
     def _train(self, batch: LocalBatch, agreement: Agreement) -> LocalBatch | None:
-        """Takes a step; returns the next batch after a rollback, else None."""
+        """Takes a step; returns the next batch after a rollback, otherwise None."""
         began = time.monotonic()
         with self.measures.step():
             outcome = self.take_step(self.step, StepBatch(batch.micro_batches, agreement.target_count))
@@ -305,8 +305,8 @@ class Trainer:
         """Rolls back to the newest checkpoint before a divergence, if there was one, and skips the batches since then.
 
         Returns:
-            The batch of the next step, or None if training goes on: without a divergence, or if the loss has jumped and
-            there is no such checkpoint.
+            The batch of the next step, or None if training continues, because there is no divergence, or because the
+            loss has jumped and there is no such checkpoint.
 
         Raises:
             Diverged: the divergence is fatal and there is no such checkpoint, or ``train.max_rollbacks`` is exceeded;
@@ -429,7 +429,7 @@ class Trainer:
             self.report.warning(self.step, message)
 
     def _save(self, final: bool = False) -> None:
-        self._keep_artifacts()  # an evaluation may have compiled graphs of its own
+        self._keep_artifacts()  # an evaluation may have compiled additional graphs
         began = time.monotonic()
         self._save_due = False
         with self.meter.saving(), self.heartbeat.during(Phase.CHECKPOINT, self.step):

@@ -418,7 +418,7 @@ def test_an_own_model_and_missing_packages_are_told_at_once(
         (["+strategy=hybird", "strategy.nothing=1", "optim.lrr=1", "train.compile=perhaps", "model=gpt_tny",
           "nodel=gpt_tiny", "cluster=here"],
          ["did you mean hybrid?", "did you mean lr?", "train.compile is 'perhaps'", "did you mean gpt_tiny?",
-          "did you mean model?", "a file of your own, DIR/cluster/here.yaml, needs -cd DIR"]),
+          "did you mean model?", "your own file DIR/cluster/here.yaml needs -cd DIR"]),
         (["optim.lr=1,foo", "optim.lrr=1", "-m"], ["optim.lr is 'foo'", "did you mean lr?"]),
         (["strategy=tp", "model.n_heads=3", "model.dim=48", "model.n_kv_heads=1", "data.sequence_length=255"],
          ["model.n_heads=3", "model.n_kv_heads=1", "data.sequence_length=255"]),

@@ -70,13 +70,13 @@ def test_a_stopped_job_is_given_the_time_to_end(tmp_path: Path, monkeypatch: pyt
     add_submission(run, "this machine", pid=process.pid)
     told: list[str] = []
     with pytest.raises(UserError, match=r"is live: process \d+"):
-        refuse_live(run, tell=told.append)
+        refuse_live(run, notify=told.append)
     assert told == [], "nobody has stopped it"
     record_stop_request(run)
     with pytest.raises(UserError, match=r"is stopping: process \d+(?s:.*)python -m hpc_train wait "):
-        refuse_live(run, tell=told.append, until=0.0)
+        refuse_live(run, notify=told.append, until=0.0)
     threading.Timer(0.2, process.communicate, [b"\n"]).start()
-    refuse_live(run, tell=told.append)
+    refuse_live(run, notify=told.append)
     (line,) = told
     assert line.startswith("waiting until the stopped job has ended: process")
     assert find_live(run) is None

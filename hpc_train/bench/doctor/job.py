@@ -46,7 +46,7 @@ def composed(overrides: Sequence[str]) -> ComposedJob:
 
 
 def check_slurm_and_job(request: ComposedJob, submits: bool) -> Iterator[Finding]:
-    """Checks Slurm and the job. With ``submits`` jobs are submitted from here; otherwise this is inside an
+    """Checks Slurm and the job. With ``submits``, jobs are submitted from here; otherwise, this process runs inside an
     allocation.
     """
     cluster = request.config.cluster
@@ -87,7 +87,7 @@ def resources(request: ComposedJob) -> list[str]:
 
 
 def _job(request: ComposedJob) -> tuple[Job, str]:
-    """Returns a run with this config and its description; a run of replicas if neither the command line nor an
+    """Returns a run with this config, and its description. It is a data-parallel run if neither the command line nor an
     experiment selects a strategy for several nodes.
     """
     config = request.config
@@ -113,7 +113,7 @@ SHOWN = 12
 
 
 def check_tools(required: bool) -> Finding:
-    """Checks whether jobs can be submitted from here. With ``required`` the config requires Slurm."""
+    """Checks whether jobs can be submitted from here. ``required`` states whether the config requires Slurm."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if len(missing) == len(TOOLS):
         text = "Slurm is not installed here; runs use this machine only"
@@ -134,7 +134,7 @@ def check_accounting(site: Site) -> Finding:
         keeping = "keeps" if site.keeps_comments else "does not keep (AccountingStoreFlags=job_comment)"
         text = f"sacctmgr responds; accounts: {accounts}; sacct {keeping} the comments with the goodput of runs"
         return Finding("accounting", OK, text)
-    fix = "put sacctmgr on PATH if the site has accounting; otherwise nothing to do"
+    fix = "put sacctmgr on PATH if the site has accounting; otherwise, ignore this"
     text = "sacctmgr does not respond; limits of accounts are not checked before submission"
     return Finding("accounting", WARNING, text, fix)
 

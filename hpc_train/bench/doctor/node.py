@@ -111,7 +111,7 @@ def _gpu_direct(facts: NodeFacts, by: str) -> Finding:
 def check_environment(
     facts: NodeFacts, decision: FabricDecision, environment: Mapping[str, str] = os.environ
 ) -> Iterator[Finding]:
-    """Reports problems with variables that are already set, and what the decision on the variables lacks."""
+    """Reports problems with variables that are already set, and what is missing to choose the other variables."""
     for wrong in warnings(merged({facts.node or "here": facts.settings})[0]):
         yield Finding("environment", WARNING, wrong, "unset it, or use the name that NCCL reads today")
     for note in decision.unknown:
@@ -159,7 +159,7 @@ class NodeReport:
 
 
 def check_route(facts: NodeFacts, first: str | None) -> Iterator[Finding]:
-    """Reports the interface that leads to the ``first`` node of the job, None for a job of one node."""
+    """Reports the interface that leads to the ``first`` node of the job; returns None for a job of one node."""
     if first is None:
         return
     if facts.route is None:
@@ -201,7 +201,7 @@ def examine(facts: NodeFacts, config: Config, health: NodeHealth, first: str | N
         "the config files": str(config_directory()),
         "run.root": str(root),
     }
-    if health.ports:  # two partitions cannot connect, and a smaller MTU makes connections hang
+    if health.ports:  # nodes in nodes in two partitions cannot connect, and a smaller MTU makes connections hang
         keys = sorted({f"{port.keys[0]:#06x}" for port in health.ports if port.keys})
         must_match["the partition key of InfiniBand"] = ", ".join(keys) or "none"
         sizes = sorted({str(port.mtu) for port in health.ports if port.mtu})
@@ -280,7 +280,7 @@ def check_locked_memory(limits: NodeLimits, rdma: bool) -> Finding:
 
 
 def check_open_files(limits: NodeLimits, ranks: int) -> Finding:
-    """Checks the limit of open files per process; the agent holds some for each rank of its node."""
+    """Checks the limit of open files per process; the agent opens several for each rank of its node."""
     files = limits.open_files
     if files is None:
         return Finding("open files", WARNING, UNREADABLE, "check it with `ulimit -n`")
@@ -306,7 +306,7 @@ def check_free_ports() -> Finding:
 
 
 def check_root(root: Path) -> Iterator[Finding]:
-    """Checks what any node can check of ``run.root``: space, latency and the file server's clock."""
+    """Checks what any node can check about ``run.root``: free space, latency and the clock of the file server."""
     yield check_room(root)
     try:
         written, skew = probe(root)
@@ -325,7 +325,7 @@ def check_root(root: Path) -> Iterator[Finding]:
         yield Finding(
             "run directory", OK, f"{root} ({kind}): a small file is written to disk in {1000 * written:.0f} ms"
         )
-    if system is None or not (system.on_a_disk_here or system.in_memory):  # else it has this node's own clock
+    if system is None or not (system.on_a_disk_here or system.in_memory):  # otherwise, this node's own clock
         yield check_skew(skew)
 
 
@@ -377,7 +377,7 @@ def probe(root: Path) -> tuple[float, float]:
 
 
 def check_room(root: Path) -> Finding:
-    """Checks the space that is left below ``root``."""
+    """Checks the free space below ``root``."""
     try:
         rooms = room_in(root)
     except OSError as error:
@@ -392,7 +392,7 @@ def check_room(root: Path) -> Finding:
 
 
 def check_sharing(root: Path) -> Finding:
-    """Checks whether the nodes of a Slurm job can access ``root``, by what this machine shows."""
+    """Checks whether the nodes of a Slurm job can access ``root``, as seen from this machine."""
     try:
         notes = check_shared(root)
     except UserError as error:

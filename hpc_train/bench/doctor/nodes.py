@@ -1,8 +1,7 @@
-"""Checks all nodes of an allocation: their reports are compared, TCP between them is tested, and the preflight runs.
+"""Checks all nodes of an allocation: compares their reports, tests TCP between them, and runs the preflight.
 
 Each node examines itself in its own task. Every node listens on a port of the agents' range and connects to the first
-node, as agents do, and to the next one, as a ring does. So each pair of neighbors is tested in a time that does not
-grow with the number of nodes.
+node, as agents do, and to the next one, as a ring does. The time for this does not grow with the number of nodes.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from hpc_train.schedulers.slurm.variables import Receiver, environment_for
 
 ENTRY = "hpc_train.bench.worker:run_preflight"
 STEP_S = 300.0
-VISIBLE_S = 20.0  # wait at most this long until files of other nodes are visible here
+VISIBLE_S = 20.0  # longest wait until files of other nodes are visible here
 SUBJECT = "TCP"
 TRIES = 3  # ports that a node tries to listen on
 LIMIT_S = 60.0  # until all nodes have started
@@ -57,7 +56,8 @@ def nodes_of_allocation() -> int:
 
 
 def examine_all(nodes: int, config: Config, overrides: Sequence[str]) -> tuple[list[NodeReport], list[Finding]]:
-    """Returns the reports of the nodes that responded, and findings about the others and about differences."""
+    """Returns the reports of the nodes that responded, and findings about the other nodes and about differences between
+    nodes."""
     root = Path(config.run.root)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -242,8 +242,7 @@ def measure_nodes(config: Config, as_json: bool) -> int:
     """Runs the full preflight on this machine or on the nodes of this Slurm step, and prints the result on the first
     node.
 
-    Returns:
-        The exit code: 1 with an error among the findings.
+    Returns: The exit code, which is 1 if a finding is an error.
     """
     nodes = current_allocation().nodes
     _, workers = workers_per_node(config.cluster)

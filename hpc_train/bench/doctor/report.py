@@ -36,9 +36,9 @@ def _several(number: int, noun: str) -> str:
 
 
 def finding_lines(located: Sequence[Located], verbose: bool) -> Iterator[str]:
-    """Yields errors before warnings, and then the important or all findings that are ok or not known.
+    """Yields errors, then warnings, then the findings that are ok or unknown: all of them or only the important ones.
 
-    What is the same on several nodes is one finding.
+    Findings that are equal on several nodes are merged.
     """
     for level in (ERROR, WARNING, OK):
         groups: dict[tuple[str, str, str], list[str]] = {}
@@ -59,7 +59,7 @@ def finding_lines(located: Sequence[Located], verbose: bool) -> Iterator[str]:
 
 
 def environment_lines(decision: FabricDecision, verbose: bool) -> Iterator[str]:
-    """Yields the variables that workers export, and last and briefly those that are left alone."""
+    """Yields the variables that workers export, followed by a short list of the variables that are left alone."""
     if decision.variables:
         yield f"workers export (network: {decision.fabric}):"
     for variable in decision.variables:

@@ -60,7 +60,7 @@ class AttemptSpec:
         return run.attempts / f"{self.attempt:03d}.json"
 
     def publish(self, run: RunDirectory) -> None:
-        """Writes the record for readers, whoever they are; agents receive all of it from the server."""
+        """Writes the record for any reader; agents receive all of it from the server."""
         record = asdict(self)
         del record["store_prefix"]
         write_json(self.path(run), record)
@@ -92,7 +92,7 @@ def _runs(numbers: Sequence[int]) -> list[list[int]]:
 
 def bind(allocation: Allocation, seed: str) -> socket.socket:
     """Returns a listening socket on the first free candidate port, on the address of the job's interface if it is known
-    (loopback if there is only one node).
+    (or loopback if there is only one node).
 
     Raises:
         OSError: no candidate port is free, or the address is not (any more) one of this node.
@@ -142,7 +142,7 @@ class ServerAddress:
     @classmethod
     def find(cls, run: RunDirectory, launch_id: str) -> ServerAddress | None:
         """Returns the address, or None if the server has not published it yet."""
-        # list the directory: a network file system caches for long that a name does not exist
+        # list the directory: a network file system caches the absence of a name for a long time
         path = _address_file(run, launch_id)
         if path in set(run.attempts.glob("server-*.json")):
             return cls(**run.json(path))

@@ -62,9 +62,9 @@ class Pause:
 
 
 class RendezvousClient:
-    """Speaks to the server; ``connect`` creates it.
+    """Communicates with the server; ``connect`` creates it.
 
-    A thread reads messages and sends heartbeats, whatever the agent is busy with.
+    A thread reads messages and sends heartbeats, even while the agent is busy.
     """
 
     def __init__(self, channel: Channel, heartbeat_timeout_s: float, nodes: int) -> None:
@@ -215,7 +215,7 @@ class RendezvousClient:
             print(f"the rendezvous server dropped this node: {message['why']}", file=sys.stderr, flush=True)
 
 
-LOOKUPS_PER_S = 200  # for the server's address, of all agents of a job together
+LOOKUPS_PER_S = 200  # lookups of the server's address, by all agents of a job together
 MOST_LOOKUP_S = 10.0
 
 

@@ -1,5 +1,5 @@
-"""The decisions of the rendezvous server: who takes part in the next attempt, when an attempt is over, and what
-follows.
+"""Makes the decisions of the rendezvous server: which nodes take part in the next attempt, when an attempt is over, and
+what follows.
 
 The server passes it events with their times and asks it for the next order. It opens no connection, starts no process
 and reads no clock, so tests can drive it through any sequence of events.
@@ -96,7 +96,8 @@ class Coordinator:
             self.present[node.number] = replace(node, facts=self._machines.add(node.facts))
 
     def left(self, number: int, why: str, now: float, frozen: bool = False) -> None:
-        """Notes that the agent of a node is gone. ``frozen``: it exists and does nothing, so its node is avoided."""
+        """Notes that the agent of a node is gone. ``frozen`` states that the agent still exists but does nothing, so
+        its node is avoided."""
         node = self.present.pop(number, None)
         if node is not None and frozen:
             self._frozen.add(node.name)
@@ -177,7 +178,7 @@ class Coordinator:
         # a job of one node, which fails the site's check, may get another one
         is_only_unhealthy = self.elsewhere and self.expected == 1 and keys == [HEALTH_CHECK_KEY]
         if self.unfit and not self.present and not is_only_unhealthy:
-            # a cause that all nodes report is not the fault of one node
+            # a failure that all nodes report is not the fault of one node
             message = str(UserError(reasons, where=", ".join(keys), fix=fixes))
             return Leave(RestartDecision(Action.REFUSE, message), self._unfit_cause(Failure.REFUSED, message, now))
         cause = self._note_absent(absent, now) if absent else None

@@ -95,10 +95,10 @@ class FailureReport:
 
 
 def primary_cause(causes: Sequence[FailureReport]) -> FailureReport | None:
-    """Returns the primary cause: a lost node first, otherwise the earliest failure that is not secondary, and among
-    these an error of a GPU before its consequences on other nodes.
+    """Returns the primary cause: a lost node first, otherwise the earliest failure that is not secondary, where an
+    error of a GPU comes before its consequences on other nodes.
 
-    For a hang the states of all nodes are combined to find the rank that the others wait for.
+    For a hang, the states of all nodes are combined to find the rank that the others wait for.
     """
     if len(causes) > 1 and all(cause.failure.states for cause in causes):
         hang = find_culprit([cause.failure for cause in causes])
@@ -127,7 +127,7 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class Start:
-    """Order to start the next attempt on ``nodes`` (in rank order). ``cause`` ended the previous attempt, on
+    """Orders agents to start the next attempt on ``nodes`` (in rank order). ``cause`` ended the previous attempt, on
     ``before``.
     """
 
@@ -139,14 +139,15 @@ class Start:
 
 @dataclass(frozen=True)
 class SaveStacks:
-    """Order to save the stacks of the ranks, since some hang and will be killed. ``done``: all nodes have done so."""
+    """Orders agents to save the stacks of the ranks, since some hang and will be killed. ``done`` states that all nodes
+    have done so."""
 
     done: bool
 
 
 @dataclass(frozen=True)
 class End:
-    """Order to kill the workers of the attempt, which cannot continue."""
+    """Orders agents to kill the workers of the attempt, which cannot continue."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ It alone decides (``coordinator.py``) and broadcasts orders: the next attempt, i
 lost when its connection closes, or when it sends or receives nothing for ``elastic.heartbeat_timeout_s``, not counting
 time in which this process stalled (a suspended job or machine) or in which Slurm reports the job as suspended.
 
-What a member sends costs this member alone: it is checked as it is read, and nothing that is sent to a member waits for
-it.
+A bad or slow member affects only itself: messages are checked as they are read, and sending to a member never blocks.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ FILES_S = 300.0  # how long the file system of the run directory may keep the ne
 
 @dataclass
 class Member:
-    """An admitted connection; ``node`` is None until its agent has introduced itself.
+    """Holds an admitted connection; ``node`` is None until its agent has introduced itself.
 
     ``process`` identifies the agent, so that it replaces its own connection and no other's. ``is_writing``: whether
     the selector reports when it can receive more.
@@ -66,7 +65,7 @@ class Member:
 
     @property
     def alive(self) -> float:
-        """Returns until when it has both sent and received."""
+        """Returns the latest time up to which it has both sent and received."""
         if self.channel.has_unsent:
             return min(self.heard, self.channel.received)
         return self.heard
@@ -115,7 +114,7 @@ class Preparation:
 
         Raises:
             TimeoutError: it is not prepared after ``FILES_S``. It is an OSError.
-            Exception: that of ``begin``.
+            Exception: the exception of ``begin``.
         """
         if self._error is not None:
             raise self._error

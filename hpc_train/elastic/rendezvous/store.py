@@ -1,4 +1,5 @@
-"""The key-value store of an attempt, through which the ranks rendezvous, in a process that outlives any single worker.
+"""Runs the key-value store of an attempt, through which the ranks rendezvous, in a process that outlives any single
+worker.
 
 Each attempt has its own store, on its own port, which is bound before it is published.
 """

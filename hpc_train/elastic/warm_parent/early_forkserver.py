@@ -1,6 +1,6 @@
-"""The program of a head start: imports torch, waits for an agent, and becomes the forkserver that the agent starts.
+"""Runs a head start: imports torch, waits for an agent, and becomes the forkserver that the agent starts.
 
-It runs as a script and does not import hpc_train, of which the run may have a frozen copy. It ends at once when the
+It runs as a script and does not import hpc_train, since the run may have a frozen copy of it. It ends at once when the
 command that started it ends or closes its pipe, even in the middle of an import: the kernel then sends SIGIO.
 """
 
@@ -66,7 +66,7 @@ def _end_with(life: int) -> None:
 def _close_others(retained: set[int]) -> None:
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - pathlib is not imported yet
         if int(name) not in retained:
-            with contextlib.suppress(OSError):  # that of the listing
+            with contextlib.suppress(OSError):  # the descriptor of the listing
                 os.close(int(name))
 
 

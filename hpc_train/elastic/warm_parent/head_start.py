@@ -1,9 +1,9 @@
 """Starts the import of torch as the first thing that a command does, while it composes and checks its config.
 
-The import takes as long as all that comes before the agent, and neither needs the other. Once the agent starts its warm
+The import takes as long as all the work before the agent, and the two are independent. Once the agent starts its warm
 parent, ``early_forkserver``, which has been importing since, becomes it, with the variables and the search path that
-the agent has prepared. It starts anew where it would differ from a new process: variables that torch reads have
-changed, or frozen code has other modules. A command that is refused ends it.
+the agent has prepared. A new process is started instead if the two would differ, because variables that torch reads
+have changed or frozen code has other modules. If the command is rejected, the process ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ THREADS = "OMP_NUM_THREADS"  # OpenBLAS, which numpy imports, reads it when it i
 
 @dataclass
 class HeadStart:
-    """A process that imports torch until an agent needs it. The command ends it with ``end``.
+    """Holds a process that imports torch until an agent needs it. The command ends it with ``end``.
 
     Attributes:
         python: the interpreter and its options.

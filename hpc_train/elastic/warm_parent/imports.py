@@ -1,6 +1,6 @@
 """Imports what the workers need, as the first module that the warm parent imports.
 
-The garbage collection is stopped before that, which makes the imports a fifth faster. Workers are forked with the
+Garbage collection is disabled first, which makes the imports a fifth faster. Workers are forked with the
 collector off and switch it on again (``hpc_train.elastic.worker_process``).
 
 What workers need only after their first lines is imported once the first ones have been forked, for those that are

@@ -180,7 +180,7 @@ def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None, begun:
 
     Args:
         arguments: the command line that describes the run, for the advice at its end; None if it was frozen before.
-        begun: of the warm parent.
+        begun: the head start of the warm parent, if any.
     """
     console = Terminal()
     again = None if arguments is None else resume_command(arguments, run, load(run).run.root)

@@ -408,7 +408,7 @@ def _fabric(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None) ->
     waiting = [gpu for gpu in gpus if gpu.fabric not in (None, "Completed") and not gpu.mig]
     if waiting:
         text = f"{waiting[0].name}: its registration with the fabric manager is {waiting[0].fabric!r}"
-        others = f", and that of {len(waiting) - 1} more" if len(waiting) > 1 else ""
+        others = f" (the same for {len(waiting) - 1} more)" if len(waiting) > 1 else ""
         yield Finding(SUBJECT, ERROR, f"{text}{others}: CUDA fails to initialize", restart)
     elif fabric_manager is False and all(gpu.fabric is None for gpu in gpus):
         yield Finding(SUBJECT, ERROR, "the node has NVSwitches, but nv-fabricmanager does not run", restart)

@@ -167,7 +167,7 @@ def _partition(config: Config, mesh: Mesh, blocks: Sequence[BlockCost]) -> tuple
 
 def stage_bytes(config: Config, layout: Layout, stage: int, blocks: Sequence[BlockCost]) -> int:
     """Returns the peak bytes of a stage of ``blocks``: parameters, casts, gradients, optimizer state, activations."""
-    narrow = 0.5 * (config.precision.weights == "bf16")  # of the size of a master
+    narrow = 0.5 * (config.precision.weights == "bf16")  # relative to the size of a master
     copies = {"parameters": 1 + narrow, "gradients": 1 - narrow, "optimizer": values_per_parameter(config.optim)}
     values = sum(block.parameters for block in blocks) * parameter_dtype(config.precision.name).itemsize
     shards = layout.kind.shards if layout.shards_state else frozenset()
@@ -305,7 +305,7 @@ def _visit(config: Config, mesh: Mesh, model: Model, block: int, example: Batch)
 
 def _fused_bytes(part: Model, hidden: Tensor, dtype: torch.dtype | None) -> int:
     """Returns the bytes of the gradients that a fused loss keeps for the backward pass, which autograd does not save:
-    those of the matrix, in at least fp32, and of the normed hidden states.
+    the gradients of the matrix, in at least fp32, and of the normed hidden states.
     """
     if not isinstance(part.head, LinearHead) or not part.head.fused:
         return 0

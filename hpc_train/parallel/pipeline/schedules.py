@@ -73,7 +73,7 @@ class Part:
 
 
 class _Stage(PipelineStage):
-    """A stage that computes under autocast and casts its output to the announced dtype.
+    """Defines a stage that computes under autocast and casts its output to the announced dtype.
 
     Args:
         links: the groups of neighbors, over which the messages go; see ``Mesh.links``.
@@ -308,11 +308,11 @@ def _check_rank(layout: Layout, rank: int, actions: Sequence[Action], where: str
 
 
 class DualPipeV(ScheduleDualPipeV):
-    """Torch's schedule, with each message sent as soon as it is computed.
+    """Runs torch's schedule, but sends each message as soon as it is computed.
 
     Torch joins a forward and the backward after it into one action, so that a function of the user may compute both at
     once. Without such a function it sends the result of the forward after the backward, and the next rank waits for it.
-    Apart, they compute the same in the same order.
+    Separately, they compute the same in the same order.
     """
 
     def _calculate_single_rank_operations(self, rank: int) -> list[Any]:

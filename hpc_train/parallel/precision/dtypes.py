@@ -98,7 +98,9 @@ def hidden_dtype(precision: PrecisionConfig) -> torch.dtype:
     return narrow or parameter_dtype(precision.name)
 
 
-_FIRST = torch.iinfo(torch.int64).max  # the priority in autograd's queue; only the accumulation of gradients is higher
+_FIRST = torch.iinfo(
+    torch.int64
+).max  # the priority in autograd's queue; only the accumulation of gradients has a higher one
 
 
 def _convolution(module: Any, input: Tensor) -> Tensor:
@@ -114,7 +116,7 @@ def _operands(module: Any, input: Tensor) -> tuple[Tensor, Tensor | None]:
     return module.weight, module.bias
 
 
-# by the forward of the class, since a subclass that overrides it may read its weight as it likes
+# by the forward of the class, since a subclass that overrides it may read its weight in any way
 _FORWARDS: dict[Any, Callable[[Any, Tensor], Tensor]] = {
     nn.Linear.forward: lambda module, input: F.linear(input, *_operands(module, input)),
     Float8Linear.forward: Float8Linear.forward,  # which reads its casts itself
@@ -146,7 +148,7 @@ class KeptCasts:
         self._owners = [module for module in modules if isinstance(getattr(module, "together", None), Together)]
 
     def leave_out(self, written: Iterable[nn.Parameter]) -> None:
-        """Keeps no casts of the parameters ``written``, to which the forward pass itself writes."""
+        """Stops keeping casts of the parameters ``written``, since the forward pass itself writes to them."""
         left_out = set(written)
 
         def keeps(module: nn.Module) -> bool:
@@ -201,14 +203,14 @@ class KeptCasts:
 
 
 def kept_by(module: nn.Module) -> Iterator[Tensor]:
-    """Yields the casts that ``module`` and what is in it keep at this time."""
+    """Yields the casts that ``module`` and its submodules currently keep."""
     for inner in module.modules():
         for name in (CASTS, JOINED):
             yield from (cast for cast in inner.__dict__.get(name, ()) if cast is not None)
 
 
 def _casts_weight(module: nn.Module, dtype: torch.dtype | None) -> bool:
-    """Returns whether ``module`` only uses its weight in ``dtype``, and the weight is a parameter itself."""
+    """Returns whether ``module`` only uses its weight in ``dtype``, and whether the weight is itself a parameter."""
     weight = module._parameters.get("weight")
     is_plain = type(module).forward in _FORWARDS and "forward" not in module.__dict__ and "bias" in module._parameters
     return is_plain and weight is not None and weight.dtype in (torch.float32, dtype)

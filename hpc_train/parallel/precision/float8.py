@@ -2,8 +2,8 @@
 
 A product and its two gradients take operands in 8 bits, which are scaled so that the largest magnitude of a tensor, a
 row, or a block of 32 values is the largest number of the format (Micikevicius et al. 2022, arXiv:2209.05433; mxfp8:
-Rouhani et al. 2023, arXiv:2310.10537). The scales are computed anew in each product, so checkpoints have nothing new,
-and the parameters keep their names, values and dtype. What is saved for the backward pass stays in bf16.
+Rouhani et al. 2023, arXiv:2310.10537). The scales are recomputed in each product, so checkpoints contain nothing in
+addition, and the parameters keep their names, values and dtype. What is saved for the backward pass stays in bf16.
 
 Only plain linear layers inside the layers of a model take part. The first and the last matrices of a model are the most
 sensitive to rounding, and a loss that is fused with the head computes its product itself. Units of fp8 take matrices
@@ -79,11 +79,11 @@ class Float8Linear(nn.Linear):
 
 @dataclass(frozen=True)
 class Matrices:
-    """The matrices of a model.
+    """Lists the matrices of a model.
 
     Attributes:
         chosen: the names of the linear layers that compute in fp8.
-        skipped: the names of the others -> why they do not.
+        skipped: the names of the other linear layers -> why they do not.
     """
 
     chosen: tuple[str, ...]
@@ -214,7 +214,7 @@ def _multiply(recipe: str, emulate: bool, splits_backward: bool = False, shards:
 
     Args:
         splits_backward: see ``use_float8``.
-        shards: None: this rank holds the whole weight.
+        shards: None means that this rank holds the whole weight.
 
     Raises:
         UserError: torchao is missing, or too old.

@@ -139,7 +139,8 @@ _DIMENSIONS = {INPUT: (IN,), WEIGHT: (OUT, IN), GRADIENT: (OUT,)}
 
 @dataclass(frozen=True)
 class ScaledProducts:
-    """One scale per tensor, or one per row of the first and per column of the second operand of each product.
+    """Multiplies with one scale per tensor, or with one per row of the first and per column of the second operand of
+    each product.
 
     Casts and products follow torchao's ``matmul_with_hp_or_float8_args``, in the same order. The operands may be shards
     of tensor parallelism, which use the scale of the full matrix: where ranks hold parts of what shares a scale, they
@@ -147,11 +148,11 @@ class ScaledProducts:
     process, and the results differ only in the order of sums.
 
     Attributes:
-        granularity: which of the two.
+        granularity: which of these two it is.
         formats: the dtypes of input, weight and gradient.
         rounds: whether scales are rounded down to powers of two.
         kinds: torchao's settings of the three products.
-        shards: None: this rank holds the whole weight.
+        shards: None means that this rank holds the whole weight.
     """
 
     granularity: ScalingGranularity
@@ -234,7 +235,7 @@ def scaled_products(recipe: str, emulate: bool, shards: Shards | None) -> Scaled
     Args:
         recipe: ``tensorwise`` or ``rowwise``.
         emulate: whether products are computed in fp32, from values that are rounded to fp8.
-        shards: None: this rank holds the whole weight.
+        shards: None means that this rank holds the whole weight.
     """
     config = Float8LinearConfig.from_recipe_name(recipe)
     gemms = config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight

@@ -23,7 +23,7 @@ OUT, IN = 0, 1  # the dimensions of a weight
 
 @dataclass(frozen=True)
 class Shards:
-    """How the tensor-parallel ranks hold a weight.
+    """Describes how the tensor-parallel ranks hold a weight.
 
     Attributes:
         dim: the dimension that they share, ``OUT`` or ``IN``.
@@ -38,7 +38,7 @@ def shards_of(name: str, weight: DTensor, recipe: str) -> Shards:
     """Returns how tensor-parallel ranks share a weight.
 
     Raises:
-        UserError: ``weight``, that of the layer ``name``, is not split, or its shards cannot be computed in fp8.
+        UserError: ``weight``, the weight of the layer ``name``, is not split, or its shards cannot be computed in fp8.
     """
     placement = weight.placements[0]
     if not isinstance(placement, Shard):
@@ -58,9 +58,8 @@ def linear_of_shards(product: Callable[[Tensor, Tensor], Tensor], input: Any, we
     """Computes a linear layer whose weight is split over tensor-parallel ranks.
 
     Args:
-        product: multiplies local tensors.
-        input: a DTensor ``[..., in]``: whole for a weight that is split by outputs, else split in its last dimension.
-        bias: a DTensor, or None.
+        product: multiplies local tensors. input: a DTensor ``[..., in]``: whole for a weight that is split by outputs,
+        otherwise split in its last dimension. bias: a DTensor, or None.
     """
     by_output = weight.placements[0] == Shard(OUT)
     passed = [Partial()] if by_output else input.placements

@@ -1,6 +1,6 @@
 """Keeps the weights of a model in bf16, and their fp32 values, the masters, for the optimizer and for checkpoints.
 
-The forward and the backward pass use the bf16 weights, so gradients are in bf16, too. The optimizer updates the masters
+The forward and the backward pass use the bf16 weights, so gradients are also in bf16. The optimizer updates the masters
 (``train/optimizers/held.py``), which are sharded like the weights, and rounds them to the weights after each update.
 Without masters an update that is smaller than half a unit in the last place of a weight, 0.2 % of it, would be lost
 (Micikevicius et al. 2018, arXiv:1710.03740). Checkpoints contain the masters under the names of the parameters, so they

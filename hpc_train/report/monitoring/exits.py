@@ -239,11 +239,11 @@ class Otlp:
     """Exports each published snapshot in a separate thread.
 
     Args:
-        tell: called with a message when exports begin to fail.
+        notify: called with a message when exports begin to fail.
     """
 
-    def __init__(self, labels: Mapping[str, str], tell: Callable[[str], object]) -> None:
-        self._tell = tell
+    def __init__(self, labels: Mapping[str, str], notify: Callable[[str], object]) -> None:
+        self._notify = notify
         self._labels = labels
         self._snapshot: Snapshot | None = None
         self._wanted = threading.Event()
@@ -268,7 +268,7 @@ class Otlp:
         try:
             collect = self._start()
         except Exception as error:  # of the many packages below
-            self._tell(f"OTLP: {type(error).__name__}: {error}; continuing without it")
+            self._notify(f"OTLP: {type(error).__name__}: {error}; continuing without it")
             return
         while True:
             self._wanted.wait()
@@ -315,5 +315,5 @@ class Otlp:
     def _report(self, succeeded: bool) -> None:
         if not succeeded and not self._failing:
             address = next((os.environ[name] for name in ENDPOINTS if name in os.environ), "http://localhost:4318")
-            self._tell(f"OTLP: {address} does not accept the metrics of the run; hpc_train keeps trying")
+            self._notify(f"OTLP: {address} does not accept the metrics of the run; hpc_train keeps trying")
         self._failing = not succeeded

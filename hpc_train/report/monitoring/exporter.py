@@ -57,7 +57,7 @@ def monitored(run: RunDirectory, config: TelemetryConfig, allocation: Allocation
     if not openers:
         yield
         return
-    exporter = Exporter(RunReader(run, identity), openers, config.prometheus.interval_s, partial(_tell, events))
+    exporter = Exporter(RunReader(run, identity), openers, config.prometheus.interval_s, partial(_notify, events))
     exporter.start()
     try:
         yield
@@ -87,7 +87,7 @@ def _openers(
     if settings.port is not None:
         yield partial(_Recorded, run, config, allocation, events, run_id)
     if config.otlp:
-        yield partial(Otlp, identity.labels, partial(_tell, events))
+        yield partial(Otlp, identity.labels, partial(_notify, events))
 
 
 class _Recorded:
@@ -116,16 +116,16 @@ class Exporter:
 
     Args:
         openers: open the exports; an error of one does not affect the others.
-        tell: called with a message when reading or publishing begins to fail.
+        notify: called with a message when reading or publishing begins to fail.
     """
 
     def __init__(
-        self, reader: RunReader, openers: list[Opener], interval_s: float, tell: Callable[[str], object]
+        self, reader: RunReader, openers: list[Opener], interval_s: float, notify: Callable[[str], object]
     ) -> None:
         self._reader = reader
         self._openers = openers
         self._interval_s = interval_s
-        self._tell = tell
+        self._notify = notify
         self._exits: list[Exit] = []
         self._failing: set[str] = set()  # classes of those whose last call failed
         self._end = threading.Event()
@@ -144,7 +144,7 @@ class Exporter:
             try:
                 self._exits.append(opener())
             except (OSError, UserError, ImportError) as error:
-                self._tell(f"continuing without a part of the monitoring: {error}")
+                self._notify(f"continuing without a part of the monitoring: {error}")
         self._publish()
         while not self._end.wait(self._interval_s):
             self._publish()
@@ -165,13 +165,13 @@ class Exporter:
             result = call()
         except Exception as error:  # a defect of the monitoring must not end the run
             if who not in self._failing:
-                self._tell(f"the monitoring fails and is retried: {type(error).__name__}: {error}")
+                self._notify(f"the monitoring fails and is retried: {type(error).__name__}: {error}")
             self._failing.add(who)
             return None
         self._failing.discard(who)
         return result
 
 
-def _tell(events: EventLog, message: str) -> None:
+def _notify(events: EventLog, message: str) -> None:
     print(message, file=sys.stderr, flush=True)
     events.write("warning", message=message)

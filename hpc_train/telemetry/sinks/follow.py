@@ -54,9 +54,9 @@ class Follower:
         record: called with the name of the tracker and its outcome whenever this changes.
     """
 
-    def __init__(self, replay: Replay, tell: Callable[[str], object], record: Callable[[str, Any], object]) -> None:
+    def __init__(self, replay: Replay, notify: Callable[[str], object], record: Callable[[str, Any], object]) -> None:
         self._replay = replay
-        self._tell = tell
+        self._notify = notify
         self._record = record
         self._outcome: dict[str, Any] = {}
         self._problem: str | None = None
@@ -77,7 +77,9 @@ class Follower:
         if self._problem is None:
             self._problem = reason
             backend = self._replay.backend
-            self._tell(f"{backend.label}: {reason}; continuing without it. {advice(self._replay.run, [backend.name])}")
+            self._notify(
+                f"{backend.label}: {reason}; continuing without it. {advice(self._replay.run, [backend.name])}"
+            )
             self._report()
 
     def _work(self) -> None:
@@ -127,7 +129,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _followers(run: RunDirectory, first_attempt: int, events: EventLog, orders: list[Order]) -> Iterator[Follower]:
-    def tell(message: str) -> None:
+    def notify(message: str) -> None:
         events.of(max(first_attempt, read_or(run.newest_attempt, 0))).write("warning", message=message)
 
     def checkpoint() -> Path | None:
@@ -139,14 +141,14 @@ def _followers(run: RunDirectory, first_attempt: int, events: EventLog, orders: 
         events.record(run, **{name: outcome})
 
     config = load(run)
-    session = Session(config, run, tell, first_attempt, checkpoint)
+    session = Session(config, run, notify, first_attempt, checkpoint)
     for name in wanted(config.telemetry, run):
         try:
             backend = BACKENDS[name](session)
         except Exception as error:  # its package is missing
-            tell(f"{error}; continuing without it. {advice(run, [name])}")
+            notify(f"{error}; continuing without it. {advice(run, [name])}")
         else:
-            yield Follower(Replay(run, backend), tell, record)
+            yield Follower(Replay(run, backend), notify, record)
 
 
 def _end(followers: list[Follower], seconds: float, priority: int) -> None:

@@ -28,7 +28,7 @@ class Mlflow(Tracker):
     One request sends the values and the last step, so each step arrives once even if the process is killed.
 
     Args:
-        tell: called with each message for the user.
+        notify: called with each message for the user.
         live: as for ``Tracker``; without it, a server that does not respond is an error at once.
 
     Raises:
@@ -43,7 +43,7 @@ class Mlflow(Tracker):
         self,
         settings: MlflowConfig,
         identity: Identity,
-        tell: Callable[[str], object] = print,
+        notify: Callable[[str], object] = print,
         live: bool = False,
     ) -> None:
         super().__init__(RunDirectory(identity.directory), live)
@@ -51,7 +51,7 @@ class Mlflow(Tracker):
         check_installed()
         self._experiment = settings.experiment
         self._identity = identity
-        self._tell = tell
+        self._notify = notify
         self._texts = True
         self._url: str | None = None
 
@@ -92,7 +92,7 @@ class Mlflow(Tracker):
             self._client.log_text(self.position.run, text, f"{name}/step-{step:08d}.txt")
         except Exception as error:
             self._texts = False
-            self._tell(f"MLflow: texts are not stored: {error}")
+            self._notify(f"MLflow: texts are not stored: {error}")
 
     def disconnect(self) -> None:
         total = self.directory.record().get("total_steps")

@@ -133,7 +133,7 @@ class Session:
     """Describes to the backends which run is sent.
 
     Attributes:
-        tell: called with each message for the user.
+        notify: called with each message for the user.
         first_attempt: of the job that trains; None for ``sync``.
         checkpoint: returns the directory of a checkpoint to upload at the end, if there is one.
         output: where files about the run are written; None is the run directory.
@@ -141,7 +141,7 @@ class Session:
 
     config: Config
     run: RunDirectory
-    tell: Callable[[str], object] = print
+    notify: Callable[[str], object] = print
     first_attempt: int | None = None
     checkpoint: Callable[[], Path | None] = lambda: None
     output: Path | None = None
@@ -158,8 +158,10 @@ class Session:
 # whether or not the config asks for them
 BACKENDS: dict[str, Callable[[Session], Tracker]] = {
     Wandb.name: lambda session: Wandb(
-        session.config.telemetry.wandb, session.identity, session.tell, session.first_attempt, session.checkpoint
+        session.config.telemetry.wandb, session.identity, session.notify, session.first_attempt, session.checkpoint
     ),
-    Mlflow.name: lambda session: Mlflow(session.config.telemetry.mlflow, session.identity, session.tell, session.live),
+    Mlflow.name: lambda session: Mlflow(
+        session.config.telemetry.mlflow, session.identity, session.notify, session.live
+    ),
     TensorBoard.name: lambda session: TensorBoard(RunDirectory(session.identity.directory), session.live),
 }

@@ -31,7 +31,7 @@ class Wandb(Tracker):
     """Sends lines to W&B. Recorded offline, it gets the lines of one job, and ``sync`` sends each step once.
 
     Args:
-        tell: called with each message for the user.
+        notify: called with each message for the user.
         first_attempt: of the job that trains; None for ``sync``, which sends several runs and records nothing offline.
         checkpoint: returns the directory of a checkpoint to upload as an artifact at the end, or None.
 
@@ -48,14 +48,14 @@ class Wandb(Tracker):
         self,
         settings: WandbConfig,
         identity: Identity,
-        tell: Callable[[str], object] = print,
+        notify: Callable[[str], object] = print,
         first_attempt: int | None = None,
         checkpoint: Callable[[], Path | None] = lambda: None,
     ) -> None:
         super().__init__(RunDirectory(identity.directory), live=first_attempt is not None)
         self._settings = settings
         self._identity = identity
-        self._tell = tell
+        self._notify = notify
         self._first_attempt = first_attempt
         self._checkpoint = checkpoint
         self.mode: str | None = None
@@ -67,9 +67,9 @@ class Wandb(Tracker):
         return f"{service()}/{self._settings.entity or ''}/{self._settings.project}"
 
     def open(self) -> bool:
-        self.mode = resolve_mode(self._settings.mode, self._record, self._tell) if self.is_live else "online"
+        self.mode = resolve_mode(self._settings.mode, self._record, self._notify) if self.is_live else "online"
         if self.mode != "disabled":
-            _leave_sweep(self._tell)
+            _leave_sweep(self._notify)
         if not self.is_live and (why := why_offline()) is not None:
             fix = "wandb login, or WANDB_API_KEY, on a machine with a route to the service"
             raise UserError(f"W&B: {why}", where="WANDB_API_KEY, WANDB_BASE_URL", fix=fix)
@@ -164,7 +164,7 @@ class Wandb(Tracker):
         return {"mode": self.mode, "url": self.url}
 
 
-def _leave_sweep(tell: Callable[[str], object]) -> None:
+def _leave_sweep(notify: Callable[[str], object]) -> None:
     """Removes the variables of a sweep of W&B from this process, unless its agent has started the run.
 
     An agent also sets the id of the run and writes a file with its parameters. The id is then the agent's.
@@ -173,11 +173,11 @@ def _leave_sweep(tell: Callable[[str], object]) -> None:
     parameters = os.environ.get("WANDB_SWEEP_PARAM_PATH")
     run_id = os.environ.get("WANDB_RUN_ID")
     if sweep and run_id and parameters and Path(parameters).is_file():
-        tell(f"W&B: the agent of the sweep {sweep} gives the run the id {run_id}")
+        notify(f"W&B: the agent of the sweep {sweep} gives the run the id {run_id}")
         return
     for name in withheld(Receiver.WANDB):
         if name.startswith("WANDB_"):
-            tell(f"W&B: {name} is not used, since no agent of a sweep has started this run")
+            notify(f"W&B: {name} is not used, since no agent of a sweep has started this run")
             del os.environ[name]
 
 
@@ -187,7 +187,7 @@ def service() -> str:
 
 
 def requested_mode(
-    setting: str, record: Mapping[str, Any] | None, tell: Callable[[str], object] = lambda message: None
+    setting: str, record: Mapping[str, Any] | None, notify: Callable[[str], object] = lambda message: None
 ) -> str:
     """Returns the mode that the user wants: ``auto`` is WANDB_MODE, else online for a run that was online before, else
     disabled. An unknown WANDB_MODE is reported and not used.
@@ -203,18 +203,18 @@ def requested_mode(
     if mode in ACCEPTED:
         return mode
     if mode:
-        tell(f"W&B: WANDB_MODE is {mode!r}, which is not used; it may be {', '.join(ACCEPTED)}")
+        notify(f"W&B: WANDB_MODE is {mode!r}, which is not used; it may be {', '.join(ACCEPTED)}")
     was_online = record and (record.get("url") or record.get("mode") == "online")
     return "online" if was_online else "disabled"
 
 
-def resolve_mode(setting: str, record: Mapping[str, Any] | None, tell: Callable[[str], object] = print) -> str:
+def resolve_mode(setting: str, record: Mapping[str, Any] | None, notify: Callable[[str], object] = print) -> str:
     """Returns the mode in which W&B runs: online needs a key and a service that responds, else it is offline, which is
     reported. See ``requested_mode``.
     """
-    mode = requested_mode(setting, record, tell)
+    mode = requested_mode(setting, record, notify)
     if mode == "online" and (why := why_offline()) is not None:
-        tell(f"W&B: {why}; {OFFLINE}")
+        notify(f"W&B: {why}; {OFFLINE}")
         return "offline"
     return mode
 

@@ -121,7 +121,7 @@ class Hook:
         """
 
 
-Load = Callable[[Mapping[str, Tensor]], str | None]  # loads into tensors, or returns what is missing in the checkpoint
+Load = Callable[[Mapping[str, Tensor]], str | None]  # loads into tensors, or returns what the checkpoint lacks
 
 
 @dataclass
@@ -255,7 +255,7 @@ class Hooks:
             hook.call("end", self._at(step))
 
     def as_end(self, reason: str | None) -> dict[str, Any] | None:
-        """Returns what a checkpoint records about the end that a hook has asked for; None without."""
+        """Returns what a checkpoint records about an end that a hook has requested; None without a request."""
         return None if reason is None else {"reason": reason, "hooks": self._described()}
 
     def same_end(self, recorded: Mapping[str, Any] | None) -> str | None:

@@ -1,8 +1,7 @@
 """Keeps a moving average of the weights: average <- decay x average + (1 - decay) x weights after each step.
 
 The average is elementwise, so each rank keeps the average of its shards, in the dtype of the parameters. A checkpoint
-contains it under the names of the parameters, and any layout loads it. Buffers are not averaged, and neither are
-parameters that are not trained.
+contains it under the names of the parameters, and any layout loads it. Buffers and frozen parameters are not averaged.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Computes metrics of evaluations from sums that are added up over micro-batches and ranks.
 
-A metric sees the outputs and targets of each micro-batch on the ranks that compute the loss: those of the last pipeline
-stage, where each sample of the evaluation set appears once and the rest is padding. Tensor-parallel ranks hold equal
-outputs, so only those of the first are added. The sums are in fp64 and are reduced once per evaluation, so the value is
+A metric sees the outputs and targets of each micro-batch on the ranks that compute the loss (the last pipeline stage),
+where each sample of the evaluation set appears once and the rest is padding. Tensor-parallel ranks hold equal outputs,
+so only the outputs of the first are added. The sums are in fp64 and are reduced once per evaluation, so the value is
 the same as in one process under every layout.
 
 The outputs are those from which the model computes its loss. With ``train.loss_chunks`` only the logits of one chunk of
@@ -35,7 +35,8 @@ from hpc_train.run.exits import CollectiveFailure, UnfitNode
 
 
 class Metric(ABC):
-    """A metric that is a function of sums over samples. A subclass needs no attributes besides its arguments."""
+    """Base class of a metric that is a function of sums over samples. A subclass needs no attributes except its
+    arguments."""
 
     @abstractmethod
     def sums(self, outputs: Any, targets: Tensor) -> Tensor | Sequence[Tensor | float]:
@@ -259,7 +260,7 @@ def named_errors(title: str, method: str, step: int | None = None) -> Iterator[N
             what += f" after step {step}"
         frames = traceback.extract_tb(error.__traceback__)
         line = frames[-1]
-        for frame in frames:  # the innermost one that is neither in hpc_train nor in an installed package
+        for frame in frames:  # the innermost frame that is neither in hpc_train nor in an installed package
             path = Path(frame.filename)
             if not (path.is_relative_to(_PACKAGE) or "site-packages" in path.parts or path.name.startswith("<")):
                 line = frame

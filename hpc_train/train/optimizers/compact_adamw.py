@@ -5,9 +5,9 @@ because the additions are smaller than half a unit in the last place. Moments in
 stochastically. The random bits are a hash of the gradient and the step, so they are the same on replicas, under every
 layout, and after a resume.
 
-An update consists of about 40 elementwise operations. On nodes with GPUs torch.compile makes one kernel of them for
-each tensor, also for those that are offloaded to host memory: there it took 7.1 s per 1e9 parameters instead of 80 s
-(2 threads, torch 2.13). Elsewhere the operations run one by one, in pieces of a few million elements, which bounds the
+An update consists of about 40 elementwise operations. On nodes with GPUs, torch.compile fuses them into one kernel per
+tensor, also for tensors that are offloaded to host memory: there it took 7.1 s per 1e9 parameters instead of 80 s (2
+threads, torch 2.13). Elsewhere the operations run one by one, in pieces of a few million elements, which bounds the
 temporary memory. Small tensors are concatenated and updated together in both cases, which gives the same bits.
 """
 
@@ -103,7 +103,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
 
 class _Terms(NamedTuple):
-    """The factors of an update that depend on the step: ``root`` is ``sqrt(1 - beta2^step)``, ``rate`` is
+    """Holds the factors of an update that depend on the step: ``root`` is ``sqrt(1 - beta2^step)``, ``rate`` is
     ``lr / (1 - beta1^step)``. Each is a scalar, or a tensor with a value for every element.
     """
 
@@ -137,12 +137,12 @@ class _Slice:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that the update writes, and the gradient."""
+        """Returns the tensors that the update writes, and the gradient."""
         return (self.value, *self.moments, self.gradient)
 
 
 def _batches(slices: Sequence[_Slice], most: int) -> Iterator[list[_Slice]]:
-    """Groups slices into batches of at most ``most`` elements; a larger slice is a batch by itself."""
+    """Groups slices into batches of at most ``most`` elements; a larger slice becomes a separate batch."""
     batch: list[_Slice] = []
     for piece in slices:
         if batch and sum(other.value.numel() for other in batch) + piece.value.numel() > most:

@@ -1,7 +1,7 @@
 """Pairs each parameter with the tensor that the optimizer of a rank updates.
 
 ``LocalShard`` is for optimizers that compute each element alone: each rank updates its shard. ``WholeTensor`` is for
-all others, such as Muon, whose update of an element depends on the whole matrix: one rank of those that share a
+all others, such as Muon, whose update of an element depends on the whole matrix: one of the ranks that share a
 parameter owns it. The owner gathers the gradient, updates the whole parameter and broadcasts it. The state is then
 sharded by parameter instead of by row, has the shapes that the optimizer gives it, and is the same under every layout.
 
@@ -143,7 +143,7 @@ class MasterShard(LocalShard):
             self.local.grad = None  # a copy, which only the update needs
 
     def fetch(self) -> None:
-        """A load writes into the master itself."""
+        """Returns the master itself, since a load writes into it."""
 
 
 def _copy_gradient(local: nn.Parameter, gradient: Tensor | None) -> None:

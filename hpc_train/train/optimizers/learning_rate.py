@@ -85,7 +85,8 @@ _MOMENTUM = 0.9  # of the optimizer that schedulers get
 
 @dataclass
 class _Scheduler:
-    """Calls a scheduler class such as those of ``torch.optim.lr_scheduler`` with an optimizer of one parameter."""
+    """Calls a scheduler class, such as the classes of ``torch.optim.lr_scheduler``, with an optimizer of one
+    parameter."""
 
     name: str
     make: Callable[..., Any]

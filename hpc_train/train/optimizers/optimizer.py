@@ -66,7 +66,7 @@ class Optimizer:
         for together in self._together:
             for held in together:
                 held.refresh()
-            # with offload this waits for the copies of the gradients, too
+            # with offload, this also waits for the copies of the gradients
             if waits and not finite.item():
                 return
             for part in self._parts:
@@ -97,8 +97,7 @@ class Optimizer:
         Args:
             stored: all tensors of a checkpoint; an empty one discards that state.
 
-        Returns:
-            Those that are state of such optimizers, on any rank.
+        Returns: The tensors that are state of such optimizers, on any rank.
         """
         states: dict[str, dict[str, TensorShape]] = {}
         for target in own_targets(self._config):
@@ -156,8 +155,9 @@ class Optimizer:
 
 
 def _updated_together(held: Iterable[Held]) -> Iterator[list[Held]]:
-    """Yields what is updated at once: all, but of masters on the device, which need gradients in fp32, only so many
-    that these copies are small. Optimizers leave out parameters without a gradient.
+    """Yields groups of parameters that are updated together: all at once, except masters on the device. These need
+    gradients in fp32, so each group has only a few, to keep the copies small. Optimizers leave out parameters without a
+    gradient.
     """
     together: list[Held] = []
     elements = 0
@@ -174,7 +174,7 @@ def _updated_together(held: Iterable[Held]) -> Iterator[list[Held]]:
 
 @dataclass
 class _Part:
-    """One optimizer and the parameters of this rank that it updates.
+    """Holds one optimizer and the parameters of this rank that it updates.
 
     Attributes:
         inner: None if other ranks own all these parameters.

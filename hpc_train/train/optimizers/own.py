@@ -48,7 +48,7 @@ def build(target: Target, groups: list[dict[str, Any]], lr: float, weight_decay:
 
     Args:
         groups: torch's parameter groups, each with the key weight_decay.
-        lr: given to ``target`` if its signature has ``lr``; ``weight_decay`` likewise, also in the groups.
+        lr: given to ``target`` if its signature has ``lr``; the same holds for ``weight_decay``, also in the groups.
 
     Raises:
         UserError: it cannot be imported or called, or what it returns cannot be used.
@@ -97,10 +97,10 @@ ROWS, COLUMNS, UPDATES = 6, 4, 3  # the parameter and the updates with which ``c
 
 
 def check_elementwise(target: Target) -> None:
-    """Compares updates of a small matrix with those of its halves, if the config says that this makes no difference.
+    """Compares updates of a small matrix with those of its halves, if the config states that they are equal.
 
     Raises:
-        UserError: it does.
+        UserError: they differ.
     """
     if not target.elementwise or target.torch_name is not None:
         return
@@ -249,7 +249,8 @@ _SMALL = 1024  # elements of a tensor that are read
 
 
 def _comparable(value: Any) -> Any:
-    """Returns what changes if a number, a tensor, or a container of them does; None for any other value.
+    """Returns a value that changes whenever a number, a tensor, or a container of them changes; None for any other
+    value.
 
     Flags do not count: torch's fused optimizers clear one in their first update.
     """
@@ -331,7 +332,7 @@ def restored(tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) 
     """Returns the state whose ``flattened`` form is ``tensors``.
 
     Args:
-        dtype: of the parameter, which a tensor in 8 bits has outwardly.
+        dtype: the dtype of the parameter, which a tensor in 8 bits reports as its own.
     """
     state: dict[str, Any] = {}
     lists: dict[str, dict[int, tuple[str, Tensor]]] = {}

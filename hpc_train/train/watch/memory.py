@@ -133,9 +133,9 @@ class MemorySaving:
 
 
 def fixes(config: Config, mesh: Mesh) -> list[MemorySaving]:
-    """Returns changes that save memory, those that cost least speed first.
+    """Returns changes that save memory, the cheapest in speed first.
 
-    Without an estimate (custom models) it returns all changes, else at most ``SHOWN`` that are worth suggesting.
+    Without an estimate (custom models), it returns all changes; otherwise, at most ``SHOWN`` that are worth suggesting.
     """
     before = estimate(config, mesh.layout)
     if before is None:
