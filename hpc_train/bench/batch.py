@@ -208,7 +208,7 @@ class Trial:
 
 
 def knee(trials: Sequence[Trial]) -> Trial | None:
-    """Returns the smallest micro-batch that reaches ``KNEE`` of the best speed; or or None if all trials failed."""
+    """Returns the smallest micro-batch that reaches ``KNEE`` of the best speed; or None if all trials failed."""
     speeds = {trial: trial.speed for trial in trials if trial.speed is not None}
     best = max(speeds.values(), default=0.0)
     fast = [trial for trial, speed in speeds.items() if speed >= KNEE * best]

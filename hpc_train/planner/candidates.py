@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Orders layouts that are equally fast: those with those with fewer techniques come first."""
+        """Orders layouts that are equally fast: those with fewer techniques come first."""
         layout = self.layout
         ckpt = str(self.values["train.activation_checkpointing"])
         split = (layout.pp > 1) + (layout.tp > 1)

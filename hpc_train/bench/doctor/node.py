@@ -201,7 +201,7 @@ def examine(facts: NodeFacts, config: Config, health: NodeHealth, first: str | N
         "the config files": str(config_directory()),
         "run.root": str(root),
     }
-    if health.ports:  # nodes in nodes in two partitions cannot connect, and a smaller MTU makes connections hang
+    if health.ports:  # nodes in two partitions cannot connect, and a smaller MTU makes connections hang
         keys = sorted({f"{port.keys[0]:#06x}" for port in health.ports if port.keys})
         must_match["the partition key of InfiniBand"] = ", ".join(keys) or "none"
         sizes = sorted({str(port.mtu) for port in health.ports if port.mtu})

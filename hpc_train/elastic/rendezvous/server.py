@@ -65,7 +65,7 @@ class Member:
 
     @property
     def alive(self) -> float:
-        """Returns the latest time up to which it has both sent and received."""
+        """Returns when it was last known to have both sent and received."""
         if self.channel.has_unsent:
             return min(self.heard, self.channel.received)
         return self.heard
