@@ -96,7 +96,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Probe:
-    """What a check gets: the place, a folder of its own, and the methods to tell what it finds."""
+    """Gives a check the place, a separate folder, and the methods that report what it finds."""
 
     check: Check
     place: Place

@@ -80,7 +80,7 @@ class Found:
     """What was found of a contender.
 
     Attributes:
-        losses: the mean losses of the first global batches; empty if it does not tell them.
+        losses: the mean losses of the first global batches; empty if it does not report them.
         seconds: of a step in each turn.
         cpu_seconds: the same of the processors, summed over the ranks; other programs hardly change it.
         peak: bytes by which the resident set of the largest rank grew at most; None unless memory was measured.

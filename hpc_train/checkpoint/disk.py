@@ -135,7 +135,7 @@ def unlink(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes what it can of a directory tree, without following a link."""
+    """Removes as much of a directory tree as possible, without following links."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     else:

@@ -1,4 +1,4 @@
-"""Keeps what the state dict of a module has beyond parameters and buffers.
+"""Saves the entries of a module's state dict beyond parameters and buffers.
 
 torch's modules keep such state by ``get_extra_state`` and ``set_extra_state``, by overrides of ``_save_to_state_dict``
 and ``_load_from_state_dict``, or by hooks. ``extra.KEY`` in a checkpoint is the entry KEY of the state dict as JSON,
@@ -96,7 +96,7 @@ _SPLIT = ("stem", "layers", "head")  # parts of a ``Model`` that only one pipeli
 
 @dataclass(frozen=True)
 class _Entries:
-    """Holds what one module has beyond parameters and buffers.
+    """Holds the state of one module beyond parameters and buffers.
 
     Attributes:
         values: canonical key -> value.

@@ -57,13 +57,13 @@ def between_failures(failures_per_gpu_hour: float, gpus: int) -> float:
 
 @dataclass(frozen=True)
 class Saves:
-    """Holds what saving and restarting take, in seconds.
+    """Holds the costs of saving and restarting, in seconds.
 
     Attributes:
         every_s: useful work between the begins of two saves.
         blocked_s: for how long a save blocks training.
         durable_s: from the begin of a save until a restart can use it.
-        restart_s: from a failure until training goes on, with the time to read the checkpoint.
+        restart_s: from a failure until training continues, including the time to read the checkpoint.
     """
 
     every_s: float

@@ -109,7 +109,7 @@ class HostArena:
 
 
 class SideStream:
-    """Copies tensors of ``device`` on a stream besides its current one."""
+    """Copies tensors of ``device`` on a stream other than its current one."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device

@@ -52,7 +52,8 @@ def inspect_present(
 
 
 def was_kept(store: CheckpointStore, checkpoint: Checkpoint) -> bool:
-    """Returns whether a checkpoint is still committed; a run that prunes or sets it aside takes away that first."""
+    """Returns whether a checkpoint is still committed; a run that prunes it or sets it aside first removes its
+    commit."""
     return checkpoint in store.committed()
 
 

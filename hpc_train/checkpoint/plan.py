@@ -123,7 +123,7 @@ class Places:
 
 @dataclass(frozen=True)
 class _Group:
-    """The ranks that hold the same tensors, by distinct holdings.
+    """Groups the ranks that hold the same tensors, by distinct holdings.
 
     Attributes:
         boxes: int64 of shape (holdings, columns).
@@ -308,7 +308,7 @@ def _choose_writers(held: _Held, load: Ints) -> WrittenTensor:
     rows: list[int] = []
     writers: list[int] = []
     for begin, end in pairwise([*begins.tolist(), len(order)]):
-        choices = []  # (load, rank, holding), of which the lowest rank of several counts
+        choices = []  # (load, rank, holding); of equal loads, the lowest rank wins
         for holding in order[begin:end].tolist():
             ranks = held.ranks[holding]
             least = load[ranks].argmin()

@@ -34,7 +34,7 @@ ALIASES = "aliases"  # key in the manifest: further names of tied tensors -> the
 
 
 class ModelState(Protocol):
-    """Interface of a model whose state is saved in checkpoints; an ``Engine`` has it."""
+    """Interface of a model whose state is saved in checkpoints; an ``Engine`` implements it."""
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
@@ -196,10 +196,10 @@ def required(stored: Mapping[str, _Value]) -> dict[str, _Value]:
 
 
 def weights_of_hook(stored: Mapping[str, object], hook: str) -> dict[str, str]:
-    """Returns the names of the model's tensors in a checkpoint -> those of the tensors that ``hook`` keeps of them.
+    """Returns the names of the model's tensors in a checkpoint -> the names of the tensors that ``hook`` keeps of them.
 
     Raises:
-        UserError: the hook keeps none.
+        UserError: the hook keeps no tensors.
     """
     prefix = f"{HOOKS}{hook}."
     hook_names = {f"model.{name.removeprefix(prefix)}": name for name in stored if name.startswith(prefix)}

@@ -144,7 +144,7 @@ def _model(run: RunDirectory) -> tuple[ModelConfig, int | None]:
 
 
 def _others(run: RunDirectory) -> Others | None:
-    """Returns what the run has from published weights, or else the tokens around its documents."""
+    """Returns the settings that the run has from published weights, or else the tokens around its documents."""
     others = published(run)
     config = load(run) if others is None and run.config.exists() else None
     if config is None or not (isinstance(config.model, GPTConfig) and isinstance(config.data, TokensDataConfig)):

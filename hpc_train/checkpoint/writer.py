@@ -60,7 +60,7 @@ class SaveFailed(CollectiveFailure):
 
 @dataclass(frozen=True)
 class Answer:
-    """Holds what a rank says before a save: the serial of the plan that it knows, and the digest of what it holds."""
+    """Holds a rank's message before a save: the serial of the plan that it knows, and the digest of what it holds."""
 
     serial: int | None
     digest: bytes
@@ -68,7 +68,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Written:
-    """Holds what a rank sends to the others after its write.
+    """Holds a rank's message to the others after its write.
 
     Attributes:
         files: its files by name.
@@ -209,7 +209,7 @@ class Coordinator:
 
 
 class TensorWriter:
-    """Writes tensors collectively over ``group``, and plans anew only when what a rank holds has changed.
+    """Writes tensors collectively over ``group``, and plans again only when the holdings of a rank have changed.
 
     Args:
         group: None means one process.

@@ -35,8 +35,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Builder:
-    """Represents the process that may build in ``out``. ``number`` differs from that of each earlier builder, which
-    names of temporary files with it therefore exclude."""
+    """Represents the process that may build in ``out``. ``number`` differs from that of each earlier builder, so
+    temporary files with the number in their names never collide."""
 
     out: Path
     lock: Lock

@@ -369,7 +369,7 @@ def _listed(dataset: Dataset, indices: Sequence[int]) -> str:
 
 
 def _contents(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yields the tensors and arrays in ``value``, also those that objects have as attributes."""
+    """Yields the tensors and arrays in ``value``, including attributes of objects."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":

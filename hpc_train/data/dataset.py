@@ -85,8 +85,8 @@ class Dataset(ABC):
         return self.sample(index, epoch)
 
     def fingerprint(self) -> str:
-        """Returns a hash of what the samples are read from, such as the names of the files; empty if it is not known
-        without reading more. It must stay the same for the same data, since checkpoints hold it.
+        """Returns a hash of the source of the samples, such as the names of the files; empty if it is unknown without
+        reading more. It must stay the same for the same data, since checkpoints hold it.
         """
         return ""
 
@@ -120,7 +120,7 @@ class SampleError(UserCodeError):
 
 
 def check_positive(key: str, value: int, example: int) -> None:
-    """Raises UserError if ``value``, that of ``data.key``, is not at least 1."""
+    """Raises UserError if ``value``, the value of ``data.key``, is less than 1."""
     if value < 1:
         raise UserError(
             f"data.{key} is {value}, but must be at least 1", where=f"data.{key}", fix=f"data.{key}={example}"
@@ -180,7 +180,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def leaves(value: Nested) -> Iterator[Tensor]:
-    """Yields the tensors of ``value`` in the order of its dicts; none of a ``Ragged``, which has no rows."""
+    """Yields the tensors of ``value`` in the order of its dicts; nothing for a ``Ragged``, which has no rows."""
     if isinstance(value, Ragged):
         return
     if isinstance(value, Mapping):

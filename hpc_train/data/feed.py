@@ -132,7 +132,7 @@ class TrainFeed:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Returns the steps of an epoch; None for a stream, whose length is not known."""
+        """Returns the steps of an epoch; None for a stream, whose length is unknown."""
         if self._order is None:
             return None
         return self._order.steps_per_epoch

@@ -64,8 +64,8 @@ def image_files(directory: Path) -> list[str]:
 def image_names(directory: Path) -> list[str]:
     """Returns the names of the images in ``directory`` and its subdirectories, relative to it and sorted.
 
-    Links to files are followed, those to directories are not. A directory that does not exist, such as that of a class
-    without validation images, has none. Raises UserError if a directory cannot be read.
+    Links to files are followed, links to directories are not. A missing directory, such as the directory of a class
+    without validation images, yields no names. Raises UserError if a directory cannot be read.
     """
     if directory.is_dir():
         return sorted(_images_below(str(directory), ""))

@@ -1,6 +1,6 @@
 """Builds a directory of token files from documents; an interrupted build continues where it stopped.
 
-Inputs of together about 32 MiB become a shard, which is committed by a rename. Then the shards are joined in the order
+Inputs of about 32 MiB in total become a shard, which is committed by a rename. Then the shards are joined in the order
 of the inputs, and writing ``meta.json`` commits the directory. Uncommitted files are ignored. A process that was
 suspended until another took over writes only files that carry its own number.
 """
@@ -36,7 +36,7 @@ SHARD_BYTES = 32 << 20  # of input; a larger input is a shard by itself
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds the settings of the tokenization; a change of any of them makes other files."""
+    """Holds the settings of the tokenization; a change of any of them produces different files."""
 
     tokenizer: str = "bytes"  # or the path of a tokenizer.json
     eos: str | None = None

@@ -54,7 +54,7 @@ def build_stream(config: StreamDataConfig, split: str, seed: int) -> Dataset:
 
 @dataclass(frozen=True)
 class ShardState:
-    """Says where a shard continues.
+    """Describes where a shard continues.
 
     Attributes:
         taken: the positions that were taken from the shard, in all epochs; those after its end count.

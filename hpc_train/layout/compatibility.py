@@ -116,7 +116,7 @@ def _other_than(value: str, key: str, name: str) -> Condition:
 
 
 def _kind(name: str, holds: Callable[[DataParallelKind], object]) -> Condition:
-    """Returns the condition that ranks synchronize gradients by a kind of which ``holds`` is true."""
+    """Returns the condition that ranks synchronize gradients by a kind for which ``holds`` is true."""
 
     def value(config: Config, layout: Layout) -> Any:
         kind = find_kind(asked_kind(config))
@@ -126,7 +126,7 @@ def _kind(name: str, holds: Callable[[DataParallelKind], object]) -> Condition:
 
 
 def _schedule(name: str, holds: Callable[[PipelineSchedule], bool]) -> Condition:
-    """Returns the condition that a pipeline runs a schedule of which ``holds`` is true."""
+    """Returns the condition that a pipeline runs a schedule for which ``holds`` is true."""
 
     def value(_: Config, layout: Layout) -> Any:
         return layout.pp > 1 and holds(layout.pipeline) and layout.pipeline
@@ -135,7 +135,7 @@ def _schedule(name: str, holds: Callable[[PipelineSchedule], bool]) -> Condition
 
 
 def _compression(name: str, holds: Callable[[str], bool]) -> Condition:
-    """Returns the condition that replicas compress gradients by a technique of which ``holds`` is true."""
+    """Returns the condition that replicas compress gradients by a technique for which ``holds`` is true."""
 
     def value(config: Config, layout: Layout) -> Any:
         technique = config.strategy.compression

@@ -63,7 +63,7 @@ class Block:
 
     @property
     def total(self) -> float:
-        """The operations of forward and backward."""
+        """Returns the operations of forward and backward."""
         return self.products + self.attention + self.backward
 
 
@@ -217,7 +217,7 @@ def file_hash(path: Path) -> str:
 
 
 def _activations(model: CountedModel, _: Any) -> Activations:
-    """Returns the activations per sample: the mean of the layers, and what stem and head keep.
+    """Returns the activations per sample: the mean over the layers, and the activations that stem and head keep.
 
     The head's largest tensor holds the logits, whose gradient and copies the estimate adds. All else that stem and head
     keep counts as logits too, by its bytes.

@@ -41,7 +41,7 @@ class Layout:
     cp: int = 1
 
     def logical_of(self, dp_rank: int) -> range:
-        """The logical micro-batches that a dp rank computes."""
+        """Returns the logical micro-batches that a dp rank computes."""
         logical = self.logical_micro_batches
         return range(dp_rank * logical // self.dp, (dp_rank + 1) * logical // self.dp)
 
@@ -51,12 +51,12 @@ class Layout:
 
     @property
     def dp_cp(self) -> int:
-        """The ranks that hold the same parameters, over which gradients are summed."""
+        """Returns the ranks that hold the same parameters, over which gradients are summed."""
         return self.dp * self.cp
 
     @property
     def stage_ranks(self) -> int:
-        """The ranks at one position of the pipeline, which are consecutive."""
+        """Returns the ranks at one position of the pipeline, which are consecutive."""
         return self.dp_cp * self.tp
 
     @property
@@ -89,7 +89,7 @@ class Layout:
 
     @property
     def bubble_share(self) -> float:
-        """The share of a step in which a rank is idle, according to the schedule's row."""
+        """Returns the share of a step in which a rank is idle, according to the schedule's row."""
         return self.pipeline.bubble(self._shape) if self.pp > 1 else 0.0
 
     def in_flight(self, stage: int) -> int:
@@ -128,7 +128,7 @@ class Place(StrEnum):
 
 @dataclass(frozen=True)
 class JobShape:
-    """The resources of a job, and where it runs.
+    """Describes the resources of a job, and where it runs.
 
     Attributes:
         nodes: the largest number of nodes that train, without spares.

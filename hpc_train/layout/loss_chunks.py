@@ -28,7 +28,7 @@ LARGE = 4  # a vocabulary is large from this multiple of the width; the logits o
 
 @dataclass(frozen=True)
 class LossForm:
-    """How the last stage computes the loss of a micro-batch.
+    """Describes how the last stage computes the loss of a micro-batch.
 
     Attributes:
         chunks: the number of chunks of tokens.
@@ -69,7 +69,7 @@ def loss_form(config: Config, layout: Layout) -> LossForm:
 
 
 def check_loss_chunks(config: Config, layout: Layout) -> None:
-    """Raises UserError if ``train.loss_chunks`` is a number above that of the tokens."""
+    """Raises UserError if ``train.loss_chunks`` exceeds the number of tokens."""
     chunks = config.train.loss_chunks
     length = getattr(config.data, "sequence_length", None)
     if isinstance(chunks, str) or not length:  # another check refuses a length of 0

@@ -46,7 +46,7 @@ def needed_bytes(
     """Returns the bytes that a GPU must have for ``held`` bytes of tensors.
 
     Args:
-        allocator_share: of the machine file, like ``reserved_bytes``, if it is known which one describes the GPU.
+        allocator_share: from the machine file that describes the GPU, like ``reserved_bytes``, if that file is known.
     """
     return held * (1 + allocator_share) + reserved_bytes
 
@@ -195,7 +195,7 @@ def passage(changes: Iterable[Change]) -> Passage:
 
 
 def replay(passages: Iterable[Passage]) -> Memory:
-    """Returns what is held at the peak of ``passages``, which begin with nothing."""
+    """Returns the bytes held at the peak of ``passages``, starting from zero."""
     held = most = tuple([0.0] * len(PARTS))
     total = height = 0.0
     for step in passages:
@@ -212,7 +212,7 @@ Reduces = Literal["each", "last", "after", "inside"]
 
 
 class Run(NamedTuple):
-    """Consecutive layers of a stage that are alike.
+    """Describes consecutive layers of a stage that are alike.
 
     Attributes:
         mode: what they recompute.
@@ -251,7 +251,7 @@ class Rank:
     Attributes:
         stages: its stages by number.
         actions: its passes, without those that repeat others.
-        micro_batches: how many it computes in truth.
+        micro_batches: how many it actually computes.
         gathers: whether ZeRO keeps parameters whole for the ``step`` or gathers them for each ``layer``; ``never``.
         reduces: whether gradients are reduced in ``each`` backward, in the ``last`` one of a step, or ``after`` it,
             whole; ``inside`` uses each as soon as it is final.
@@ -516,7 +516,7 @@ class _Step:
             freed = held.on_device(mode, moves) + self._tables
             if inputs_done:
                 freed += held.products + held.restored(mode, moves)
-            # layers that follow each other are alike: the first and the last one tell the peak
+            # layers that follow each other are alike: the first and the last one determine the peak
             for several in (1, count - 2, 1) if count > 2 else (1,) * count:
                 yield from self._layer_backward(number, mode, layer, several)
                 yield Change("activations", -several * freed, in_layer=True)
@@ -558,7 +558,7 @@ class _Step:
         return self.sizes.parameters.table * self.sizes.per_parameter.whole * waits
 
     def _layer_backward(self, number: int, mode: LayerMode, layer: float, several: int) -> Iterator[Change]:
-        """Computes the gradients of ``several`` equal layers, of which the peak of one counts."""
+        """Computes the gradients of ``several`` equal layers; only the peak of one counts."""
         per = self.sizes.per_parameter
         held = self.sizes.activations
         matrix = self.sizes.parameters.matrix

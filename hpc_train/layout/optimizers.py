@@ -1,4 +1,4 @@
-"""Reads what a config says about optimizers, parameter groups and learning rate schedules, without torch.
+"""Reads the optimizers, parameter groups and learning rate schedules of a config, without torch.
 
 An optimizer of the user is named by its import path. What is known here about those of ``torch.optim`` decides how a
 sharded parameter is updated and how much memory the state takes; for all others the config states it.
@@ -95,7 +95,7 @@ def own_targets(optim: OptimConfig) -> list[Target]:
 
 
 def own_code(optim: OptimConfig) -> list[str]:
-    """Returns the import paths in a config: those of its optimizers and of its schedule."""
+    """Returns the import paths of the optimizers and the schedule in a config."""
     paths = [target.path for target in own_targets(optim) if target.path is not None]
     schedule = parse_schedule(optim.schedule)
     if schedule.is_own:

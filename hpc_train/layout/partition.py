@@ -87,7 +87,7 @@ class Prediction:
 
     @property
     def imbalance(self) -> float:
-        """The time of the slowest stage divided by the mean; 1 means balanced."""
+        """Returns the time of the slowest stage divided by the mean; 1 means balanced."""
         return max(self.stage_s) * len(self.stage_s) / sum(self.stage_s)
 
 

@@ -138,7 +138,7 @@ def layers_of_rank(config: Config, layout: Layout, pp_rank: int) -> list[HeldLay
 def _greedy(
     in_flight: Sequence[int], sizes: Mapping[LayerMode, float], budget: int, cheapest_first: Sequence[LayerMode]
 ) -> list[LayerMode]:
-    """Returns the mode of each layer, of which those that save most come first."""
+    """Returns the mode of each layer; layers that save the most memory recompute first."""
     modes: list[LayerMode] = ["none"] * len(in_flight)
     total = sum(in_flight) * sizes["none"]
     for mode in cheapest_first:

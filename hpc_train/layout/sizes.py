@@ -24,7 +24,7 @@ MATRIX_SHARE = 0.25  # of the parameters of a layer in its largest matrix; a thi
 
 @dataclass(frozen=True)
 class Parameters:
-    """The numbers of parameters on one rank of a tensor-parallel group, before data-parallel ranks share them.
+    """Holds the numbers of parameters on one rank of a tensor-parallel group, before data-parallel ranks share them.
 
     Attributes:
         stem, layer, head: of each block; a table that stem and head share counts in the stem.
@@ -43,7 +43,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class PerParameter:
-    """Bytes per parameter of the rank.
+    """Holds the bytes per parameter of the rank.
 
     Attributes:
         held: of the shard of the parameters and their masters, ``optimizer`` and ``hooks`` those of the state.
@@ -68,7 +68,7 @@ class PerParameter:
 
 @dataclass(frozen=True)
 class PerMicroBatch:
-    """Bytes of the activations of one micro-batch on one rank.
+    """Holds the bytes of the activations of one micro-batch on one rank.
 
     Attributes:
         kept: what a layer keeps for its backward, by what it recomputes.
@@ -126,7 +126,7 @@ def sizes_of(config: Config, layout: Layout) -> Sizes:
 
 
 def parameters_of(config: Config, tp: int) -> Parameters:
-    """Returns the numbers of parameters of a rank. Norms count as if tensor-parallel ranks shared them, too."""
+    """Returns the numbers of parameters of a rank. Norms count as if tensor-parallel ranks also shared them."""
     model = config.model
     count = parameter_count(model)
     layer = layer_parameters(model)
@@ -193,7 +193,7 @@ def per_micro_batch(config: Config, layout: Layout, counts: Activations) -> PerM
     if tp > 1:
         of_layer += counts.layer_input * narrow  # a gathered gradient
     matrix = 0.0
-    if form.fused and trained_share(config.model) == 1:  # beside adapters it is frozen
+    if form.fused and trained_share(config.model) == 1:  # with adapters, it is frozen
         matrix = counts.logits * counts.layer_input / tp * max(4, narrow)
     return PerMicroBatch(
         kept=layer_bytes(config, layout),
@@ -289,7 +289,7 @@ def trained_share(model: ModelConfig) -> float:
 
 
 def trained_count(model: ModelConfig) -> int | None:
-    """Returns the number of parameters that train, which are those in a checkpoint; None if it is unknown."""
+    """Returns the number of parameters that train, i.e. the parameters in a checkpoint; None if it is unknown."""
     count = family_of(model).trained_parameters
     return parameter_count(model) if count is None else count(model)
 

@@ -101,7 +101,7 @@ class PipelineSchedule:
 
     @property
     def kinds(self) -> str:
-        """The data-parallel kinds that its row names, for messages."""
+        """Returns the data-parallel kinds that its row names, for messages."""
         return " or ".join(self.data_parallel)
 
     def place(self, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -114,7 +114,7 @@ class PipelineSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelKind:
-    """One way to synchronize data-parallel ranks. Every fact is required.
+    """Describes one way to synchronize data-parallel ranks. Every fact is required.
 
     Attributes:
         name: used in messages.

@@ -129,7 +129,7 @@ def _check_command(words: list[str]) -> None:
 
 
 def own_code_notes(config: Config) -> list[str]:
-    """Returns what of the config does not apply to custom code, for the dry run and the log."""
+    """Returns the parts of the config that do not apply to custom code, for the dry run and the log."""
     if config.run.entry is not None:
         return [NOTE_OF_ENTRY]
     if config.run.command is None:

@@ -60,7 +60,7 @@ def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: fl
 
     Raises:
         UserError: the config is invalid. The message reports all problems of the values; if there are none, all
-            problems of input files, packages, the user's code and the layout; else the first that is left.
+            problems of input files, packages, the user's code and the layout; otherwise, the first remaining problem.
     """
     config = for_nodes(config, nodes)
     check_values(config)

@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Allocation:
-    """The position of this process among the nodes of its job.
+    """Describes the position of this process among the nodes of its job.
 
     Attributes:
         job_id: the scheduler's job id; None outside of a job.
@@ -120,7 +120,7 @@ def listening_at(allocation: Allocation, is_chosen: bool) -> tuple[Allocation, s
 
     Args:
         is_chosen: whether ``cluster.interface`` names the address. Otherwise it must be the one from which this node
-            sends to the others, because on a host with several networks its name may belong to another one.
+            sends to the others, because on a host with several networks, its name may belong to another address.
     """
     if allocation.nodes == 1:
         return allocation, None

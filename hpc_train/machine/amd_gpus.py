@@ -244,7 +244,8 @@ class AmdNode:
         return gpu.compute and _may_open(self.devices / f"dri/renderD{gpu.render}")
 
     def named(self, environment: Mapping[str, str] = os.environ) -> int | None:
-        """Returns to how many devices the user's variables limit the process; None without such variables."""
+        """Returns the number of devices to which the user's variables limit the process; None without such
+        variables."""
         # HIP ignores an empty variable, by which users mean that no GPU is visible
         empty = environment.get("HIP_VISIBLE_DEVICES", environment.get("CUDA_VISIBLE_DEVICES"))
         counts = []
@@ -255,7 +256,7 @@ class AmdNode:
         return min(counts, default=None)
 
     def why_not_visible(self, environment: Mapping[str, str], staff: str | None) -> tuple[str, str]:
-        """Returns the cause why too few devices are visible, and its fix.
+        """Returns the reason why too few devices are visible, and the fix.
 
         Args:
             staff: the fix of a fault of the node; None on a machine without Slurm.
@@ -297,7 +298,7 @@ def _may_open(device: Path) -> bool:
 
 
 def instinct_on_bus(pci: Path) -> tuple[str, ...]:
-    """Returns the addresses of the Instinct GPUs on the PCI bus, which shows them without a driver, too."""
+    """Returns the addresses of the Instinct GPUs on the PCI bus, which also shows them without a driver."""
     if not pci.is_dir():
         return ()
     devices = [path for path in sorted(pci.iterdir()) if read_text(path / "vendor") == VENDOR]

@@ -97,8 +97,8 @@ def apply(variables: Iterable[Variable], environment: MutableMapping[str, str] =
 
 
 def threads_per_rank(requested: int | str, local_workers: int, bound_cores: int = 0) -> int:
-    """Returns the intra-op threads of a rank. ``auto`` means one per core that the rank is bound to, or if it is not
-    bound an equal share of this process's affinity mask.
+    """Returns the intra-op threads of a rank. ``auto`` means one per core that the rank is bound to, or, if it is not
+    bound, an equal share of the affinity mask of this process.
 
     Raises:
         UserError: ``requested`` is neither ``auto`` nor a number of at least 1.
@@ -257,7 +257,8 @@ INTEGERS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
 def refuse_unreadable_sizes(environment: Mapping[str, str]) -> None:
-    """Raises UserError for a variable of ``INTEGERS`` that is none: torch aborts the process then, without a reason."""
+    """Raises UserError for a variable of ``INTEGERS`` that is not an integer, since torch would abort the process
+    without a reason."""
     for name in INTEGERS:
         value = environment.get(name)
         if value is not None and re.fullmatch(r"\s*[+-]?\d+.*", value, re.DOTALL) is None:  # what std::stoi reads

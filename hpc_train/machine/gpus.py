@@ -158,8 +158,8 @@ class Machine:
 
     @cached_property
     def nvidia_gpus(self) -> int:
-        """The number of NVIDIA GPUs that the driver lists, or that have device files; without a driver those
-        that the PCI bus shows, except for those that drive a display with the kernel's driver.
+        """Returns the number of NVIDIA GPUs that the driver lists, or that have device files. Without a driver, it
+        counts the GPUs on the PCI bus, except GPUs that drive a display with the kernel's driver.
         """
         files = sum(re.fullmatch(r"nvidia\d+", file.name) is not None for file in _entries(self.devices))
         if count := len(_entries(self.driver)) or files:
@@ -172,13 +172,13 @@ class Machine:
 
     @cached_property
     def amd(self) -> AmdNode | None:
-        """The machine's AMD GPUs; None if it has NVIDIA GPUs or no Instinct GPUs."""
+        """Returns the machine's AMD GPUs; None if it has NVIDIA GPUs or no Instinct GPUs."""
         if self.driver.is_dir() or self.nvidia_gpus:
             return None
         return AmdNode.read(self.kfd, self.pci, self.devices)
 
     def gpus(self) -> int:
-        """Returns the number of GPUs of the machine, also those of other jobs."""
+        """Returns the number of GPUs of the machine, including GPUs of other jobs."""
         amd = self.amd
         if amd is None:
             return self.nvidia_gpus
@@ -318,7 +318,7 @@ def _fault_of_node(needed: int, on_slurm: bool, machine: Machine) -> tuple[str, 
 
 
 def _count(names: str) -> int:
-    """Counts the names in a list of devices; CUDA_VISIBLE_DEVICES may also state that there is none."""
+    """Counts the names in a list of devices; CUDA_VISIBLE_DEVICES may also state that there are none."""
     return sum(name not in ("", NO_DEVICES) and not name.startswith("-") for name in map(str.strip, names.split(",")))
 
 

@@ -106,7 +106,7 @@ LANES = 4  # port_xmit_data and port_rcv_data count in units of 4 bytes (InfiniB
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes by kind of network; None if there is no such NIC or it has no counter.
+    """Counts bytes by kind of network; None if there is no such NIC or it has no counter.
 
     Attributes:
         rdma_sent: over RDMA ports (InfiniBand, RoCE), which the kernel's network counters do not include.

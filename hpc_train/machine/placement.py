@@ -118,7 +118,7 @@ class Network:
 
     @property
     def needed(self) -> int:
-        """The fewest switches that hold as many nodes."""
+        """Returns the smallest number of switches that hold all nodes."""
         return -(-len(self.switches) // self.size)
 
 
@@ -145,7 +145,7 @@ def has_blocks(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def judge(network: Network, layout: Layout, workers_per_node: int, *, blocks: bool, switches: str | None) -> list[str]:
-    """Returns what is wrong with the placement of ``layout``, and as the last line what would improve it.
+    """Returns what is wrong with the placement of ``layout``; the last line suggests an improvement.
 
     Args:
         blocks: whether the site describes blocks, for which ``--segment`` replaces ``--switches``.

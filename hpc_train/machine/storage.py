@@ -50,7 +50,7 @@ class FileSystem:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes and files that may still be written, and whose limit it is. None: unknown or unlimited."""
+    """Holds the bytes and files that may still be written, and whose limit this is. None means unknown or unlimited."""
 
     free: int
     inodes: int | None

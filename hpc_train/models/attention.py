@@ -109,7 +109,8 @@ class Attention(nn.Module):
         return local
 
     def _scores_within(self, length: int) -> Scores:
-        """Returns how the scores of ``length`` tokens are computed: a window that holds all of them is none."""
+        """Returns how the scores of ``length`` tokens are computed: a window that holds all of them counts as no
+        window."""
         if packed.is_narrow(self.scores, length):
             return self.scores
         return self._without_window

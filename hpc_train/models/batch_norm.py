@@ -161,9 +161,9 @@ def _with_fp32_weights(norm: _BatchNorm, input: Tensor) -> Tensor:
 
 
 class RunningStatistics:
-    """Averages the running statistics of ``parts`` over the replicas, and takes back those of a skipped step.
+    """Averages the running statistics of ``parts`` over the replicas, and restores the statistics of a skipped step.
 
-    Without the latter one sample that is not finite would make every later evaluation, on every rank, not finite.
+    Otherwise, one sample that is not finite would make every later evaluation, on every rank, not finite.
     """
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:

@@ -247,7 +247,7 @@ _IN_FP32 = {
 
 
 class _Substitutes(TorchFunctionMode):
-    """Computes what a GPU would where the CPU computes it otherwise, and what has no shape without values.
+    """Computes like a GPU where the CPU differs, and handles operations whose shape depends on values.
 
     Attention is fused, autocast keeps norms and softmax in fp32, and a boolean mask selects all elements.
     """
@@ -363,7 +363,7 @@ def _block(wide: _Block, narrow: _Block, parameters: Sequence[nn.Parameter]) -> 
 
 
 def _own_modules() -> Iterator[Path]:
-    """Yields the files of the modules that are neither installed nor a part of hpc_train."""
+    """Yields the files of modules that are neither installed nor part of hpc_train."""
     installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     installed += [Path(entry) for entry in sys.path if entry.endswith("-packages")]
     package = Path(__file__).parents[1]

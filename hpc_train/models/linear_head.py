@@ -39,7 +39,7 @@ FP16_ROWS = 1024  # of one product: a sum over more tokens might exceed the rang
 
 @dataclass(frozen=True)
 class _Logits:
-    """The bound of the logits, the words of this rank, and the coefficient of the z-loss."""
+    """Holds the bound of the logits, the words of this rank, and the coefficient of the z-loss."""
 
     cap: float | None
     shard: VocabularyShard | None
@@ -184,7 +184,8 @@ def _sum_chunks(
     kind: _Logits,
     chunk_loss: ChunkLoss,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns the loss and its gradients with respect to ``hidden`` and ``weight``, None for what requires none."""
+    """Returns the loss and its gradients with respect to ``hidden`` and ``weight``, or None for a tensor that does not
+    require a gradient."""
     losses = []
     first = 0
     of_hidden = hidden.new_empty(hidden.shape) if hidden.requires_grad else None
@@ -368,7 +369,7 @@ class VocabularyShard:
     def shard_targets(self, targets: Tensor) -> Tensor:
         """Returns ``targets`` counted from the first word of this rank, and ``IGNORED`` for words of other ranks.
 
-        A target that is not a word stays what it is, so that a loss refuses it.
+        A target that is not a word is unchanged, so that the loss rejects it.
         """
         in_shard = self.is_local(targets)
         return torch.where(in_shard, targets - self.first, torch.where(self._is_word(targets), IGNORED, targets))

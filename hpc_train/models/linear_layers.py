@@ -108,7 +108,7 @@ def products_of(calls: Sequence[Call], layers: Sequence[str], samples: int) -> t
 
 
 def _within(name: str, layers: Sequence[str]) -> str:
-    """Returns ``name`` without that of its layer."""
+    """Returns ``name`` without the name of its layer."""
     return next((name.removeprefix(layer) for layer in layers if name == layer or name.startswith(f"{layer}.")), name)
 
 

@@ -1,4 +1,4 @@
-"""Calls the loss of a user's own model and checks its results: the sum of the losses of the samples, and a count.
+"""Calls the loss of a custom model and checks its results: the sum of the losses of the samples, and a count.
 
 Such a sum may be computed in parts, on any number of ranks and micro-batches. A contrastive loss compares the samples
 of a batch, so it cannot. It declares this by a third parameter, ``gather``, with which each rank computes the losses of
@@ -24,7 +24,7 @@ Loss = Callable[..., tuple[Tensor, Tensor | float]]
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """The ``gather`` of a single rank, which has all samples."""
+    """Implements ``gather`` for a single rank, which has all samples."""
     return tensor
 
 

@@ -40,7 +40,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Scores:
-    """Says how attention computes its scores.
+    """Describes how attention computes its scores.
 
     Attributes:
         scale: the factor of the products of queries and keys; None is ``head_dim ** -0.5``.
@@ -181,7 +181,7 @@ def description(kernel: str, scores: Scores) -> str:
 def without_kernel(
     context: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores
 ) -> str:
-    """Returns why packed documents or a window need a mask; an empty string if they need none."""
+    """Returns why packed documents or a window need a mask; an empty string if they do not need one."""
     if not has_kernels(device):
         taken = "the boundaries of documents" if scores.window is None else "windows"
         return f"only NVIDIA GPUs have kernels that take {taken}"

@@ -1,8 +1,10 @@
-"""Bandwidths of collectives as nccl-tests defines them, what a job should reach, and which nodes are slow. No torch.
+"""Computes bandwidths of collectives as nccl-tests defines them, the bandwidths that a job should reach, and which
+nodes are slow. Imports no torch.
 
-With S bytes in t seconds over n ranks the algorithm bandwidth is S / t. The bus bandwidth is that times a factor, the
-share of S that must cross the slowest link, so that it is comparable with the link's rate for any n (nccl-tests,
-doc/PERFORMANCE.md). For an all-gather and a reduce-scatter, S is the size of the whole buffer, not of one rank's part.
+With S bytes in t seconds over n ranks the algorithm bandwidth is S / t. The bus bandwidth is the algorithm bandwidth
+times a factor, the share of S that must cross the slowest link, so that it is comparable with the link's rate for any n
+(nccl-tests, doc/PERFORMANCE.md). For an all-gather and a reduce-scatter, S is the size of the whole buffer, not of one
+rank's part.
 
 One pair alone does not show which of its nodes is slow. Nodes therefore exchange data in pairs over several rounds: a
 slow node is slow with every partner. An unknown expected bandwidth is None, and no measurement is compared with it.
@@ -43,12 +45,12 @@ class Rate:
 
     @property
     def algorithm(self) -> float:
-        """The algorithm bandwidth in bytes/s."""
+        """Returns the algorithm bandwidth in bytes/s."""
         return self.bytes / self.seconds
 
     @property
     def bus(self) -> float:
-        """The bus bandwidth in bytes/s."""
+        """Returns the bus bandwidth in bytes/s."""
         return self.algorithm * FACTORS[self.operation](self.ranks)
 
 
@@ -68,7 +70,7 @@ class PairRate:
 
 @dataclass(frozen=True)
 class SlowNode:
-    """Describes a slow node. ``rate`` is the median of its pairs in bytes/s, ``usual`` that of the others."""
+    """Describes a slow node. ``rate`` is the median of its pairs in bytes/s, ``usual`` the median of the others."""
 
     node: str
     rate: float

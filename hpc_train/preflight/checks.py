@@ -27,7 +27,7 @@ MAY_DIFFER = ("driver",)  # drivers are compatible within a major version of CUD
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Facts reported by one rank.
+    """Holds the facts reported by one rank.
 
     Attributes:
         versions: versions of python, torch, nccl, driver and hpc_train, if present.
@@ -51,7 +51,8 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """Seconds by which the clock of ``node`` is ahead of rank 0's; the error is at most half the round trip."""
+    """Holds the seconds by which the clock of ``node`` is ahead of rank 0's; the error is at most half the round
+    trip."""
 
     node: str
     offset_s: float
@@ -199,7 +200,7 @@ def check_copies(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
 
 @dataclass(frozen=True)
 class SlowDevice:
-    """A rank that computes slowly.
+    """Describes a rank that computes slowly.
 
     Attributes:
         usual: the median FLOP/s of its model.

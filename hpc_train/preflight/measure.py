@@ -410,7 +410,7 @@ def copy_rate(device: torch.device, control: dist.ProcessGroup) -> float:
 def clock_offsets(
     names: Sequence[str], first_ranks: Sequence[int], group: dist.ProcessGroup, now: Callable[[], float]
 ) -> tuple[ClockOffset, ...]:
-    """Compares the clocks of all nodes with that of rank 0, one node at a time, over ``group`` on the CPU.
+    """Compares the clocks of all nodes with the clock of rank 0, one node at a time, over ``group`` on the CPU.
 
     With t0 and t3 rank 0's times of sending and receiving, and t1 and t2 the other's times of receiving and sending,
     the other clock is ((t1 - t0) + (t2 - t3)) / 2 ahead, with an error of at most half the round trip (NTP, RFC 5905,

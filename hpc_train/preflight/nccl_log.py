@@ -39,7 +39,7 @@ _INSIDE = re.compile(r" via (P2P|SHM|direct shared memory)\b")
 
 @dataclass(frozen=True)
 class Transport:
-    """The transports of one rank's communicators.
+    """Describes the transports of one rank's communicators.
 
     Attributes:
         networks: the networks of its channels to other nodes, as NCCL names them (``IB``, ``Socket``, ``AWS

@@ -52,7 +52,7 @@ class WorkerSpec:
 
     @property
     def ranks_on_cores(self) -> int:
-        """Returns how many ranks share the CPUs of this process: only this one if it is bound to its own."""
+        """Returns how many ranks share the CPUs of this process: only this one if it is bound to separate CPUs."""
         if self.cpus is not None and os.sched_getaffinity(0) <= set(self.cpus):
             return 1
         return self.local_world_size

@@ -41,12 +41,12 @@ class FrozenCode:
 
     @property
     def directory(self) -> Path:
-        """The directory of the work tree in which the run was frozen."""
+        """Returns the directory of the work tree in which the run was frozen."""
         return Path(self.work_tree, *(Path(path).relative_to(self.snapshot) for path in self.paths[:1]))
 
     @property
     def origin(self) -> tuple[str, Path, Path]:
-        """The work tree, the directory in it, and the directory of the copies."""
+        """Returns the work tree, the directory in it, and the directory of the copies."""
         return self.work_tree, self.directory, Path(self.snapshot).parent
 
     def copied_path(self, path: str | Path) -> Path | None:

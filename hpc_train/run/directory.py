@@ -58,7 +58,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where PyYAML
 
 
 class _Path:
-    """The path of a file or folder, by its name in the run directory."""
+    """Returns the path of a file or folder, by its name in the run directory."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -91,7 +91,7 @@ class RunDirectory:
 
     @property
     def title(self) -> str:
-        """The name of the run, ``SWEEP/NUMBER`` for one of a sweep."""
+        """Returns the name of the run; ``SWEEP/NUMBER`` for a job of a sweep."""
         if self.path.name.isdigit():
             return f"{self.path.parent.name}/{self.path.name}"
         return self.path.name
@@ -152,12 +152,12 @@ class RunDirectory:
         return read_record(self.path)
 
     def plain_config(self, *sections: str) -> dict[str, Any]:
-        """The frozen config as plain values, in a tenth of the time of ``freeze.load``, for listing many runs.
+        """Returns the frozen config as plain values, in a tenth of the time of ``freeze.load``, for listing many runs.
 
         It is neither checked against the record nor converted to the types of the schema; {} if it is not readable.
 
         Args:
-            sections: the top-level keys to parse, which takes less time yet; all by default.
+            sections: the top-level keys to parse, which takes even less time; all by default.
         """
         try:
             text = self.config_bytes().decode()

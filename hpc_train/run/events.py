@@ -1,6 +1,6 @@
-"""The table of events: what each one means, which fields it has, and what the readers of a run derive from it.
+"""Defines the table of events: what each one means, which fields it has, and what the readers of a run derive from it.
 
-``docs/events.md`` is generated from it. Whoever asks which events are failures, end a job, or begin a state asks here.
+``docs/events.md`` is generated from it. The table also defines which events are failures, end a job, or begin a state.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class EventKind:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of its fields besides ``HEAD``."""
+        """Returns the names of its fields besides ``HEAD``."""
         return tuple(name.rstrip("!") for name in self.fields.split() if name != "*")
 
     @property
@@ -149,7 +149,8 @@ class EventKind:
 
     @cached_property
     def checks(self) -> dict[str, Check]:
-        """The checks of the fields of a line; those of other events apply as well, unless any other is allowed."""
+        """Returns the checks of the fields of a line. The checks of other events also apply, unless any other field is
+        allowed."""
         names = (*HEAD, *self.names) if self.is_open else FIELDS
         return {name: TYPES[self.types.get(name, FIELDS[name])] for name in names}
 
@@ -324,7 +325,7 @@ _UNKNOWN = EventKind("An event of another version of hpc_train.", "*")
 
 
 class Event(dict[str, Any]):
-    """Holds a line of the event log: a dictionary of its fields, most of which are attributes as well.
+    """Holds a line of the event log: a dictionary of its fields, most of which are also attributes.
 
     Attributes:
         failure: its field ``class``, one of ``run.exits.Failure``.
@@ -372,7 +373,7 @@ class Event(dict[str, Any]):
 
     @property
     def continues_from(self) -> int:
-        """The step from which training continues after it."""
+        """Returns the step from which training continues after it."""
         step: int = self[self.kind.continues_from]
         return step
 

@@ -209,7 +209,7 @@ SHELL_SIGNALS = 128  # a shell exits with this plus the number of the signal tha
 # Exit codes of ``run.command``. Any other code means that the process ended early.
 SCRIPT_EXITS: dict[int, Exit | Failure] = {
     0: Exit.DONE,
-    1: Failure.USER_ERROR,  # an exception in Python; the traceback in the output may tell another class
+    1: Failure.USER_ERROR,  # an exception in Python; the traceback in the output may show another class
     2: Failure.REFUSED,  # wrong arguments (argparse), or no such script (Python)
     75: Exit.STOPPED,  # the script stopped by itself and continues when it is run again
     126: Failure.REFUSED,  # the program cannot be executed

@@ -208,7 +208,7 @@ def heartbeats(lock: Lock, on_loss: Callable[[], None] = lambda: None, beat_s: f
 
 
 def _make(folder: Path) -> None:
-    """Creates the folder of a lock, in ``.locks`` also that one; a run directory that was deleted is not made again."""
+    """Creates the folder of a lock, in ``.locks`` also that one; a deleted run directory is not created again."""
     for path in (folder.parent, folder):
         if path is folder or path.name == LOCKS:
             with suppress(FileExistsError):

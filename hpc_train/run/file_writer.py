@@ -1,8 +1,8 @@
 """Writes small files in a thread, so that a file system that fails or hangs neither ends nor delays a job.
 
-A caller hands over a write and goes on. A write that fails is kept in memory and repeated until it succeeds; the writes
-of one file keep their order. A process in a system call on a hung file system cannot be interrupted (state D), so only
-the thread makes these calls. It ends when nothing is left to write.
+A caller hands over a write and continues. A write that fails is kept in memory and repeated until it succeeds; the
+writes of one file keep their order. A process in a system call on a hung file system cannot be interrupted (state D),
+so only the thread makes these calls. It ends when nothing is left to write.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLOSE_S = 5.0  # for a file system that does not respond when the process ends
 
 @dataclass(frozen=True)
 class Outage:
-    """A time in which writes failed or hung, which has just ended: its length, and the last failure."""
+    """Describes a period, now over, in which writes failed or hung: its length, and the last failure."""
 
     seconds: float
     failure: str
@@ -131,7 +131,7 @@ class FileWriter:
 
     @property
     def pending(self) -> int:
-        """The number of writes that have not succeeded."""
+        """Returns the number of writes that have not succeeded."""
         return self._pending
 
     def _run(self) -> None:

@@ -69,8 +69,8 @@ def freeze(
     Args:
         claim: this process will work on the run; while it lives, no other process may freeze it.
         code: the snapshot from which agents and workers start.
-        overrides: those of the command line, which ``run.json`` records.
-        options: those of the command line that choose config files, likewise.
+        overrides: the overrides on the command line, which ``run.json`` records.
+        options: the options on the command line that choose config files, which it also records.
         plan: the text of ``plan.json``, if ``strategy=auto`` has chosen the layout of ``config``.
         trust_owner: whether the run, or the run to fork, may have files of other users.
 
@@ -239,7 +239,7 @@ SETTLE_S = 2.0  # a reader may see the config before a freeze and the record aft
 
 
 def _unchanged(run: RunDirectory) -> bytes:
-    """Returns the bytes of ``config.yaml``, which are those that ``run.json`` has recorded.
+    """Returns the bytes of ``config.yaml``, after comparing them with ``run.json``.
 
     Raises:
         UserError: they differ, or there is no record.
@@ -354,7 +354,7 @@ def _write(config: Config, run: RunDirectory, record: dict[str, Any]) -> None:
     if before != after:
         different = changes(flat(load(run)), flat(config))
         if not has_begun(run):
-            (run.path / PIPELINE_SPLIT).unlink(missing_ok=True)  # that of another model
+            (run.path / PIPELINE_SPLIT).unlink(missing_ok=True)  # the tokenizer of another model
         number = len(list(run.path.glob("config-*.yaml")))
         shutil.copy(run.config, run.path / f"config-{number:03d}.yaml")
         # The file name holds host and pid, so that two submitters never append to one file. The event belongs to the

@@ -116,7 +116,7 @@ def refuse_live(
     Waits for a job that is ending.
 
     Args:
-        is_ending: whether the live job of the run is about to end. By default, because a user has stopped it.
+        is_ending: whether the live job of the run is about to end. By default, it is if a user has stopped it.
         until: of ``time.monotonic()``, until when to wait; ``ENDING_JOB_WAIT_S`` from now by default.
         notify: gets a line before a wait.
     """

@@ -172,7 +172,7 @@ def attempts_of(events: Iterable[Event], metrics: Iterable[Line], frozen: Mappin
 
 @dataclass(frozen=True)
 class Account:
-    """Seconds of one attempt, or summed over several.
+    """Holds the seconds of one attempt, or of several attempts together.
 
     Attributes:
         queue_s: from a submission or requeue until an agent started; no device is held.
@@ -213,7 +213,7 @@ class Account:
 
     @property
     def useful_share(self) -> float:
-        """The share of the held time spent in steps and evaluations that were kept (goodput), 0 to 1."""
+        """Returns the share of the allocated time spent in steps and evaluations that were kept (goodput), 0 to 1."""
         return (self.steps_s + self.evaluation_s) / self.held_s if self.held_s > 0 else 0.0
 
     @property
@@ -297,7 +297,7 @@ def account_for(attempts: Sequence[Attempt], submitted: Sequence[float], now: fl
     if not attempts:
         return Ledger((), _waiting(attempts, submitted, now))
     alive = None if attempts[-1].closed else now
-    limit = math.inf  # the step up to which work is kept: all of it, or that of the newest checkpoint
+    limit = math.inf  # the step up to which work is kept: the last step, or the step of the newest checkpoint
     if not attempts[-1].closed and (now is None or attempts[-1].failed_at is not None):
         limit = newest_checkpoint_step(event for attempt in attempts for event in attempt.events)
     accounts: list[tuple[str, Account]] = []

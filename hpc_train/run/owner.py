@@ -86,7 +86,7 @@ def _print_once(note: str) -> None:
 
 
 def foreign_files(files: Iterable[Path], path: Path) -> Iterator[tuple[Path, int]]:
-    """Yields those of ``files`` that neither the caller nor root owns, with the ids of their owners.
+    """Yields the ``files`` that neither the caller nor root owns, with the ids of their owners.
 
     Args:
         path: a directory of the file system that holds them. A file server may give all files one owner, which new
@@ -110,8 +110,8 @@ def deciding_files(run: RunDirectory) -> Iterator[Path]:
     """Yields the files and directories that decide which code a run executes and which weights it loads.
 
     The directory and its entries come first: the record, which names the others, is read only after that. A directory
-    in which nobody else can write has the files of its owner only, so that a look at it is enough: every agent of a job
-    calls this.
+    in which nobody else can write has the files of its owner only, so checking the directory is enough, since every
+    agent of a job calls this.
     """
     yield run.path
     yield from map(Path, _listed(run.path))
@@ -162,7 +162,7 @@ def _listed(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def _lets_others_write(status: os.stat_result) -> bool:
-    """Returns whether other users can write a file or directory: all of them, or those of a group."""
+    """Returns whether other users can write a file or directory: all users, or the members of a group."""
     if status.st_mode & stat.S_IWOTH:
         return True
     return bool(status.st_mode & stat.S_IWGRP) and not _is_private(status.st_gid)
@@ -235,7 +235,9 @@ def warn_if_open(run: RunDirectory, config: Config) -> None:
     for path in dict.fromkeys([*folders, run.checkpoints, run.code]):
         with suppress(OSError):
             mode = path.stat().st_mode
-            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:  # as in /tmp, only owners remove what is sticky
+            if (
+                mode & stat.S_IWOTH and not mode & stat.S_ISVTX
+            ):  # as in /tmp, only owners can remove files in a sticky directory
                 opened.append(path)
     if not opened:
         return

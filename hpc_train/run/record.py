@@ -40,7 +40,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     the workers, and prints a note on standard error.
 
     Raises:
-        UserError: the record is damaged and stands nowhere else, or another version of hpc_train wrote it in another
+        UserError: the record is damaged and has no copy, or another version of hpc_train wrote it in another
             format.
     """
     try:

@@ -78,7 +78,7 @@ def stacks_requested(run: RunDirectory) -> int:
 
 
 REQUESTS_EVERY_S = 2.0
-REQUEST_S = 1.0  # the agent waits at most this long for the file system to tell whether there is a request
+REQUEST_S = 1.0  # the agent waits at most this long for the file system to show whether there is a request
 
 
 @dataclass

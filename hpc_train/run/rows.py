@@ -117,7 +117,7 @@ class Field(Generic[T]):
 
 
 class Line(dict[str, Any]):
-    """Holds a line of metrics: numbers, texts and null by name, of which the usual ones are attributes as well."""
+    """Holds a line of metrics: numbers, texts and null by name, the usual ones are also attributes."""
 
     time = Field("time", 0.0)
     attempt = Field("attempt", 0)

@@ -50,7 +50,7 @@ LISTED = 8  # files and folders named in a refusal
 NAME_LENGTH = 16  # hexadecimal digits of the SHA-256
 OWN_COPY = "copy"  # of run.snapshot
 OF_DEVELOPERS = ("tests", "docs", "notebooks", "benchmarks", "gpu_checks")  # directories of the work tree of hpc_train
-SAMPLE = 20  # files that are written first, which tells how fast the file system is
+SAMPLE = 20  # files that are written first, which shows how fast the file system is
 
 
 def snapshot_code(configs: Sequence[Config], own: Path, directory: Path | None = None) -> FrozenCode | None:
@@ -231,7 +231,7 @@ def _bytecode(path: str, source: os.stat_result) -> bytes | None:
     """Returns the bytecode of a Python file if Python would use it, which compares time and size of the source."""
     try:
         cached = Path(importlib.util.cache_from_source(path)).read_bytes()
-    except (OSError, NotImplementedError):  # an interpreter may keep none
+    except (OSError, NotImplementedError):  # an interpreter may write no bytecode
         return None
     flags = 0  # it is compared by time and not by hash
     numbers = struct.pack("<3I", flags, int(source.st_mtime) & 0xFFFFFFFF, source.st_size & 0xFFFFFFFF)
@@ -419,7 +419,7 @@ def shared_copies(root: Path) -> Path | None:
         root.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             above.mkdir(mode=0o700)
-            above.chmod(stat.S_ISVTX | root.stat().st_mode & 0o777)  # users of the root add their own directories
+            above.chmod(stat.S_ISVTX | root.stat().st_mode & 0o777)  # each user of the root adds a directory
         status = above.lstat()
         trusted = stat.S_ISDIR(status.st_mode) and (is_own(above) or status.st_uid in (0, root.stat().st_uid))
         is_open = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX

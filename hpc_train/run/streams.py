@@ -50,7 +50,7 @@ def escaped(text: str) -> str:
 
 
 class _EscapingStream:
-    """A stream that writes text as ``escaped`` returns it, except the carriage return before a line of progress.
+    """Writes text as ``escaped`` returns it, except the carriage return before a line of progress.
 
     Attributes:
         unescaped: the stream itself, for colors and movements of the cursor.
@@ -90,7 +90,7 @@ def unescaped(stream: TextIO) -> TextIO:
 
 
 class _NonFailingStream:
-    """A stream whose writes and flushes never raise OSError, nor ValueError because the stream was closed."""
+    """Wraps a stream so that writes and flushes never raise OSError, nor ValueError because the stream was closed."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

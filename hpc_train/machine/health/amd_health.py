@@ -43,7 +43,7 @@ Texts = Mapping[str, str]  # the content of the files of one GPU, by name
 
 
 def amd_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
-    """Checks the Instinct GPUs of this node, in a job only the job's own, and the kernel log.
+    """Checks the Instinct GPUs of this node (inside a job, only the GPUs of the job) and the kernel log.
 
     Args:
         quick: do not read the processes.
@@ -183,7 +183,7 @@ def bad_pages(texts: Texts) -> dict[str, int]:
 
 
 def judge_amd(gpus: Sequence[tuple[GpuState, Texts]], node: str) -> Iterator[Finding]:
-    """Reports what is wrong with GPUs according to their files, or that nothing is."""
+    """Reports what is wrong with GPUs according to their files, or that they are healthy."""
     findings = [finding for gpu, texts in gpus for finding in (*_memory(gpu, texts, node), *judge_speed(gpu, node))]
     unknown = [gpu.name for gpu, texts in gpus if gpu.uncorrected is None and texts.get("current_link_width") != LOST]
     if unknown:

@@ -128,7 +128,7 @@ def run_limited(command: Sequence[str], limit_s: float = LIMIT_S) -> tuple[int, 
     except subprocess.TimeoutExpired:
         started.kill()
         with suppress(subprocess.TimeoutExpired):
-            started.wait(timeout=0.2)  # subprocess.run would wait for ever for a process in uninterruptible sleep
+            started.wait(timeout=0.2)  # subprocess.run would wait forever for a process in uninterruptible sleep
         raise NoResponse(f"{' '.join(command)} did not end within {limit_s:g} s") from None
     return started.returncode, output
 
@@ -327,7 +327,7 @@ def with_links(gpus: Sequence[GpuState], status: str) -> tuple[GpuState, ...]:
 
 
 def judge(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None = None) -> Iterator[Finding]:
-    """Reports what is wrong with ``gpus``, or that nothing is.
+    """Reports what is wrong with ``gpus``, or that they are healthy.
 
     Args:
         fabric_manager: whether a node with NVSwitches runs the fabric manager; None on other nodes or if unknown.
@@ -497,7 +497,7 @@ class Nvml:
             if uuid:  # a place may be empty
                 slices[uuid] = self._memory_used(part)
 
-        processes = self.get("ComputeRunningProcesses", device) or ()  # also those of other users
+        processes = self.get("ComputeRunningProcesses", device) or ()  # including processes of other users
         return GpuState(
             index=index,
             pci=pci and f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0",

@@ -47,7 +47,7 @@ class NodeHealth:
 
     @property
     def driver_hangs(self) -> bool:
-        """Returns whether another call of the driver would hang as well."""
+        """Returns whether another call of the driver would also hang."""
         return any(finding.text.startswith(HANGS) for finding in self.findings)
 
     def line(self) -> str:
@@ -190,7 +190,7 @@ def uptime(proc: Path = Path("/proc")) -> float:
 
 
 def metrics(health: NodeHealth, now: float | None = None) -> str:
-    """Returns the result in the text format of Prometheus, which is valid OpenMetrics as well (only gauges)."""
+    """Returns the result in the text format of Prometheus, which is also valid OpenMetrics (only gauges)."""
     gpus = [({"gpu": str(gpu.index), "pci": gpu.pci or ""}, gpu) for gpu in health.gpus]
     ports = [({"device": port.device, "port": str(port.number)}, port) for port in health.ports]
     families: dict[str, tuple[str, list[tuple[dict[str, str], float | None]]]] = {
@@ -290,7 +290,7 @@ def _count(path: Path) -> int | None:
 
 
 def judge_ports(ports: Sequence[PortState], node: str, uptime_s: float) -> Iterator[Finding]:
-    """Reports what is wrong with ``ports``, or that nothing is."""
+    """Reports what is wrong with ``ports``, or that they are healthy."""
     findings = [finding for port in ports for finding in _judge_port(port, node, uptime_s)]
     if ports and not findings:
         keys = sorted({f"{port.keys[0]:#06x}" for port in ports if port.keys})

@@ -37,7 +37,7 @@ class UnsetVariable:
 
 @dataclass(frozen=True)
 class FabricJob:
-    """The job that the environment is decided for.
+    """Describes the job for which the environment is decided.
 
     Attributes:
         nccl: the version of NCCL; None if unknown.
@@ -290,7 +290,7 @@ def _gpu_direct(nodes: Sequence[NodeFacts]) -> str:
 
 
 def _why_no_mnnvl(nodes: Sequence[NodeFacts]) -> str:
-    """Returns what is known of NVLink between nodes. It needs an IMEX channel on each node, and one clique."""
+    """Returns what is known about NVLink between nodes. It needs an IMEX channel on each node, and one clique."""
     able = [facts for facts in nodes if several_node_nvlink(facts)]
     if not able:
         return "NCCL uses NVLink between nodes only in systems such as GB200 NVL72"

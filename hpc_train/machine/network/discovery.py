@@ -283,7 +283,8 @@ def physical_cores(sysfs: Path) -> tuple[tuple[int, ...], ...]:
 
 
 def near_cpus(sysfs: Path, device: Path) -> tuple[int | None, tuple[int, ...]]:
-    """Returns the NUMA node and CPUs near a PCI device, or if it reports -1 (virtual machines) those of its bridge.
+    """Returns the NUMA node and CPUs near a PCI device, or, if it reports -1 (virtual machines), the node and CPUs of
+    its bridge.
 
     Args:
         device: the device's directory with links resolved.

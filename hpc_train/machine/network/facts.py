@@ -23,7 +23,7 @@ _LINE = r"^{name}\s+(\d+|unlimited)\s+(\d+|unlimited)"
 
 @dataclass(frozen=True)
 class NodeLimits:
-    """Limits of a process. None: unknown; ``UNLIMITED``: no limit.
+    """Holds the limits of a process. None means unknown, ``UNLIMITED`` means no limit.
 
     Attributes:
         locked_memory: bytes that may be locked, as RDMA NICs require (``ulimit -l``).
@@ -173,7 +173,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Nic:
-    """A NIC that supports RDMA.
+    """Describes a NIC that supports RDMA.
 
     Attributes:
         name: e.g. ``mlx5_0``; ``NIC0`` if only a matrix without a legend names it.
@@ -223,7 +223,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """The facts of one node.
+    """Holds the facts of one node.
 
     Attributes:
         cores: the logical CPUs of each physical core; empty if unknown.
@@ -368,7 +368,7 @@ class Machines:
 
 
 def _hardware(facts: NodeFacts) -> NodeFacts:
-    """Returns the facts without the node's own ones; equal for nodes of the same machine."""
+    """Returns the facts that are equal for all nodes of the same machine."""
 
     def without_few_flaps(port: Port) -> Port:  # no decision depends on a number below FLAPS
         return replace(port, link_downed=0) if 0 < (port.link_downed or 0) < FLAPS else port

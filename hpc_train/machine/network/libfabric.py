@@ -1,4 +1,4 @@
-"""The networks that NCCL and RCCL reach only through libfabric: AWS EFA and HPE Slingshot.
+"""Handles the networks that NCCL and RCCL reach only through libfabric: AWS EFA and HPE Slingshot.
 
 Both libraries need the plugin aws-ofi-nccl for them (RCCL as ``librccl-net.so``; before ROCm 7 aws-ofi-rccl), and
 without it silently fall back to TCP, which is many times slower. ``NCCL_NET`` guards against that: the library then

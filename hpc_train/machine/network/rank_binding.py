@@ -95,7 +95,7 @@ def devices(facts: NodeFacts) -> tuple[Device, ...]:
 
 
 def refuse_slices_of_same_gpu(facts: NodeFacts, ranks: int) -> None:
-    """Rejects two ranks on one GPU, which NCCL cannot connect whatever slices they have.
+    """Rejects two ranks on one GPU, which NCCL cannot connect, even if they have different slices.
 
     Raises:
         UserError: two of the first ``ranks`` devices are slices of one GPU.

@@ -1,4 +1,4 @@
-"""Describes the models of Hugging Face's transformers as a family: what is known of them without torch."""
+"""Describes the models of Hugging Face's transformers as a family, as known without torch."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
 from hpc_train.models.transformer import count_correct, cross_entropy, squared_error, widened
 
-_SPECIAL_RULE = ("deberta", "deberta-v2")  # without a problem_type these learn from float targets in their own way
+_SPECIAL_RULE = ("deberta", "deberta-v2")  # without a problem_type these learn from float targets in a different way
 
 
 class ConfiguredLoss:

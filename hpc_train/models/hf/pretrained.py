@@ -1,7 +1,7 @@
-"""Reads what transformers has of a model (its config, its class, its weights), and gives parameters first values.
+"""Reads a model of transformers (its config, its class, its weights), and gives parameters their first values.
 
 Weights are read from safetensors files tensor by tensor, or only the rows that a rank holds. Files may name tensors
-otherwise than the model does: older versions of transformers saved other names, and a file of a base model lacks its
+differently from the model: older versions of transformers saved other names, and a file of a base model lacks its
 prefix. The table of transformers defines how to rename them, and which tensors of the model combine several stored
 ones, such as the experts of a mixture, or are a part of one. Other conversions need whole tensors, so such files are
 refused.
@@ -125,7 +125,7 @@ _WHERE = "model.name_or_path"
 
 @dataclass(frozen=True)
 class _Source:
-    """Says of which stored tensors a tensor of the model is made.
+    """Describes the stored tensors from which a tensor of the model is made.
 
     Attributes:
         grid: stored names. Those of one row are concatenated along ``dim``; rows are stacked along a new first dim.
