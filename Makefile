@@ -31,7 +31,7 @@ PY := .venv/bin/python
 STAMPS := .venv
 endif
 # pip would compile in one process what COMPILE compiles on all cores
-INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+INSTALL := $(PY) -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE := $(PY) -m compileall -qq -j 0 $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') hpc_train \
            hydra_plugins || true  # some packages hold files that are not Python
 
@@ -102,12 +102,14 @@ install-ci: $(STAMPS)/.hpc_train-installed-ci
 	$(PYTHON) -m venv .venv
 
 $(STAMPS)/.hpc_train-installed: pyproject.toml constraints.txt | $(filter .venv/%,$(PY))
-	@echo "installing hpc_train and what it needs (torch is large: a few minutes the first time)"
+	@echo "installing hpc_train and what it needs; torch is most of it, and pip prints sizes before it downloads"
 ifneq ($(TORCH_INDEX),)
 	$(INSTALL) --index-url $(TORCH_INDEX) torch
 endif
 	$(INSTALL) -e .
-	$(COMPILE)
+	@echo "compiling the Python files"
+	@$(COMPILE)
+	@du -sh $(STAMPS)
 	@touch $@
 
 $(STAMPS)/.hpc_train-installed-dev: $(STAMPS)/.hpc_train-installed
