@@ -1,7 +1,7 @@
 """What Slurm's commands print on clusters of ten shapes, reduced to the fields that are read.
 
-Those of real sites have the values that the sites print or publish: Puhti (CSC), Setonix (Pawsey), Isambard-AI
-(Bristol).
+Those with the name of a site follow what it prints or publishes about its partitions: Puhti (CSC), Setonix (Pawsey),
+Isambard-AI (Bristol). They are not recordings; some counts, accounts and features are made up.
 """
 
 from __future__ import annotations
