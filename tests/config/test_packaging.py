@@ -129,7 +129,7 @@ def interpreter(version: str) -> Path | None:
 
 
 @pytest.mark.timeout(900)  # pip, on a busy machine
-@pytest.mark.long_form(60)  # the other tests run the Python of this process
+@pytest.mark.long_form(600)  # packages come from the index; the other tests run the Python of this process
 @pytest.mark.parametrize("version", ["3.12", "3.13"])
 def test_other_pythons_submit_without_torch(version: str, wheel: Path, tmp_path: Path) -> None:
     base = interpreter(version)
