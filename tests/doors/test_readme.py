@@ -160,7 +160,7 @@ def run_command(folder: Path, arguments: Sequence[str], env: dict[str, str]) -> 
     done = hpc_train(*arguments, cwd=folder, timeout=1200, env=env)
     assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}{done.stderr}"
     trains = arguments[0].startswith("+strategy") and "cluster=local" in arguments
-    if trains and not {"-m", "--cfg"}.intersection(arguments):
+    if trains and not {"-m", "--cfg", "launch.dry_run=true"}.intersection(arguments):
         assert re.search(r"^done(: |$)", done.stdout, re.MULTILINE), "the summary of a run"
 
 
