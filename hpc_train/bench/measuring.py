@@ -262,6 +262,6 @@ def wait(measurement: Measurement) -> dict[str, Any] | None:
             if state is None or state.is_alive:
                 gone = None
             elif now - (gone := gone or now) > _SETTLE_S or not (state.ended_well or state.name == FORGOTTEN):
-                print(f"job {measurement.job_id} has no result ({state.name}): {measurement.log}", flush=True)
+                print(f"job {measurement.job_id} has no result ({state.name}): {measurement.log}", file=sys.stderr)
                 return None
         time.sleep(_POLL_S)

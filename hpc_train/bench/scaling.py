@@ -12,6 +12,7 @@ import csv
 import json
 import os
 import secrets
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -301,8 +302,9 @@ def measure_on_slurm(steps: Sequence[tuple[int, Sequence[str]]]) -> list[dict[st
     folder.mkdir(parents=True)
     submitted = []
     for number, (job, (nodes, words)) in enumerate(zip(jobs, steps, strict=True)):
-        submitted.append(submit(job, ["step", *words], folder / f"{number}", executor))
-        print(f"Slurm job {submitted[-1].job_id}: {nodes} nodes, output in {submitted[-1].log}", flush=True)
+        measurement = submit(job, ["step", *words], folder / f"{number}", executor)
+        submitted.append(measurement)
+        print(f"Slurm job {measurement.job_id}: {nodes} nodes, output in {measurement.log}", file=sys.stderr)
     results = [wait(measurement) for measurement in submitted]
     present = [result for result in results if result is not None]
     return present if len(present) == len(results) else None

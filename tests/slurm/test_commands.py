@@ -235,9 +235,9 @@ def test_nodes_are_measured_by_jobs(cluster: Cluster, tmp_path: Path) -> None:
     case = ["+strategy=dp", "cluster=slurm", "cluster.cpu_workers=1", "train.threads=1", *TINY]
     done = cluster.hpc_train("bench", "scaling", "nodes=1,2", *case, *few, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    *reported, last = done.stdout.splitlines()
+    reported = [line for line in done.stderr.splitlines() if line.startswith("Slurm job ")]
     assert [line.split()[3] for line in reported] == ["1", "2", "1", "2"]
-    rows = json.loads(last)["rows"]
+    rows = json.loads(done.stdout)["rows"]
     assert [(row["kind"], row["size"], row["ranks"]) for row in rows] == [
         ("strong", 1, 1), ("strong", 2, 2), ("weak", 1, 1), ("weak", 2, 2),
     ]  # fmt: skip
