@@ -121,7 +121,7 @@ def test_a_wheel_has_all_files_of_the_template() -> None:
         assert any(fnmatch(name, pattern) for pattern in patterns["hpc_train.commands.project"]), name
 
 
-@pytest.mark.long_form(150)
+@pytest.mark.long_form(300)
 @pytest.mark.timeout(1200)
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
     """In a shell, with two steps in two workers."""
