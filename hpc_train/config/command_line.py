@@ -35,6 +35,7 @@ class CommandLine:
         config_directory: the value of ``-cd``. ``config_path`` holds the value of ``-cp``, ``config_name`` the value of
             ``-cn``.
         overrides_strategy: ``with_right_plus`` has found a file that overrides ``strategy`` in the Defaults List.
+        package: the value of ``-p``: the key, or table of keys, that ``--cfg`` shows.
     """
 
     overrides: tuple[str, ...]
@@ -44,6 +45,7 @@ class CommandLine:
     config_path: str | None
     config_name: str
     overrides_strategy: bool = False
+    package: str | None = None
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> CommandLine:
@@ -81,6 +83,7 @@ class CommandLine:
             config_path=args.config_path,
             config_name=args.config_name or PRIMARY,
             overrides_strategy=WITH_STRATEGY in args.overrides,
+            package=args.package,
         )
 
     def initialized(self) -> AbstractContextManager[None]:

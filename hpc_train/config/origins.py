@@ -18,6 +18,7 @@ from hpc_train.config.compose import config_directory, plain
 from hpc_train.config.own_files import leaves, place_of, read_yaml
 from hpc_train.config.secrets import shown
 from hpc_train.config.settings import read_settings
+from hpc_train.errors import UserError
 
 DEFAULT = "default"
 ROOT_OF_SETTINGS = "${hpc_train.root:}"  # in conf/run/default.yaml
@@ -40,14 +41,21 @@ class Origin:
 
 
 def origins(line: CommandLine) -> list[Origin]:
-    """Returns all keys of the job that ``line`` describes, in the order of ``--cfg job``.
+    """Returns the keys of the job that ``line`` describes, with ``-p`` only those below it, in the order of
+    ``--cfg job``.
 
-    Raises hydra.errors.HydraException, OmegaConfBaseException: an unknown group, option or key, or a wrong type.
+    Raises:
+        UserError: there is no key below ``-p``.
+        hydra.errors.HydraException, OmegaConfBaseException: an unknown group, option or key, or a wrong type.
     """
     with line.composer() as compose:
         node = compose(list(line.overrides))
         places = dict(_places(line))
-    return [Origin(key, value, places.get(key, DEFAULT)) for key, value in _leaves(node)]
+    keys = [(key, value) for key, value in _leaves(node) if line.package is None or is_below(key, (line.package,))]
+    if not keys:
+        what = f"{line.package} is not a config key or a group"
+        raise UserError(what, where="--package", fix="-p cluster, for example, or omit it to show all keys")
+    return [Origin(key, value, places.get(key, DEFAULT)) for key, value in keys]
 
 
 def defaults(line: CommandLine) -> dict[str, Any]:

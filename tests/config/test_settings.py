@@ -139,6 +139,9 @@ def test_origins_name_the_file_of_each_key(called: Called) -> None:
     assert lines["precision.name"].endswith("conf/precision/fp64.yaml:2")
     assert lines["run.root"].endswith("# site.yaml:7")
     assert "--cfg job --origins" in called("--origins").stderr
+    part = called("--cfg", "job", "--origins", "-p", "precision", *JOB).stdout.splitlines()
+    assert part == [line for line in shown.stdout.splitlines() if line.startswith("precision.")]
+    assert "nope is not a config key" in called("--cfg", "job", "--origins", "-p", "nope", *JOB).stderr
 
 
 def test_a_limit_of_the_site_cannot_be_overridden(called: Called, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
