@@ -96,7 +96,7 @@ _SPLIT = ("stem", "layers", "head")  # parts of a ``Model`` that only one pipeli
 
 @dataclass(frozen=True)
 class _Entries:
-    """Holds the state of one module beyond parameters and buffers.
+    """Holds the state of one module, except for its parameters and buffers.
 
     Attributes:
         values: canonical key -> value.

@@ -107,7 +107,7 @@ NEWEST, BEST = "newest", "best"
 
 
 def choose_by_name(run: RunDirectory, name: str, metric: BestMetric) -> Checkpoint:
-    """Returns the checkpoint ``newest``, ``best`` or of a step.
+    """Returns the newest checkpoint, the best one, or that of a step.
 
     Args:
         metric: that of ``best``, which evaluations during the training have recorded in the manifests. A checkpoint

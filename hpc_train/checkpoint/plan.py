@@ -334,7 +334,7 @@ def _check_tiling(written: WrittenTensor) -> None:
 
 
 def _is_grid(boxes: Ints, axes: int) -> bool:
-    """Returns whether the boxes are distinct cells of a grid, as those of every even or uneven split by axes are."""
+    """Returns whether the boxes are distinct cells of a grid, as in every split along axes, even or uneven."""
     cells = 1
     for axis in range(axes):
         order = np.argsort(boxes[:, axis], kind="stable")

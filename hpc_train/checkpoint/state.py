@@ -206,7 +206,7 @@ def weights_of_hook(stored: Mapping[str, object], hook: str) -> dict[str, str]:
     present = {name: hook_name for name, hook_name in hook_names.items() if name in stored}
     if not present:
         hooks = sorted({name.split(".")[1] for name in stored if name.startswith(HOOKS)})
-        alternatives = f"it has those of {', '.join(hooks)}" if hooks else "it has no tensors of hooks"
+        alternatives = f"it has weights of {', '.join(hooks)}" if hooks else "it has no tensors of hooks"
         raise UserError(
             f"the checkpoint has no weights of the hook {hook}; {alternatives}",
             where="--weights",

@@ -98,7 +98,7 @@ def test_a_hook_ends_the_run_and_its_state_goes_on_under_another_layout(
     export(run, None, tmp_path / "ema.pt", "pt", None, lambda *_: nullcontext(lambda _: None), "ema")
     model, average = torch.load(tmp_path / "model.pt"), torch.load(tmp_path / "ema.pt")
     assert model.keys() == average.keys() and not any(torch.equal(model[name], average[name]) for name in model)
-    with pytest.raises(UserError, match="no weights of the hook mine; it has those of ema"):
+    with pytest.raises(UserError, match="no weights of the hook mine; it has weights of ema"):
         export(run, None, tmp_path / "no.pt", "pt", None, lambda *_: nullcontext(lambda _: None), "mine")
 
     more = ("hooks.early_stopping.args.patience=9", "+hooks.mine.args.stop_at=7", "train.eval_every=100")
