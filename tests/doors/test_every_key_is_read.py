@@ -197,6 +197,7 @@ WITHOUT_USE = {
     "PrecisionConfig.weights": {"parallel.parallelize", "parallel.precision.dtypes", "planner.passes"},
     "RunConfig.max_gpu_hours": {"elastic.agent_session"},  # used up by GPUs
     "StrategyConfig.bucket_cap_mb": {"parallel.replicas"},  # of parameters that ZeRO does not shard
+    "StrategyConfig.data_parallel": {"run.snapshot"},  # looks for the import path of a row
     "StrategyConfig.pp_split": {"parallel.pipeline.balance"},  # returns if there is one pipeline rank
     "StrategyConfig.schedule": {"run.snapshot"},  # looks for the import path of a row
     "TelemetryConfig.gpu_idle_minutes": {"elastic.agent_session"},  # for each GPU

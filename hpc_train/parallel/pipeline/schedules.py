@@ -112,6 +112,8 @@ class _Stage(PipelineStage):
         return self._over_links(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _over_links(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        if not self._links:
+            return ops
         return [dist.P2POp(op.op, op.tensor, op.peer, self._links.get(op.group_peer, self.group), op.tag) for op in ops]
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
