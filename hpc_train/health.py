@@ -1,4 +1,4 @@
-"""A name of an earlier version: ``hpc_train.health.health_check`` is ``hpc_train.machine.health.health_check``."""
+"""Keeps the earlier name ``hpc_train.health.health_check`` of ``hpc_train.machine.health.health_check``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The public names for hooks."""
+"""Exports the public names for hooks."""
 
 from hpc_train.train.hooks import Hook, HookContext
 

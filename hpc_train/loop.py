@@ -1,4 +1,4 @@
-"""The public name for training loops of the user."""
+"""Exports the public name for custom training loops (``run.entry``)."""
 
 from hpc_train.train.custom_loop import Context
 

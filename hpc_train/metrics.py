@@ -1,4 +1,4 @@
-"""The public name for metrics."""
+"""Exports the public name for metrics."""
 
 from hpc_train.train.metrics import Metric
 

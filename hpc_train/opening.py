@@ -1,8 +1,9 @@
-"""Opens the files of run directories, which anybody may have prepared: what a run directory says is data.
+"""Opens the files of run directories. Their content is untrusted data, since another user may have prepared them.
 
-A file is opened only if it is a regular file below the run directory and not too large. A pipe or a device neither
-blocks the reader nor feeds it without end. A link on the way is followed only if this user or root has made it, who may
-keep a part of the run elsewhere. Every file of a run directory is opened here.
+A file is opened only if it is a regular file below the run directory and not too large. Thus a pipe or a device can
+neither block the reader nor feed it without end. A symbolic link in the path is followed only if this user or root
+created it, for example to store a part of the run on another file system. All code opens the files of a run directory
+through this module.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hpc_train.errors import UserError
 LARGEST = 8 << 30  # bytes of a file with a line per step or event
 SMALL = 64 << 20  # bytes of a file that is read whole
 _PIECE = 1 << 20  # bytes
-CONFIG = 4 << 20  # bytes of a config, which takes seconds to parse then
+CONFIG = 4 << 20  # bytes of a config; parsing a file of this size takes seconds
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFDIR: "a directory",
@@ -32,32 +33,33 @@ _KINDS = {
 
 
 class DamagedFile(UserError, ValueError):
-    """Reports that a file is not what was written; all small files are replaced atomically."""
+    """Reports that a file is damaged or is not a regular file. An interrupted write does not damage small files, which
+    hpc_train replaces atomically."""
 
 
 def open_file(path: Path, below: Path, largest: int = LARGEST) -> BinaryIO:
     """Opens the regular file ``path`` for reading.
 
     Args:
-        below: the directory that contains it, at any depth. It may itself be reached over links.
-        largest: the size in bytes up to which it is opened.
+        below: the directory that contains the file at any depth. The path to this directory may contain symbolic links.
+        largest: the maximum size in bytes; a larger file is refused.
 
     Raises:
-        DamagedFile: it is not a regular file, lies behind a link, or is too large.
-        OSError: it does not exist, or cannot be opened.
+        DamagedFile: the path is not a regular file, leads through a symbolic link of another user, or is too large.
+        OSError: the file does not exist or cannot be opened.
     """
     descriptor = _descriptor(path, below, os.O_RDONLY)
     size = os.fstat(descriptor).st_size
     if size > largest:
         os.close(descriptor)
-        raise _damaged(path, f"has {size:,} bytes, more than the {largest:,} that are read")
+        raise _damaged(path, f"has {size:,} bytes, but at most {largest:,} are read")
     return os.fdopen(descriptor, "rb")
 
 
 def open_to_append(path: Path, below: Path) -> BinaryIO:
-    """Opens ``path``, which is created if it does not exist, for unbuffered appending.
+    """Opens ``path`` for unbuffered appending and creates it if it does not exist.
 
-    Raises OSError if it cannot be opened, is not a regular file, or lies behind a link.
+    Raises OSError if it cannot be opened, is not a regular file, or leads through a symbolic link of another user.
     """
     try:
         descriptor = _descriptor(path, below, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -83,10 +85,10 @@ def read_tail(path: Path, below: Path, size: int) -> str:
 
 
 def resolved_below(path: Path, folders: Sequence[Path]) -> tuple[Path, Path] | None:
-    """Returns ``path`` and the one of ``folders`` that contains it; None if none does.
+    """Returns ``path`` and the directory among ``folders`` that contains it; None if no directory does.
 
-    Both are resolved where the names alone do not show it: a file names the path, and its directories may have been
-    renamed and linked since.
+    If the names alone do not show it, symbolic links are resolved: a recorded path may lead through directories that
+    were since renamed and replaced by links.
     """
     for folder in folders:
         if path.is_relative_to(folder) and path != folder:
@@ -146,7 +148,7 @@ def _opened(name: str, folder: int, flags: int) -> int:
 
 
 def _target(name: str, folder: int) -> str | None:
-    """Returns where the link ``name`` leads if this user or root has made it; None for another one, and without one."""
+    """Returns the target of the symbolic link ``name`` if this user or root created it, otherwise None."""
     link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         status = os.fstat(link)

@@ -1,4 +1,4 @@
-"""Names of an earlier version: ``hpc_train.plan.techniques`` is ``hpc_train.layout.techniques``."""
+"""Keeps earlier names of modules, such as ``hpc_train.plan.techniques`` for ``hpc_train.layout.techniques``."""
 
 import sys
 

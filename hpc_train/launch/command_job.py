@@ -1,4 +1,4 @@
-"""Runs a command of hpc_train as one task of a Slurm job, for work that takes long and needs no ranks."""
+"""Runs a command of hpc_train as a Slurm job with one task, for long work that needs no ranks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from hpc_train.schedulers.slurm.client import LostAnswer, Problem, SlurmError
 from hpc_train.schedulers.slurm.site import other_clusters
 from hpc_train.schedulers.slurm.variables import unset_lines
 
-CORES = 2  # one hashes, one reads and writes
-SETTLE_S = 75.0  # wait at most this long until a file of another node is visible (attribute caches)
+CORES = 2  # one core computes hashes, the other reads and writes
+SETTLE_S = 75.0  # the longest wait until a file of another node is visible (NFS attribute caches)
 _POLL_S = 0.5
 _ASK_EVERY_S = 15.0
 
 
 @dataclass(frozen=True)
 class CommandJob:
-    """A submitted command. At its end its exit code is written to the file ``code``."""
+    """A submitted command. When it ends, the job writes its exit code to the file ``code``."""
 
     job_id: str
     log: Path
@@ -39,7 +39,7 @@ class CommandJob:
 def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[str] = ()) -> CommandJob:
     """Submits ``python -m hpc_train WORDS``.
 
-    Raises UserError if Slurm does not respond, or refuses the job.
+    Raises UserError if Slurm does not respond or refuses the job.
 
     Args:
         config: sets partition, account, time limit, environment and container.
@@ -59,13 +59,15 @@ def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[s
         raise
     except SlurmError as error:
         if error.problem is not Problem.REFUSED:
-            raise UserError(error.what, where="--submit", fix="leave --submit out to run it on this machine") from error
+            raise UserError(
+                error.what, where="--submit", fix="leave out --submit to run the command on this machine"
+            ) from error
         fix = "--sbatch='--partition=NAME --time=1:00:00', with the values of your site"
         raise UserError(f"Slurm refuses the job: {error.said}", where="--submit", fix=fix) from error
 
 
 def without_submission(arguments: Sequence[str]) -> list[str]:
-    """Returns ``arguments`` without ``--submit`` and ``--sbatch``, as the job runs them."""
+    """Returns ``arguments`` without ``--submit`` and ``--sbatch``, for the command that the job runs."""
     words = list(arguments)
     while "--sbatch" in words:
         index = words.index("--sbatch")
@@ -137,7 +139,7 @@ def _options(command: str, config: Config) -> list[str]:
 def _script(words: Sequence[str], config: Config, code: Path) -> str:
     cluster = config.cluster
     container = container_of(config, 0)
-    step = ["srun", "--nodes=1", "--ntasks=1", "--unbuffered"]  # the doctor's job may have several
+    step = ["srun", "--nodes=1", "--ntasks=1", "--unbuffered"]  # the job of `doctor` may have several nodes
     mounts = []
     if container is not None:
         step += [*container.srun_options(IN_SHELL), *container.command(IN_SHELL)]

@@ -1,4 +1,4 @@
-"""A run that is started again keeps the frozen value of a key whose default a new version of hpc_train has changed."""
+"""Keeps the frozen values of a run that is started again if a new version of hpc_train has other defaults."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import is_present
 from hpc_train.run.freeze import flat, load
 
-PLACE = ("run.root", "run.name", "run.fork")  # of the run, which may have moved
-CHOSEN = (*SIMPLEST, "strategy.for_nodes", "batch.micro_size")  # by strategy=auto, for the nodes of each start
+PLACE = ("run.root", "run.name", "run.fork")  # keys of the run directory, which may have moved
+CHOSEN = (*SIMPLEST, "strategy.for_nodes", "batch.micro_size")  # strategy=auto chooses these at each start
 
 
 def with_frozen_defaults(config: Config, run: RunDirectory, line: CommandLine, overrides: Sequence[str]) -> Config:
-    """Returns ``config`` with the frozen values of ``run`` for the keys that have another default now.
+    """Returns ``config`` with the frozen values of ``run`` for the keys whose defaults have changed.
 
-    These are keys that neither the command line nor a file of the user or the site sets, and that the command with
-    which the run was frozen did not set either. A value that is computed from others, such as ``${train.steps}``, is
-    computed anew, and a config group of which another file is chosen has the values of that file. Prints a note for
-    each key. A run that does not exist or cannot be read leaves ``config`` as it is.
+    This applies to keys that neither the present command line, nor the command that froze the run, nor a file of the
+    user or the site sets. A value that refers to other keys, such as ``${train.steps}``, is computed again. If the
+    command chooses another file of a config group, the values of that file are used. Prints a note for each key. If the
+    run does not exist or cannot be read, ``config`` is unchanged.
 
     Args:
-        overrides: those of the job, one of the jobs of ``line``.
+        overrides: the overrides of the job, which is one of the jobs of ``line``.
     """
     if not is_present(run.config):
         return config
     try:
         frozen = load(run)
         record = run.record()
-    except UserError:  # reported when the run is checked, unless this start replaces what is damaged
+    except UserError:  # the check of the run reports it, unless this start replaces the damaged file
         return config
     keys_before, files_before = _split(record.get("overrides") or ())
     keys_now, files_now = _split(overrides)
@@ -63,7 +63,7 @@ def with_frozen_defaults(config: Config, run: RunDirectory, line: CommandLine, o
 
 
 def _split(overrides: Sequence[str]) -> tuple[set[str], dict[str, str]]:
-    """Returns the keys that ``overrides`` set, and the file that they choose of each config group."""
+    """Returns the keys that ``overrides`` set, and the file that they choose for each config group."""
     keys = set()
     files = {}
     for text in overrides:

@@ -84,7 +84,7 @@ def dry_run(line: CommandLine, trust_owner: bool = False) -> int:
 def _show_submissions(jobs: list[Job], directory: Path, console: Console, line: CommandLine) -> int:
     """Prints commands and scripts as they would be submitted and the maximum cost, or why the site refuses the jobs.
 
-    All jobs are submitted or none: returns how many are refused.
+    Returns the number of refused jobs: none or all, because jobs are submitted together.
     """
     executor = select_executor(jobs[0].config.cluster)
     try:
@@ -99,7 +99,7 @@ def _show_submissions(jobs: list[Job], directory: Path, console: Console, line: 
 
 
 def _composed(compose: Callable[[Sequence[str]], DictConfig], overrides: Sequence[str]) -> DictConfig | Exception:
-    """Returns the composed job, or the error of the user's mistake because of which it cannot be composed."""
+    """Returns the composed job, or the error if a mistake of the user prevents its composition."""
     try:
         return compose(overrides)
     except Exception as error:
@@ -149,7 +149,8 @@ def _plan(job: Job) -> str:
 
 
 def _memory(job: Job) -> list[str]:
-    """Returns the estimated memory of a rank, that of a GPU if known, and the host memory of a node."""
+    """Returns lines with the estimated memory of a rank, the memory of a GPU if it is known, and the host memory of a
+    node."""
     config = job.config
     lines = []
     need = memory_need(config, job.layout, job.shape)

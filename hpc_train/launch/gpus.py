@@ -1,7 +1,7 @@
-"""The GPUs per node that a job requests from Slurm, and the GPUs that the steps of the surrounding job get.
+"""Determines the GPUs per node that a job requests from Slurm, and the GPUs that the steps of the surrounding job get.
 
-A step inherits the GPUs that its job requests, but not those that the job has only through ``--exclusive``. Such a step
-gets GPUs by ``--gpus-per-node``, or by ``SLURM_GPUS_PER_NODE``, which ``srun`` reads.
+A step inherits the GPUs that its job requests, but not the GPUs that the job has only through ``--exclusive``. A step
+gets those with ``--gpus-per-node``, or with ``SLURM_GPUS_PER_NODE``, which ``srun`` reads.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from hpc_train.schedulers.slurm.records import JobRecord, gpus_of
 from hpc_train.schedulers.slurm.site import MIG, NodeKind, Site, other_clusters
 from hpc_train.schedulers.slurm.variables import preset
 
-IN_EXTRA = ("gpus", "gpus_per_task", "gpus_per_socket")  # sbatch's other options for GPUs
+IN_EXTRA = ("gpus", "gpus_per_task", "gpus_per_socket")  # other sbatch options that request GPUs
 
 
 @dataclass(frozen=True)
 class AskedGpus:
-    """GPUs per node. ``note`` names the alternatives and how to choose them."""
+    """The requested GPUs per node. ``note`` names the alternatives and how to choose them."""
 
     count: int
     note: str | None = None
 
 
 def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
-    """Returns the GPUs per node of a job. ``auto`` is the number that all nodes with GPUs in its partition have.
+    """Returns the GPUs per node of a job. ``auto`` means the number that every node with GPUs in its partition has.
 
     Raises UserError if no node has a GPU of ``cluster.gpu_type``, or ``cluster.extra`` requests GPUs besides ``auto``.
     """
@@ -42,7 +42,7 @@ def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
     for name in cluster.extra:
         if name.replace("-", "_") in IN_EXTRA:
             raise UserError(
-                f"sbatch's option {name} in cluster.extra requests GPUs, and so does cluster.gpus_per_node=auto",
+                f"the sbatch option {name} in cluster.extra requests GPUs, and so does cluster.gpus_per_node=auto",
                 where="cluster.extra",
                 fix=f"remove {name}; cluster.gpus_per_node=N requests N per node",
             )
@@ -70,7 +70,7 @@ def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
     if len(counts) > 1:
         notes.append(
             f"nodes of {where} have {', '.join(map(str, counts[:-1]))} or {counts[-1]} GPUs: {counts[0]} per node are"
-            f" requested; cluster.gpus_per_node={counts[-1]} selects the nodes with as many"
+            f" requested; cluster.gpus_per_node={counts[-1]} selects the nodes that have {counts[-1]}"
         )
     types = sorted({name for kind in with_gpus for name in kind.gpus if name})
     if len(types) > 1 and len({frozenset(kind.gpus) for kind in with_gpus}) > 1:
@@ -89,15 +89,15 @@ def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
 
 
 def _beside_slices(cluster: ClusterConfig, where: str, with_gpus: list[NodeKind]) -> AskedGpus:
-    """Returns the GPUs per node where some are MIG slices: the full GPUs, or a single slice."""
-    note = f"note: nodes of {where} have MIG slices, of which NCCL cannot connect two of one GPU"
+    """Returns the GPUs per node of a partition with MIG slices: the number of full GPUs, or a single slice."""
+    note = f"note: nodes of {where} have MIG slices, and NCCL cannot connect two slices of one GPU"
     types = sorted({name for kind in with_gpus for name in kind.gpus if not MIG.search(name)})
     if cluster.gpu_type or not types:
         return AskedGpus(1, f"{note}: 1 per node is requested")
     counts = [kind.gpus_of(None) - kind.slices_of(None) for kind in with_gpus]
     count = min(filter(None, counts))
     keys = " or ".join(f"cluster.gpu_type={name}" for name in types if name) or "cluster.gpu_type"
-    return AskedGpus(count, f"{note}: {count} per node are requested, and {keys} makes sure that they are whole GPUs")
+    return AskedGpus(count, f"{note}: {count} per node are requested, and {keys} ensures that they are full GPUs")
 
 
 def _kinds(cluster: ClusterConfig, site: Site) -> list[NodeKind]:
@@ -110,8 +110,8 @@ def _kinds(cluster: ClusterConfig, site: Site) -> list[NodeKind]:
     return [kind for kind in kinds if kind.meets(cluster.constraint)] or kinds  # sbatch refuses what no node meets
 
 
-# Bash, because a batch script runs outside of containers and may have no Python. Of the tasks of an array,
-# `scontrol show job` prints only the one that is named by both of its numbers.
+# This is bash, because a batch script runs outside of containers and may have no Python. `scontrol show job` prints a
+# single task of an array only if it gets the id of the array and the index of the task.
 EXPORT = r"""
 # The agent is the only task of its node and uses all GPUs that the job has there, also if the script requests resources
 # for one task per GPU.
@@ -146,23 +146,23 @@ class JobGpus:
     """The GPUs that a step of the job gets on each node.
 
     Attributes:
-        per_node: the number that the job requests, or that of the node with the fewest. 0 if the job has none, or it is
-            unknown.
-        inherited: the job requests them, so its steps have them without an option.
+        per_node: the number that the job requests, or else the number on the node with the fewest. 0 if the job has no
+            GPUs, or the number is unknown.
+        inherited: whether the job requests them explicitly, so that its steps get them without an option.
     """
 
     per_node: int
     inherited: bool
 
     def srun_options(self, count: int) -> list[str]:
-        """Returns the options of ``srun`` with which a step gets ``count`` GPUs on each node."""
+        """Returns the ``srun`` options that give a step ``count`` GPUs on each node."""
         if self.inherited or not self.per_node or not count:
             return []
         return [f"--gpus-per-node={count}"]
 
 
 def gpu_export_lines() -> list[str]:
-    """Returns bash lines with which every ``srun`` in a batch script gets the GPUs of its job."""
+    """Returns bash lines that give every ``srun`` in a batch script the GPUs of its job."""
     return EXPORT.splitlines()
 
 
@@ -177,7 +177,8 @@ def has_several_tasks(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def gpus_of_this_job(environment: Mapping[str, str] = os.environ) -> JobGpus:
-    """Returns the GPUs of the surrounding job. Slurm is asked, since salloc's shell may run outside of its nodes."""
+    """Returns the GPUs of the surrounding job. This queries Slurm, because the shell of salloc may run outside of the
+    allocated nodes."""
     several = has_several_tasks(environment)
     for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"):
         if name in environment and not (several and name == "SLURM_GPUS_PER_TASK"):
@@ -198,18 +199,19 @@ def gpus_of_this_job(environment: Mapping[str, str] = os.environ) -> JobGpus:
 
 @cache
 def _show_job(job_id: str, path: str | None) -> JobRecord:
-    """Asks Slurm for the job, once per process and ``path``, in which ``scontrol`` is found."""
+    """Queries Slurm for the job, once per process and ``path`` (the search path for ``scontrol``)."""
     return show_job(job_id, "--details")
 
 
 def _count(request: str) -> int:
-    """GPUs in ``4``, ``a100:4``, ``gres:gpu:a100:4``, ``gres/gpu:4,gres/nvme:1``, ``cpu=1,gres/gpu=4``."""
+    """Parses GPU counts: ``4``, ``a100:4``, ``gres:gpu:a100:4``, ``gres/gpu:4,gres/nvme:1``, ``cpu=1,gres/gpu=4``."""
     counts = [re.split("[:=]", part)[-1] for part in request.split(",") if "gpu" in part or "gpu" not in request]
     return sum(int(count) if count.isdigit() else 1 for count in counts)
 
 
 def asked_gpu_memory(cluster: ClusterConfig, site: Site) -> float | None:
-    """Returns the memory of the smallest GPU that a job may get, by the types that the site names; None if unknown."""
+    """Returns the bytes of memory of the smallest GPU type that a job may get; None if the memory of a type is
+    unknown."""
     sizes = [gpu_memory(name) for name in _asked_types(cluster, site)]
     return None if None in sizes else min(filter(None, sizes), default=None)
 

@@ -1,4 +1,4 @@
-"""A checked job, which can be frozen and submitted, and the memory that it needs."""
+"""Describes a checked job, which can be frozen and submitted, and estimates the memory that it needs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Choice(Protocol):
     """The layout that ``strategy=auto`` has chosen for a job.
 
     Attributes:
-        text: of ``plan.json``.
-        lines: the choice in one line, and a line for each other number of nodes.
+        text: the content of ``plan.json``.
+        lines: a line with the choice, and a line for each other number of nodes.
     """
 
     @property
@@ -37,7 +37,7 @@ class Choice(Protocol):
     def lines(self) -> list[str]: ...
 
     def apply(self, config: Config) -> Config:
-        """Returns ``config`` with the layout."""
+        """Returns ``config`` with the chosen layout."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Job:
     """A validated job.
 
     Attributes:
-        number: its place in a sweep, from 0.
+        number: its number in the sweep, from 0.
         overrides: the overrides of its command line.
         options: the options of its command line that choose config files, such as ``-cd DIR``.
-        trust_owner: whether its agents continue the run although it belongs to another user.
+        trust_owner: whether its agents may continue a run that belongs to another user.
         choice: the choice of ``strategy=auto``, if it chose the layout.
     """
 
@@ -93,7 +93,7 @@ class Job:
 
     @property
     def submitit_folder(self) -> Path:
-        """Returns the directory of submitit's pickle and of the output of the agent."""
+        """Returns the directory for submitit's pickle and the output of the agent."""
         return self.run.logs
 
 
@@ -105,7 +105,7 @@ def local_shape(config: Config, place: Place) -> JobShape:
     cluster = config.cluster
     if node_range(cluster) != (1, 1):
         raise UserError(
-            f"{cluster.nodes} nodes are requested, but jobs here run on this machine only",
+            f"{cluster.nodes} nodes are requested, but jobs run on this machine only",
             where="cluster.nodes",
             fix="cluster.nodes=1, or submit to Slurm from a login node",
         )
@@ -126,10 +126,10 @@ class MemoryNeed:
     """Holds the estimated memory of a job.
 
     Attributes:
-        rank: that of the rank that needs most, in tensors.
-        needed: the bytes that a GPU must have, or without GPUs the machine for all ranks.
+        rank: the memory of the tensors on the rank that needs the most.
+        needed: the bytes that a GPU must have or, on CPUs, the bytes that the machine must have for all ranks.
         available: the bytes that it has; None if unknown.
-        place: what must have them.
+        place: the name of the GPU or machine in messages.
     """
 
     rank: Memory
@@ -157,7 +157,7 @@ def memory_need(config: Config, layout: Layout, shape: JobShape) -> MemoryNeed |
     return MemoryNeed(rank, needed_bytes(rank.total), available, "a GPU")
 
 
-_memory_of_gpu = lru_cache(maxsize=8)(gpu_memory)  # may start nvidia-smi: once for all jobs of a sweep
+_memory_of_gpu = lru_cache(maxsize=8)(gpu_memory)  # it may start nvidia-smi, so it is called once per sweep
 
 
 def with_memory_note(job: Job) -> Job:

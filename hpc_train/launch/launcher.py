@@ -1,5 +1,5 @@
-"""Implements the Hydra launcher behind ``-m``: it composes and checks all jobs, freezes and submits them, and then
-watches them or leaves."""
+"""Implements the Hydra launcher behind ``-m``: it composes, checks, freezes and submits all jobs, and then follows them
+or detaches."""
 
 from __future__ import annotations
 
@@ -52,13 +52,14 @@ T = TypeVar("T")
 
 @dataclass
 class Ended:
-    """Holds how the jobs of one command ended. It is ``ended`` of Hydra's task function; the launcher fills it."""
+    """Holds the results of the jobs of one command. The launcher fills the attribute ``ended`` of Hydra's task
+    function."""
 
     runs: list[tuple[RunDirectory, View]] = field(default_factory=list)
-    trials: Trials | None = None  # of a sweeper that searches
+    trials: Trials | None = None  # only for a sweeper that searches
 
 
-MANY = 20  # show a progress bar from this number of jobs on
+MANY = 20  # a progress bar is shown for this many jobs or more
 
 
 class HpcTrainLauncher(Launcher):
@@ -118,7 +119,8 @@ class HpcTrainLauncher(Launcher):
         return results
 
     def _run(self, jobs: Sequence[Job], display: Display | None = None) -> JobQueue:
-        """Runs jobs to their end. All trials of a search are announced like the first."""
+        """Runs jobs to their end. Only the first trial of a search is announced, since the others are submitted in the
+        same way."""
         quiet = display is not None and self._code is not None
         queue = self._enqueue(jobs, Terminal(quiet=True) if quiet else self._console)
         try:
@@ -132,7 +134,7 @@ class HpcTrainLauncher(Launcher):
             tell_without_effect(jobs, self._line, self._console, self._reported)
             jobs = [replace(job, options=self._line.options) for job in jobs]
         queue = enqueue(jobs, self._sweep, console or self._console, self._config, self._code)
-        self._code = frozen_code(jobs[0].run)  # that of later batches as well
+        self._code = frozen_code(jobs[0].run)  # later batches run the same code
         return queue
 
     def _trial(self, compose: Callable[[Sequence[str]], DictConfig], number: int, overrides: Sequence[str]) -> Job:
@@ -154,13 +156,13 @@ class HpcTrainLauncher(Launcher):
 def tell_without_effect(
     jobs: Sequence[Job], line: CommandLine, console: Console, reported: set[tuple[str, str]] | None = None
 ) -> None:
-    """Prints a line about the keys that the user sets without an effect in ``jobs``; see ``notices_of``."""
+    """Prints the notices about keys that the user sets without effect in ``jobs``; see ``notices_of``."""
     for text in notices_of(jobs, line, reported):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def runs_of(queue: JobQueue) -> list[tuple[RunDirectory, View]]:
-    """Returns the runs of a queue with how they stand."""
+    """Returns the runs of a queue with their present states."""
     return [(job.run, view) for job, view in zip(queue.jobs, queue.views, strict=True)]
 
 
@@ -215,11 +217,11 @@ class RefusedJob:
     error: UserError
 
 
-REASONS, NUMBERS = 5, 10  # of refused jobs in one message
+REASONS, NUMBERS = 5, 10  # the most reasons in one message, and job numbers per reason
 
 
 def refusal(refused: Sequence[RefusedJob], count: int) -> UserError:
-    """Returns the message about the ``refused`` of ``count`` jobs, which names those with the same mistake together."""
+    """Returns the error for the ``refused`` jobs among ``count``. It groups jobs with the same mistake."""
     alike: dict[str, list[RefusedJob]] = {}
     for job in refused:
         alike.setdefault(str(job.error), []).append(job)
@@ -251,10 +253,10 @@ def enqueue(
 ) -> JobQueue:
     """Checks all ``jobs``, then freezes them; the returned queue submits them.
 
-    Raises UserError if a job is refused; nothing was written then.
+    Raises UserError if a job is refused; nothing is written in that case.
 
     Args:
-        multirun: the config of the sweep, with ``hydra.overrides``, which is kept in the directory of the sweep.
+        multirun: the config of the sweep with ``hydra.overrides``, which is written into the directory of the sweep.
         code: the snapshot from which agents and workers start; None takes one.
     """
     executor = select_executor(jobs[0].config.cluster)
@@ -273,7 +275,7 @@ def enqueue(
         pass
     if jobs[0].run.path != sweep:
         write_multirun(multirun, jobs[0].config, sweep)
-    warn_if_open(jobs[0].run, jobs[0].config)  # the others are beside it
+    warn_if_open(jobs[0].run, jobs[0].config)  # the other runs are in the same directory
     return JobQueue(jobs, executor, sweep, console)
 
 
@@ -297,7 +299,7 @@ def _with_progress(items: Iterable[T], count: int, what: str, console: Console) 
     return track(items, what, total=count, console=console, transient=True, disable=disable)
 
 
-HOPELESS = 3  # trials that fail before one succeeds
+HOPELESS = 3  # a search ends after so many failed trials if none has succeeded
 
 
 class JobFailed(Exception):
@@ -309,7 +311,7 @@ class JobFailed(Exception):
 
 
 class TrialLines:
-    """Prints one line for each trial when it has ended; a terminal also shows those that run."""
+    """Prints one line for each trial that has ended; a terminal also shows the running trials."""
 
     def __init__(self, jobs: Sequence[Job], line: Callable[[Job, View], str], console: Console) -> None:
         self._jobs = jobs
@@ -339,7 +341,7 @@ class Trials:
 
     Args:
         fixed: the overrides of the command line, which all trials have.
-        prepare: checks the job with a number and overrides; raises UserError.
+        prepare: takes a number and overrides, checks the job and returns it; raises UserError.
         run: runs jobs to their end.
     """
 
@@ -363,8 +365,8 @@ class Trials:
     def launch(self, batch: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
         """Runs the trials ``first``, ``first`` + 1, ... of the search and returns their results, in order.
 
-        Trials of an earlier search in the same directory are kept: the numbers of the runs continue after them. Raises
-        JobFailed if no trial has succeeded yet, and several have failed.
+        Trials of an earlier search in the same directory stay: the new runs get the numbers after theirs. Raises
+        JobFailed if several trials have failed and none has succeeded yet.
         """
         numbered = list(enumerate(batch, start=self._first + first))
         jobs: list[Job] = []
@@ -409,7 +411,8 @@ class Trials:
 
 
 def result_of(job: Job, view: View) -> JobReturn:
-    """Returns the metric of ``checkpoint.keep_best``, otherwise the validation loss or the loss; or the failure."""
+    """Returns the result of a job: the metric of ``checkpoint.keep_best``, else the validation loss, else the loss; or
+    the failure."""
     if view.exit != Exit.DONE:
         what = f"job {job.number} {view.state}; python -m hpc_train why {job.run.path} shows the cause"
         result = _failed(job.overrides, what, Exit.STOPPED if view.exit is None else view.exit)

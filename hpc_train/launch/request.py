@@ -1,9 +1,10 @@
-"""The path from a command line to a frozen run: compose, check, freeze.
+"""Turns a command line into a frozen run: compose, check, freeze.
 
-``compose_job`` makes a typed config of the command line of a single job; for a training, Hydra itself composes the jobs
-and calls the launcher. From there all commands take the same path: ``check_job`` chooses the layout of
-``strategy=auto`` and refuses what cannot run, with all independent mistakes in one message. ``freeze_job`` writes the
-run directory. ``notices_of`` names the keys that a user sets without an effect, and says that nothing goes to W&B.
+``compose_job`` composes the typed config of a single job from a command line; for a training, Hydra itself composes the
+jobs and calls the launcher. From there all commands take the same path: ``check_job`` chooses the layout of
+``strategy=auto`` and refuses a config that cannot run, with all independent mistakes in one message. ``freeze_job``
+writes the run directory. ``notices_of`` reports the keys that a user sets without effect, and that nothing is sent to
+W&B.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class ComposedJob:
     """The typed config of one job, and the command line from which it was composed.
 
     Attributes:
-        overrides: those of this job.
+        overrides: the overrides of this job.
         count: the number of jobs of the command line.
     """
 
@@ -76,10 +77,10 @@ FAILURE_RATES = {"optuna": "max_failure_rate", "nevergrad": "optim.max_failure_r
 def register_launcher() -> None:
     """Registers schema, launcher and sweeper with Hydra, whose search for plugins misses some editable installs.
 
-    The sweepers of Optuna and Nevergrad end a search at its first failed trial by default; here they go on.
+    By default, the sweepers of Optuna and Nevergrad end a search at its first failed trial; here they continue.
     """
     register()
-    for target in (LAUNCHER, SWEEPER):  # by name: Hydra must have searched for plugins before they are imported
+    for target in (LAUNCHER, SWEEPER):  # imported here, since Hydra must have searched for plugins before
         module, _, name = target.rpartition(".")
         Plugins.instance().register(getattr(importlib.import_module(module), name))
     sweepers: dict[str, Any] = ConfigStore.instance().repo.get("hydra", {}).get("sweeper", {})
@@ -108,8 +109,8 @@ def compose_job(line: CommandLine, command: str, *, sweep: str = "", task: int |
     Raises UserError if the config is wrong, or ``line`` describes several jobs and no ``task`` is given.
 
     Args:
-        command: the command that needs a single job.
-        sweep: what to do instead for a sweep.
+        command: the name of the command that needs a single job.
+        sweep: the alternative for a sweep, as text of the fix.
     """
     jobs = expand(line.overrides)
     if task is None and (line.multirun or len(jobs) > 1):
@@ -145,7 +146,7 @@ def check_job(
     reports all independent mistakes.
 
     Args:
-        shape: of the job; None takes that of the executor to which ``-m`` submits it.
+        shape: the shape of the job; None takes the shape that the executor of ``-m`` gives the job.
         trust_owner: whether the run, or the run to fork, may have files of other users.
     """
     shape = shape or select_executor(config.cluster).shape(config)
@@ -170,9 +171,9 @@ def check_job(
 def choose_and_check(config: Config, run: RunDirectory, shape: JobShape) -> tuple[Config, Layout, Choice | None]:
     """Returns ``config`` with the layout that ``strategy=auto`` chooses, the layout, and the choice.
 
-    A run that continues keeps its choice while the question is the same. With another strategy the choice is None.
-    Raises UserError as ``check_config``, or if ``strategy=auto`` does not know the machine or the size of the model, or
-    no layout is possible or fits.
+    A run that continues keeps its choice if its inputs are the same. With another strategy the choice is None. Raises
+    UserError as ``check_config`` does, or if ``strategy=auto`` does not know the machine or the size of the model, or
+    if no layout is possible or fits.
     """
     if runs_own_code(config):
         check_chosen(config)
@@ -184,10 +185,10 @@ def choose_and_check(config: Config, run: RunDirectory, shape: JobShape) -> tupl
 
 
 def check_config(config: Config, shape: JobShape) -> Layout:
-    """Checks that ``config`` can run in ``shape``, and returns the layout on the most nodes.
+    """Checks that ``config`` can run in ``shape``, and returns the layout for the largest number of nodes.
 
-    Raises UserError if a value is wrong, there is no layout on the most or on the fewest nodes, or the GPUs do not
-    support what the config requests. The message reports all independent mistakes.
+    Raises UserError if a value is wrong, there is no layout for the largest or the smallest number of nodes, or the
+    GPUs do not support what the config requests. The message reports all independent mistakes.
     """
     mistakes = Mistakes()
     with mistakes.collected():
@@ -210,7 +211,8 @@ def check_config(config: Config, shape: JobShape) -> Layout:
 
 
 def check_site_limits(config: Config) -> None:
-    """Raises UserError if a value exceeds a limit in the file of the site. A value of null is left to Slurm."""
+    """Raises UserError if a value exceeds a limit of the site file. The value null is not checked, since Slurm then
+    decides."""
     mistakes = Mistakes()
     for settings in site_limits():
         for key, rule in settings.limits.items():
@@ -234,7 +236,7 @@ def check_site_limits(config: Config) -> None:
 
 
 def _amount(key: str, value: Any) -> float:
-    """Returns a number, or a time limit of Slurm in seconds. An unlimited time is infinite, and auto is 0."""
+    """Returns a number, or a Slurm time limit in seconds. An unlimited time is infinite, and auto is 0."""
     if key in TIMES:
         limit = seconds(str(value))
         return math.inf if limit is None else limit
@@ -245,7 +247,7 @@ def freeze_job(job: Job, code_directory: Path, *, claim: bool = False) -> None:
     """Writes the run directory of ``job``, with a snapshot of the code in ``code_directory``, and prints the commit to
     standard error.
 
-    With ``claim`` this process trains the run now, so that no other command may.
+    With ``claim`` this process trains the run now, and no other command may train it.
     """
     code = snapshot_code([job.config], code_directory)
     if (note := code_note(code, [job.config])) is not None:
@@ -264,11 +266,11 @@ def freeze_job(job: Job, code_directory: Path, *, claim: bool = False) -> None:
 
 
 def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, str]] | None = None) -> list[str]:
-    """Returns the lines about keys that the user sets without an effect in some of ``jobs``, and one for a user of W&B
-    if nothing is sent there.
+    """Returns the notices about keys that the user sets without effect in some of ``jobs``, and a notice for users of
+    W&B if nothing is sent to W&B.
 
-    ``reported`` has the keys and reasons of earlier batches of the sweep, which are left out. The keys and reasons of
-    ``jobs`` are added to it.
+    ``reported`` holds the keys and reasons that earlier batches of the sweep have reported, which are not repeated. The
+    keys and reasons of ``jobs`` are added to it.
     """
     reported = set() if reported is None else reported
     unread: dict[int, list[WithoutEffect]] = {}
@@ -298,6 +300,6 @@ def _given_twice(line: CommandLine, reported: set[tuple[str, str]]) -> Iterator[
 
 
 def print_notices(job: Job, line: CommandLine) -> None:
-    """Prints the lines of ``notices_of`` to standard error, since standard output may be for a program."""
+    """Prints the lines of ``notices_of`` to standard error, since another program may read standard output."""
     for text in notices_of([job], line):
         print(text, file=sys.stderr)

@@ -1,6 +1,6 @@
-"""The options of ``sbatch`` for a job.
+"""Builds the options of ``sbatch`` for a job.
 
-They are passed on the command line, where they take precedence over ``SBATCH_*`` variables of the shell or the site, as
+They are passed on the command line, where they take precedence over ``SBATCH_*`` variables of the shell or the site.
 ``#SBATCH`` lines would not.
 """
 
@@ -26,13 +26,13 @@ from hpc_train.schedulers.slurm.records import gpus_of, seconds
 from hpc_train.schedulers.slurm.site import Site, other_clusters
 from hpc_train.schedulers.slurm.variables import preset
 
-Options = Mapping[str, str | None]  # keys are long option names without dashes; None: an option without a value
+Options = Mapping[str, str | None]  # long option names without dashes; the value of a flag is None
 
 NO_SITE = Site("")
 
 
 def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
-    """Returns the resources of ``job``, which are equal for jobs that may share an array.
+    """Returns the options for the resources of ``job``. Jobs with equal options may share an array.
 
     Raises UserError if ``cluster.extra`` has an option that another key sets.
     """
@@ -89,21 +89,21 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
 REASONS = {  # of options that no key of the same name sets
     "job-name": "the name of the run",
     "output": "the output of this script and of the agents",
-    "comment": "hpc_train finds the job of a run by it",
-    "ntasks-per-node": "the agent, which starts the workers of its node",
+    "comment": "hpc_train finds the job of a run by its comment",
+    "ntasks-per-node": "one agent per node, which starts the workers",
     "gpus-per-node": "cluster.gpus_per_node, of the type cluster.gpu_type",
     "cpus-per-task": "cluster.cpus_per_gpu, for all GPUs of the node",
     "mem": "cluster.mem, or cluster.mem_per_gpu for all GPUs of the node",
-    "signal": "early enough for a checkpoint before cluster.time is over",
-    "requeue": "the job may be requeued, and continues from its checkpoint",
+    "signal": "early enough to save a checkpoint before the limit cluster.time",
+    "requeue": "the job may be requeued and then continues from its checkpoint",
     "no-requeue": "launch.chain continues the run in its next job",
     "no-kill": "elastic.spares or elastic.min_nodes: the job survives the loss of a node",
-    "open-mode": "a requeued job continues the output",
+    "open-mode": "a requeued job appends to the output",
 }
 
 
 def reason_of(name: str) -> str:
-    """Returns what an sbatch option of a job is for, or the key that sets it."""
+    """Returns the purpose of an sbatch option of a job, or the key that sets it."""
     return REASONS.get(name) or _key(name)
 
 
@@ -135,7 +135,8 @@ def output_file(folder: Path, name: str) -> str:
 
 
 def array(count: int, cap: int | str) -> dict[str, str | None]:
-    """Returns the option for an array of ``count`` jobs, of which ``cap`` run at a time; empty for a single job."""
+    """Returns the option for an array of ``count`` jobs, at most ``cap`` of which run at a time; empty for a single
+    job."""
     if count == 1:
         return {}
     tasks = f"0-{count - 1}"
@@ -148,14 +149,14 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 def arguments(sbatch_options: Options) -> list[str]:
     """Returns options as command-line arguments, each of which may also be a ``#SBATCH`` line.
 
-    Raises UserError if a name is not that of an option, or a value is more than one line.
+    Raises UserError if a name cannot be the name of an option, or a value has a control character.
     """
     for name, value in sbatch_options.items():
         if not _NAME.fullmatch(name):
             raise UserError(
                 f"cluster.extra has {name!r}, which is not the long name of an sbatch option",
                 where="cluster.extra",
-                fix="a name without dashes in front, such as hint: nomultithread",
+                fix="a name without leading dashes, such as hint: nomultithread",
             )
         if value is not None and not value.isprintable():
             raise UserError(
@@ -176,7 +177,8 @@ def stop_note(job: Job) -> str:
 
 
 def signal_lead(job: Job) -> StopTime:
-    """Returns how many seconds before the time limit Slurm signals the job: enough to save, at most a third of it."""
+    """Returns how many seconds before the time limit Slurm signals the job: long enough to save, at most a third of the
+    limit."""
     cluster = job.config.cluster
     limit_s = seconds(cluster.time_min or cluster.time) or 0
     lead = stop_time(job.config, job.run, node_range(cluster)[0])
@@ -187,7 +189,7 @@ def signal_lead(job: Job) -> StopTime:
 
 
 SIGNAL = re.compile(r"#SBATCH\s.*?--signal[=\s]\s*[\"']?(?:([BR]+):)?(\w+)(?:@(\d+))?", re.IGNORECASE)
-DEFAULT_LEAD_S = 60  # sbatch's, without @SECONDS
+DEFAULT_LEAD_S = 60  # of sbatch if the option has no @SECONDS
 AGENT_SIGNALS = (signal.SIGUSR2.name, *ANNOUNCING)
 
 
@@ -196,10 +198,10 @@ class AskedSignal:
     """The signal before the time limit that the ``#SBATCH`` lines of a script request.
 
     Attributes:
-        text: as in the script: ``B:USR1@60``.
-        name: without ``SIG``: ``USR1``.
+        text: the value in the script, such as ``B:USR1@60``.
+        name: the name of the signal without ``SIG``, such as ``USR1``.
         lead_s: seconds before the limit.
-        to_shell: whether only the batch script gets it (``B:``).
+        to_shell: whether only the batch script gets the signal (``B:``).
     """
 
     text: str
@@ -209,7 +211,7 @@ class AskedSignal:
 
 
 def script_signal(script: str) -> AskedSignal | None:
-    """Returns the signal that the ``#SBATCH`` lines of a script request; None if they do not."""
+    """Returns the signal that the ``#SBATCH`` lines of a script request; None if they request none."""
     header = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), script.splitlines())
     matches = [match for match in map(SIGNAL.match, header) if match is not None]
     if not matches:
@@ -225,8 +227,8 @@ def script_signal(script: str) -> AskedSignal | None:
 def refuse_lost_signal(script: str, needed: StopTime) -> None:
     """Raises UserError if a script requests a signal before its limit that does not make its agents save.
 
-    The agents take USR2, and near the time limit also USR1 and TERM, as Slurm's announcement. ``job.sh`` passes USR1
-    and USR2 on that Slurm sends to the batch script alone (``B:``).
+    The agents treat USR2, and near the time limit also USR1 and TERM, as the announcement of the limit. If Slurm sends
+    USR1 or USR2 to the batch script alone (``B:``), ``job.sh`` passes it on to them.
     """
     asked = script_signal(script)
     if asked is None:
@@ -236,7 +238,7 @@ def refuse_lost_signal(script: str, needed: StopTime) -> None:
         loss = "the batch script alone, which does not pass it on to the agents"
     else:
         heard = f"SIG{asked.name}" in AGENT_SIGNALS
-        loss = "the agents, which do not take it for an announcement of the limit"
+        loss = "the agents, which do not treat it as an announcement of the limit"
     if heard:
         return
     raise UserError(

@@ -1,12 +1,12 @@
-"""The text of batch scripts: one agent per node in one step of the job, the exit code of the job, and its requeue.
+"""Writes the text of batch scripts: a step with one agent per node, the exit code of the job, and its requeue.
 
 ``-m`` passes the resources on sbatch's command line, ``python -m hpc_train script`` writes them into the script, and
-hand-written scripts source ``job.sh`` of the run; the rest of the text is the same. It is bash, because a batch script
-runs outside of containers and may have no Python.
+hand-written scripts source ``job.sh`` of the run; the rest of the text is the same. The text is bash, because a batch
+script runs outside of containers and may have no Python.
 
-``launch.chain`` is for sites that do not requeue: all jobs are submitted at once, and each begins when the previous one
+``launch.chain`` is for sites that do not requeue: all jobs are submitted at once, and each begins when the previous job
 has ended. If a job stops before its time limit or is lost with its node, the next job continues the run, unless the job
-has saved nothing new. If the run ends in any other way, the job cancels the remaining ones, whose ids the launcher
+has saved nothing new. If the run ends in any other way, the job cancels the remaining jobs, whose ids the launcher
 writes into a file in ``attempts/``. A job that begins before that file is written finds the recorded end of the chain
 and exits.
 """
@@ -56,7 +56,7 @@ def shell_command(parts: Sequence[str]) -> str:
 def exports(variables: Mapping[str, str]) -> list[str]:
     """Returns the lines that export ``cluster.env``.
 
-    Raises UserError if a name is not that of a variable, or a value contains a NUL character.
+    Raises UserError if a name is not valid for a variable, or a value contains a NUL character.
     """
     return [f"export {name}={shell_word(value)}" for name, value in job_environment(variables).items()]
 
@@ -67,9 +67,9 @@ def comment(text: str) -> str:
 
 
 def own_lines(lines: Iterable[str], key: str) -> list[str]:
-    """Returns the lines of bash that the user has set as ``key``, of which each may have several lines.
+    """Returns the bash commands that the user has set as ``key``. A command may have several lines.
 
-    Raises UserError if they contain a character with which sbatch refuses a script.
+    Raises UserError if they contain a character because of which sbatch would refuse the script.
     """
     text = list(lines)
     for line in text:
@@ -83,14 +83,14 @@ def own_lines(lines: Iterable[str], key: str) -> list[str]:
 
 
 def setup_lines(lines: Iterable[str]) -> list[str]:
-    """Returns the lines of ``cluster.setup``. Bash goes on after a line that fails, and so the line is named.
+    """Returns the lines of ``cluster.setup``. Bash continues after a line that fails, so the script reports the line.
 
     Raises UserError as ``own_lines``.
     """
     commands = own_lines(lines, "cluster.setup")
     if not commands:
         return []
-    # the line of the script and not BASH_COMMAND, which is a command inside of a function such as `module`
+    # the line of the script instead of BASH_COMMAND, which may be a command inside a function such as `module`
     report = """failed=$? line=$(sed -n "${LINENO}p" "$0" 2> /dev/null)"""
     report = f"""trap '{report}; echo "cluster.setup: a line failed with status $failed: $line" >&2' ERR"""
     ended = """trap 'code=$?; [ -n "$set_up" ] || echo "cluster.setup ended the job with status $code" >&2' EXIT"""
@@ -109,8 +109,8 @@ IN_SHELL = "HPC_TRAIN_BINDS"  # placeholder for the variable BINDS of a batch sc
 
 @dataclass(frozen=True)
 class Container:
-    """An image and its mounts, as ``/host:/inside``. ``gpus``: mount the libraries of the driver too, with ``rocm``
-    those of ROCm.
+    """An image and its mounts as ``/host:/inside``. ``gpus`` also mounts the libraries of the NVIDIA driver, or with
+    ``rocm`` the libraries of ROCm.
     """
 
     image: str
@@ -148,7 +148,7 @@ class Container:
             f'for local in {names}; do [ ! -d "$local" ] || BINDS="$BINDS,$local:$local"; done',
         ]
         if self.gpus and not self.pyxis and not self.rocm:
-            # at submission the nodes' kind of GPU may be unknown; the variable is the option --rocm
+            # the kind of GPU may be unknown at submission; the variable has the same effect as the option --rocm
             lines.append("[ ! -e /dev/kfd ] || [ -e /dev/nvidiactl ] || export APPTAINER_ROCM=1  # AMD GPUs")
         return lines
 
@@ -191,7 +191,7 @@ def quoted(parts: Sequence[str]) -> str:
 
 
 def _same(bind: str) -> str:
-    """Returns ``bind`` with a path inside, by default the same path as on the host."""
+    """Returns ``bind`` with a path inside the container, by default the same path as on the host."""
     return bind if ":" in bind else f"{bind}:{bind}"
 
 
@@ -203,10 +203,10 @@ def srun_has_pyxis() -> bool:
 
 @dataclass(frozen=True)
 class Block:
-    """Lines of a script, and in one line what they are for (``script --explain``).
+    """Lines of a script, and their purpose in one line (``script --explain``).
 
     Attributes:
-        joined: whether no empty line stands before them.
+        joined: whether the lines follow the previous block without an empty line.
     """
 
     reason: str
@@ -230,7 +230,7 @@ export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-${cores%%(*}}"
 )
 
 BY_HAND = """\
-# The part of a batch script that follows `freeze`, the same as in jobs that `-m` submits. The arguments start an agent:
+# The part of a batch script after `freeze`, the same as in jobs that `-m` submits. The arguments start an agent:
 #     source "$RUN/job.sh" python -m hpc_train agent "$RUN"
 if [ -z "${SLURM_JOB_ID:-}" ]; then
   echo "$0 starts its agents with srun, and this shell is not in a Slurm job" >&2
@@ -239,10 +239,10 @@ if [ -z "${SLURM_JOB_ID:-}" ]; then
 fi
 """.rstrip()
 
-# srun runs in the background because the script could not stop waiting for it in the foreground.
+# srun runs in the background, because a script cannot stop waiting for a command in the foreground.
 SRUN_ENDS = """\
-# A step ends only when all of its tasks have ended, and a task on a frozen node (a hung file system, swapping) does
-# not. When the agents are done, they record it in a file. The step then has 25 s to end; after that, this script asks
+# A step ends only when all of its tasks have ended, but a task on a frozen node (a hung file system, swapping) does
+# not end. The agents record their end in a file. The step then has 25 s to end; after that, this script requests
 # Slurm to kill it, and continues 10 s later in any case. Slurm kills the remaining processes at the end of the job.
 srun_ends() { # returns 0 if srun ends within $1 seconds
   for ((second = 0; second < $1; second++)); do
@@ -257,7 +257,7 @@ WAIT = """\
   while [ -z "$recorded" ] && kill -0 "$srun" 2> /dev/null; do
     sleep 1 || true # scancel interrupts the sleep with TERM
     recorded=$(ls "$end".node-* 2> /dev/null) || true
-    if ((announced && SECONDS >= announced)); then # again after 10 s, since agents that are still starting miss it
+    if ((announced && SECONDS >= announced)); then # repeated after 10 s, since agents miss the signal while they start
       kill -USR2 "$srun" 2> /dev/null || true
       announced=$((SECONDS + 10))
     fi
@@ -284,7 +284,7 @@ class Script:
         container: the container of the agents; None outside of containers.
         header: options for #SBATCH lines; empty if they are passed on the command line.
         code: the snapshot of the code that the agents run; None runs the installed code.
-        chain: the file with the ids of the jobs of the chain; None for a job that may be requeued.
+        chain: the file with the ids of the jobs of the chain; None without a chain, for a job that may be requeued.
         notes: further comment lines below the title.
         survives_node_loss: whether the agents of the other nodes survive the loss of a node.
         agent_options: the options of ``python -m hpc_train agent``.
@@ -347,14 +347,14 @@ def blocks_of(script: Script) -> list[Block]:
             "# the code as it was at submission",
             f"export PYTHONSAFEPATH=1 PYTHONPATH={paths}${{PYTHONPATH:+:$PYTHONPATH}}",
         ]
-        blocks.append(Block("import the copy of your code, and not what you edit meanwhile", code, joined=True))
+        blocks.append(Block("import the frozen copy of your code, not your later edits", code, joined=True))
     agent = []
     if container is not None:
         around = (container.srun_options(IN_SHELL), container.command(IN_SHELL))
         agent = [f"{quoted(parts)} \\" for parts in around if parts]
     agent.append(f'{shell_word(interpreter)} {" ".join(["-m hpc_train agent", *script.agent_options])} "$RUN"')
 
-    setup = Block("cluster.setup; a line that fails is named and does not end the job", setup_lines(cluster.setup))
+    setup = Block("cluster.setup; a line that fails is reported and does not end the job", setup_lines(cluster.setup))
     gpus = Block("give each step the GPUs of the job, whichever option requested them", gpu_export_lines())
     blocks.append(setup)
     if container is None:
@@ -363,7 +363,7 @@ def blocks_of(script: Script) -> list[Block]:
     else:
         blocks += [Block("what the container sees of the node", container.lines()), gpus]
     blocks += [
-        Block("the run directory, which a requeued job finds as it is", script.run),
+        Block("the run directory; a requeued job uses the same one", script.run),
         Block("notice scancel and the signal before the time limit", REQUEUE_BEFORE.splitlines()),
     ]
     if script.chain is not None:
@@ -388,7 +388,7 @@ def blocks_of(script: Script) -> list[Block]:
 
 
 def explanation(blocks: Sequence[Block]) -> list[tuple[int, int, str]]:
-    """Returns the first and the last line of each block in the script, and what the block is for."""
+    """Returns the numbers of the first and the last line of each block in the script, and the purpose of the block."""
     rows = []
     end = 0
     for block in blocks:
@@ -419,7 +419,8 @@ def one_run(run: Path) -> list[str]:
 
 
 def run_of_task(listing: Path) -> list[str]:
-    """Returns bash lines that set RUN in an array; ``listing`` has one run directory per task and line."""
+    """Returns bash lines that set RUN in an array. Each line of the file ``listing`` is the run directory of one
+    task."""
     return [
         "# each task of the array trains one run: line SLURM_ARRAY_TASK_ID + 1 of this list",
         f'RUN=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shell_word(str(listing))})',
@@ -427,7 +428,7 @@ def run_of_task(listing: Path) -> list[str]:
 
 
 def freezing(cluster: ClusterConfig, overrides: Sequence[str], container: Container | None = None) -> list[str]:
-    """Returns bash lines that freeze the run and set RUN; a restarted job finds the run frozen."""
+    """Returns bash lines that freeze the run and set RUN; a restarted job uses the frozen run."""
     parts = [python(cluster, container), "-m", "hpc_train", "freeze", *overrides]
     if container is not None and container.pyxis:
         parts = ["srun", "--nodes=1", "--ntasks=1", *container.srun_options(IN_SHELL), *parts]
@@ -447,8 +448,8 @@ def step_on_nodes(nodes: int | str, *words: str) -> list[str]:
     """Returns the command that starts a step with one task on each of ``nodes`` nodes of the job.
 
     Args:
-        nodes: their number, or a shell word for it.
-        words: further options of srun, and the command of the task.
+        nodes: the number of nodes, or a shell word for it.
+        words: further options of srun, followed by the command of the task.
     """
     return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", *words]
 
@@ -484,7 +485,7 @@ def _step(agent: Sequence[str], survives: bool) -> list[str]:
     return [
         "# Each node runs one task, the agent, which starts one worker per GPU.",
         f"# If a node is lost, the agents of the other nodes {losses}.",
-        "# If signals have killed all agents, no end is recorded, and another step of the job continues the run.",
+        "# If signals have killed all agents, no agent has recorded an end, and another step continues the run.",
         'rm -f "$end".node-* # left by an earlier run in the same allocation',
         "trap : INT # srun handles Ctrl-C",
         "for step in 1 2 3; do",
@@ -513,7 +514,7 @@ job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_J
 """.rstrip()
 
 REQUEUE_END = """\
-# The agents record the exit code; the code of srun only shows that something failed.
+# The agents record the exit code; the exit code of srun only shows that something failed.
 [ "$status" -eq 0 ] || status=1
 for known in 1 2 93 75 0; do
   if grep -qsx "$known" "$end".node-*; then status=$known; break; fi
@@ -521,8 +522,8 @@ done
 """.rstrip()
 
 REQUEUE_AFTER = """\
-# The job stopped before its time limit or because of a preemption: this script asks Slurm once to requeue it, unless
-# the job is cancelled (`incomplete` also checks that), is held (priority 0), or is already being requeued by Slurm.
+# If the job stopped before its time limit or because of a preemption, this script requests a requeue once, unless the
+# job is cancelled (`incomplete` also checks that), is held (priority 0), or is already being requeued by Slurm.
 if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
   for wait in 0 5 10 20 40 60 60 60 60 120 120; do
     sleep "$wait"
@@ -549,7 +550,7 @@ fi
 EXIT = 'exit "$status"'
 
 ON_EVENT = """\
-# run.on_event: the agents call it, unless none of them is left to record the end of the job
+# run.on_event: the agents call this command, unless no agent is left to record the end of the job
 if [ -z "$cancelled" ] && ! ls "$end".node-* &> /dev/null; then
   printf '{{"time": %s, "event": "failed", "node": "%s", "message": "%s"}}\\n' "$(date +%s)" \\
       "${{SLURMD_NODENAME:-$HOSTNAME}}" "no agent is left: srun ended with exit code $status" |
@@ -560,7 +561,7 @@ fi
 
 
 def on_event_lines(command: str | None) -> list[str]:
-    """Returns the lines after the agents' step that call ``run.on_event`` if no agent has recorded an end."""
+    """Returns the lines that call ``run.on_event`` after the step of the agents if no agent has recorded an end."""
     if command is None:
         return []
     return ON_EVENT.format(command=shell_word(command)).splitlines()
@@ -572,7 +573,7 @@ def requeue_script_lines() -> list[str]:
 
 
 CHAIN_BEFORE = """\
-# This is one job of a chain. It exits if the run has ended in an earlier job, or if an earlier job was cancelled.
+# This job is part of a chain. It exits if the run has ended in an earlier job, or if an earlier job was cancelled.
 [ ! -e "$CHAIN.over" ] || exit 0
 if [ -s "$CHAIN" ] && squeue --noheader --states=CANCELLED --jobs="$(paste -sd, "$CHAIN")" | grep -q .; then
   scancel $(cat "$CHAIN")
@@ -587,7 +588,7 @@ if scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
   cancelled=
 elif scontrol show job "$SLURM_JOB_ID" | grep -q 'Reason=TimeLimit'; then
   cancelled=
-  if [ "$saved" = "$(ls "$RUN/checkpoints")" ]; then cancelled=yes; fi # the next job would make no progress either
+  if [ "$saved" = "$(ls "$RUN/checkpoints")" ]; then cancelled=yes; fi # the next job would not make progress either
 elif [ ! -e "$end.requeue" ]; then
   cancelled=yes
 elif [ -e "$end.exclude" ]; then # exclude nodes that have failed more than once
@@ -604,5 +605,5 @@ exit "$status"
 
 
 def chain_file(run: RunDirectory) -> Path:
-    """Returns the file with the ids of the chain that is submitted next, one per line."""
+    """Returns the file for the job ids of the next chain, one id per line."""
     return run.attempts / f"chain-{len(run.record().get('submissions', [])):03d}"

@@ -1,4 +1,4 @@
-"""Checks before submission that the nodes see the run directory and that the checkpoints fit there."""
+"""Checks before submission that the nodes can see the run directory and that the checkpoints fit into it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ SAME_BOOT_S = 5  # Slurm and the kernel round differently
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The estimated checkpoints of a job: bytes and files of each, and the bytes that exist already."""
+    """The estimated checkpoints of a job: the bytes and files of one checkpoint, and the bytes of those that exist
+    already."""
 
     size: int
     files: int
@@ -37,7 +38,8 @@ class Checkpoints:
 
     @classmethod
     def of(cls, job: Job) -> Checkpoints | None:
-        """Estimates the size from the newest checkpoint of the run, else from the config; None if both fail."""
+        """Estimates the size from the newest checkpoint of the run, or else from the config; returns None if neither is
+        possible."""
         sizes = []
         for checkpoint in CheckpointStore(job.run.checkpoints).committed():
             with suppress(BadCheckpoint, OSError):
@@ -47,9 +49,10 @@ class Checkpoints:
 
 
 def check_room(jobs: Sequence[Job], rooms: Sequence[Room] | None = None) -> list[str]:
-    """Returns one line with the space that the checkpoints of ``jobs`` may need; none if their size is unknown.
+    """Returns one line with the space that the checkpoints of ``jobs`` may need; an empty list if their size is
+    unknown.
 
-    Raises UserError if they do not fit; the fix names the largest ``checkpoint.keep`` that does.
+    Raises UserError if they do not fit; the fix names the largest ``checkpoint.keep`` with which they do.
     """
     estimates = [(job, Checkpoints.of(job)) for job in jobs]
     sized = [(job, checkpoints) for job, checkpoints in estimates if checkpoints is not None]
@@ -85,7 +88,7 @@ def check_shared(
 ) -> list[str]:
     """Returns a note if the nodes of a Slurm job may not see ``path``.
 
-    Raises UserError if they cannot see it, since it is in memory or in the temporary directory of this machine.
+    Raises UserError if they cannot see it because it is in memory or in a temporary directory of this machine.
     """
     system = system or file_system_of(path)
     if system is None or not (system.in_memory or system.on_a_disk_here) or is_exported(path):

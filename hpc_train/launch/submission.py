@@ -1,8 +1,9 @@
 """Submits the jobs of one launch, follows them with a live table or plain lines, and reports the results.
 
-An executor without a queue (this machine) gets only as many jobs at a time as may run, so that a sweep of a thousand
-jobs is not a thousand waiting processes. On detaching, all others are submitted too, and wait for each other's locks.
-Frozen runs are submitted again with their frozen code, or with what is now in the work tree that it was copied from.
+An executor without a queue (this machine) receives only as many jobs as may run at the same time, so that a sweep of a
+thousand jobs does not start a thousand waiting processes. On detaching, the remaining jobs are submitted too, and wait
+for the locks of running jobs. Frozen runs are resubmitted with their frozen code, or with the present code of the work
+tree from which it was copied.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Submitted:
     agent_output: Path
 
     def view(self, status: JobStatus | None) -> View:
-        """Returns a snapshot of the job. ``status`` is what its scheduler reports; None if it does not know the job."""
+        """Returns the present state of the job. ``status`` is the status that the scheduler reports; None if the
+        scheduler does not know the job."""
         config = self.job.config
         steps = None if runs_own_code(config) else config.train.steps  # otherwise the run records them
         return view_of(self.job.run, self.first_attempt, status, self.agent_output, steps)
@@ -88,7 +90,7 @@ class JobQueue:
         self._waiting = list(jobs)
         self._submitted: dict[int, Submitted] = {}
         self._views: dict[int, View] = {}
-        self.stopped = False  # by the user of this process
+        self.stopped = False  # whether the user of this process has stopped the jobs
 
     @property
     def views(self) -> list[View]:
@@ -144,7 +146,7 @@ class JobQueue:
         try:
             for _ in concurrently(self._record, entries):
                 pass
-        except BaseException:  # a job that its run does not record could start it again, and nothing would cancel it
+        except BaseException:  # an unrecorded job could start its run a second time, and no command could cancel it
             self.executor.cancel(ids)
             raise
         self._submitted |= {entry.job.number: entry for entry in entries}
@@ -208,7 +210,7 @@ class JobProgress:
             self._console.print(view.state, markup=False, highlight=False)
 
     def close(self) -> None:
-        # the record of a job that was refused, or is left, may have the result of an earlier one
+        # if the job was refused or still runs, its record may hold the result of an earlier job
         self._progress.finish(failed=self._exit != Exit.DONE)
 
 
@@ -217,13 +219,13 @@ def wait(
 ) -> None:
     """Follows the jobs until all have ended.
 
-    Ctrl-C or a lost terminal detaches and leaves them running. At a terminal, a second Ctrl-C within three seconds
-    offers to cancel them; if accepted, this continues to wait. Raises SystemExit if detached by Ctrl-C or hang-up, with
-    code 130.
+    Ctrl-C or a lost terminal detaches and leaves the jobs running. At a terminal, a second Ctrl-C within three seconds
+    offers to cancel them; if the user accepts, this function continues to wait. Raises SystemExit with code 130 after
+    Ctrl-C or a hang-up.
 
     Args:
-        comparison: that of the whole sweep, if the jobs are a part of one.
-        display: by default the progress of a single job, or a table of several.
+        comparison: the comparison of the full sweep, if the jobs are a part of one.
+        display: by default the progress of a single job, or a table of several jobs.
     """
     if display is None and len(queue.jobs) == 1:
         display = JobProgress(queue.jobs[0], console)
@@ -256,7 +258,7 @@ def wait(
 
 
 class HangUp(Exception):
-    """The terminal is gone."""
+    """Reports that the terminal has hung up."""
 
 
 @contextlib.contextmanager
@@ -265,7 +267,7 @@ def _hang_up_raises() -> Iterator[None]:
         raise HangUp
 
     before = signal.getsignal(signal.SIGHUP)
-    if before != signal.SIG_IGN:  # nohup stays nohup
+    if before != signal.SIG_IGN:  # nohup ignores SIGHUP
         signal.signal(signal.SIGHUP, raise_it)
     try:
         yield
@@ -296,7 +298,8 @@ def leave(queue: JobQueue, console: Console) -> None:
 
 
 def hand_over(queue: JobQueue, console: Console) -> None:
-    """Submits the waiting jobs, which then do not need this process, and prints how to manage all jobs."""
+    """Submits the waiting jobs, so that no job needs this process any more, and prints the commands that manage
+    them."""
     queue.submit_all()
     where = common_directory([job.run.path for job in queue.jobs])
     lines = [
@@ -311,10 +314,10 @@ def report(queue: JobQueue, console: Console, comparison: Comparison | None = No
     """Prints how each job ended, with the traceback of the failing rank, and the path of its page.
 
     Args:
-        comparison: that of the whole sweep, if the jobs are a part of one.
+        comparison: the comparison of the full sweep, if the jobs are a part of one.
 
     Returns:
-        the exit code for all of them.
+        the exit code of the command.
     """
     print_messages(queue.jobs, queue.views)
     if len(queue.jobs) > 1:
@@ -323,14 +326,14 @@ def report(queue: JobQueue, console: Console, comparison: Comparison | None = No
         registered(SWEEP_WAITED_FOR)(queue.jobs[0].run.path.parent, views)
         return worst(queue.views)
     (job,), (view,) = queue.jobs, queue.views
-    registered(RUN_WAITED_FOR)(job.run)  # its page, if its agents could not write it
+    registered(RUN_WAITED_FOR)(job.run)  # writes the report page if the agents could not
     if view.state in ("cancelled", "stopped") and view.exit is not None:
         print(f"{how_stopped(view.exit, job.run, view.state)}:\n  {_resume_hint(job)}")
     return worst(queue.views)
 
 
 def worst(views: Sequence[View]) -> Exit:
-    """Returns the exit code for several jobs: the worst of theirs."""
+    """Returns the worst exit code of the jobs."""
     return worst_exit(view.exit for view in views)
 
 
@@ -349,17 +352,17 @@ def resubmit(
     code_now: bool = False,
     comparison: Comparison | None = None,
 ) -> int:
-    """Submits frozen runs again, which resume from their newest checkpoints; returns their exit code, 0 when detached.
+    """Resubmits frozen runs, which resume from their newest checkpoints; returns their exit code, 0 when detached.
 
-    Raises UserError if a run is live, or its executor refuses it. Nothing was submitted.
+    Raises UserError if a run is live or its executor refuses it; nothing is submitted in that case.
 
     Args:
         as_json: whether to print one JSON object per run at the end, and everything else to standard error.
-        code_now: whether they run the code that is now in the work tree from which they were frozen.
+        code_now: whether to run the present code of the work tree instead of the frozen copy.
         comparison: the comparison of the full sweep, if ``handles`` is a part of it.
     """
     warn_if_open(handles[0].run, handles[0].config)  # the runs of a sweep are alike
-    copies = {str(item.run.record().get("snapshot")): item.run for item in handles}  # the runs of a sweep share one
+    copies = {str(item.run.record().get("snapshot")): item.run for item in handles}  # a sweep has one copy
     if not code_now:
         for run in copies.values():
             check_copy(run)
@@ -402,16 +405,16 @@ def _is_ending(run: RunDirectory) -> bool:
 
 
 def take_code_again(runs: Sequence[tuple[RunDirectory, Config]]) -> list[str]:
-    """Replaces the frozen code of ``runs`` by a snapshot of what is now in the work trees that it was taken from.
+    """Replaces the frozen code of ``runs`` by a new snapshot of the work trees from which it was copied.
 
-    The runs must not be live. Their event logs record the change. Raises UserError if a work tree no longer exists, or
-    cannot be copied. Returns lines for the user.
+    The runs must not be live. Their event logs record the change. Returns lines for the user. Raises UserError if a
+    work tree no longer exists or cannot be copied.
     """
     frozen = [(run, frozen_code(run)) for run, _ in runs]
     configs = [config for _, config in runs]
     old = {code.origin: code for _, code in frozen if code is not None}
     new = {origin: _taken_again(code, configs, runs[0][0].code) for origin, code in old.items()}
-    # the content of a copy is its name; its directory may differ
+    # the name of a copy is the hash of its content; its directory may differ
     changed = {origin for origin in old if Path(new[origin].snapshot).name != Path(old[origin].snapshot).name}
     for run, code in frozen:
         if code is not None and Path(code.snapshot).name != Path(new[code.origin].snapshot).name:
@@ -427,7 +430,7 @@ def take_code_again(runs: Sequence[tuple[RunDirectory, Config]]) -> list[str]:
 
 
 def notes_on_changed_code(runs: Sequence[tuple[RunDirectory, Config]]) -> list[str]:
-    """Returns a line for each work tree that differs from the frozen code with which ``runs`` continue."""
+    """Returns a line for each work tree that has changed since the code was frozen with which ``runs`` continue."""
     frozen = [(frozen_code(run), config) for run, config in runs]
     old = {code.work_tree: (code, config) for code, config in frozen if code is not None}
     return [
@@ -438,7 +441,8 @@ def notes_on_changed_code(runs: Sequence[tuple[RunDirectory, Config]]) -> list[s
 
 
 def _taken_again(code: FrozenCode, configs: Sequence[Config], directory: Path) -> FrozenCode:
-    """Returns a snapshot of the present code; ``directory``, that of a run or sweep which has a copy, keeps it."""
+    """Returns a new snapshot of the work tree of ``code``, stored next to the old one if that is in a directory of the
+    same name as ``directory``, otherwise in ``directory``."""
     before = Path(code.snapshot).parent
     if before.name == directory.name:
         directory = before
@@ -447,7 +451,7 @@ def _taken_again(code: FrozenCode, configs: Sequence[Config], directory: Path) -
         taken = snapshot_code(configs, directory, code.directory)
     if taken is None or taken.work_tree != code.work_tree:
         raise UserError(
-            f"the code was frozen from {code.work_tree}, which is not a git work tree any more",
+            f"the code was frozen from {code.work_tree}, which is no longer a git work tree",
             where="--code now",
             fix="restore the work tree, or leave out --code now to run the frozen code again",
         )

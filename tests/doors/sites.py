@@ -132,7 +132,7 @@ SHAPES = {
             "node": node("m1", "mig", "gpu:a100_1g.5gb:28"),
         },
         {"cluster": {"partition": "mig", "gpus_per_node": 1}},
-        ("MIG slices, of which NCCL cannot connect two of one GPU: 1 per node is requested",),
+        ("MIG slices, and NCCL cannot connect two slices of one GPU: 1 per node is requested",),
     ),
     "federation": Shape(
         {

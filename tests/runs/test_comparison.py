@@ -353,7 +353,7 @@ def test_a_retry_takes_the_present_code(sweep: list[Job], tmp_path: Path) -> Non
     (told,) = [event for event in job.run.read_events() if event["event"] == "warning"]
     assert told["message"] == f"continues with other code: {code.snapshot} -> {after.snapshot}"
     shutil.rmtree(tree)
-    with pytest.raises(UserError, match="not a git work tree any more"):
+    with pytest.raises(UserError, match="which is no longer a git work tree"):
         take_code_again(found)
 
 

@@ -36,13 +36,13 @@ from hpc_train.schedulers.slurm.variables import Receiver, environment_for
 from hpc_train.telemetry.progress import Progress
 from hpc_train.telemetry.terminal import Terminal
 
-# A run that cannot continue without a node ends with its first agent. srun kills agents that then do not end, as on a
-# frozen node.
+# If a run cannot continue without a node, the step ends this long after its first agent: srun then kills agents that do
+# not end, such as an agent on a frozen node.
 OVER_S = 60
 
 
 class AllocationExecutor(ProcessExecutor):
-    """The Slurm allocation that this process runs in."""
+    """Runs jobs as steps of the Slurm allocation that this process runs in."""
 
     name = "this allocation"
     stop_signal = signal.SIGUSR1  # srun forwards it to the agents
@@ -64,7 +64,7 @@ class AllocationExecutor(ProcessExecutor):
 
     def at_once(self, jobs: Sequence[Job]) -> int:
         if is_in_step():
-            return 1  # overlapping steps would share nodes
+            return 1  # several steps with --overlap would share nodes
         limit = jobs[0].config.launch.array_parallelism
         room = max(1, _nodes_here() // max(job.shape.nodes for job in jobs))
         return min(room, limit if isinstance(limit, int) else len(jobs))
@@ -120,8 +120,9 @@ class AllocationExecutor(ProcessExecutor):
 def _core_options(job: Job) -> list[str]:
     """Returns the options of srun for the cores of a node.
 
-    Inside a step the new one shares the cores of the job: ``srun --pty bash`` itself has only one without ``-c``. If
-    the job requests several tasks per node, the agent gets the cores of all of them.
+    If this process itself runs in a step, the new step shares the cores of the job, because a step such as ``srun --pty
+    bash`` without ``-c`` has a single core. If the job requests several tasks per node, the agent gets the cores of all
+    tasks.
     """
     options = []
     of_gpu = job.config.cluster.cpus_per_gpu
@@ -143,7 +144,7 @@ def shape_in_job(config: Config, nodes: int, place: Place) -> JobShape:
         UserError: a node has fewer GPUs than are requested, or ``elastic.min_nodes`` is larger than ``cluster.nodes``.
     """
     cluster = config.cluster
-    # Slurm counts the GPUs that it has allocated; the agents check later whether the nodes can use them
+    # the number of GPUs that Slurm has allocated; the agents check later whether the nodes can use them
     gpus, workers = workers_per_node(cluster, visible=gpus_of_this_job().per_node or visible_gpus())
     return JobShape(
         nodes=nodes,
@@ -160,8 +161,8 @@ def shape_in_job(config: Config, nodes: int, place: Place) -> JobShape:
 def shape_in_script(config: Config) -> JobShape:
     """Returns the shape of a run that the batch script around this process trains on the nodes of its job.
 
-    The script requests the nodes, so their number replaces that of ``cluster.nodes``, unless this is a range: Slurm may
-    then start the script again on fewer of them. Raises UserError as ``shape_in_job``.
+    The script requests the nodes, so their number replaces ``cluster.nodes``. A range stays, because Slurm may later
+    restart the script on fewer nodes. Raises UserError as ``shape_in_job`` does.
     """
     nodes = max(1, _nodes_here() - config.elastic.spares)
     fewest, most = node_range(config.cluster)
@@ -179,13 +180,14 @@ def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None, begun:
     """Runs the agent of the frozen ``run`` in this process with progress on the terminal; returns the exit code.
 
     Args:
-        arguments: the command line that describes the run, for the advice at its end; None if it was frozen before.
+        arguments: the command line that describes the run, for the command that is printed at its end; None if the run
+            was frozen before.
         begun: the head start of the warm parent, if any.
     """
     console = Terminal()
     again = None if arguments is None else resume_command(arguments, run, load(run).run.root)
     progress = Progress(run, console, again)
-    progress.tick()  # says that the run starts, while the agent is imported
+    progress.tick()  # reports that the run starts, while the agent is imported
     from hpc_train.elastic.agent import run_agent  # the submitter does not need its modules
 
     code = run_agent(run, progress.tick, begun=begun)

@@ -1,7 +1,8 @@
-"""Runs a job on this machine as submitit's controller does, and loses no SIGTERM while the job starts.
+"""Runs a job on this machine like submitit's controller, but does not lose a SIGTERM while the job starts.
 
-The submitter starts this process with SIGTERM blocked. The agent inherits that and unblocks the signal when it can
-stop; until then the signal is pending. By default, Python dies of a SIGTERM that arrives while it starts.
+The submitter starts this process with SIGTERM blocked. The agent inherits the signal mask and unblocks the signal when
+it is able to stop; until then the signal is pending. With the default mask, a SIGTERM kills a Python process that is
+still starting.
 """
 
 from __future__ import annotations

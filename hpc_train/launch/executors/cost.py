@@ -1,4 +1,4 @@
-"""The maximum cost of a submission, printed before it is made, and the confirmation of a large one."""
+"""Computes the maximum cost of a submission, which is printed first, and asks for confirmation if it is large."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from hpc_train.units import counted
 
 
 def gpu_hours(jobs: Sequence[Job]) -> float:
-    """Returns the upper bound of GPU-hours: every job uses its maximum of nodes until its time limit, in each start.
+    """Returns an upper bound of the GPU-hours.
 
-    A run that has used ``run.max_gpu_hours`` is stopped.
+    It assumes that every job uses its largest number of nodes until its time limit in each start. A run uses at most
+    ``run.max_gpu_hours``, where it is stopped.
     """
     bounds = []
     for job in jobs:

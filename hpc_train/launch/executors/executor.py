@@ -1,4 +1,4 @@
-"""The interface of executors, which run jobs on this machine or on Slurm, and their selection."""
+"""Defines the interface of executors, which run jobs on this machine or on Slurm, and selects one."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Executor(Protocol):
     name: str
 
     def shape(self, config: Config) -> JobShape:
-        """Returns the shape of a job with this config, with the maximum of a range of nodes.
+        """Returns the shape of a job with this config; for a range of nodes, with the largest number.
 
         Raises:
-            UserError: the requested resources do not exist here, or ``elastic.min_nodes`` is larger than their number.
+            UserError: the requested resources do not exist here, or ``elastic.min_nodes`` exceeds the number of nodes.
         """
 
     def at_once(self, jobs: Sequence[Job]) -> int:
@@ -36,7 +36,7 @@ class Executor(Protocol):
     def check(self, jobs: Sequence[Job]) -> list[str]:
         """Checks ``jobs`` and returns lines with their resources and maximum cost. Writes nothing.
 
-        Raises UserError if one of them would be refused, or would never start.
+        Raises UserError if a job would be refused or would never start.
         """
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
@@ -48,29 +48,31 @@ class Executor(Protocol):
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         """Submits ``jobs``, whose runs are frozen; returns their ids in order.
 
-        ``at_once`` limits all jobs of the directory ``sweep`` together. Raises UserError if the scheduler refuses them.
+        At most ``at_once`` jobs of the directory ``sweep`` run at the same time. Raises UserError if the scheduler
+        refuses them.
         """
 
     def identity(self, job_id: str) -> dict[str, Any]:
         """Returns the fields of a job in the run's record of submissions, by which a live run is recognized."""
 
     def statuses(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        """Returns the status of the jobs ``ids``, without those that are no longer known."""
+        """Returns the status of the jobs ``ids``; jobs that are no longer known are omitted."""
 
     def stop(self, ids: Collection[str]) -> None:
         """Signals jobs to save a checkpoint and stop."""
 
     def cancel(self, ids: Collection[str]) -> None:
-        """Cancels jobs; on this machine they save a checkpoint first."""
+        """Cancels jobs; jobs on this machine save a checkpoint first."""
 
     def output(self, job: Job, job_id: str) -> Path:
         """Returns the file with the output of the agent of the job."""
 
 
 def select_executor(cluster: ClusterConfig) -> Executor:
-    """Returns the executor for ``cluster.kind``; ``auto`` tries the surrounding allocation, Slurm and this machine.
+    """Returns the executor for ``cluster.kind``; ``auto`` tries the surrounding allocation, then Slurm, then this
+    machine.
 
-    Raises UserError if Slurm is requested, and ``sbatch`` is missing; or as ``check_shell`` and ``uses_slurm``.
+    Raises UserError if Slurm is requested but ``sbatch`` is missing, or as ``check_shell`` and ``uses_slurm`` do.
     """
     check_shell(cluster)
     if cluster.kind == "auto" and in_allocation():

@@ -1,8 +1,9 @@
 """Runs jobs as processes of this machine, through submitit's local executor.
 
 submitit's executor ends a job after its time limit, assigns the same GPUs to several jobs, and leaves the job in the
-session of the terminal, so that Ctrl-C reaches the workers. Here a job has a separate session and no time limit, and
-reserves its GPUs or cores before it starts, so that all jobs may be submitted at once.
+session of the terminal, so that Ctrl-C reaches the workers. With the executor of this module, a job has a separate
+session and no time limit, and it reserves its GPUs or cores before it starts, so that all jobs may be submitted at
+once.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from hpc_train.units import counted
 
 
 class ProcessExecutor:
-    """Base of executors whose jobs are processes, which forward ``stop_signal`` to the agents."""
+    """Base class of executors whose jobs are processes that forward ``stop_signal`` to the agents."""
 
     stop_signal: signal.Signals
 
@@ -96,7 +97,7 @@ class SessionExecutor(LocalExecutor):
         }
         with open_to_append(self.folder / CONTROLLER_LOG, self.folder) as log, _sigterm_blocked():
             process = subprocess.Popen(
-                [sys.executable, "-P", str(CONTROLLER), str(self.folder)],  # not the one of frozen code
+                [sys.executable, "-P", str(CONTROLLER), str(self.folder)],  # not the controller of the frozen code
                 env={**os.environ, **settings, **self.variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -117,7 +118,7 @@ def _sigterm_blocked() -> Iterator[None]:
 
 
 class LocalJobExecutor(ProcessExecutor):
-    """This machine."""
+    """Runs jobs as processes of this machine."""
 
     name = "this machine"
     stop_signal = signal.SIGTERM  # submitit's controller forwards it to the agent
@@ -146,7 +147,7 @@ class LocalJobExecutor(ProcessExecutor):
         cores = max(1, len(os.sched_getaffinity(0)) // at_once)
         for job in jobs:
             share = None
-            if job.run.path != sweep:  # another job may run beside this one
+            if job.run.path != sweep:  # other jobs of the sweep may run at the same time
                 share = Share(gpus=_gpus(job), cores=cores, sweep=str(sweep), at_once=at_once)
             call = RunAgent(str(job.run.path), share, job.trust_owner)
             code = frozen_code(job.run)
@@ -164,7 +165,7 @@ class LocalJobExecutor(ProcessExecutor):
 
 
 def jobs_at_once(jobs: Sequence[Job], cores: int, gpus: int) -> int:
-    """Returns how many of ``jobs`` may run at a time: the user's limit, or the number with a GPU or core per worker."""
+    """Returns how many of ``jobs`` may run at a time: the user's limit, or as many as have a GPU or core per worker."""
     limit = jobs[0].config.launch.array_parallelism
     if isinstance(limit, int):
         return min(limit, len(jobs))
@@ -175,13 +176,15 @@ def jobs_at_once(jobs: Sequence[Job], cores: int, gpus: int) -> int:
 
 
 def _gpus(job: Job) -> int:
-    """Returns the GPUs that a job reserves: as many as the user requests, or as the layout has ranks."""
+    """Returns the number of GPUs that a job reserves: the number that the user requests, or the number of ranks of the
+    layout."""
     return job.gpus if isinstance(job.config.cluster.gpus_per_node, int) else min(job.gpus, job.layout.world_size)
 
 
 @dataclass(frozen=True)
 class RunAgent:
-    """Runs the agent of a frozen run and exits with its code. Pickled, so it holds only plain values."""
+    """Runs the agent of a frozen run and exits with its exit code. submitit pickles it, so it holds only plain
+    values."""
 
     path: str
     share: Share | None = None
@@ -210,7 +213,7 @@ POLL_S = 0.2
 class Share:
     """The GPUs or cores of this machine that a job uses.
 
-    ``sweep`` is the directory of the jobs submitted together, of which ``at_once`` may run at the same time.
+    ``sweep`` is the directory of the jobs that are submitted together; ``at_once`` of them may run at the same time.
     """
 
     gpus: int
@@ -224,9 +227,10 @@ def reserve(share: Share, waiting_is_over: Callable[[], bool]) -> Iterator[None]
     """Reserves the share of a job inside the ``with`` block, and restricts this process to it.
 
     The directory ``.slots`` of the sweep has a lock file for each job that may run at the same time, and for each GPU
-    or core. When the process of a job ends, the kernel releases its locks. Jobs of other sweeps are not waited for.
+    or core. When the process of a job ends, the kernel releases its locks. The job does not wait for jobs of other
+    sweeps.
 
-    Waits until the share is free, or until ``waiting_is_over`` returns True; then nothing is reserved.
+    Waits until the share is free, or until ``waiting_is_over`` returns True. In the latter case nothing is reserved.
     """
     folder = Path(share.sweep) / ".slots"
     turns = [f"slot-{number}" for number in range(share.at_once)]
@@ -240,7 +244,7 @@ def reserve(share: Share, waiting_is_over: Callable[[], bool]) -> Iterator[None]
             folder.mkdir(exist_ok=True)
             locks.enter_context(take(folder, turns, 1, waiting_is_over))
             names = locks.enter_context(take(folder, resources, share.gpus or share.cores, waiting_is_over))
-        except OSError as error:  # such as files of another user, or a full disk
+        except OSError as error:  # for example, files of another user or a full disk
             print(f"warning: this job does not wait for others of its sweep: {error}", file=sys.stderr)
         numbers = [name.partition("-")[2] for name in names]
         if numbers and not share.gpus:
@@ -254,10 +258,11 @@ def reserve(share: Share, waiting_is_over: Callable[[], bool]) -> Iterator[None]
 
 @contextmanager
 def take(folder: Path, names: Sequence[str], count: int, waiting_is_over: Callable[[], bool]) -> Iterator[list[str]]:
-    """Holds ``count`` of the locks ``names`` in ``folder``; none if ``waiting_is_over`` before they are free."""
+    """Holds ``count`` of the locks ``names`` in ``folder``; none if ``waiting_is_over`` returns True before they are
+    free."""
     locks = _free_locks(folder, names, count)
     while len(locks) < count and not waiting_is_over():
-        _close(locks)  # jobs that each hold a part of what they need would wait for each other
+        _close(locks)  # jobs that hold only a part of what they need would wait for each other (deadlock)
         time.sleep(POLL_S * random.uniform(0.5, 1.5))
         locks = _free_locks(folder, names, count)
     try:

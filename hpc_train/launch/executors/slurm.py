@@ -1,7 +1,7 @@
-"""Runs jobs on Slurm, through submitit's executor with our own script: one task per node, the agent.
+"""Runs jobs on Slurm through submitit's executor, with a batch script of hpc_train that starts one agent per node.
 
-Jobs with the same resources are submitted as one array, split at the maximum size of the site's arrays. Each array has
-the limit ``launch.array_parallelism``.
+Jobs with the same resources are submitted as one array, or as several if they exceed the site's maximum array size. At
+most ``launch.array_parallelism`` jobs of each array run at a time.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ AWAY = ("down", "drain", "fail", "maint", "reboot", "unknown", "inval")
 
 
 class ScriptExecutor(SlurmExecutor):
-    """Submits with submitit's executor, but with the script and options of hpc_train. The script file gets the
-    permissions ``mode``."""
+    """Submits the script and options of hpc_train with submitit's executor. The script file gets the permissions
+    ``mode``."""
 
     def __init__(self, folder: Path, text: str, sbatch_options: Options, mode: int) -> None:
         super().__init__(folder)
@@ -82,12 +82,12 @@ class ScriptExecutor(SlurmExecutor):
     def submit_script(self) -> str:
         """Submits the script; returns the id of the job or the array.
 
-        Raises SlurmError if sbatch has failed, or has not printed an id.
+        Raises SlurmError if sbatch fails or does not print an id.
         """
         JobPaths.get_first_id_independent_folder(self.folder).mkdir(parents=True, exist_ok=True)
         try:
             job = self._submit_command("")
-            if self._file is not None:  # it is a link now, to the file that is named after the job
+            if self._file is not None:  # now a link to the file that is named after the job
                 self._file.unlink(missing_ok=True)
             job.paths.submission_file.unlink(missing_ok=True)  # ``submit`` writes the script where users look for it
             return str(job.job_id)
@@ -100,7 +100,7 @@ class ScriptExecutor(SlurmExecutor):
         return client.job_in_answer(string if isinstance(string, str) else string.decode(errors="replace"))
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        # submitit has created the file and writes this text; a umask would become that of the job
+        # submitit has created the file and writes this text; changing the umask would change it for the job, too
         file = JobPaths.get_first_id_independent_folder(self.folder) / f".submission_file_{uid}.sh"
         self._file = file
         file.chmod(stat.S_IMODE(file.stat().st_mode) & self._mode)
@@ -121,12 +121,12 @@ class SlurmJobExecutor:
         self._outputs: dict[str, Path] = {}
         self._chains: dict[str, list[str]] = {}
         self._clusters: str | None = None
-        self._expected: dict[int, float | None] = {}  # the start of each submission, by its first job
+        self._expected: dict[int, float | None] = {}  # number of the first job of a submission -> expected start
         self._statuses = SlurmStatuses()
 
     @property
     def site(self) -> Site:
-        """The limits and partitions of this cluster."""
+        """Returns the limits and partitions of this cluster."""
         return begun_site(os.environ.get("PATH"), os.environ.get("SLURM_CONF"))()
 
     def shape(self, config: Config) -> JobShape:
@@ -161,7 +161,7 @@ class SlurmJobExecutor:
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         self._clusters = other_clusters(jobs[0].config.cluster.clusters, self.site)
-        submitted: list[str] = []  # the id of each submission, the first one of a chain
+        submitted: list[str] = []  # the id of each submission; for a chain, the id of its first job
         ids: dict[int, str] = {}
         try:
             for group in self._by_shape(jobs):
@@ -177,7 +177,7 @@ class SlurmJobExecutor:
                     tasks = [f"{main}_{index}" for index in range(len(group))]
                 self._record_estimate(group[0], tasks[0])
                 script = group[0].run.path / "job.sbatch" if len(group) == 1 else folder / f"{main}.sbatch"
-                write_text(script, text, file_mode(group[0].config), flush=False)  # to be read
+                write_text(script, text, file_mode(group[0].config), flush=False)  # for users to read
                 for job, job_id in zip(group, tasks, strict=True):
                     ids[job.number] = job_id
                     pattern = str(sbatch_options["output"]).rpartition("/")[2]
@@ -188,7 +188,7 @@ class SlurmJobExecutor:
         return [ids[job.number] for job in jobs]
 
     def _withdraw(self, ids: Sequence[str]) -> None:
-        """Cancels jobs that no run has recorded yet, so that nothing else could cancel them."""
+        """Cancels jobs that no run has recorded yet, since no other command could cancel them."""
         if ids:
             print(f"cancelling the jobs that were submitted before: {', '.join(ids)}", file=sys.stderr)
             self.cancel(ids)
@@ -218,13 +218,14 @@ class SlurmJobExecutor:
         return self._outputs[job_id]
 
     def _record_estimate(self, job: Job, job_id: str) -> None:
-        """Records when Slurm expected a submission to start; ``plan`` reports the usual error of such estimates."""
+        """Records the start time that Slurm expects for a submission; ``plan`` reports the usual error of such
+        estimates."""
         expected = self._expected.get(job.number)
         cluster = job.config.cluster
         if expected is None or self._clusters or {"begin", "dependency"} & cluster.extra.keys():
             return
         estimate = Estimate(self.site.name, cluster.partition, job_id, time.time(), expected)
-        with suppress(OSError):  # the root belongs to somebody else
+        with suppress(OSError):  # the root may belong to another user
             append_line(Path(job.config.run.root) / ESTIMATES, asdict(estimate))
 
     def _all(self, ids: Collection[str]) -> list[str]:
@@ -234,9 +235,9 @@ class SlurmJobExecutor:
     def _submit_chain(
         self, group: Sequence[Job], folder: Path, text: str, sbatch_options: Options, submitted: Sequence[str]
     ) -> str:
-        """Submits a script, ``launch.chain`` times; returns the id of the first.
+        """Submits a script ``launch.chain`` times; returns the id of the first job.
 
-        ``submitted`` has the ids of the earlier submissions for the same directory.
+        ``submitted`` holds the ids of the earlier submissions for the same directory.
         """
         job = group[0]
         ids: list[str] = []
@@ -271,7 +272,7 @@ class SlurmJobExecutor:
         return ids[0]
 
     def _by_shape(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Groups of jobs that may share an array, none larger than the maximum size of an array."""
+        """Returns groups of jobs that may share an array. No group exceeds the maximum size of an array."""
         groups: dict[str, list[Job]] = {}
         for job in jobs:
             cluster = job.config.cluster
@@ -284,7 +285,7 @@ class SlurmJobExecutor:
                 job.config.run.on_event,
                 container_of(job.config, job.gpus),
             ]
-            if not job.overrides:  # a run that is submitted again; some of its sweep may have newer code
+            if not job.overrides:  # a resubmitted run; other runs of its sweep may have newer code
                 key.append(frozen_code(job.run))
             if job.config.launch.chain > 1:  # tasks of an array cannot depend on each other
                 key.append(job.number)
@@ -293,7 +294,7 @@ class SlurmJobExecutor:
         return [group[first : first + largest] for group in groups.values() for first in range(0, len(group), largest)]
 
     def _submission(self, group: list[Job], folder: Path, sweep: Path) -> tuple[str, Options]:
-        """Returns script and options of an array or a single job."""
+        """Returns the script and the options of an array or a single job."""
         job = group[0]
         chain = None
         title = f"{job.config.strategy.name}: {job.layout}"
@@ -330,7 +331,8 @@ class SlurmJobExecutor:
 
 
 def _folder(group: Sequence[Job], sweep: Path) -> Path:
-    """Returns the directory of scripts and their output, in the logs of a single run or in the sweep directory."""
+    """Returns the directory for scripts and their output: the logs of a single run, or ``slurm`` in the sweep
+    directory."""
     return group[0].run.logs if len(group) == 1 else sweep / "slurm"
 
 
@@ -338,7 +340,7 @@ def slurm_shape(config: Config, site: Callable[[], Site]) -> JobShape:
     """Returns the shape of a job that is submitted to Slurm.
 
     Args:
-        site: returns the limits and partitions of the cluster, which are only read where the shape depends on them.
+        site: returns the limits and partitions of the cluster. It is only called if the shape depends on them.
 
     Raises:
         UserError: the nodes do not have the requested GPUs, or ``elastic.min_nodes`` is larger than ``cluster.nodes``.
@@ -365,16 +367,17 @@ def _array(group: Sequence[Job]) -> Options:
 
 
 def _listing(group: Sequence[Job]) -> str:
-    """Returns a name for the list of runs that depends on its content, since earlier arrays still read theirs."""
+    """Returns the file name of the list of runs. It depends on the content, since earlier arrays still read their
+    lists."""
     paths = "\n".join(str(job.run.path) for job in group)
     return f"runs-{group[0].number:05d}-{hashlib.sha256(paths.encode()).hexdigest()[:8]}"
 
 
 def _test_only(job: Job, sbatch_options: Options) -> Check:
-    """Checks a shape with ``sbatch --test-only``; a controller that does not respond refuses nothing.
+    """Checks a shape with ``sbatch --test-only``. If the controller does not respond, the check passes.
 
-    The check considers only nodes that are available now. If nodes are down or drained, this returns a note instead of
-    an error, since the job may wait for them.
+    Slurm considers only nodes that are available now. If nodes are down or drained, this function returns a note
+    instead of an error, since the job may wait for them.
     """
     try:
         return client.check_submission(arguments(sbatch_options))
@@ -398,7 +401,7 @@ TOO_FEW_NOW = "Requested node configuration is not available"  # also for imposs
 NODES = "sinfo -o '%P %D %c %m %G %f' lists the nodes, cores, memory in MiB, GPUs and features of each partition"
 GENERAL = "partition, account, qos, time, nodes, gpus_per_node"
 
-# What Slurm says, the keys that it is about, and the fix. The first match counts. The words are those of
+# Maps an error text of Slurm to the keys that it concerns and the fix. The first match counts. The texts come from
 # slurm_strerror(): https://github.com/SchedMD/slurm/blob/master/src/common/slurm_errno.c
 KNOWN: Mapping[str, tuple[str, str]] = {
     TOO_FEW_NOW: ("nodes, gpus_per_node, cpus_per_gpu, mem, constraint", NODES),
@@ -429,7 +432,7 @@ _KEYS |= {name.removeprefix("cluster.extra."): name.removeprefix("cluster.") for
 
 
 def refusal(said: str) -> UserError:
-    """Returns the error for a refused submission, with all that was printed."""
+    """Returns the error for a refused submission, with the full output of sbatch."""
     lines = [line.rstrip() for line in said.splitlines() if line.strip()]
     words = "".join(f"\n  {line}" for line in lines)
     if len(lines) < 2:
@@ -438,20 +441,20 @@ def refusal(said: str) -> UserError:
         return UserError(
             f"Slurm could not authenticate this user: {words}",
             where="munge on this machine",
-            fix="this is a fault of the machine and not of the job: try again later or on another login node, and "
+            fix="this is a fault of the machine, not of the job: try again later or on another login node, and "
             "report it to the site's support",
         )
     if any(text in said for text in (*UNREACHABLE, NO_CONFIGURATION)):
         return UserError(
-            f"no Slurm controller answers: {words}",
+            f"no Slurm controller responds: {words}",
             where="cluster.kind",
-            fix="submit from a login node, when `scontrol ping` says that the controller is up; or cluster=local",
+            fix="submit from a login node when `scontrol ping` reports that the controller is up; or cluster=local",
         )
     named_options = dict.fromkeys(_OPTION.findall(said))
     keys = [_KEYS[option] for option in named_options if option in _KEYS]
     if keys:
         values = (f"{'+' if key.startswith('extra.') else ''}cluster.{key}=VALUE" for key in keys)
-        fix = f"set what the message asks for: {', '.join(values)}"
+        fix = f"set the options that the message names: {', '.join(values)}"
     else:
         general = f"cluster.{GENERAL} as this cluster allows them"
         if len(lines) > 1:
@@ -470,9 +473,10 @@ def refusal(said: str) -> UserError:
 
 
 def shell_options(said: str, environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
-    """Returns the variables of the shell that set options of sbatch: those that a refusal is about, and the others.
+    """Returns the variables of the shell that set options of sbatch: first those that a refusal concerns, then the
+    others.
 
-    sbatch refuses a wrong value even where its command line has another one.
+    sbatch refuses a wrong value of a variable even if its command line overrides it.
     """
     names = [name for name in environment if name.startswith("SBATCH_") and reaches(name, Receiver.SBATCH)]
     if preset_clusters(environment) is not None:
@@ -485,7 +489,7 @@ _LONG_OPTIONS = {"SBATCH_TIMELIMIT": "time", "SBATCH_MEM_PER_NODE": "mem", "SBAT
 
 
 def _is_about(said: str, name: str, value: str) -> bool:
-    """Returns whether a refusal names the value of a variable or its option."""
+    """Returns whether the text of a refusal contains the value of a variable or its option."""
     option = _LONG_OPTIONS.get(name) or name.partition("_")[2].lower().replace("_", "-")
     by_value = value != "" and re.search(rf"(?<![\w-]){re.escape(value)}(?![\w-])", said) is not None
     return by_value or re.search(rf"--{option}\b(?!-)|\binvalid {option}\b", said, re.IGNORECASE) is not None

@@ -1,4 +1,4 @@
-# The part of a batch script that follows `freeze`, the same as in jobs that `-m` submits. The arguments start an agent:
+# The part of a batch script after `freeze`, the same as in jobs that `-m` submits. The arguments start an agent:
 #     source "$RUN/job.sh" python -m hpc_train agent "$RUN"
 if [ -z "${SLURM_JOB_ID:-}" ]; then
   echo "$0 starts its agents with srun, and this shell is not in a Slurm job" >&2
@@ -59,8 +59,8 @@ trap 'announced=1' USR1 USR2
 end="$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 
-# A step ends only when all of its tasks have ended, and a task on a frozen node (a hung file system, swapping) does
-# not. When the agents are done, they record it in a file. The step then has 25 s to end; after that, this script asks
+# A step ends only when all of its tasks have ended, but a task on a frozen node (a hung file system, swapping) does
+# not end. The agents record their end in a file. The step then has 25 s to end; after that, this script requests
 # Slurm to kill it, and continues 10 s later in any case. Slurm kills the remaining processes at the end of the job.
 srun_ends() { # returns 0 if srun ends within $1 seconds
   for ((second = 0; second < $1; second++)); do
@@ -72,7 +72,7 @@ srun_ends() { # returns 0 if srun ends within $1 seconds
 
 # Each node runs one task, the agent, which starts one worker per GPU.
 # If a node is lost, the agents of the other nodes continue without it.
-# If signals have killed all agents, no end is recorded, and another step of the job continues the run.
+# If signals have killed all agents, no agent has recorded an end, and another step continues the run.
 rm -f "$end".node-* # left by an earlier run in the same allocation
 trap : INT # srun handles Ctrl-C
 for step in 1 2 3; do
@@ -83,7 +83,7 @@ for step in 1 2 3; do
   while [ -z "$recorded" ] && kill -0 "$srun" 2> /dev/null; do
     sleep 1 || true # scancel interrupts the sleep with TERM
     recorded=$(ls "$end".node-* 2> /dev/null) || true
-    if ((announced && SECONDS >= announced)); then # again after 10 s, since agents that are still starting miss it
+    if ((announced && SECONDS >= announced)); then # repeated after 10 s, since agents miss the signal while they start
       kill -USR2 "$srun" 2> /dev/null || true
       announced=$((SECONDS + 10))
     fi
@@ -101,13 +101,13 @@ for step in 1 2 3; do
 done
 trap - INT
 
-# The agents record the exit code; the code of srun only shows that something failed.
+# The agents record the exit code; the exit code of srun only shows that something failed.
 [ "$status" -eq 0 ] || status=1
 for known in 1 2 93 75 0; do
   if grep -qsx "$known" "$end".node-*; then status=$known; break; fi
 done
-# The job stopped before its time limit or because of a preemption: this script asks Slurm once to requeue it, unless
-# the job is cancelled (`incomplete` also checks that), is held (priority 0), or is already being requeued by Slurm.
+# If the job stopped before its time limit or because of a preemption, this script requests a requeue once, unless the
+# job is cancelled (`incomplete` also checks that), is held (priority 0), or is already being requeued by Slurm.
 if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
   for wait in 0 5 10 20 40 60 60 60 60 120 120; do
     sleep "$wait"
