@@ -19,7 +19,7 @@ from hpc_train.config.values import command_words, node_range, runs_own_code, sa
 from hpc_train.errors import UserError
 from hpc_train.launch.continued import with_frozen_defaults
 from hpc_train.launch.executors.executor import select_executor
-from hpc_train.launch.job import Job, memory_need, with_memory_note
+from hpc_train.launch.job import Job, with_memory_note
 from hpc_train.launch.request import check_job, notices_of
 from hpc_train.layout.memory import host_copy_bytes
 from hpc_train.layout.optimizers import describe_values
@@ -74,8 +74,7 @@ def dry_run(line: CommandLine, trust_owner: bool = False) -> int:
     if not refused:
         verdict = "can be submitted"
         total = "nothing was written"
-        needs = [memory_need(job.config, job.layout, job.shape) for job in accepted]
-        if any(need is not None and need.exceeds for need in needs):
+        if any(job.memory is not None and job.memory.exceeds for job in accepted):
             verdict += ", but will probably run out of memory"
     console.print(f"verdict: {verdict}\ndry run: {total}", highlight=False)
     return Exit.REFUSED if refused else Exit.DONE
@@ -153,7 +152,7 @@ def _memory(job: Job) -> list[str]:
     node."""
     config = job.config
     lines = []
-    need = memory_need(config, job.layout, job.shape)
+    need = job.memory
     if need is not None:
         fits = ""
         if job.gpus and need.available is not None:

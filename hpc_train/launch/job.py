@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -41,6 +41,27 @@ class Choice(Protocol):
 
 
 @dataclass(frozen=True)
+class MemoryNeed:
+    """Holds the estimated memory of a job.
+
+    Attributes:
+        rank: the memory of the tensors on the rank that needs the most.
+        needed: the bytes that a GPU must have or, on CPUs, the bytes that the machine must have for all ranks.
+        available: the bytes that it has; None if unknown.
+        place: the name of the GPU or machine in messages.
+    """
+
+    rank: Memory
+    needed: float
+    available: float | None
+    place: str
+
+    @property
+    def exceeds(self) -> bool:
+        return self.available is not None and self.needed > self.available
+
+
+@dataclass(frozen=True)
 class Job:
     """A validated job.
 
@@ -72,6 +93,23 @@ class Job:
     def workers(self) -> int:
         """The workers per node."""
         return self.shape.workers
+
+    @cached_property
+    def memory(self) -> MemoryNeed | None:
+        """The estimated memory of the job; None if the sizes of the model are unknown."""
+        rank = estimate(self.config, self.layout)
+        if rank is None:
+            return None
+        here = self.shape.place is Place.MACHINE
+        if not self.shape.gpus:
+            total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+            available = total if here else None
+            return MemoryNeed(rank, rank.total * self.layout.world_size, available, "this machine")
+        device_bytes = self.shape.device_bytes
+        gpu_type = self.config.cluster.gpu_type
+        if device_bytes is None and (gpu_type is not None or here):
+            device_bytes = _memory_of_gpu(gpu_type)
+        return MemoryNeed(rank, needed_bytes(rank.total), device_bytes, "a GPU")
 
     @property
     def agent_options(self) -> tuple[str, ...]:
@@ -121,48 +159,12 @@ def local_shape(config: Config, place: Place) -> JobShape:
     )
 
 
-@dataclass(frozen=True)
-class MemoryNeed:
-    """Holds the estimated memory of a job.
-
-    Attributes:
-        rank: the memory of the tensors on the rank that needs the most.
-        needed: the bytes that a GPU must have or, on CPUs, the bytes that the machine must have for all ranks.
-        available: the bytes that it has; None if unknown.
-        place: the name of the GPU or machine in messages.
-    """
-
-    rank: Memory
-    needed: float
-    available: float | None
-    place: str
-
-    @property
-    def exceeds(self) -> bool:
-        return self.available is not None and self.needed > self.available
-
-
-def memory_need(config: Config, layout: Layout, shape: JobShape) -> MemoryNeed | None:
-    """Returns the memory of a job; None if the sizes of the model are unknown."""
-    rank = estimate(config, layout)
-    if rank is None:
-        return None
-    here = shape.place is Place.MACHINE
-    if not shape.gpus:
-        total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        return MemoryNeed(rank, rank.total * layout.world_size, total if here else None, "this machine")
-    available = shape.device_bytes
-    if available is None and (config.cluster.gpu_type is not None or here):
-        available = _memory_of_gpu(config.cluster.gpu_type)
-    return MemoryNeed(rank, needed_bytes(rank.total), available, "a GPU")
-
-
 _memory_of_gpu = lru_cache(maxsize=8)(gpu_memory)  # it may start nvidia-smi, so it is called once per sweep
 
 
 def with_memory_note(job: Job) -> Job:
     """Returns ``job`` with a note in its layout if it will probably run out of memory."""
-    need = memory_need(job.config, job.layout, job.shape)
+    need = job.memory
     if need is None or need.available is None or not need.exceeds:
         return job
     note = (

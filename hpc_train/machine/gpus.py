@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -110,8 +111,11 @@ def _present(driver: Path, devices: Path) -> int:
 
 def print_listing() -> str:
     """Returns the output of ``nvidia-smi -L``; "" without the tool."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:  # without a fork, which takes milliseconds for each job of a sweep
+        return ""
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout
