@@ -6,6 +6,8 @@
 #                damaged checkpoints, all pairs of layouts, faults of nodes, file systems and networks on Slurm, ten
 #                minutes of attacks on the rendezvous server; hours. If interrupted, the next call skips the cases that
 #                have passed with this code (recorded in .pytest_cache/long)
+# make test-pythons  the wheel on Python 3.12 and 3.13, those of them that this machine has, without torch: help, version,
+#                dry run, freeze; a minute, with packages from the index
 # make test-torch TORCH=2.15.0  the layouts, checkpoints, faults, doors and resumption on another version of torch, in an
 #                environment of its own that replaces that of the version before; TESTS=... runs others
 # make lint    ruff, mypy, import-linter
@@ -35,8 +37,8 @@ INSTALL := $(PY) -m pip install --disable-pip-version-check --no-compile -c cons
 COMPILE := $(PY) -m compileall -qq -j 0 $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') hpc_train \
            hydra_plugins || true  # some packages hold files that are not Python
 
-.PHONY: train test test-share test-all test-torch bench-peers bench-compression lint docs slurm-up slurm-down slurm-env \
-        monitoring-up monitoring-down install install-dev install-ci clean
+.PHONY: train test test-share test-all test-pythons test-torch bench-peers bench-compression lint docs slurm-up slurm-down \
+        slurm-env monitoring-up monitoring-down install install-dev install-ci clean
 
 train: install
 	$(PY) -m hpc_train +strategy=hybrid -m
@@ -51,6 +53,9 @@ test-share: install-dev
 
 test-all: install-dev
 	HPC_TRAIN_LONG=1 $(PY) -m pytest
+
+test-pythons: install-dev
+	HPC_TRAIN_LONG=1 $(PY) -m pytest tests/config/test_packaging.py -k other_pythons --durations 0
 
 TESTS ?= tests/parallel tests/checkpoint tests/faults tests/doors tests/train/test_resume.py
 
