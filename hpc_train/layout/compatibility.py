@@ -1,8 +1,8 @@
-"""States which techniques cannot be combined, one row each. It imports no torch.
+"""States which techniques cannot be combined, one row for each exclusion. This module does not import torch.
 
 Submissions and attempts check this table, and ``docs/compatibility.md`` is generated from it. A row names a technique,
-a condition that excludes it, the reason, and what to set instead. Limits of numbers, such as too few layers for the
-stages, are not of this form: the module that computes with the numbers checks them.
+a condition that excludes it, the reason, and the alternative. Numeric limits, such as too few layers for the stages,
+are not in this table: the module that computes with the numbers checks them.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Condition:
     """A technique that a config uses, or another fact about a config and its layout.
 
     Attributes:
-        name: describes it on the page.
-        value: returns what messages show of it; falsy if the condition does not hold.
+        name: the description on the page.
+        value: returns the value that messages show; falsy if the condition does not hold.
         where: the keys that set it, in which ``{}`` stands for the value; empty if messages do not name them.
-        message: the message if something excludes it, with the reason of the row.
-        fix: the fix if something excludes it, with the alternative of the row.
+        message: the message if a row excludes the technique; ``{reason}`` stands for the reason of the row.
+        fix: the fix if a row excludes the technique; ``{instead}`` stands for the alternative of the row.
     """
 
     name: str
@@ -63,9 +63,9 @@ class Condition:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A row of the table.
+    """A row of the table, which excludes the combination of two conditions.
 
-    In the texts ``{this}`` stands for the value of ``technique`` and ``{it}`` for that of ``excluded``.
+    In the texts ``{this}`` stands for the value of ``technique`` and ``{it}`` for the value of ``excluded``.
     """
 
     technique: Condition
@@ -74,7 +74,7 @@ class Exclusion:
     instead: str = ""
 
     def check(self, config: Config, layout: Layout) -> None:
-        """Raises UserError if ``config`` and ``layout`` combine what the row excludes."""
+        """Raises UserError if both conditions hold for ``config`` and ``layout``."""
         this = self.technique.value(config, layout)
         it = this and self.excluded.value(config, layout)
         if it:
@@ -116,7 +116,7 @@ def _other_than(value: str, key: str, name: str) -> Condition:
 
 
 def _kind(name: str, holds: Callable[[DataParallelKind], object]) -> Condition:
-    """Returns the condition that ranks synchronize gradients by a kind for which ``holds`` is true."""
+    """Returns the condition that several ranks synchronize gradients with a kind for which ``holds`` is true."""
 
     def value(config: Config, layout: Layout) -> Any:
         kind = find_kind(asked_kind(config))
@@ -135,7 +135,7 @@ def _schedule(name: str, holds: Callable[[PipelineSchedule], bool]) -> Condition
 
 
 def _compression(name: str, holds: Callable[[str], bool]) -> Condition:
-    """Returns the condition that replicas compress gradients by a technique for which ``holds`` is true."""
+    """Returns the condition that several ranks compress gradients with a technique for which ``holds`` is true."""
 
     def value(config: Config, layout: Layout) -> Any:
         technique = config.strategy.compression
@@ -145,7 +145,8 @@ def _compression(name: str, holds: Callable[[str], bool]) -> Condition:
 
 
 def _optimizer(name: str, built_in: bool) -> Condition:
-    """Returns the condition that an optimizer updates whole parameters, maybe one of ``torch.optim``."""
+    """Returns the condition that an optimizer updates whole parameters. With ``built_in`` it may be one of
+    ``torch.optim``."""
 
     def value(config: Config, _: Layout) -> Any:
         full = (target for target in own_targets(config.optim) if not target.elementwise)
@@ -155,7 +156,7 @@ def _optimizer(name: str, built_in: bool) -> Condition:
 
 
 def _any_of(*conditions: Condition, where: str = "") -> Condition:
-    """Returns the condition that one of ``conditions`` holds, whose name is the value."""
+    """Returns the condition that one of ``conditions`` holds. Its value is the name of the first that holds."""
 
     def value(config: Config, layout: Layout) -> str:
         return next((condition.name for condition in conditions if condition.value(config, layout)), "")
@@ -181,14 +182,14 @@ def _other_task(config: Config, _: Layout) -> str:
 
 
 def _comparing_loss(config: Config, _: Layout) -> str:
-    """Returns a loss whose source has the parameter ``gather``; the workers know those of other models."""
+    """Returns the loss of a custom model if its source has the parameter ``gather``. The workers check other models."""
     target = config.model._target_ if isinstance(config.model, CustomModelConfig) else ""
     return f"{target}.loss" if target and "gather" in method_parameters(target, "loss") else ""
 
 
 def _balances_experts(config: Config, _: Layout) -> bool:
-    """Returns whether the config.json of a model requests a load-balancing loss, whose dependence on the split is not
-    accepted; the workers know it of families that have a default coefficient.
+    """Returns whether the config.json of a model requests a load-balancing loss and ``model.split_dependent_loss`` is
+    false. The workers check families with a default coefficient.
     """
     model = config.model
     if not isinstance(model, HFModelConfig) or model.split_dependent_loss:
@@ -376,7 +377,7 @@ COMPARED_SAMPLES = Condition(
     message="{this} compares samples, as its parameter gather declares, so it needs each rank's samples of a step in "
     "one micro-batch; {reason}",
 )
-# a product of means over a batch, so that one rank has to hold all of it
+# this loss is a product of means over the batch, so a single rank has to hold the full batch
 BALANCED_EXPERTS = Condition(
     "`output_router_logits` of `model=hf`",
     _balances_experts,
@@ -407,7 +408,7 @@ _NO_ALL = f"strategy.offload=optimizer, which every strategy supports, or strate
 _COMPRESSING = kinds_where(lambda row: row.compressed_as == row.name and not row.shards)
 _UPDATING = f"strategy.data_parallel={kinds_where(lambda row: row.updated_as is not None)}"
 
-# What is checked again when an attempt derives its layout from the nodes that it gets
+# Rows that are checked again when an attempt derives its layout from its nodes
 OF_LAYOUT: tuple[Exclusion, ...] = (
     Exclusion(
         TENSOR,
@@ -495,7 +496,7 @@ OF_LAYOUT: tuple[Exclusion, ...] = (
     ),
 )
 
-# What is checked before a submission
+# Rows that are checked before a submission
 OF_RUN: tuple[Exclusion, ...] = (
     Exclusion(PIPELINE, UNCUT_MODEL, "{it}", _WITHOUT_STAGES),
     Exclusion(
@@ -764,12 +765,12 @@ OF_RUN: tuple[Exclusion, ...] = (
 
 
 def check_compatibility(rows: Iterable[Exclusion], config: Config, layout: Layout) -> None:
-    """Raises UserError with all that ``config`` and ``layout`` combine although ``rows`` exclude it."""
+    """Raises UserError with all combinations in ``config`` and ``layout`` that ``rows`` exclude."""
     check_all(*(partial(row.check, config, layout) for row in rows))
 
 
 def refusals(technique: Condition, config: Config, layout: Layout, this: object = True) -> Iterator[UserError]:
-    """Yields what excludes ``technique``, whether ``config`` uses it or not.
+    """Yields an error for each row that excludes ``technique``, even if ``config`` does not use the technique.
 
     Args:
         this: the value of the technique in messages.

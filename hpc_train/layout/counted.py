@@ -1,8 +1,8 @@
-"""Reads the counts of models whose family does not define sizes: custom models and most of Hugging Face's.
+"""Reads the counts of models whose family does not define sizes: custom models and most Hugging Face models.
 
-Such a model is counted once by running it without values in another process (``planner/work.py``), and the counts are
-kept in the user's cache. ``counted`` gives a config the counts in the place of its model, so that the memory estimate
-and the plan treat it like a model of a family. Imports no torch.
+Another process counts such a model once by running it on the meta device (``planner/work.py``), and stores the counts
+in the user's cache. ``counted`` replaces the model of a config by its counts, so that the memory estimate and the plan
+treat it like a model of a family. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from hpc_train.users import user_cache
 from hpc_train.version import __version__
 
 _FORMAT = 2
-_PACKAGES = ("torch", "transformers")  # whose versions may change the counts
+_PACKAGES = ("torch", "transformers")  # their versions may change the counts
 _SHAPES = (("channels", "image_size", "image_size"), ("sequence_length",))  # keys with the sizes of a sample
 
 
 @dataclass(frozen=True)
 class Block:
-    """Counts what the stem, a layer or the head computes and keeps for one sample.
+    """The operations and the kept elements of the stem, a layer or the head for one sample.
 
     Attributes:
-        parameters, trained: the number of parameters, and of those that train.
-        products: operations of the forward in matrix products and convolutions with weights.
-        attention: operations of the forward in products of activations, not halved for a causal mask.
-        backward: operations of the backward.
+        parameters, trained: the number of parameters, and the number of parameters that train.
+        products: FLOPs of the forward in matrix products and convolutions with weights.
+        attention: FLOPs of the forward in products of activations, not halved for a causal mask.
+        backward: FLOPs of the backward.
         results: elements of the results of products and attention.
-        kernels: operations of the forward that write a tensor. They do not depend on the batch.
+        kernels: the number of operations of the forward that write a tensor. It does not depend on the batch.
         largest: elements of the largest tensor that is kept for the backward.
         wide_bytes, narrow_bytes: bytes that are kept for the backward with fp32, and with bf16 or fp16.
-        wide_input, narrow_input: bytes of the input.
+        wide_input, narrow_input: bytes of the input with fp32, and with bf16 or fp16.
     """
 
     parameters: int
@@ -63,7 +63,7 @@ class Block:
 
     @property
     def total(self) -> float:
-        """Returns the operations of forward and backward."""
+        """Returns the FLOPs of forward and backward."""
         return self.products + self.attention + self.backward
 
 
@@ -75,11 +75,11 @@ class Counts:
         blocks: the stem, the layers and the head. A model without repeated blocks has no layers.
         hidden: elements of the hidden states of one sample.
         tokens: positions of a sample; 1 if the inputs are not tokens.
-        products: the linear layers that can compute in fp8, of the layers, or of the whole model without layers.
+        products: the linear layers that can compute in fp8: those in the layers, or in a model without layers, all.
         has_stages: whether the model can be cut into pipeline stages.
         tied: whether stem and head share a parameter.
-        files: path -> hash of the user's files that were imported to build it.
-        versions: those of the packages that may change the counts.
+        files: path -> hash of each user's file that was imported to build the model.
+        versions: package -> version of the packages that may change the counts.
     """
 
     blocks: tuple[Block, ...]
@@ -94,10 +94,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class CountedModel:
-    """A model by its counts; it takes the place of the model's config.
+    """The counts of a model, which replace the config of the model.
 
     Attributes:
-        width, normed: bytes of an activation, and of the hidden states between layers.
+        width, normed: bytes per element of an activation, and of the hidden states between layers.
     """
 
     counts: Counts
@@ -128,8 +128,8 @@ class CountedModel:
 
 
 def counted(config: Config) -> Config:
-    """Returns ``config`` with the counts of its model if the family does not define them; ``config`` itself without
-    counts."""
+    """Returns ``config`` with the counts of its model in place of the model. Returns ``config`` itself if the family
+    defines the sizes or there are no counts."""
     if not needs_counts(config):
         return config
     counts = read_counts(key_of(config))
@@ -142,7 +142,7 @@ def counted(config: Config) -> Config:
 
 
 def needs_counts(config: Config) -> bool:
-    """Returns whether the family of the model lacks its sizes."""
+    """Returns whether the family of the model does not define its sizes."""
     model = config.model
     if runs_own_code(config) or isinstance(model, CountedModel):
         return False
@@ -152,7 +152,7 @@ def needs_counts(config: Config) -> bool:
 
 
 def has_own_samples(data: Any) -> bool:
-    """Returns whether only the data itself shows the shape of a sample."""
+    """Returns whether the shape of a sample is known only from the data, not from the config."""
     return isinstance(data, OwnKeys) or data.kind not in SOURCES or data.collate is not None or not sample_shape(data)
 
 
@@ -167,7 +167,7 @@ def sample_shape(data: Any) -> tuple[int, ...]:
 
 
 def key_of(config: Config) -> str:
-    """Returns what the counts depend on, besides the files of the user and versions, as a hash."""
+    """Returns a hash of all inputs of the counts except the user's files and the versions of packages."""
     model = config.model
     data = config.data
     samples = asdict(data) if has_own_samples(data) else {"shape": sample_shape(data)}
@@ -195,7 +195,8 @@ def counts_file(key: str) -> Path:
 
 @lru_cache(maxsize=64)
 def read_counts(key: str) -> Counts | None:
-    """Returns the counts in the cache; None if there are none, or a file of the user or a package has changed."""
+    """Returns the counts in the cache; None if there are none, or if a file of the user or a package has changed
+    since."""
     try:
         stored = json.loads(counts_file(key).read_text(encoding="utf-8"))
         blocks = tuple(Block(**block) for block in stored["blocks"])
@@ -219,13 +220,13 @@ def file_hash(path: Path) -> str:
 def _activations(model: CountedModel, _: Any) -> Activations:
     """Returns the activations per sample: the mean over the layers, and the activations that stem and head keep.
 
-    The head's largest tensor holds the logits, whose gradient and copies the estimate adds. All else that stem and head
-    keep counts as logits too, by its bytes.
+    The largest tensor of the head holds the logits; the estimate adds their gradient and copies. All other bytes that
+    stem and head keep are converted to logits, too.
     """
     stem, *layers, head = model.counts.blocks
     count = max(1, model.n_layers)
     wide = max(4, model.width)
-    of_logits = 3 * wide  # as the estimate counts them in the backward
+    of_logits = 3 * wide  # bytes per logit in the backward, as in the estimate
     others = model.saved(stem) + model.saved(head) - head.largest * wide
     return Activations(
         tokens=1,

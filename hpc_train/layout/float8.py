@@ -1,7 +1,8 @@
-"""States which linear layers ``precision.fp8`` computes in fp8, and which GPUs can. Imports no torch.
+"""Determines which linear layers ``precision.fp8`` computes in fp8, and which GPUs support it. It does not import
+torch.
 
-The workers know the architecture of their GPU. Before the submission it follows from a name, as Slurm or the driver
-gives it.
+The workers know the architecture of their GPU. Before the submission, it is derived from the name that Slurm or the
+driver reports.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from hpc_train.layout.layout import Layout
 
 WHERE = "precision.fp8"
 OFF = "precision.fp8=null"
-MULTIPLES = {"tensorwise": 16, "rowwise": 16, "mxfp8": 32}  # of which both sizes of a matrix must be one
+MULTIPLES = {"tensorwise": 16, "rowwise": 16, "mxfp8": 32}  # both sizes of a matrix must be multiples of this
 
 
 @dataclass(frozen=True)
 class Products:
-    """Linear layers that train and have the same input, together with their like in other layers of the model.
+    """Trained linear layers with the same input, together with the corresponding linear layers in other layers of the
+    model.
 
     Attributes:
-        names: of each linear layer, its full name in each layer of the model.
+        names: for each linear layer, its full names in the layers of the model.
         inputs: their ``in_features``.
-        outputs: the ``out_features`` of each.
-        rows: of the input, for one sample.
+        outputs: the ``out_features`` of each linear layer.
+        rows: the number of rows of the input for one sample.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -37,7 +39,7 @@ class Products:
     rows: float
 
     def chosen(self, precision: PrecisionConfig) -> list[int]:
-        """Returns in how many layers each linear layer computes in fp8."""
+        """Returns, for each linear layer, the number of layers of the model in which it computes in fp8."""
         return [
             sum(not why_not_float8(name, self.inputs, outputs, precision) for name in names)
             for names, outputs in zip(self.names, self.outputs, strict=True)
@@ -55,7 +57,7 @@ def why_not_float8(name: str, inputs: int, outputs: int, precision: PrecisionCon
 
 
 def check_skip(precision: PrecisionConfig) -> None:
-    """Raises UserError if ``precision.fp8_skip`` has something that is not a regular expression."""
+    """Raises UserError if an item of ``precision.fp8_skip`` is not a regular expression."""
     for pattern in precision.fp8_skip:
         try:
             re.compile(pattern)
@@ -68,7 +70,7 @@ def check_skip(precision: PrecisionConfig) -> None:
 
 
 def check_float8(config: Config, layout: Layout) -> None:
-    """Raises UserError if tensor-parallel ranks have shards of sizes that ``precision.fp8`` does not support."""
+    """Raises UserError if tensor-parallel ranks would have shards of a size that ``precision.fp8`` does not support."""
     recipe = config.precision.fp8
     model = config.model
     tp = layout.tp
@@ -85,7 +87,7 @@ def check_float8(config: Config, layout: Layout) -> None:
 
 
 def refused_shard(recipe: str, what: str, width: int, tp: int) -> UserError:
-    """Returns the error for a matrix whose ``width`` the ``tp`` ranks share, and whose shards cannot be in fp8."""
+    """Returns the error for a matrix of this ``width`` whose shards on ``tp`` ranks cannot be in fp8."""
     why = "a block would cross shards" if recipe == "mxfp8" else "GPUs multiply no other sizes in fp8"
     return UserError(
         f"precision.fp8={recipe} needs shards of a multiple of {MULTIPLES[recipe]}, but {what} has a width of {width}, "
@@ -95,10 +97,10 @@ def refused_shard(recipe: str, what: str, width: int, tp: int) -> UserError:
     )
 
 
-# the least compute capability of NVIDIA's GPUs whose units and torch's kernels have this scaling
+# the lowest compute capability of NVIDIA GPUs for which the hardware and torch's kernels support this scaling
 CAPABILITIES = {"tensorwise": (8, 9), "rowwise": (9, 0), "mxfp8": (10, 0)}
 AMD = ("gfx94", "gfx95")  # MI300 and MI350, which have fp8 with one scale per tensor or row
-# developer.nvidia.com/cuda/gpus and rocm.docs.amd.com (2026), by the words of which a name has all
+# from developer.nvidia.com/cuda/gpus and rocm.docs.amd.com (2026); a name matches an entry if it contains all its words
 _ARCHITECTURES = {
     "7.0": ("V100", "V100S", "GV100"),
     "7.5": ("T4", "QUADRO RTX"),
@@ -120,8 +122,8 @@ _ARCHITECTURES = {
 
 
 def architecture_of(gpu: str) -> str | None:
-    """Returns the compute capability, or AMD's name, of a GPU such as ``h100`` or ``nvidia_a100-sxm4-80gb``; None if it
-    is unknown."""
+    """Returns the compute capability of a GPU such as ``h100`` or ``nvidia_a100-sxm4-80gb``, or the AMD architecture
+    such as ``gfx942``; None if unknown."""
     words = set(re.split(r"[^A-Z0-9]+", gpu.upper()))
     for architecture, names in _ARCHITECTURES.items():
         if any(words.issuperset(name.split()) for name in names):
@@ -130,14 +132,14 @@ def architecture_of(gpu: str) -> str | None:
 
 
 def check_architecture(recipe: str, device: str, architecture: str, instead: Collection[str] = ()) -> None:
-    """Checks that a GPU has units for the scaling ``recipe``.
+    """Checks that a GPU supports the scaling ``recipe`` in hardware.
 
     Args:
-        architecture: a compute capability such as ``9.0``, or AMD's name such as ``gfx942``.
-        instead: other settings that help.
+        architecture: a compute capability such as ``9.0``, or an AMD architecture such as ``gfx942``.
+        instead: other settings that the fix suggests.
 
     Raises:
-        UserError: ``device``, which has this architecture, has no units for this scaling.
+        UserError: ``device``, which has this architecture, does not support this scaling.
     """
     needs = _why_not(recipe, architecture)
     if needs:
@@ -151,7 +153,7 @@ def check_architecture(recipe: str, device: str, architecture: str, instead: Col
 
 
 def _why_not(recipe: str, architecture: str) -> str:
-    """Returns what ``recipe`` needs; an empty string if ``architecture`` has it."""
+    """Returns the requirement of ``recipe`` that ``architecture`` does not meet; an empty string if it meets all."""
     if architecture.startswith("gfx"):
         if recipe == "mxfp8" or not architecture.startswith(AMD):
             return "fp8 needs an MI300 or later, and mxfp8 an NVIDIA B200"
@@ -163,13 +165,13 @@ def _why_not(recipe: str, architecture: str) -> str:
 
 
 def check_gpus(config: Config, gpus: Collection[str]) -> None:
-    """Checks that all GPUs that a job may get have units for ``precision.fp8``.
+    """Checks that all GPUs that a job may get support ``precision.fp8``.
 
     Args:
-        gpus: the names of the GPUs that a job may get. Unknown ones are not checked.
+        gpus: the names of the GPUs that a job may get. Unknown names are not checked.
 
     Raises:
-        UserError: one of them has no units for ``precision.fp8``.
+        UserError: a GPU does not support ``precision.fp8``.
     """
     recipe = config.precision.fp8
     if recipe is None:

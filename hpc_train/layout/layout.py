@@ -12,12 +12,12 @@ from hpc_train.units import counted
 
 @dataclass(frozen=True)
 class Layout:
-    """Describes the effective layout of one attempt. Global rank =
-    ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank.
+    """Describes the effective layout of one attempt. The global rank is ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp
+    + tp_rank.
 
     In a step each rank computes ``micro_batches`` micro-batches of ``micro_size`` samples. If dp x micro_batches x
-    micro_size exceeds the global batch, the rest is padding. There are 0 micro-batches for custom code
-    (``run.entry``, ``run.command``).
+    micro_size exceeds the global batch, the rest is padding. For custom code (``run.entry``, ``run.command``) the
+    number of micro-batches is 0.
 
     Attributes:
         shard: the number of consecutive ranks of dp x cp that share one copy of the ZeRO state; dp x cp / shard groups
@@ -51,17 +51,17 @@ class Layout:
 
     @property
     def dp_cp(self) -> int:
-        """Returns the ranks that hold the same parameters, over which gradients are summed."""
+        """Returns the number of ranks that hold the same parameters, over which gradients are summed."""
         return self.dp * self.cp
 
     @property
     def stage_ranks(self) -> int:
-        """Returns the ranks at one position of the pipeline, which are consecutive."""
+        """Returns the number of ranks at one position of the pipeline. They are consecutive."""
         return self.dp_cp * self.tp
 
     @property
     def stages(self) -> int:
-        """Pipeline stages over all ranks."""
+        """Returns the number of pipeline stages over all ranks."""
         return self.pp * self.stages_per_rank
 
     @property
@@ -79,7 +79,7 @@ class Layout:
 
     @property
     def splits_backward(self) -> bool:
-        """Tells whether the gradients of inputs and of weights are computed at different times."""
+        """Returns whether the gradients of inputs and of weights are computed at different times."""
         return self.pp > 1 and self.pipeline.splits_backward
 
     @property
@@ -93,7 +93,7 @@ class Layout:
         return self.pipeline.bubble(self._shape) if self.pp > 1 else 0.0
 
     def in_flight(self, stage: int) -> int:
-        """Returns for how many micro-batches ``stage`` keeps activations when its rank keeps the most."""
+        """Returns the number of micro-batches whose activations ``stage`` keeps when its rank keeps the most."""
         if self.pp == 1:
             return 1
         placement = self.placement
@@ -122,8 +122,8 @@ class Place(StrEnum):
 
     FOREGROUND = "the foreground"
     MACHINE = "this machine"  # as a process that ``-m`` starts
-    ALLOCATION = "this allocation"  # as steps of the Slurm job around the command
-    SLURM = "Slurm"  # as a job of its own, or of the batch script around the command
+    ALLOCATION = "this allocation"  # as steps of the Slurm job in which the command runs
+    SLURM = "Slurm"  # as a separate job, or as the job of the batch script that runs the command
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,10 @@ class JobShape:
     Attributes:
         nodes: the largest number of nodes that train, without spares.
         fewest_nodes: the smallest number on which the run must fit, at its start or after it loses nodes.
-        gpus: per node; 0 trains on CPUs.
-        workers: per node.
-        place: where it runs.
-        in_job: whether that is inside of a Slurm job.
+        gpus: the number of GPUs per node; 0 trains on CPUs.
+        workers: the number of workers per node.
+        place: where the job runs.
+        in_job: whether it runs inside a Slurm job.
         device_bytes: the memory of the smallest GPU of a job on several nodes; None if it is unknown.
         gpu_types: the types of GPUs that the job may get, if the config depends on them; empty if they are unknown.
     """
@@ -152,5 +152,5 @@ class JobShape:
 
     @classmethod
     def on_slurm(cls, nodes: int, gpus: int, workers: int) -> JobShape:
-        """Returns the shape of a job that is not submitted: ``nodes`` of Slurm with ``workers`` on each."""
+        """Returns the shape of a job that is not submitted, on ``nodes`` Slurm nodes with ``workers`` workers each."""
         return cls(nodes, nodes, gpus, workers, Place.SLURM, in_job=True)

@@ -1,15 +1,17 @@
-"""Chooses in how many chunks the loss of a large vocabulary is computed, and how. Imports no torch.
+"""Chooses the number of chunks in which the loss of a large vocabulary is computed, and the form of the loss.
+
+This module does not import torch.
 
 Logits and their gradient have tokens x vocabulary elements each. For a vocabulary of 128,000 words they take more
-memory than all activations of several layers. A head that ends with one matrix computes the gradients together with
-the loss (``models/linear_head.py``), so that only the logits of one chunk exist at a time.
+memory than all activations of several layers. If the head ends with a single matrix, it computes the gradients together
+with the loss (``models/linear_head.py``), so that only the logits of one chunk exist at a time.
 
-Each chunk adds a product of the size of the matrix to the matrix's gradient, which moves about 10 bytes per element in
-half precision, and computes 6 operations per element and token. A chunk of 4096 tokens thus computes 2,500 operations
-per byte, ten times what a GPU computes while it moves one (250 to 300 on H100 and H200), so that its additions take
-less than a tenth of the head's time. A chunk of as many tokens as the model is wide has as many logits as the matrix
-has elements: smaller chunks would save less than the gradient of the matrix takes anyway. A chunk therefore has at
-least 4096 tokens, or the model's width if that is larger.
+Each chunk adds its contribution to the gradient of the matrix. This addition moves about 10 bytes per element in half
+precision, while the chunk computes 6 operations per element and token. A chunk of 4096 tokens thus computes 2,500
+operations per byte, ten times the ratio of a GPU (250 to 300 on H100 and H200), so the additions take less than a tenth
+of the time of the head. If a chunk has as many tokens as the model is wide, it has as many logits as the matrix has
+elements: smaller chunks would save less memory than the gradient of the matrix needs in any case. A chunk therefore has
+at least 4096 tokens, or as many as the model is wide if that is more.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 
-LEAST_TOKENS = 4096  # of a chunk
-LARGE = 4  # a vocabulary is large from this multiple of the width; the logits of a smaller one take less than a layer
+LEAST_TOKENS = 4096  # the minimum number of tokens of a chunk
+LARGE = 4  # a vocabulary is large from this multiple of the width; smaller logits take less memory than a layer
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class LossForm:
 
     Attributes:
         chunks: the number of chunks of tokens.
-        fused: whether the gradients are computed with the loss. Otherwise whole logits are kept for the backward pass,
-            or those of several chunks computed again.
+        fused: whether the gradients are computed together with the loss. Otherwise the full logits are kept for the
+            backward pass, or with several chunks computed again.
         z_loss: the coefficient of the z-loss.
     """
 
@@ -48,12 +50,11 @@ class LossForm:
 
 
 def loss_form(config: Config, layout: Layout) -> LossForm:
-    """Returns the form of the loss that ``train.loss_chunks`` sets or, if it is ``auto``, the one that pays.
+    """Returns the form of the loss that ``train.loss_chunks`` sets; ``auto`` uses chunks for a large vocabulary.
 
     The fused form keeps a gradient of the matrix from the forward to the backward pass. It is chosen if the last stage
-    has one micro-batch at a time in flight, which is so under every schedule but ``gpipe`` and
-    ``interleaved_zero_bubble``. With tensor parallelism it is always chosen, since only this form leaves the logits
-    spread over the ranks.
+    has one micro-batch at a time in flight, as under every schedule except ``gpipe`` and ``interleaved_zero_bubble``.
+    With tensor parallelism it is always chosen, since only this form leaves the logits distributed over the ranks.
     """
     family = family_of(config.model)
     chunks = config.train.loss_chunks
@@ -74,7 +75,7 @@ def check_loss_chunks(config: Config, layout: Layout) -> None:
     length = getattr(config.data, "sequence_length", None)
     if isinstance(chunks, str) or not length:  # another check refuses a length of 0
         return
-    if loss_form(config, layout).fused:  # which cuts all tokens of a micro-batch
+    if loss_form(config, layout).fused:  # the fused form divides all tokens of a micro-batch
         most = length * layout.micro_size // layout.cp
         unit = "micro-batch"
     else:

@@ -1,19 +1,20 @@
-"""Estimates the memory of each rank from the config, by a replay of what it allocates and frees in a step. No torch.
+"""Estimates the memory of each rank from the config by replaying its allocations in a step. It does not import torch.
 
-The passes run in the order of the pipeline's schedule. Each allocates what the engines in ``parallel`` and torch
-allocate: a step keeps copies of the matrices in the compute type; the softmax of the head and its two gradients are
-fp32, or a fused loss keeps the gradient of its matrix from the forward; a recomputed layer is complete for a moment; a
-gradient is allocated by the first backward of a step; ZeRO gathers and reduces one block at a time; ``allreduce`` sums
-copies of buckets. A step of many micro-batches repeats itself, so a rank has the passes of the first ones only.
+The passes run in the order of the pipeline's schedule. Each pass allocates the same tensors as the engines in
+``parallel`` and torch: a step keeps copies of the matrices in the compute type; the softmax of the head and its two
+gradients are fp32, or a fused loss keeps the gradient of its matrix from the forward; a recomputed layer temporarily
+exists in full; the first backward of a step allocates the gradients; ZeRO gathers and reduces one block at a time;
+``allreduce`` sums copies of buckets. A step of many micro-batches repeats the same pattern, so the replay contains only
+the first ones.
 
-CUDA graphs (``train.cuda_graphs``) hold what the layers compute in a separate memory pool, which all graphs of a
-device share. The blocks that one graph has freed serve the next, as in an ordinary step, but nothing else can use them
-(``CUDAGraphTreeManager`` in torch/_inductor/cudagraph_trees.py, torch 2.13). So a rank needs the peak of the pool and
-the peak of all else, even if they are at different moments. In the pool are the activations of the layers, the cast of
-one matrix at a time, since the step keeps none, all gradients of one layer, which its graph returns together, and
-copies of the inputs that are neither parameters nor results of a graph: the rotary tables, for each layer. The
-gradients of all parameters have memory outside from step to step. The warm-up allocates from the pool, too, and what
-it frees is used again.
+CUDA graphs (``train.cuda_graphs``) allocate the results of the layers in a separate memory pool, which all graphs of a
+device share. The next graph can use the blocks that a graph has freed, as in an ordinary step, but no other code can
+(``CUDAGraphTreeManager`` in torch/_inductor/cudagraph_trees.py, torch 2.13). A rank therefore needs the sum of the peak
+of the pool and the peak of all other memory, even if they occur at different moments. The pool contains the activations
+of the layers; the cast of one matrix at a time, since the step keeps no casts; all gradients of one layer, which its
+graph returns together; and copies of the inputs that are neither parameters nor results of a graph, that is, the rotary
+tables for each layer. The gradients of all parameters have memory outside of the pool from step to step. The warm-up
+also allocates from the pool, and the graphs reuse this memory.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from hpc_train.layout.sizes import Sizes, parameter_count, sizes_of, trained_cou
 from hpc_train.layout.techniques import CARRYING, IN_FLIGHT, CompilerMode, compiler_mode
 from hpc_train.units import format_bytes
 
-ALLOCATOR_SHARE = 0.05  # what the allocator reserves beyond the bytes in use, as a share of them; an estimate
-RESERVED_BYTES = 2.0e9  # of a GPU, for the context, libraries and buffers of collectives; an estimate
+ALLOCATOR_SHARE = 0.05  # the bytes that the allocator reserves in addition, relative to the bytes in use; an estimate
+RESERVED_BYTES = 2.0e9  # for the CUDA context, libraries and buffers of collectives on a GPU; an estimate
 
 
 def needed_bytes(
@@ -52,13 +53,14 @@ def needed_bytes(
 
 
 def usable_bytes(device_bytes: float) -> float:
-    """Returns the bytes of tensors for which a GPU of ``device_bytes`` has room: the inverse of ``needed_bytes``."""
+    """Returns the bytes of tensors that fit on a GPU with ``device_bytes`` of memory: the inverse of
+    ``needed_bytes``."""
     return (device_bytes - RESERVED_BYTES) / (1 + ALLOCATOR_SHARE)
 
 
 def estimate(config: Config, layout: Layout) -> Memory | None:
-    """Returns the memory of the rank that needs the most; None if neither the model's family defines its sizes nor the
-    cache has counts of it, or if custom code runs.
+    """Returns the memory of the rank that needs the most. Returns None for custom code, and for a model whose sizes
+    neither its family nor the cache of counts defines.
     """
     config = counted(config)
     if not _tells_sizes(config):
@@ -68,7 +70,8 @@ def estimate(config: Config, layout: Layout) -> Memory | None:
 
 
 def exceeds(config: Config, layout: Layout, limit: float) -> bool:
-    """Returns whether a rank needs more than ``limit`` bytes by ``estimate``, in less time; False if that is None."""
+    """Returns whether a rank needs more than ``limit`` bytes according to ``estimate``, in less time; False if the
+    estimate is None."""
     config = counted(config)
     if not _tells_sizes(config):
         return limit < 0
@@ -83,10 +86,10 @@ def _tells_sizes(config: Config) -> bool:
 def state_bytes(config: Config, replicas: int = 1) -> int | None:
     """Returns the bytes of a checkpoint; None if unknown.
 
-    It has the trained parameters, the optimizer's values for each, and the averages that hooks keep.
+    A checkpoint contains the trained parameters, the optimizer state of each, and the averages that hooks keep.
 
     Args:
-        replicas: the number of replicas. Each adds the residual of its compressed gradients.
+        replicas: the number of replicas. Each adds the residual of its compressed gradients, if there is one.
     """
     config = counted(config)
     parameters = None if runs_own_code(config) else trained_count(config.model)
@@ -102,9 +105,9 @@ def state_bytes(config: Config, replicas: int = 1) -> int | None:
 
 
 def host_copy_bytes(config: Config, replicas: int, nodes: int) -> float | None:
-    """Returns the host memory of a node, in bytes, that the copies of an asynchronous save take; None if unknown.
+    """Returns the bytes of host memory per node that the copies of an asynchronous save take; None if unknown.
 
-    Each byte of a checkpoint is copied on the one rank that writes it, and the plan of a save spreads them evenly.
+    Each byte of a checkpoint is copied on the rank that writes it, and the plan of a save distributes the bytes evenly.
     """
     size = state_bytes(config, replicas)
     if size is None:
@@ -119,9 +122,9 @@ class Change(NamedTuple):
     """A change of the memory of a rank.
 
     Attributes:
-        size: bytes that are allocated, or freed if negative.
+        size: the bytes that are allocated, or freed if negative.
         moment: whether they are freed again before the next change.
-        in_layer: whether compiled layers hold them, and so the memory pool of their CUDA graphs if there are any.
+        in_layer: whether compiled layers hold them. With CUDA graphs, they are in the memory pool of the graphs.
     """
 
     part: Part
@@ -132,7 +135,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device of one rank at the moment when it holds the most."""
+    """The bytes on the device of a rank at the peak."""
 
     parameters: float  # with copies in the compute type
     gradients: float
@@ -163,11 +166,13 @@ PARTS = {field.name: place for place, field in enumerate(fields(Memory))}
 
 
 class Passage(NamedTuple):
-    """Describes what a pass does to the memory of a rank, in bytes; the tuples have one number for each part.
+    """Describes how a pass changes the memory of a rank, in bytes. The tuples have a number for each part.
 
     Attributes:
-        net: what it leaves more than there was before.
-        peak: what it holds more than there was before, at its peak.
+        net: the change from the beginning to the end of the pass.
+        peak: the change from the beginning to the peak of the pass.
+        total: the sum of ``net``.
+        height: the sum of ``peak``.
     """
 
     net: tuple[float, ...]
@@ -177,7 +182,7 @@ class Passage(NamedTuple):
 
 
 def passage(changes: Iterable[Change]) -> Passage:
-    """Returns the sum of ``changes`` and their peak."""
+    """Returns the sum of ``changes`` and its peak."""
     held = [0.0] * len(PARTS)
     total = height = 0.0
     peak = tuple(held)
@@ -215,10 +220,10 @@ class Run(NamedTuple):
     """Describes consecutive layers of a stage that are alike.
 
     Attributes:
-        mode: what they recompute.
-        moves: whether their activations are in host memory if the config offloads them, as those of all layers but
-            the last of the model are.
-        layers: how many they are.
+        mode: their recomputation mode.
+        moves: whether their activations move to host memory if the config offloads activations; true for all layers
+            except the last layer of the model.
+        layers: the number of layers.
     """
 
     mode: LayerMode
@@ -231,7 +236,7 @@ class Stage:
     """A stage of a rank.
 
     Attributes:
-        first, last: whether it has the stem, and the head.
+        first, last: whether it has the stem, and whether it has the head.
         runs: its layers, in the order of the forward.
     """
 
@@ -250,15 +255,17 @@ class Rank:
 
     Attributes:
         stages: its stages by number.
-        actions: its passes, without those that repeat others.
-        micro_batches: how many it actually computes.
-        gathers: whether ZeRO keeps parameters whole for the ``step`` or gathers them for each ``layer``; ``never``.
-        reduces: whether gradients are reduced in ``each`` backward, in the ``last`` one of a step, or ``after`` it,
-            whole; ``inside`` uses each as soon as it is final.
+        actions: its passes; passes that repeat earlier ones are omitted.
+        micro_batches: the number of micro-batches that it actually computes.
+        gathers: ``step`` if ZeRO keeps full parameters during the step, ``layer`` if ZeRO gathers them for each layer,
+            ``never`` without ZeRO.
+        reduces: ``each`` if every backward reduces gradients, ``last`` if only the last backward of a step does,
+            ``after`` if full gradients are reduced after it, ``inside`` if each gradient is used as soon as it is
+            final.
         keeps_gradients: whether gradients have memory from step to step, in DDP's buckets.
         bucket: the bytes of a bucket of gradients that is sent during the backward if ``reduces`` is ``inside`` or
-            ``after``; 0 where none is, and for DDP, which sends its gradients themselves.
-        copied: the bytes of the copy that is sent for each byte of a gradient.
+            ``after``; 0 if no bucket is sent, and for DDP, which sends the gradients without a copy.
+        copied: the bytes of the copy that is sent, for each byte of a gradient.
         captured: whether its layers run as CUDA graphs.
     """
 
@@ -274,8 +281,8 @@ class Rank:
 
 
 def ranks_of(config: Config, layout: Layout) -> Iterator[Rank]:
-    """Returns the pipeline ranks; of those with equal stages only the first, which keeps the most micro-batches, unless
-    the stages form a V, where the order of the passes decides.
+    """Yields the pipeline ranks. Of several ranks with equal stages it yields only the first, which keeps the most
+    micro-batches, unless the stages form a V, where the order of the passes decides.
     """
     seen = set[tuple[Stage, ...]]()
     stages = stages_of(config, layout)
@@ -294,7 +301,7 @@ def ranks_of(config: Config, layout: Layout) -> Iterator[Rank]:
 
 
 def rank_of(layout: Layout, rank: int, stages: Sequence[Stage]) -> Rank:
-    """Returns one pipeline rank of ``layout``, whose ``stages`` come from ``stages_of``."""
+    """Returns one pipeline rank of ``layout``. ``stages`` is the result of ``stages_of``."""
     held = {number: stages[number] for number, owner in enumerate(layout.placement) if owner == rank}
     gathers: Gathers = "never"
     reduces: Reduces = "after"
@@ -341,7 +348,7 @@ def _actions(layout: Layout, rank: int, stages: Sequence[int]) -> tuple[Action, 
     return order(PipelineShape(layout.pp, layout.stages_per_rank, min(layout.micro_batches, enough)), rank)
 
 
-WIDENED_BYTES = 2.0**28  # of the gradients that the optimizer has in fp32 at once (train/optimizers/optimizer.py)
+WIDENED_BYTES = 2.0**28  # fp32 gradients that the optimizer holds at a time (train/optimizers/optimizer.py)
 
 
 @dataclass
@@ -349,13 +356,14 @@ class _Step:
     """Follows the passes of a rank.
 
     Attributes:
-        in_layer: whether to follow only what compiled layers hold, or only what they do not; None: everything.
-        gathered: the stages whose parameters are whole.
+        in_layer: whether to follow only the memory of compiled layers (True), only other memory (False), or all (None).
+        gathered: the stages whose parameters are gathered.
         summed: the stages whose gradients have memory.
-        left: the backwards that are left for each stage.
-        computed: the bytes of the gradients of this backward, if they are used inside it; else of those in buckets
-            that are final.
-        waiting: what of them waits for its sum over the ranks, with the copies that are sent; else these copies.
+        left: the number of remaining backwards of each stage.
+        computed: the bytes of the gradients that this backward has computed, if they are used inside it; otherwise the
+            bytes of final gradients in buckets.
+        waiting: the bytes of gradients and copies that wait for the sum over the ranks, if gradients are used inside
+            the backward; otherwise the bytes of the copies that are sent.
     """
 
     sizes: Sizes
@@ -368,7 +376,7 @@ class _Step:
     waiting: float = 0.0
 
     def run(self) -> Iterator[Passage]:
-        """Returns the passes; those of a stage that begin alike are alike."""
+        """Yields the passes. Passes of a stage that begin in the same state are computed once."""
         yield self._passage(self._begin())
         for work, stage, _ in self.rank.actions:
             if work in (FULL_BACKWARD, BACKWARD_WEIGHT):
@@ -402,16 +410,17 @@ class _Step:
         return self.rank.gathers == "layer" or (self.rank.gathers == "step" and not self.left[stage])
 
     def _parameters(self, stage: Stage) -> tuple[float, float, float]:
-        """Returns the parameters of the stem, one layer and the head of a stage, if it has them."""
+        """Returns the numbers of parameters of the stem, one layer and the head of a stage; 0 for parts that it does
+        not have."""
         of = self.sizes.parameters
         head = of.head
-        # the last stage has a copy of a shared table, unless the first one is on the same rank
+        # the last stage has a copy of a shared table, unless the first stage is on the same rank
         if not any(held.first for held in self.rank.stages.values()):
             head += of.table
         return of.stem * stage.first, of.layer, head * stage.last
 
     def _begin(self) -> Iterator[Change]:
-        """Allocates the state, its casts, and the buffers of messages, which torch has for each micro-batch."""
+        """Allocates the state, its casts, and the buffers of messages, which torch allocates for each micro-batch."""
         count = cast = 0.0
         of = self.sizes.parameters
         per = self.sizes.per_parameter
@@ -427,15 +436,15 @@ class _Step:
         yield Change("hooks", count * per.hooks)
         if self.rank.keeps_gradients or self.rank.captured:
             yield Change("gradients", count * per.whole)
-            if self.rank.micro_batches < 2 or self.rank.captured:  # else DDP sums the first ones outside its buckets
+            if self.rank.micro_batches < 2 or self.rank.captured:  # otherwise DDP first sums outside of its buckets
                 self.summed |= {*self.rank.stages}
         messages = sum((not stage.first) + (not stage.last) for stage in self.rank.stages.values())
         yield Change("activations", messages * self.rank.micro_batches * self.sizes.activations.hidden)
         yield Change("activations", self._on_the_way())
 
     def _update(self) -> Iterator[Change]:
-        """Sends the last bucket, and updates masters, if there are any, of which so many at once have gradients in
-        fp32."""
+        """Sends the last bucket and updates the masters, if there are any; a limited number of them have fp32 gradients
+        at a time."""
         if self.rank.reduces == "after":
             yield Change("gradients", min(self.rank.bucket, self.computed), moment=True)
             yield Change("gradients", -self.waiting)
@@ -446,8 +455,8 @@ class _Step:
         yield Change("gradients", min(count * self.sizes.per_parameter.updated, WIDENED_BYTES), moment=True)
 
     def _on_the_way(self) -> float:
-        """Returns what is on the device of activations that are kept in host memory: those of the layer that computes
-        and of its neighbor. The last layer of the model, which stays, replaces one of them.
+        """Returns the bytes of offloaded activations that are on the device: the activations of the layer that computes
+        and of its neighbor. The last layer of the model, which is not offloaded, replaces one of them.
         """
         stages = self.rank.stages.values()
         moved = self.sizes.activations.moved
@@ -471,11 +480,12 @@ class _Step:
         yield Change("activations", self._boundary(stage))
 
     def _boundary(self, stage: Stage) -> float:
-        """Returns the bytes of a stage's output, which stays, less its input, which is in the buffer of a message."""
+        """Returns the bytes of a stage's output, which is kept, minus the bytes of its input, which is in the buffer of
+        a message."""
         return ((not stage.last) - (not stage.first)) * self.sizes.activations.hidden
 
     def _gather(self, number: int) -> Iterator[Change]:
-        """Gathers what stays whole until the backward, or until the last one of the step."""
+        """Gathers the parameters that stay gathered until the backward, or until the last backward of the step."""
         if self.rank.gathers == "never" or number in self.gathered:
             return
         stage = self.rank.stages[number]
@@ -492,11 +502,11 @@ class _Step:
         yield Change("parameters", buffers * layer * self.sizes.per_parameter.gathered, moment=True)
 
     def _inputs(self, number: int) -> Iterator[Change]:
-        """Computes the gradients of inputs only. Nothing is freed, and gradients of results are kept."""
+        """Computes only the gradients of inputs. No activation is freed, and the gradients of results are kept."""
         stage = self.rank.stages[number]
         held = self.sizes.activations
         if stage.first:
-            return  # which torch leaves to the second part
+            return  # torch computes the gradients of the first stage in the second part
         if stage.last:
             yield Change("activations", held.backward, moment=True)
         recomputes = any(run.mode != "none" for run in stage.runs)
@@ -505,7 +515,8 @@ class _Step:
         yield Change("activations", sum(run.layers * held.restored(run.mode, run.moves) for run in stage.runs))
 
     def _backward(self, number: int, split: bool) -> Iterator[Change]:
-        """Computes all gradients, or those of parameters if those of inputs are ``split`` off and done."""
+        """Computes all gradients, or with ``split`` only those of parameters, if the gradients of inputs exist
+        already."""
         stage = self.rank.stages[number]
         held = self.sizes.activations
         _, layer, _ = self._parameters(stage)
@@ -516,7 +527,7 @@ class _Step:
             freed = held.on_device(mode, moves) + self._tables
             if inputs_done:
                 freed += held.products + held.restored(mode, moves)
-            # layers that follow each other are alike: the first and the last one determine the peak
+            # the layers of a run are equal: the first and the last one determine the peak
             for several in (1, count - 2, 1) if count > 2 else (1,) * count:
                 yield from self._layer_backward(number, mode, layer, several)
                 yield Change("activations", -several * freed, in_layer=True)
@@ -530,9 +541,9 @@ class _Step:
         if not inputs_done:
             yield Change("activations", held.backward, moment=True)
         yield Change("activations", held.logits - held.head)
-        if self._shares:  # ZeRO reduces it with that of the stem
+        if self._shares:  # ZeRO reduces this gradient together with the gradient of the stem
             yield Change("gradients", head * per.fresh)
-        elif held.matrix:  # it exists already, and passes a cast
+        elif held.matrix:  # the gradient exists already and is cast
             if per.fresh != per.whole:
                 yield Change("gradients", head * per.fresh, moment=True)
             yield Change("gradients", self._grown(number, head))
@@ -548,17 +559,18 @@ class _Step:
 
     @property
     def _shares(self) -> bool:
-        """Returns whether ranks share gradients after they have reduced them."""
+        """Returns whether ranks shard gradients after the reduction."""
         return self.rank.reduces in ("each", "last")
 
     def _of_table(self, number: int) -> float:
-        """Returns the bytes of the head's part of the gradient of a shared table, which waits for that of the stem."""
+        """Returns the bytes of the head's contribution to the gradient of a shared table, which waits for the stem's
+        contribution."""
         stage = self.rank.stages[number]
         waits = stage.first and stage.last and not self._shares
         return self.sizes.parameters.table * self.sizes.per_parameter.whole * waits
 
     def _layer_backward(self, number: int, mode: LayerMode, layer: float, several: int) -> Iterator[Change]:
-        """Computes the gradients of ``several`` equal layers; only the peak of one counts."""
+        """Computes the gradients of ``several`` equal layers; the peak is the peak of a single layer."""
         per = self.sizes.per_parameter
         held = self.sizes.activations
         matrix = self.sizes.parameters.matrix
@@ -569,7 +581,7 @@ class _Step:
         fresh = matrix * (per.whole + per.fresh * adds_copy)
         if self._shares:
             block = layer
-            fresh = layer * per.whole  # in which the gradients of the layer before are sent
+            fresh = layer * per.whole  # the buffer with which the gradients of the previous layer are sent
         cast = 0.0
         if self.rank.captured:
             fresh += (layer - matrix) * per.whole
@@ -581,13 +593,14 @@ class _Step:
         yield Change("gradients", -fresh, in_layer=True)
         yield Change("activations", -recomputed, in_layer=True)
         yield Change("parameters", -gathered - cast, in_layer=True)
-        if self.rank.captured:  # they are added to memory that exists
+        if self.rank.captured:  # the gradients are added to existing memory
             yield from self._copied(number, several * layer, matrix)
         else:
             yield from self._gradient(number, several * layer, block)
 
     def _gradient(self, number: int, parameters: float, block: float) -> Iterator[Change]:
-        """Adds the gradients of ``parameters``, which are computed or reduced in blocks of ``block``."""
+        """Adds the gradients of ``parameters`` parameters, which are computed or reduced in blocks of ``block``
+        parameters."""
         per = self.sizes.per_parameter
         copies = per.whole + per.fresh * (per.fresh != per.whole or self._shares)
         yield Change("gradients", block * copies, moment=True)
@@ -597,9 +610,10 @@ class _Step:
             yield Change("gradients", parameters * (per.shard - per.whole))
 
     def _copied(self, number: int, parameters: float, block: float) -> Iterator[Change]:
-        """Sends copies of buckets when the last backward of a step has computed the gradients of ``parameters``.
+        """Sends copies of buckets when the last backward of a step has computed the gradients of ``parameters``
+        parameters.
 
-        A gradient that is larger than a bucket is sent itself, unless it is compressed.
+        A gradient that is larger than a bucket is sent without a copy, unless it is compressed.
         """
         bucket = self.rank.bucket
         copied = self.rank.copied
@@ -615,13 +629,14 @@ class _Step:
         self.waiting = sent
 
     def _grown(self, number: int, parameters: float) -> float:
-        """Returns the bytes by which the gradients of a step grow, if those of ``parameters`` are added."""
+        """Returns the bytes by which the gradients of a step grow if the gradients of ``parameters`` parameters are
+        added."""
         per = self.sizes.per_parameter
         if self.rank.reduces != "inside":
             size = per.shard if self.rank.reduces == "each" else per.whole
             return parameters * size * (number not in self.summed)
-        # gradients are in the bucket that is filled and in those on the way; a bucket of several parameters is sent
-        # as a copy
+        # gradients are in the bucket that is being filled and in the buckets that are being sent; a bucket of several
+        # parameters is sent as a copy
         self.computed += parameters * per.whole
         before = self.waiting
         bucket = self.rank.bucket
@@ -636,7 +651,8 @@ class _Step:
         return self.waiting - before
 
     def _end(self, number: int) -> Iterator[Change]:
-        """Ends the backward of a micro-batch with the stem and, for ZeRO, what is reduced and resharded with it."""
+        """Ends the backward of a micro-batch with the stem. With ZeRO, the head is reduced and resharded together with
+        the stem."""
         per = self.sizes.per_parameter
         stage = self.rank.stages[number]
         stem, layer, head = self._parameters(stage)
@@ -653,7 +669,7 @@ class _Step:
 
 
 def peak_of(sizes: Sizes, rank: Rank) -> Memory:
-    """Returns what ``rank`` holds at the peak of a step."""
+    """Returns the memory that ``rank`` holds at the peak of a step."""
     if not rank.captured:
         return replay(_Step(sizes, rank).run())
     pool, outside = (replay(_Step(sizes, rank, in_layer).run()) for in_layer in (True, False))
@@ -661,7 +677,7 @@ def peak_of(sizes: Sizes, rank: Rank) -> Memory:
 
 
 def peak_exceeds(sizes: Sizes, rank: Rank, limit: float) -> bool:
-    """Returns whether ``rank`` holds more than ``limit`` bytes at a moment of a step."""
+    """Returns whether ``rank`` holds more than ``limit`` bytes at any moment of a step."""
     if rank.captured:
         return peak_of(sizes, rank).total > limit
     total = 0.0

@@ -1,7 +1,7 @@
 """Reads the optimizers, parameter groups and learning rate schedules of a config, without torch.
 
-An optimizer of the user is named by its import path. What is known here about those of ``torch.optim`` decides how a
-sharded parameter is updated and how much memory the state takes; for all others the config states it.
+The import path of a class selects a custom optimizer. For the optimizers of ``torch.optim``, tables in this module
+determine how a sharded parameter is updated and how much memory the state takes; for all others, the config states it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from hpc_train.config.schema import Config, OptimConfig
 from hpc_train.errors import UserError, nearest
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
-GIVEN = ("params", "lr", "weight_decay")  # arguments of an optimizer that are not set in ``args``
+GIVEN = ("params", "lr", "weight_decay")  # arguments that hpc_train passes to an optimizer, so ``args`` must not
 EMA = "hpc_train.train.hooks.ema.EMA"
-ASSUMED = 2.0  # values per parameter that an unknown optimizer keeps
-_TORCH: dict[str, float] = {  # those of torch.optim that compute each element alone, and their values per parameter
+ASSUMED = 2.0  # the assumed number of values per parameter in the state of an unknown optimizer
+_TORCH: dict[str, float] = {  # elementwise optimizers of torch.optim, and their values per parameter
     "ASGD": 1, "Adadelta": 2, "Adagrad": 1, "Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1,
     "Rprop": 2, "SGD": 1,
 }  # fmt: skip
-_WHOLE: dict[str, float] = {"Adafactor": 0, "Muon": 1}  # the others; Adafactor keeps a row and a column of a matrix
+_WHOLE: dict[str, float] = {"Adafactor": 0, "Muon": 1}  # not elementwise; Adafactor keeps a row and a column
 
 
 @dataclass(frozen=True)
 class Target:
-    """Names an optimizer of the user.
+    """Names an optimizer.
 
     Attributes:
         path: the import path; None means the built-in optimizer that ``optim.name`` names.
@@ -43,7 +43,7 @@ class Target:
 
     @property
     def torch_name(self) -> str | None:
-        """Returns the name of the class in ``torch.optim``; None for others."""
+        """Returns the name of the class if it is in ``torch.optim``; None otherwise."""
         path = self.path or ""
         name = path.rpartition(".")[2]
         return name if path.startswith("torch.optim.") and name in _TORCH | _WHOLE else None
@@ -71,7 +71,7 @@ class ParameterGroup:
 
 
 def target_of(optim: OptimConfig, group: ParameterGroup | None = None) -> Target:
-    """Returns the optimizer of the parameters of ``group``, or of those that are in no group."""
+    """Returns the optimizer of the parameters in ``group``; None stands for the parameters that are in no group."""
     settings: OptimConfig | ParameterGroup = optim
     where = "optim"
     if group is not None and group._target_ is not None:
@@ -85,7 +85,7 @@ def target_of(optim: OptimConfig, group: ParameterGroup | None = None) -> Target
 
 
 def own_targets(optim: OptimConfig) -> list[Target]:
-    """Returns all optimizers of a config, without those that are built in."""
+    """Returns all optimizers of a config that are not built in."""
     targets: list[Target] = []
     for group in (None, *parameter_groups(optim)):
         target = target_of(optim, group)
@@ -95,7 +95,7 @@ def own_targets(optim: OptimConfig) -> list[Target]:
 
 
 def own_code(optim: OptimConfig) -> list[str]:
-    """Returns the import paths of the optimizers and the schedule in a config."""
+    """Returns the import paths of custom optimizers and a custom schedule in a config."""
     paths = [target.path for target in own_targets(optim) if target.path is not None]
     schedule = parse_schedule(optim.schedule)
     if schedule.is_own:
@@ -142,10 +142,10 @@ def _group(name: str, values: Any) -> ParameterGroup:
 
 
 def check_optimizers(optim: OptimConfig, in_container: bool = False) -> None:
-    """Checks what it can of the optimizers, groups and schedule of a config without torch.
+    """Checks the optimizers, groups and schedule of a config as far as possible without torch.
 
     Args:
-        in_container: whether the user's code may be installed in a container only, so that its source is not read.
+        in_container: whether the user's code may be installed only in a container, so that its source cannot be read.
 
     Raises:
         UserError: a value is wrong, or the source of the user's code shows that it cannot be used.
@@ -183,7 +183,7 @@ def check_optimizers(optim: OptimConfig, in_container: bool = False) -> None:
 
 
 def _refuse_given(where: str, args: Mapping[str, Any], key_of_lr: str) -> None:
-    """Raises UserError if ``args`` have an argument that hpc_train passes itself."""
+    """Raises UserError if ``args`` contain an argument that hpc_train passes itself."""
     for name, key in (("lr", key_of_lr), ("weight_decay", f"{where}.weight_decay")):
         if name in args:
             what = f"{where}.args.{name} is set, but hpc_train passes {name} itself"
@@ -194,10 +194,10 @@ def check_matches(groups: list[ParameterGroup], names: list[str]) -> None:
     """Checks that each group of parameters matches a parameter.
 
     Args:
-        names: all trained parameters of the model.
+        names: the names of all trained parameters of the model.
 
     Raises:
-        UserError: a group has no parameter.
+        UserError: a group matches no parameter.
     """
     left = names
     for group in groups:
@@ -211,11 +211,11 @@ def check_matches(groups: list[ParameterGroup], names: list[str]) -> None:
         left = [name for name in left if not group.holds(name)]
 
 
-SHOWN = 20  # names in a message
+SHOWN = 20  # the most names in a message
 
 
 def shortened(names: list[str]) -> str:
-    """Returns the names once for all layers, such as ``layers.*.norm.weight``."""
+    """Returns the names with ``*`` in place of layer numbers, each once, such as ``layers.*.norm.weight``."""
     patterns = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
     shown = patterns[:SHOWN]
     if len(patterns) > SHOWN:
@@ -224,7 +224,8 @@ def shortened(names: list[str]) -> str:
 
 
 def values_per_parameter(optim: OptimConfig) -> float:
-    """Returns the values that the optimizer keeps per parameter; ``describe_values`` says on what that relies."""
+    """Returns the number of values that the optimizer keeps per parameter; ``describe_values`` states the source of the
+    number."""
     if optim._target_ is None:
         return 2.0 if optim.name == "adamw" else float(optim.momentum > 0)
     if optim.state_per_parameter is not None:
@@ -233,17 +234,18 @@ def values_per_parameter(optim: OptimConfig) -> float:
 
 
 def averages_of_weights(config: Config) -> int:
-    """Returns how many values the built-in hooks keep for each trained parameter; hooks of the user's are unknown."""
+    """Returns the number of values that the built-in hooks keep for each trained parameter. Custom hooks are
+    unknown."""
     return sum(hook._target_ == EMA for hook in config.hooks.values())
 
 
 def held_whole(optim: OptimConfig) -> bool:
-    """Returns whether one of the ranks that share a parameter of no group updates the whole parameter."""
+    """Returns whether a single rank updates each full parameter, for the parameters that are in no group."""
     return not target_of(optim).elementwise
 
 
 def describe_values(optim: OptimConfig) -> str | None:
-    """Returns what the estimate of memory assumes about an optimizer of the user; None for the built-in ones."""
+    """Describes what the memory estimate assumes about a custom optimizer; None for a built-in optimizer."""
     if optim._target_ is None:
         return None
     number = values_per_parameter(optim)

@@ -1,7 +1,7 @@
-"""The order of forward and backward passes on each rank of a pipeline, for torch's schedules, with the micro-batches in
-flight and the bubble. Imports no torch.
+"""Computes the order of forward and backward passes on each rank of a pipeline for torch's schedules, the number of
+micro-batches in flight, and the bubble. It does not import torch.
 
-The planner simulates a step from these orders; tests compare them with the actions that torch's schedules plan.
+The planner simulates a step from these orders. Tests compare them with the actions of torch's schedules.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def interleaved(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
 
 
 def interleaved_zero_bubble(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
-    """Returns the interleaved order in which the gradients of weights lag ``rank`` backwards (arXiv:2401.10241)."""
+    """Returns the interleaved order in which the gradients of weights follow ``rank`` backwards later
+    (arXiv:2401.10241)."""
     ahead = (shape.stages_per_rank - 1) * _round(shape) + shape.ranks - 1 - rank
     forwards, backwards = _turns(shape, rank, FORWARD), _turns(shape, rank, BACKWARD_INPUT)
     weights = iter([Action(BACKWARD_WEIGHT, action.stage, action.micro_batch) for action in backwards])
@@ -73,7 +74,7 @@ def interleaved_zero_bubble(shape: PipelineShape, rank: int) -> tuple[Action, ..
 
 
 def zero_bubble_v(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
-    """Returns the order of ZB-V, whose rank r has the stages r and 2 p - 1 - r (arXiv:2401.10241, section 6).
+    """Returns the order of ZB-V, where rank r has the stages r and 2 p - 1 - r (arXiv:2401.10241, section 6).
 
     The order assumes at least 2 p - 1 micro-batches; with fewer, the micro-batches that do not exist are left out.
     """
@@ -82,7 +83,7 @@ def zero_bubble_v(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
 
 
 def _zero_bubble_v(ranks: int, micro_batches: int, rank: int) -> Iterator[Action]:
-    down, up = rank, 2 * ranks - 1 - rank  # its stages: in the first half of the model, and in the second
+    down, up = rank, 2 * ranks - 1 - rank  # the stages of the rank in the first and the second half of the model
     counts: Counter[tuple[Work, int]] = Counter()
 
     def act(work: Work, stage: int) -> Action:
@@ -118,8 +119,9 @@ def _zero_bubble_v(ranks: int, micro_batches: int, rank: int) -> Iterator[Action
 
 
 def dual_pipe_v(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
-    """Returns the order of DualPipeV, with the stages of ZB-V (arXiv:2412.19437, section 3.2; github.com/deepseek-ai/
-    DualPipe). In its middle, forwards of one stage alternate with whole backwards of the other.
+    """Returns the order of DualPipeV, with the stages of ZB-V (arXiv:2412.19437, section 3.2;
+    github.com/deepseek-ai/DualPipe). In the middle of the order, forwards of one stage alternate with full backwards of
+    the other.
     """
     return tuple(_dual_pipe_v(shape, rank))
 
@@ -128,7 +130,7 @@ class _Passes:
     """Numbers the passes of a rank's stages.
 
     Attributes:
-        waiting: the gradients of weights that are left.
+        waiting: the gradients of weights that are not yet computed.
     """
 
     def __init__(self) -> None:
@@ -177,12 +179,13 @@ def _dual_pipe_v(shape: PipelineShape, rank: int) -> Iterator[Action]:
 
 
 def _round(shape: PipelineShape) -> int:
-    """Returns after how many micro-batches a rank turns to its next stage."""
+    """Returns the number of micro-batches after which a rank proceeds to its next stage."""
     return shape.micro_batches // max(1, shape.micro_batches // shape.ranks)
 
 
 def _turns(shape: PipelineShape, rank: int, work: Work) -> list[Action]:
-    """Returns one pass of all stages of a rank and all micro-batches; backwards begin at its last stage."""
+    """Returns the passes of kind ``work`` of all stages of a rank for all micro-batches; backwards begin with the last
+    stage."""
     turn = _round(shape)
     stages = [rank + shape.ranks * local for local in range(shape.stages_per_rank)]
     if work != FORWARD:
@@ -197,7 +200,7 @@ def _turns(shape: PipelineShape, rank: int, work: Work) -> list[Action]:
 
 
 def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> tuple[Action, ...]:
-    """Returns ``ahead`` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """Returns ``ahead`` forwards, then forwards and backwards in alternation, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     left = iter(backwards)
     pairs = chain.from_iterable(zip(forwards[ahead:], islice(left, len(forwards) - ahead), strict=True))
@@ -205,7 +208,8 @@ def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: i
 
 
 def filled(shape: PipelineShape, forwards: int) -> tuple[int, ...]:
-    """Returns how many of a rank's first ``forwards`` forwards belong to each of its stages, in turns of ``ranks``."""
+    """Returns how many of a rank's first ``forwards`` forwards belong to each of its stages, in rounds of ``ranks``
+    forwards."""
     turn = shape.ranks
     stages = range(shape.stages_per_rank)
     forwards = min(forwards, len(stages) * shape.micro_batches)
@@ -224,6 +228,7 @@ def bubble(shape: PipelineShape) -> float:
 
 
 def zero_bubble(shape: PipelineShape) -> float:
-    """Returns the bubble (p - 1) (TF + TB - TW) of arXiv:2401.10241, table 2; gradients of weights fill the rest."""
+    """Returns the share of the bubble (p - 1) (TF + TB - TW) of arXiv:2401.10241, table 2; gradients of weights fill
+    the rest."""
     waiting = shape.ranks - 1
     return waiting / (3 * shape.stages_per_rank * shape.micro_batches + waiting)

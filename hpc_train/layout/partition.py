@@ -1,7 +1,9 @@
-"""Divides the layers of a model into pipeline stages, evenly or so that the slowest stage is as fast as possible.
+"""Divides the layers of a model into pipeline stages, either evenly or so that the slowest stage is as fast as
+possible.
 
 A block is the stem, a layer or the head. A profile measures the seconds of each block, and ``partition`` finds the best
-division by dynamic programming over (stages, blocks). Every stage gets at least one block. It imports no torch.
+division by dynamic programming over (stages, blocks). Every stage gets at least one block. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ def check_split(split: Any, layers: int | None, stages: int) -> None:
         )
 
 
-Fits = Callable[[int, range], bool]  # whether a stage may have these blocks
-_Price = Callable[[int, range], float | None]  # seconds of a stage with these blocks; None: not allowed
+Fits = Callable[[int, range], bool]  # returns whether a stage may have these blocks
+_Price = Callable[[int, range], float | None]  # returns the seconds of a stage with these blocks; None: not allowed
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,11 @@ class Prediction:
 
 
 def partition(seconds: Sequence[float], stages: int, fits: Fits = lambda _, __: True) -> tuple[range, ...] | None:
-    """Returns the blocks of each stage. The slowest stage is as fast as possible, and the others are even.
+    """Returns the blocks of each stage. The slowest stage is as fast as possible, and the other stages are balanced.
 
     Args:
         seconds: the time of each block, in order.
-        fits: whether a stage has enough memory for some blocks.
+        fits: returns whether a stage has enough memory for the given blocks.
 
     Returns:
         None if no division into ``stages`` stages fits.
@@ -153,9 +155,9 @@ def predict(
 ) -> Prediction:
     """Predicts the step of a schedule that does not split the backward. Messages are assumed to take no time.
 
-    The slowest rank computes all micro-batches. Before that, the first micro-batch passes the stages of other ranks,
-    and after that the last one passes them in the backward; v stages per rank make this v times shorter. For equal
-    stages the bubble is (p - 1) / (v m + p - 1).
+    The slowest rank computes all its micro-batches without a break. Before that, the first micro-batch passes the
+    stages of the other ranks, and afterwards the backward of the last micro-batch passes them; with v stages per rank
+    this takes v times less. For equal stages the bubble is (p - 1) / (v m + p - 1).
 
     Args:
         seconds: the time of each block for one micro-batch.

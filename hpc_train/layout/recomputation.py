@@ -1,16 +1,17 @@
-"""Derives what each layer recomputes in the backward pass, and the bytes that layers keep for it, without torch.
+"""Derives which operations each layer recomputes in the backward pass, and the bytes that it keeps, without torch.
 
-Under a budget (``train.activation_checkpointing=8GiB``) each layer keeps everything, keeps the results of matrix
-products and attention (``ops``), or keeps only its input (``full``). ``ops`` recomputes no operation that counts, so it
-is taken in as many layers as necessary first, and ``full`` in further layers only if ``ops`` in all of them keeps too
-much. Where a stage keeps more micro-batches than another one of its rank, its layers save more for the same work and
-come first; in a stage the first layers do, since the backward reaches them when the others have freed their memory.
+Under a budget (``train.activation_checkpointing=8GiB``) each layer keeps all results (``none``), the results of matrix
+products and attention (``ops``), or only its input (``full``). ``ops`` recomputes only cheap operations, so as many
+layers as necessary use it first; ``full`` follows only if ``ops`` in all layers keeps too much. If a stage keeps more
+micro-batches than another stage of its rank, its layers come first, because they save more memory for the same work.
+Within a stage, the first layers come first, because the backward reaches them when the other layers have freed their
+memory.
 
-What ``kept_by_layers`` counts is bounded by the budget. The logits of the loss, the one layer that is complete while
-it is recomputed, and the gradients that a split backward keeps between its two parts come on top: the memory estimate
-adds them.
+The budget limits the bytes that ``kept_by_layers`` counts. The memory estimate adds the logits of the loss, the layer
+that is being recomputed, and the gradients that a split backward keeps between its two parts.
 
-``train.activation_offload`` moves what layers keep to host memory and back; ``parallel.activation_offload`` moves it.
+With ``train.activation_offload``, the module ``parallel.activation_offload`` moves the kept activations to host memory
+and back.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class HeldLayer:
-    """A layer of a rank, by its global number, and for how many micro-batches the rank keeps its activations."""
+    """A layer of a rank: its global number, and the number of micro-batches for which the rank keeps its
+    activations."""
 
     number: int
     in_flight: int
 
 
 def recomputation_of(config: Config, layout: Layout) -> Recomputation:
-    """Returns what each layer recomputes under ``layout``; all of them everything if no choice meets a budget."""
+    """Returns the recomputation of each layer under ``layout``. If no choice meets a budget, all layers recompute
+    everything."""
     recomputation = parse_recomputation(config.train.activation_checkpointing)
     if recomputation.budget is None or not knows_sizes(config):
         return recomputation
@@ -64,7 +67,7 @@ def kept_by_layers(config: Config, layout: Layout, pp_rank: int) -> float:
 
 
 def compute_width(precision: PrecisionConfig) -> int:
-    """Returns the bytes of a result of a layer."""
+    """Returns the bytes of an element of a layer's results."""
     return {"fp64": 8, "fp32": 4}.get(precision.name, 2)
 
 
@@ -77,8 +80,8 @@ def residual_width(precision: PrecisionConfig) -> int:
 def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
     """Returns the bytes that a layer keeps for the backward of one micro-batch on one rank.
 
-    Tensor parallelism splits all but the inputs of the column-parallel products, which each rank gathers whole. If the
-    family does not split the sequence, the ranks also share the hidden states and the inputs of norms.
+    Tensor parallelism splits all results except the inputs of the column-parallel products, which each rank gathers in
+    full. If the family does not split the sequence, each rank also holds the full hidden states and inputs of norms.
     """
     count = family_of(config.model).activations
     assert count is not None
@@ -86,7 +89,8 @@ def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
     narrow = compute_width(config.precision)
     normed = residual_width(config.precision)
     inputs = float(counts.layer_input * normed)
-    # the inputs of norms are sums of the layer's input and the branches, of which compiled code keeps the results
+    # the inputs of norms are sums of the layer's input and the branches; compiled code keeps the results of the
+    # branches
     branches = max(0, counts.norm_inputs - counts.layer_input) if config.train.compile else 0
     norms = float((counts.norm_inputs - branches) * normed + branches * narrow)
     results = counts.layer - counts.fused if config.train.compile else counts.layer
@@ -98,7 +102,7 @@ def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
     }
     if layout.tp > 1:
         split = family_of(config.model).tensor_parallel
-        gathered = 2.0 * counts.layer_input * narrow  # of attention and the feed-forward branch
+        gathered = 2.0 * counts.layer_input * narrow  # the inputs of attention and of the feed-forward branch
         shared: dict[LayerMode, float] = {"none": gathered + norms, "ops": gathered + inputs, "full": inputs}
         if split is not None and split.shards_sequence:
             shared = {"none": gathered, "ops": gathered, "full": 0.0}
@@ -109,8 +113,8 @@ def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
 def _exchanged(config: Config, layout: Layout, counts: Activations) -> float:
     """Returns the additional results per token that a layer keeps because context-parallel ranks exchange heads.
 
-    They are the result of attention once more and, where ranks share a head of keys and values, its copies. Attention
-    that keeps its scores keeps the keys and values of every query in any case.
+    These are a second copy of the result of attention and, if ranks share a key-value head, the copies of this head.
+    Attention that keeps its scores keeps the keys and values of every query in any case.
     """
     heads = family_of(config.model).context_heads
     if layout.cp == 1 or heads is None:
@@ -138,7 +142,7 @@ def layers_of_rank(config: Config, layout: Layout, pp_rank: int) -> list[HeldLay
 def _greedy(
     in_flight: Sequence[int], sizes: Mapping[LayerMode, float], budget: int, cheapest_first: Sequence[LayerMode]
 ) -> list[LayerMode]:
-    """Returns the mode of each layer; layers that save the most memory recompute first."""
+    """Returns the mode of each layer. The layers that save the most memory are the first to recompute."""
     modes: list[LayerMode] = ["none"] * len(in_flight)
     total = sum(in_flight) * sizes["none"]
     for mode in cheapest_first:
@@ -147,7 +151,7 @@ def _greedy(
                 break
             total += batches * (sizes[mode] - sizes[modes[place]])
             modes[place] = mode
-    for place in reversed(range(len(modes))):  # the last layer that became ``full`` may have left room
+    for place in reversed(range(len(modes))):  # the last change to ``full`` may have saved more than necessary
         more = in_flight[place] * (sizes["none"] - sizes["ops"])
         if modes[place] == "ops" and total + more <= budget:
             total += more
@@ -156,7 +160,7 @@ def _greedy(
 
 
 def describe_recomputation(config: Config, layout: Layout) -> str | None:
-    """Returns what a budget has chosen, for the notes of a layout; None without a budget."""
+    """Describes the recomputation that a budget has chosen, for the notes of a layout; None without a budget."""
     recomputation = recomputation_of(config, layout)
     if recomputation.budget is None or not knows_sizes(config):
         return None
@@ -165,7 +169,7 @@ def describe_recomputation(config: Config, layout: Layout) -> str | None:
     text = f"activation checkpointing recomputes {modes.count('full')} of {len(modes)} layers"
     if "ops" in modes:
         text += f" and the cheap operations of {modes.count('ops')} more"
-    return f"{text}, keeps {format_bytes(most)} of {format_bytes(recomputation.budget)}"
+    return f"{text}, and keeps {format_bytes(most)} of {format_bytes(recomputation.budget)}"
 
 
 def check_budget(config: Config, layout: Layout) -> None:
@@ -184,7 +188,7 @@ def check_budget(config: Config, layout: Layout) -> None:
 
 
 def knows_sizes(config: Config) -> bool:
-    """Returns whether the family of the model states what a layer keeps."""
+    """Returns whether the family of the model defines the sizes of activations."""
     if runs_own_code(config):
         return False
     family = family_of(config.model)
@@ -193,8 +197,8 @@ def knows_sizes(config: Config) -> bool:
 
 
 def parse_activation_offload(text: str) -> int | None:
-    """Returns the size in bytes from which saved tensors are kept in host memory; None if none are. Raises UserError if
-    ``text`` is neither none nor a size.
+    """Returns the minimum size in bytes of the saved tensors that are moved to host memory; None if none are moved.
+    Raises UserError if ``text`` is neither ``none`` nor a size.
     """
     if text == "none":
         return None
@@ -207,8 +211,8 @@ def parse_activation_offload(text: str) -> int | None:
 
 
 def kept_if_less(config: Config, layout: Layout) -> float | None:
-    """Returns the bytes that a layer keeps for a micro-batch if they are less than the size from which tensors are
-    moved, so that none is; None otherwise, and for a model whose activations are unknown."""
+    """Returns the bytes that a layer keeps for a micro-batch, if they are fewer than the minimum size for offloading,
+    so that no tensor is moved. Returns None otherwise, and if the activations of the model are unknown."""
     least = parse_activation_offload(config.train.activation_offload)
     if least is None or family_of(config.model).activations is None:
         return None
@@ -225,8 +229,9 @@ def offloaded_bytes(config: Config, layout: Layout, pp_rank: int) -> float:
 def moved_bytes(config: Config, layout: Layout, layer: int) -> float:
     """Returns the bytes that ``layer``, by global number, moves to host memory and back for one micro-batch.
 
-    Of ``ops`` it is the input, like ``full``. The input is the smallest of a layer's large tensors; if it is too small,
-    nothing is moved. The last layer stays on the device, since its backward pass comes next.
+    With ``ops``, as with ``full``, this is the input. The input is the smallest of a layer's large tensors; if it is
+    too small, no tensor is moved. The activations of the last layer stay on the device, since its backward pass comes
+    next.
     """
     if config.train.activation_offload == "none" or layer == config.model.n_layers - 1:
         return 0.0
@@ -234,7 +239,7 @@ def moved_bytes(config: Config, layout: Layout, layer: int) -> float:
 
 
 def moved_by_mode(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
-    """Returns ``moved_bytes`` of a layer that is not the last, by what it recomputes."""
+    """Returns ``moved_bytes`` of a layer that is not the last, by its recomputation mode."""
     least = parse_activation_offload(config.train.activation_offload)
     sizes = layer_bytes(config, layout)
     if least is None or sizes["full"] < least:
@@ -243,7 +248,7 @@ def moved_by_mode(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
 
 
 def node_bytes(config: Config, layout: Layout, nodes: int) -> float | None:
-    """Returns the host memory that the activations of a node's ranks take; None if it is unknown or none is taken."""
+    """Returns the bytes of host memory that the activations of a node's ranks take; None if unknown or zero."""
     if not knows_sizes(config):
         return None
     of_ranks = sum(offloaded_bytes(config, layout, rank) for rank in range(layout.pp))

@@ -1,4 +1,4 @@
-"""Generates two pages of the docs: the reference of all config keys, and which techniques can be combined.
+"""Generates two pages of the docs: the reference of all config keys, and the table of techniques that can be combined.
 
 python -m hpc_train.layout.reference > docs/config.md
 python -m hpc_train.layout.reference compatibility > docs/compatibility.md
@@ -38,7 +38,7 @@ notice in the dry run and at the start of a run.
 
 
 def reference() -> str:
-    """Returns the whole page."""
+    """Returns the full page."""
     parts = [INTRODUCTION]
     for group in fields(Config):
         parts.append(f"## {group.name}\n")
@@ -60,7 +60,7 @@ def reference() -> str:
 
 
 def _of_kinds(group: str, schemas: Mapping[str, type]) -> Iterator[str]:
-    """Yields a section for each kind, after those with the keys that several kinds have from a common class."""
+    """Yields sections for the keys that several kinds inherit from a common class, and then a section for each kind."""
     written: set[str] = set()
     bases = {base: None for schema in schemas.values() for base in reversed(schema.__mro__) if is_dataclass(base)}
     for base in bases:
@@ -77,7 +77,8 @@ def _table(schema: type, path: str, written: Collection[str] = ()) -> str:
     """Returns the description of ``schema`` and the table of its keys.
 
     Args:
-        written: rows that are left out, as is the kind that the heading says.
+        written: rows that earlier sections contain and this table omits. It then also omits the key ``kind``, which the
+            heading states.
     """
     rows = [row for row in _rows(schema, path) if row not in written]
     if written:
@@ -146,7 +147,7 @@ def compatibility() -> str:
 
 
 def _without_values(text: str) -> str:
-    """Returns a text of a row in which the values of a config are left open."""
+    """Returns the text of a row with an ellipsis in place of each value of a config."""
     return re.sub(r"\{(this|it)[^}]*\}", "…", text)
 
 
@@ -172,7 +173,8 @@ def _schedules() -> str:
 
 
 def _matrix(key: str, rows: Mapping[str, Row], columns: Mapping[str, Callable[[Row], object]]) -> str:
-    """Returns a table of what each built-in row supports; a kind in a cell is used instead."""
+    """Returns a table of the techniques that each built-in row supports. A kind in a cell replaces the kind of the
+    row."""
     lines = [f"| `{key}` | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for row in rows.values():
         cells = []

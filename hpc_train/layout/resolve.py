@@ -1,7 +1,7 @@
-"""Derives the layout of one attempt from the frozen config and the allocated nodes and workers. Imports no torch.
+"""Derives the layout of one attempt from the frozen config and the allocated nodes and workers, without torch.
 
-``strategy=auto`` leaves the keys with the value ``auto`` to the planner. The submission replaces them by its choice, so
-that a frozen config has none of them.
+With ``strategy=auto``, the planner chooses the values of keys that are ``auto``. The submission writes the choice into
+the config, so that a frozen config contains no such key.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from hpc_train.layout.techniques import (
 )
 from hpc_train.units import counted, format_bytes
 
-ONLY_CHOSEN = ("tp", "data_parallel", "shard", "stages_per_rank")  # keys for which only the planner reads auto
-# what the planner starts from where a key is open
+ONLY_CHOSEN = ("tp", "data_parallel", "shard", "stages_per_rank")  # keys for which only the planner understands auto
+# the values from which the planner starts if a key is open
 SIMPLEST: Mapping[str, Any] = {
     "strategy.tp": 1,
     "strategy.data_parallel": "ddp",
@@ -44,12 +44,12 @@ SIMPLEST: Mapping[str, Any] = {
     "strategy.schedule": "1f1b",
     "train.activation_checkpointing": "none",
 }
-AUTO_LOGICAL = 8  # logical micro-batches, as many as a node usually has GPUs
+AUTO_LOGICAL = 8  # logical micro-batches; a node usually has 8 GPUs
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of an attempt. A tensor-parallel group has ``tp`` of them, and a context-parallel group ``cp``."""
+    """The ranks of an attempt. A tensor-parallel group has ``tp`` ranks, and a context-parallel group ``cp`` ranks."""
 
     nodes: int
     per_node: int
@@ -62,7 +62,7 @@ class Ranks:
 
     @property
     def columns(self) -> int:
-        """Ranks that pipeline and data parallelism divide."""
+        """Returns the number of ranks that pipeline and data parallelism divide."""
         return self.available // (self.cp * self.tp)
 
 
@@ -137,8 +137,8 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
 
 
 def _of_user_code(config: Config, ranks: Ranks, notes: list[str]) -> Layout:
-    """Returns the ranks of custom code, which has no micro-batches that hpc_train knows of. Raises UserError if the
-    strategy does not fit these ranks.
+    """Returns the layout of custom code, whose micro-batches hpc_train does not know. Raises UserError if the strategy
+    does not fit these ranks.
     """
     strategy = config.strategy
     pp = strategy.pp
@@ -184,7 +184,7 @@ def open_keys(config: Config) -> tuple[str, ...]:
 
 
 def check_chosen(config: Config) -> None:
-    """Raises UserError if a key of the layout is open, or ``auto`` without ``strategy=auto``."""
+    """Raises UserError if a key of the layout is ``auto``, with or without ``strategy=auto``."""
     key = next((f"strategy.{name}" for name in ONLY_CHOSEN if getattr(config.strategy, name) == AUTO), None)
     if key is None:
         return
@@ -206,8 +206,8 @@ def check_chosen(config: Config) -> None:
 
 
 def for_nodes(config: Config, nodes: int) -> Config:
-    """Returns ``config`` with the layout that ``strategy=auto`` has frozen for ``nodes`` nodes, if there is one. Raises
-    UserError if no layout fitted this number of nodes, or ``strategy.for_nodes`` names an unknown key.
+    """Returns ``config`` with the frozen layout that ``strategy=auto`` chose for ``nodes`` nodes, if there is one.
+    Raises UserError if there was no layout for this number of nodes, or if ``strategy.for_nodes`` names an unknown key.
     """
     others = config.strategy.for_nodes
     if str(nodes) not in others:
@@ -260,7 +260,7 @@ def _data_parallel(strategy: StrategyConfig, ranks: Ranks, pp: int, notes: list[
 
 
 def _used_kind(config: Config, configured: str, notes: list[str]) -> str:
-    """Returns the kind that sums the gradients, which may be another one than is ``configured``."""
+    """Returns the kind that sums the gradients, which may differ from the ``configured`` kind."""
     kind = find_kind(configured)
     replacements = (
         (config.strategy.compression != "none", kind.compressed_as, "compress gradients"),
@@ -350,11 +350,11 @@ def _indivisible(pp: int, columns: int) -> str:
 
 
 def _fewest_that_fit(config: Config, ranks: Ranks, device_bytes: float | None, notes: list[str]) -> int:
-    """Returns the fewest pipeline ranks from 2 whose stages fit into the memory of a GPU; if none do, those with the
-    smallest stages.
+    """Returns the smallest number of pipeline ranks, at least 2, with which the stages fit into the memory of a GPU. If
+    no number fits, returns the number with the smallest stages.
 
-    More stages enlarge the pipeline bubble; the ranks that are left are replicas. Because ranks of a stage are
-    consecutive, the stages of one replica are on different nodes as long as there are at least as many nodes as stages.
+    More stages enlarge the pipeline bubble; the remaining ranks are replicas. Because the ranks of a stage are
+    consecutive, the stages of a replica are on different nodes if there are at least as many nodes as stages.
     """
     columns = ranks.columns
     layers = getattr(config.model, "n_layers", None)
@@ -388,17 +388,18 @@ def _fewest_that_fit(config: Config, ranks: Ranks, device_bytes: float | None, n
             notes.append(f"{note} ({fewer})" if fewer else note)
             return pp
     if not needed:
-        return candidates[0]  # its error explains why there is no layout
+        return candidates[0]  # the error for this number explains why there is no layout
     best = min(needed, key=lambda pp: needed[pp])
     notes.append(
-        f"the stages of no number of pipeline ranks fit: {best} are used, whose stages need about "
+        f"the stages do not fit with any number of pipeline ranks: {best} are used, whose stages need about "
         f"{format_bytes(needed[best])} of the {format_bytes(device_bytes or 0)} of a GPU"
     )
     return best
 
 
 def _fill(config: Config, columns: int, notes: list[str]) -> int:
-    """Returns the pipeline ranks of ``pp: fill``: all ranks that dp, cp and tp leave, but at most one per layer."""
+    """Returns the number of pipeline ranks for ``strategy.pp=fill``: all ranks that dp, cp and tp leave, but at most
+    one per layer."""
     strategy = config.strategy
     if not isinstance(strategy.dp, int):
         raise UserError(
@@ -451,7 +452,7 @@ def _choose_schedule(
         return row.name, divided
     if problems:
         raise problems[0]
-    return rows[0].name, _micro_batches(config, rows[0], dp, pp, stages_per_rank)  # whose row excludes the kind
+    return rows[0].name, _micro_batches(config, rows[0], dp, pp, stages_per_rank)  # the table then refuses the kind
 
 
 def _micro_batches(
@@ -475,8 +476,7 @@ def _micro_batches(
     batch = config.batch
     if batch.global_size < dp:
         raise UserError(
-            f"batch.global_size is {batch.global_size}, so some of the {dp} data-parallel ranks would be without a "
-            "sample",
+            f"batch.global_size is {batch.global_size}, so some of the {dp} data-parallel ranks would have no sample",
             where="batch.global_size",
             fix=f"batch.global_size={dp} or more, or fewer data-parallel ranks",
         )
@@ -495,7 +495,7 @@ def _micro_batches(
         size = math.ceil(local / count)
     elif pp == 1 or schedule.micro_batches == "one":
         return 1, local
-    else:  # one to four micro-batches per stage, with the least padding; more are better
+    else:  # one to four micro-batches per stage, with the least padding; of equal counts, the largest
         step = stages if schedule.micro_batches == "multiple_of_ranks" else 1
         candidates = range(stages, 4 * stages + 1, step)
         count = min(candidates, key=lambda count: (count * math.ceil(local / count), -count))
@@ -506,7 +506,7 @@ def _micro_batches(
 
 
 def _check_micro_batches(batch: BatchConfig, schedule: PipelineSchedule, pp: int, stages: int, count: int) -> None:
-    """Raises UserError if a step of ``count`` micro-batches does not suit the schedule."""
+    """Raises UserError if the schedule does not support a step of ``count`` micro-batches."""
     if schedule.micro_batches == "one":
         if count == 1:
             return
@@ -521,7 +521,7 @@ def _check_micro_batches(batch: BatchConfig, schedule: PipelineSchedule, pp: int
         where = "batch.micro_batches"
         more = f"batch.micro_batches={stages} or more"
         multiple = f"batch.micro_batches={enough}, a multiple of {pp}"
-    else:  # it follows from the sizes
+    else:  # the number follows from the sizes
         where = "batch.micro_size"
         more = f"a smaller batch.micro_size or a larger batch.global_size, for {stages} micro-batches or more"
         multiple = f"batch.micro_size=auto and batch.micro_batches={enough}, a multiple of {pp}"
@@ -538,11 +538,12 @@ def _check_micro_batches(batch: BatchConfig, schedule: PipelineSchedule, pp: int
 
 
 def _divide(config: Config, dp: int) -> tuple[int, int, int]:
-    """Returns the logical micro-batches of a step under ``train.reproducible``, the micro-batches of each of ``dp``
-    ranks, and the samples of each.
+    """Returns the number of logical micro-batches of a step under ``train.reproducible``, the number of micro-batches
+    of each of ``dp`` ranks, and the number of samples of each micro-batch.
 
-    The number of logical micro-batches does not depend on the ranks. Each data-parallel rank computes consecutive ones.
-    Raises UserError if there are fewer logical micro-batches than ranks, or fewer samples than logical micro-batches.
+    The number of logical micro-batches does not depend on the ranks. Each data-parallel rank computes consecutive
+    micro-batches. Raises UserError if there are fewer logical micro-batches than ranks, or fewer samples than logical
+    micro-batches.
     """
     batch = config.batch
     key = "batch.logical_micro_batches"

@@ -1,7 +1,7 @@
-"""Computes how large the parts of a model are on one rank: parameters, activations, logits. Imports no torch.
+"""Computes the sizes of the parts of a model on one rank: parameters, activations, logits. It does not import torch.
 
-The numbers hold for the kernels that GPUs have for attention and RMS norms, which keep less than the operations that
-they replace.
+The numbers assume the fused GPU kernels for attention and RMS norms, which keep less than the operations that they
+replace.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.layout.optimizers import averages_of_weights, held_whole, values_per_parameter
 from hpc_train.layout.recomputation import compute_width, layer_bytes, moved_by_mode, residual_width
 
-MATRIX_SHARE = 0.25  # of the parameters of a layer in its largest matrix; a third in a ViT, 0.22 in a Llama
+MATRIX_SHARE = 0.25  # the share of a layer's parameters in its largest matrix; 0.33 in a ViT, 0.22 in a Llama
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Holds the numbers of parameters on one rank of a tensor-parallel group, before data-parallel ranks share them.
+    """Holds the numbers of parameters on one rank of a tensor-parallel group, before data-parallel ranks shard them.
 
     Attributes:
-        stem, layer, head: of each block; a table that stem and head share counts in the stem.
-        table: of this shared table; 0 without one.
-        matrix: of the largest matrix of a layer.
+        stem, layer, head: the parameters of each block; an embedding table that stem and head share counts in the stem.
+        table: the parameters of this shared table; 0 without one.
+        matrix: the parameters of the largest matrix of a layer.
         trained: the share of parameters that train.
     """
 
@@ -43,16 +43,17 @@ class Parameters:
 
 @dataclass(frozen=True)
 class PerParameter:
-    """Holds the bytes per parameter of the rank.
+    """Holds the bytes per parameter of a rank.
 
     Attributes:
-        held: of the shard of the parameters and their masters, ``optimizer`` and ``hooks`` those of the state.
-        cast: of the copy in the compute type that a step keeps; 0 without one.
-        gathered: of the whole copy that ZeRO gathers; 0 without ZeRO.
-        fresh: of a gradient as the backward computes it.
-        whole: of a gradient as it is summed over micro-batches.
-        shard: of a gradient after ZeRO has reduced it; 0 without ZeRO.
-        updated: of a gradient in fp32 in addition to bf16, while masters are updated; 0 without masters.
+        held: the shard of the parameters and their masters.
+        optimizer, hooks: the state of the optimizer, and the state of the hooks.
+        cast: the copy in the compute type that a step keeps; 0 without one.
+        gathered: the full copy that ZeRO gathers; 0 without ZeRO.
+        fresh: a gradient in the type in which the backward computes it.
+        whole: a gradient in the type in which micro-batches are summed.
+        shard: a gradient after ZeRO has reduced it; 0 without ZeRO.
+        updated: the fp32 copy of a bf16 gradient while masters are updated; 0 without masters.
     """
 
     held: float
@@ -71,15 +72,15 @@ class PerMicroBatch:
     """Holds the bytes of the activations of one micro-batch on one rank.
 
     Attributes:
-        kept: what a layer keeps for its backward, by what it recomputes.
-        moved: what of it is in host memory, if the layer's activations are offloaded.
-        gradients: what the backward of a layer holds in addition when it holds the most.
-        products: the gradients of the results of a layer's products and norms, which a backward in two parts keeps in
-            between.
+        kept: the bytes that a layer keeps for its backward, by recomputation mode.
+        moved: the part of these bytes that is in host memory, if the layer's activations are offloaded.
+        gradients: the additional bytes of a layer's backward at its peak.
+        products: the gradients of the results of a layer's products and norms, which a backward in two parts keeps
+            between the parts.
         hidden: the hidden states between two layers.
-        tables: what all layers share, of which the CUDA graph of each keeps a copy.
-        head: what the head keeps for its backward.
-        forward, backward: what the head's forward and backward hold in addition for a moment.
+        tables: tables that all layers share, such as rotary tables; the CUDA graph of each layer keeps a copy.
+        head: the bytes that the head keeps for its backward.
+        forward, backward: the temporary bytes of the head's forward and backward.
         logits: the gradient of the logits in the compute type; 0 if the loss is fused with its gradients.
         matrix: the gradient of the output matrix, which a fused loss keeps from the forward to the backward.
     """
@@ -97,17 +98,17 @@ class PerMicroBatch:
     matrix: float
 
     def on_device(self, mode: LayerMode, moves: bool) -> float:
-        """Returns what a layer keeps on the device."""
+        """Returns the bytes that a layer keeps on the device."""
         return self.kept[mode] - self.restored(mode, moves)
 
     def restored(self, mode: LayerMode, moves: bool) -> float:
-        """Returns what comes back from host memory for the backward of a layer."""
+        """Returns the bytes that are copied back from host memory for the backward of a layer."""
         return self.moved[mode] * moves
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one rank. See the parts."""
+    """The sizes of one rank: parameters, bytes per parameter, and activations."""
 
     parameters: Parameters
     per_parameter: PerParameter
@@ -115,7 +116,8 @@ class Sizes:
 
 
 def sizes_of(config: Config, layout: Layout) -> Sizes:
-    """Returns the sizes of a rank of ``layout``; the family of the model, or its counts, must define them."""
+    """Returns the sizes of a rank of ``layout``. The family of the model, or the counts of the model, must define
+    them."""
     count = family_of(config.model).activations
     assert count is not None
     return Sizes(
@@ -150,7 +152,7 @@ def parameters_of(config: Config, tp: int) -> Parameters:
 
 
 def per_parameter(config: Config, layout: Layout) -> PerParameter:
-    """Returns the bytes per parameter, without what ``strategy.offload`` moves to the host."""
+    """Returns the bytes per parameter on the device, without the parts that ``strategy.offload`` moves to the host."""
     narrow = compute_width(config.precision)
     width = max(4, narrow)
     sharded = layout.shards_state
@@ -159,7 +161,7 @@ def per_parameter(config: Config, layout: Layout) -> PerParameter:
     trained = trained_share(config.model)
     moments = values_per_parameter(config.optim) * (2 if config.optim.moments == "bf16" else width)
     if (sharded or layout.tp > 1) and held_whole(config.optim):
-        moments += 2 * width  # the owner of a parameter has a copy of all of it and of its gradient
+        moments += 2 * width  # the owner of a parameter has full copies of the parameter and its gradient
     on_device = offload != "all"
     masters = config.precision.weights == "bf16"
     weight = narrow if masters else width
@@ -171,7 +173,7 @@ def per_parameter(config: Config, layout: Layout) -> PerParameter:
         cast=narrow * (narrow < weight and not sharded),
         gathered=narrow * sharded,
         fresh=trained * narrow,
-        whole=trained * (width if sharded else weight),  # FSDP adds micro-batches up in fp32
+        whole=trained * (width if sharded else weight),  # FSDP sums the gradients of micro-batches in fp32
         shard=trained * weight / shard * on_device * sharded,
         updated=of_masters,
     )
@@ -193,7 +195,7 @@ def per_micro_batch(config: Config, layout: Layout, counts: Activations) -> PerM
     if tp > 1:
         of_layer += counts.layer_input * narrow  # a gathered gradient
     matrix = 0.0
-    if form.fused and trained_share(config.model) == 1:  # with adapters, it is frozen
+    if form.fused and trained_share(config.model) == 1:  # with adapters, the matrix is frozen
         matrix = counts.logits * counts.layer_input / tp * max(4, narrow)
     return PerMicroBatch(
         kept=layer_bytes(config, layout),
@@ -211,9 +213,9 @@ def per_micro_batch(config: Config, layout: Layout, counts: Activations) -> PerM
 
 
 def _float8_bytes(config: Config, tp: int, tokens: float, counts: Activations) -> float:
-    """Returns what the casts of the largest product to fp8 hold for a moment: both operands, one of them transposed,
-    too. Without the compiler torchao scales and bounds an operand in fp32 before it is cast. Tensor-parallel ranks
-    share the matrix and its results, but gather the inputs.
+    """Returns the temporary bytes of the casts to fp8 for the largest product: both operands, and one of them
+    transposed. Without the compiler, torchao scales and clamps an operand in fp32 before the cast. Tensor-parallel
+    ranks shard the matrix and its results, but gather the inputs.
     """
     if config.precision.fp8 is None or not counts.layer_input:
         return 0.0
@@ -226,8 +228,8 @@ def _float8_bytes(config: Config, tp: int, tokens: float, counts: Activations) -
 
 
 def _counted_products(model: CountedModel, precision: PrecisionConfig, samples: float) -> Iterator[tuple[float, float]]:
-    """Yields the number of values of each matrix that computes in fp8, and of its results or inputs, whichever are
-    more."""
+    """Yields, for each matrix that computes in fp8, its number of values and the larger of the numbers of its inputs
+    and results."""
     for group in model.counts.products:
         for count, outputs in zip(group.chosen(precision), group.outputs, strict=True):
             if count:
@@ -235,10 +237,10 @@ def _counted_products(model: CountedModel, precision: PrecisionConfig, samples: 
 
 
 def _fused_head_bytes(config: Config, layout: Layout, counts: Activations, hidden: float) -> tuple[float, float, float]:
-    """Returns what ``_head_bytes`` does for a loss that computes its gradients in the forward.
+    """Returns the values of ``_head_bytes`` for a loss that computes its gradients in the forward.
 
-    It keeps the input of the norm and the gradient of the norm's result. Its forward holds the logits of a chunk, in
-    half precision together with their softmax in fp32; tensor-parallel ranks share the words.
+    The head keeps the input of the norm and the gradient of the norm's result. Its forward holds the logits of a chunk;
+    in half precision, these exist together with their softmax in fp32. Tensor-parallel ranks shard the vocabulary.
     """
     narrow = compute_width(config.precision)
     wide = max(4, narrow)
@@ -248,10 +250,10 @@ def _fused_head_bytes(config: Config, layout: Layout, counts: Activations, hidde
 
 
 def _head_bytes(config: Config, layout: Layout, counts: Activations, hidden: float) -> tuple[float, float, float]:
-    """Returns the bytes per token that the head keeps, and what its forward and backward hold in addition for a moment.
+    """Returns the bytes per token that the head keeps, and the temporary bytes per token of its forward and backward.
 
-    The result of the softmax is kept, and its backward makes two gradients of its size, all in at least fp32; with a
-    z-loss one. A loss in chunks keeps only the hidden states, and computes the rest again for each chunk.
+    The result of the softmax is kept. Its backward allocates two gradients of the same size, or one with a z-loss, all
+    in at least fp32. A loss in chunks keeps only the hidden states and computes the rest again for each chunk.
     """
     if not counts.logits:
         return 0.0, 0.0, 0.0
@@ -272,7 +274,7 @@ def layer_parameters(model: ModelConfig) -> int:
     count = family_of(model).layer_parameters
     if count is not None:
         return count(model) or 0
-    sized: Any = model  # which has ``n_layers``
+    sized: Any = model  # such a model has ``n_layers``
     small = parameter_count(replace(sized, n_layers=1))
     larger = parameter_count(replace(sized, n_layers=2))
     assert small is not None and larger is not None

@@ -1,6 +1,6 @@
-"""Describes every pipeline schedule and every data-parallel kind, one row each, without torch.
+"""Describes every pipeline schedule and every data-parallel kind in a row of a table. It does not import torch.
 
-A row of ``SCHEDULES`` or ``KINDS`` is the only place that states these facts. A config key may also name a row of a
+A row of ``SCHEDULES`` or ``KINDS`` is the only place that states these facts. A config key may also name a row in a
 user's package by its import path.
 """
 
@@ -29,15 +29,15 @@ class PipelineSchedule:
     """Describes one pipeline schedule. Every fact is required.
 
     Attributes:
-        name: used in messages.
+        name: the name in messages.
         torch_class: ``module:attribute`` of a subclass of torch's ``PipelineScheduleSingle`` or
             ``PipelineScheduleMulti``, imported on workers only.
-        stages_per_rank: the fewest and the most stages of a rank.
+        stages_per_rank: the minimum and the maximum number of stages of a rank.
         placement: ``linear`` (one stage per rank), ``looped`` (stage s on rank s % ranks) or ``v`` (from the first rank
-            to the last one and back).
-        micro_batches: ``one``, ``any`` (at least one per stage), or ``multiple_of_ranks`` (the same, and a multiple of
-            the number of ranks).
-        data_parallel: the kinds with which its gradients are correct. A kind's own row may name this schedule instead.
+            to the last and back).
+        micro_batches: ``one``, ``any`` (at least one per stage), or ``multiple_of_ranks`` (at least one per stage, and
+            a multiple of the number of ranks).
+        data_parallel: the kinds with which its gradients are correct. The row of a kind may name the schedule instead.
         data_parallel_reason: why gradients are wrong with other kinds, as the end of a sentence.
         in_flight: a function of a shape and a rank. It returns for each stage of the rank, in ascending order, the
             number of micro-batches whose activations the stage keeps when the rank keeps the most.
@@ -46,10 +46,10 @@ class PipelineSchedule:
         splits_backward: whether the gradients of inputs and of weights are computed at different times.
         compiles: whether it supports ``train.compile``.
         ops_checkpointing: whether it supports ``train.activation_checkpointing=ops``.
-        auto: the reason for which ``strategy.schedule=auto`` chooses it; None if it never does. Later rows of the table
+        auto: the reason why ``strategy.schedule=auto`` chooses it; None if ``auto`` never does. Later rows of the table
             take precedence.
-        order: a function of a shape and a rank. It returns what the rank computes in a step, in this order, for the
-            planner; None: the planner uses ``bubble``.
+        order: a function of a shape and a rank. It returns the passes that the rank computes in a step, in order, for
+            the planner. If it is None, the planner uses ``bubble``.
     """
 
     name: str
@@ -95,13 +95,13 @@ class PipelineSchedule:
         )
 
     def has_room_for(self, stages: int) -> bool:
-        """Returns whether a rank may have ``stages`` stages."""
+        """Returns whether the schedule supports ``stages`` stages per rank."""
         least, most = self.stages_per_rank
         return least <= stages <= most
 
     @property
     def kinds(self) -> str:
-        """Returns the data-parallel kinds that its row names, for messages."""
+        """Returns the data-parallel kinds that the row names, for messages."""
         return " or ".join(self.data_parallel)
 
     def place(self, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -120,20 +120,21 @@ class DataParallelKind:
         name: used in messages.
         replicas: ``module:attribute`` of the class with the methods of ``hpc_train.parallel.engine.Replicas``,
             imported on workers only and called as ``make_replicas`` calls it.
-        sharder: ``module:attribute`` of the function that shards the model before it gets its values, with the
-            signature of ``hpc_train.parallel.fsdp.shard``; None where nothing is sharded.
+        sharder: ``module:attribute`` of the function that shards the model before its parameters get values, with the
+            signature of ``hpc_train.parallel.fsdp.shard``; None if nothing is sharded.
         shards: which of ``parameters``, ``gradients`` and ``optimizer`` are sharded between two micro-batches.
-        schedules: pipeline schedules with which its gradients are correct, besides those whose rows name this kind.
+        schedules: pipeline schedules with which its gradients are correct, in addition to the schedules whose rows name
+            this kind.
         tensor_parallel: whether it reduces the gradients of tensor-parallel parameters.
-        compressed_as: the kind that sums compressed gradients instead, possibly itself; None if it cannot compress. Of
-            a kind that shards state, ``strategy.compression=bf16`` alone, in its reduce-scatter.
-        updated_as: the kind that updates parameters during the backward (``optim.in_backward``) instead, possibly
-            itself; None if it cannot.
+        compressed_as: the kind that replaces it to sum compressed gradients, possibly itself; None if there is none. A
+            kind that shards state supports only ``strategy.compression=bf16``, in its reduce-scatter.
+        updated_as: the kind that replaces it to update parameters during the backward (``optim.in_backward``), possibly
+            itself; None if there is none.
         debugged_as: the kind that replaces it under ``train.debug``; None if it is not replaced.
         offloads: the values of ``strategy.offload`` that it supports besides ``none``.
         reproducible: whether ``train.reproducible`` may replace its reduction by a tree.
         buckets: whether it reduces gradients in buckets of ``strategy.bucket_cap_mb``.
-        waits_in_backward: whether the backward waits for the reduction in C++, where Python cannot time it.
+        waits_in_backward: whether the backward waits for the reduction in C++, where Python cannot measure the time.
     """
 
     name: str
@@ -210,9 +211,9 @@ _INTERLEAVED = replace(
     order=orders.interleaved,
     auto=f"several stages per rank make its bubble the smallest, (p - 1) / (v m + p - 1) {_ASSUMED}",
 )
-# ``auto`` chooses no zero-bubble schedule: torch runs their backward as two graphs, and only a measurement shows
-# whether the smaller bubble is worth it. The hooks of DDP and of resharding FSDP silently compute wrong gradients
-# there. The kind ``allreduce`` does not rely on hooks, so it supports every schedule.
+# ``auto`` chooses no zero-bubble schedule: torch runs the backward as two graphs, and only a measurement shows whether
+# the smaller bubble is worth it. With these schedules, the hooks of DDP and of resharding FSDP silently compute wrong
+# gradients. The kind ``allreduce`` does not rely on hooks, so it supports every schedule.
 _ZERO_BUBBLE = replace(
     _INTERLEAVED,
     name="interleaved_zero_bubble",
@@ -240,7 +241,7 @@ _ZBV = replace(
 )
 
 AUTO = "auto"
-IN_FLIGHT = 4  # buckets that are sent at once; they keep the network busy, and their copies need memory
+IN_FLIGHT = 4  # buckets that are sent at the same time; more keep the network busy, but their copies need memory
 CARRYING = ("powersgd", "topk")  # compressions that add the unsent part to the gradient of the next step
 SCHEDULES: dict[str, PipelineSchedule] = {
     row.name: row
@@ -280,7 +281,7 @@ _DDP = DataParallelKind(
     schedules=(),
     tensor_parallel=False,
     compressed_as="allreduce",
-    updated_as="allreduce",  # DDP's buckets hold all gradients anyway
+    updated_as="allreduce",  # with DDP, the buckets would keep the memory of all gradients
     debugged_as="allreduce",  # DDP of torch 2.13 crashes (SIGSEGV) when collectives are compared
     offloads=("optimizer",),
     reproducible=True,
@@ -302,7 +303,7 @@ _ZERO1 = replace(
     sharder="hpc_train.parallel.fsdp:shard",
     shards=frozenset({"optimizer"}),
     compressed_as="zero1",
-    updated_as=None,  # FSDP reduces a block at once, and hands out its gradients only then
+    updated_as=None,  # FSDP provides the gradients of a block only after it has reduced the full block
     reproducible=False,
     buckets=False,
 )
@@ -325,7 +326,7 @@ TREE = replace(_ALLREDUCE, name="tree", replicas=f"{_REPLICAS}:LocalReplicas", b
 @cache
 def find_schedule(name: str) -> PipelineSchedule:
     """Returns the row of ``strategy.schedule=name``, a built-in name or an import path. Raises UserError if the row
-    does not exist, or a fact of it is missing or contradictory.
+    does not exist, or a field is missing or contradictory.
     """
     row = _find("strategy.schedule", name, SCHEDULES, PipelineSchedule, (AUTO,))
     if ":" in name and row.auto is not None:
@@ -342,7 +343,7 @@ def find_schedule(name: str) -> PipelineSchedule:
 @cache
 def find_kind(name: str) -> DataParallelKind:
     """Returns the row of ``strategy.data_parallel=name``, a built-in name or an import path. Raises UserError if the
-    row does not exist, or a fact of it is missing or contradictory.
+    row does not exist, or a field is missing or contradictory.
     """
     row = _find("strategy.data_parallel", name, KINDS, DataParallelKind)
     for schedule in row.schedules:
@@ -395,7 +396,8 @@ _GRAPHS, _ASYNC = "train.cuda_graphs", "strategy.async_tp"
 
 
 class CompilerMode(StrEnum):
-    """Lists what compiled code may do besides computing; the layouts of the two options exclude each other."""
+    """Lists the modes of compiled code: plain, CUDA graphs, or asynchronous tensor parallelism. The last two exclude
+    each other because they need different layouts."""
 
     PLAIN = "plain"
     CUDA_GRAPHS = "cuda_graphs"
@@ -403,7 +405,7 @@ class CompilerMode(StrEnum):
 
 
 def compiler_mode(config: Config) -> CompilerMode:
-    """Returns the mode of what the config compiles."""
+    """Returns the mode in which the config compiles the model."""
     if not config.train.compile:
         return CompilerMode.PLAIN
     if config.train.cuda_graphs:
@@ -418,7 +420,7 @@ def check_compiler_device(config: Config, gpus: int) -> None:
         gpus: the GPUs of a node.
 
     Raises:
-        UserError: ``config`` requests an option that needs GPUs, without a GPU.
+        UserError: ``config`` requests an option that needs GPUs, but the nodes have none.
     """
     mode = compiler_mode(config)
     if mode != CompilerMode.PLAIN and gpus == 0:

@@ -1,7 +1,7 @@
-"""Checks the code of a user that a config names, and that the packages of the config are installed.
+"""Checks the user's code that a config names, and that the packages which the config needs are installed.
 
-This process does not import the code: it reads its source, and tries models and optimizers in another process, where
-torch is imported.
+This process does not import the code. It reads the source, and it tries models and optimizers in another process, which
+imports torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from hpc_train.layout.compatibility import EARLY_STOPPING
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.optimizers import EMA, own_targets, parse_schedule
 
-# What only the trainer and its engines implement; custom code (``run.entry``, ``run.command``) gets no such key.
+# keys that only the trainer and its engines implement, so that custom code (``run.entry``, ``run.command``) cannot use
+# them
 OF_TRAINER: dict[str, tuple[str, ...]] = {
     "strategy": (
         "async_tp", "stages_per_rank", "pp_split", "bucket_cap_mb", "compression", "compression_share",
@@ -66,8 +67,8 @@ NOTE_OF_COMMAND = (
     "prometheus and otlp do not apply; the script saves and loads its own checkpoints"
 )
 HANGS = "hang detection is off for a process until it touches $HPC_TRAIN_PROGRESS, because run.progress_dir is not set"
-PYTHONS = ("python", "python3")  # replaced by the interpreter of hpc_train
-OBJECTS = ("args", "cfg", "conf", "config", "hparams", "options", "opt", "params")  # names of parameters for an object
+PYTHONS = ("python", "python3")  # names that are replaced by the interpreter of hpc_train
+OBJECTS = ("args", "cfg", "conf", "config", "hparams", "options", "opt", "params")  # usual names of a config object
 LIMIT_S = 180.0  # imports of torch from a busy network file system take up to a minute
 
 
@@ -75,8 +76,8 @@ def check_own_code(config: Config) -> None:
     """Checks ``run.entry``, ``run.command`` and the keys that belong to them.
 
     Both use the groups ``cluster``, ``elastic``, ``launch`` and ``run``, and ``strategy`` for the number and the
-    arrangement of ranks. What only the trainer implements is refused, and for a command also what nothing could read.
-    Raises UserError if a key has no effect, the function does not exist, or the command cannot be started.
+    arrangement of ranks. Keys that only the trainer implements are refused, and for a command also keys that no code
+    could read. Raises UserError if a key has no effect, the function does not exist, or the command cannot be started.
     """
     run = config.run
     words = command_words(config)
@@ -101,7 +102,7 @@ def check_own_code(config: Config) -> None:
         raise UserError(what, where=where, fix=f"leave out {where}; custom code implements this itself")
     if run.entry is not None:
         check_call(run.entry, "run.entry", positional=1)
-    elif config.cluster.container.image is None and not config.cluster.setup:  # which may provide the files
+    elif config.cluster.container.image is None and not config.cluster.setup:  # either may provide the files
         _check_command(words)
 
 
@@ -129,7 +130,7 @@ def _check_command(words: list[str]) -> None:
 
 
 def own_code_notes(config: Config) -> list[str]:
-    """Returns the parts of the config that do not apply to custom code, for the dry run and the log."""
+    """Returns notes on the parts of the config that do not apply to custom code, for the dry run and the log."""
     if config.run.entry is not None:
         return [NOTE_OF_ENTRY]
     if config.run.command is None:
@@ -138,9 +139,7 @@ def own_code_notes(config: Config) -> list[str]:
 
 
 def check_own_layout(config: Config, layout: Layout) -> None:
-    """Raises UserError if ``run.command`` would have ranks other than data-parallel ones, which only a mesh
-    distinguishes.
-    """
+    """Raises UserError if ``run.command`` would get ranks that only a mesh distinguishes: other than data-parallel."""
     if config.run.command is not None and layout.pp * layout.cp * layout.tp > 1:
         raise UserError(
             f"run.command gets no mesh, but strategy.pp is {layout.pp}, strategy.cp is {layout.cp} and strategy.tp is "
@@ -151,10 +150,10 @@ def check_own_layout(config: Config, layout: Layout) -> None:
 
 
 def check_own_model(config: Config, stages: int) -> None:
-    """Checks the signature of ``model._target_``, and that its class can be cut if there are pipeline stages.
+    """Checks the signature of ``model._target_``, and that its class can be cut into ``stages`` pipeline stages.
 
-    The class of a model in a container is not known here, and the class that a function returns only from its
-    annotation. Raises UserError if the source shows that the model cannot be built or cut.
+    A model in a container is not checked, because its source is not available here. If the target is a function, its
+    annotation determines the class. Raises UserError if the source shows that the model cannot be built or cut.
     """
     model = config.model
     if not isinstance(model, CustomModelConfig) or config.cluster.container.image is not None:
@@ -173,7 +172,7 @@ def check_own_model(config: Config, stages: int) -> None:
 
 
 def _refuse_object(definition: Definition, arguments: Collection[str], where: str) -> None:
-    """Raises UserError if a constructor takes one object with all values, which no config can hold."""
+    """Raises UserError if a constructor takes a config object, which a config of plain values cannot contain."""
     parameters = definition.parameters
     model = definition.statement
     if parameters is None or not isinstance(model, ast.ClassDef) or definition.tree is None:
@@ -197,13 +196,13 @@ def _refuse_object(definition: Definition, arguments: Collection[str], where: st
 
 
 def check_targets(config: Config, layout: Layout) -> None:
-    """Raises UserError if a metric or hook cannot be found or does not take its arguments, or a built-in hook cannot
-    use them.
+    """Raises UserError if a metric or hook does not exist or does not accept its arguments, or if a built-in hook
+    refuses their values.
     """
     for group, batch in (("metrics", 2), ("hooks", 0)):
         for name, target in getattr(config, group).items():
             key = f"{group}.{name}"
-            # a class is built from args alone; a function of metrics also gets outputs and targets
+            # a class gets only args; a metric function also gets outputs and targets
             function = find_definition(target._target_, f"{key}._target_").is_function
             positional = batch if function else 0
             where = f"{key}._target_"
@@ -225,7 +224,7 @@ def _check_ema(args: Mapping[str, Any], where: str) -> None:
 
 def _check_early_stopping(args: Mapping[str, Any], where: str, config: Config) -> None:
     monitor = args.get("monitor", "val_loss")
-    if monitor != "loss":  # the training loss, which is known at evaluations as well
+    if monitor != "loss":  # the training loss is also available at evaluations
         check_metric_name(monitor, config, f"{where}.monitor")
     highest_is_best(monitor, args.get("mode", "auto"), f"{where}.mode")
     patience = args.get("patience", 1)
@@ -235,13 +234,13 @@ def _check_early_stopping(args: Mapping[str, Any], where: str, config: Config) -
 
 
 def check_packages(config: Config) -> None:
-    """Checks that the packages which the config and the modules of the user need are installed.
+    """Checks that the packages which the config and the user's modules need are installed.
 
-    Nothing is checked if the workers may have other packages than this process: in a container, after
+    The check is skipped if the workers may have other packages than this process: in a container, after
     ``cluster.setup``, or if torch is not installed here.
 
     Raises:
-        UserError: packages are missing. The message reports all.
+        UserError: packages are missing. The message reports all of them.
     """
     if config.cluster.container.image is not None or config.cluster.setup or module_spec("torch") is None:
         return
@@ -259,7 +258,8 @@ def check_packages(config: Config) -> None:
 
 
 def _needed(config: Config) -> Iterator[tuple[str, ...]]:
-    """Yields the packages that keys need, the keys, what the user can set instead, and maybe the extra to install."""
+    """Yields the package that a key needs, the key, the alternative, and sometimes the extra of hpc_train to
+    install."""
     if config.telemetry.tensorboard:
         yield "tensorboard", "telemetry.tensorboard=true", "telemetry.tensorboard=false"
     for key in ("file", "port"):
@@ -278,7 +278,7 @@ def _needed(config: Config) -> Iterator[tuple[str, ...]]:
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
-    """Yields the import paths of the user in a config, and their keys."""
+    """Yields the import paths of user code in a config, and their keys."""
     if isinstance(config.model, CustomModelConfig):
         yield config.model._target_, "model._target_"
     if isinstance(config.data, CustomDataConfig | StreamDataConfig):
@@ -311,21 +311,22 @@ def check_built_model(config: Config) -> None:
 def check_tried_optimizer(config: Config) -> None:
     """Tries the user's optimizer and schedule on small parameters in another process.
 
-    A worker builds them itself, and what is installed in a container is not known here. Raises UserError if they cannot
-    be imported or called, or their state cannot be saved.
+    Workers skip this trial because they build the optimizer themselves, and so do containers because their packages are
+    not available here. Raises UserError if the optimizer or schedule cannot be imported or called, or its state cannot
+    be saved.
     """
     distributed: Any = sys.modules.get("torch.distributed")
     is_worker = distributed is not None and distributed.is_initialized()
     if is_worker or config.cluster.container.image is not None or importlib.util.find_spec("torch") is None:
         return
-    # without lr, so that the jobs of a sweep over it share a trial
+    # without lr, so that the jobs of a sweep over lr share a trial
     tried = ("name", "_target_", "args", "elementwise", "groups", "schedule")
     optim = {key: value for key, value in asdict(config.optim).items() if key in tried}
     given = {"model": asdict(config.model), "optim": optim, "steps": config.train.steps or 1}
     failed = "the optimizer cannot be tried"
     answer = _answer("hpc_train.train.optimizers.probe", json.dumps(given, default=str), failed)
     try:
-        mistake = json.loads(answer.splitlines()[-1])  # after what the user's code prints
+        mistake = json.loads(answer.splitlines()[-1])  # the user's code may print before
     except (ValueError, IndexError):
         mistake = {"what": answer or failed, "where": "optim", "fix": "correct the code that optim names"}
     if mistake:

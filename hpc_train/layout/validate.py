@@ -1,7 +1,7 @@
-"""Checks a whole config before anything is submitted: values, sizes, input files, the layout and a user's own model.
+"""Checks the full config before anything is submitted: values, sizes, input files, the layout and the user's model.
 
-``config.schema.key`` checks the values that a single key accepts. This module imports no torch, so it builds a user's
-model in another process, where it compares the model with its description.
+``config.schema.key`` checks the values that a single key accepts. This module does not import torch, so it builds a
+user's model in another process, which compares the model with its description.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")  # minutes, minutes:seconds, hou
 
 
 def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: float | None = None) -> Layout:
-    """Checks ``config`` as a whole and lays it out on ``nodes`` x ``workers_per_node`` workers. Imports no torch.
+    """Checks ``config`` as a whole and returns its layout on ``nodes`` x ``workers_per_node`` workers.
 
     Args:
         device_bytes: the memory of the smallest GPU, for ``strategy.pp=auto`` on several nodes; None if unknown.
 
     Raises:
-        UserError: the config is invalid. The message reports all problems of the values; if there are none, all
-            problems of input files, packages, the user's code and the layout; otherwise, the first remaining problem.
+        UserError: the config is invalid. The message reports all problems with values; if there are none, all problems
+            with input files, packages, the user's code and the layout; if there are none of these either, the first
+            problem with the user's model or optimizer.
     """
     config = for_nodes(config, nodes)
     check_values(config)
@@ -124,7 +125,7 @@ def check_values(config: Config) -> None:
     """Raises UserError with all keys that do not accept their values."""
     check_all(
         lambda: check_keys(config),
-        # the layout refuses auto unless strategy=auto has replaced it
+        # the layout refuses a value of auto that strategy=auto has not replaced
         lambda: None if config.strategy.data_parallel == AUTO else find_kind(config.strategy.data_parallel),
         lambda: None if config.strategy.schedule == AUTO else find_schedule(config.strategy.schedule),
         lambda: _check_betas(config),
@@ -169,9 +170,9 @@ def _check_pp_split(config: Config) -> None:
 def _check_time(name: str, limit: str | None) -> None:
     if limit is not None and not TIME.fullmatch(limit):
         raise UserError(
-            f"cluster.{name} is {limit!r}, which is not a duration in Slurm's form",
+            f"cluster.{name} is {limit!r}, which is not a duration in the format of Slurm",
             where=f"cluster.{name}",
-            fix=f"cluster.{name}=01:30:00, or with days 2-12:00:00",
+            fix=f"cluster.{name}=01:30:00, or 2-12:00:00 with days",
         )
 
 
@@ -210,7 +211,7 @@ def _check_tensor_parallel(config: Config, layout: Layout) -> None:
         with mistakes.collected():
             check_divides(tp, size, "strategy.tp", name)
     words = getattr(config.model, "vocab_size", None)
-    with mistakes.collected():  # each rank but the last has equally many words
+    with mistakes.collected():  # all ranks except the last have the same number of words
         if family.fuses_loss(config.model) and words and ceil(words / tp) * (tp - 1) >= words:
             raise UserError(
                 f"model.vocab_size is {words}, which leaves tensor-parallel ranks without words: strategy.tp is {tp}",
@@ -234,7 +235,7 @@ def _check_context_parallel(config: Config, layout: Layout) -> None:
     with mistakes.collected():
         check_divides(cp, heads, "strategy.cp", queries)
     with mistakes.collected():
-        # each rank needs equally many heads of keys and values, or one that it shares with equally many ranks
+        # each rank needs the same number of key-value heads, or shares a head with the same number of ranks
         if cp % max(1, shared_heads):
             check_divides(cp, max(1, shared_heads), "strategy.cp", keys)
     parts = cp
@@ -286,7 +287,7 @@ def _check_fabric_variables(fabric: FabricConfig) -> None:
             raise UserError(
                 f"{name} is not a variable of NCCL, libfabric, UCX or gloo",
                 where=where,
-                fix=f"correct the name, or set any other variable by +cluster.env.{name}=VALUE",
+                fix=f"correct the name, or set any other variable with +cluster.env.{name}=VALUE",
             )
         if not value or not value.isprintable():
             raise UserError(f"{name} is {value!r}", where=where, fix=f"{where}=VALUE, or remove the key")

@@ -1,8 +1,8 @@
-"""Finds the keys that a user sets although nothing reads them in this job, such as ``optim.betas`` with SGD.
+"""Finds the keys that a user sets but that have no effect in this job, such as ``optim.betas`` with SGD.
 
-A user sets keys on the command line, and in config files outside of ``conf/`` that an override, or the Defaults List of
-such a file, chooses. The schema states when a key is read (``config.schema.key``). A key without effect gets a notice
-and is not a mistake, because the jobs of a sweep over optimizers or strategies share their other keys.
+A user sets keys on the command line, and in config files outside of ``conf/`` that an override or the Defaults List of
+such a file selects. The schema states when a key is read (``config.schema.key``). A key without effect causes a notice,
+not an error, because the jobs of a sweep over optimizers or strategies share their other keys.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpc_train.layout.layout import JobShape, Layout, Place
 from hpc_train.layout.recomputation import OFFLOAD, kept_if_less
 from hpc_train.units import format_bytes
 
-# groups whose keys custom code reads as it likes; ``layout.user_code`` says what applies
+# groups whose keys custom code may read; ``layout.user_code`` checks which keys apply
 READ_BY_USER_CODE = ("strategy", "model", "data", "optim", "precision", "train", "batch", "checkpoint")
 LONGEST = 60  # characters of an override in a message
 SHOWN_JOBS = 5
@@ -40,9 +40,9 @@ class WithoutEffect:
 
     Attributes:
         key: its dotted name.
-        shown: the override, or the key with its file.
-        reason: continues "has no effect".
-        fix: what gives it an effect.
+        shown: the override, or the key with its file, for messages.
+        reason: the continuation of "has no effect".
+        fix: the setting that gives it an effect.
     """
 
     key: str
@@ -55,7 +55,7 @@ def without_effect(config: Config, layout: Layout, shape: JobShape, user: Mappin
     """Returns the keys among ``user`` that this job does not read.
 
     Args:
-        user: the keys that the user sets, by dotted name, as messages show them.
+        user: the dotted names of the keys that the user sets, with the text that messages show.
     """
     facts = facts_of(config, layout, shape)
 
@@ -110,7 +110,7 @@ def facts_of(config: Config, layout: Layout, shape: JobShape) -> dict[str, bool]
 
 
 def _info_of(config: Config, key: str) -> KeyInfo | None:
-    """Returns what the schema says about ``key``, or about the table that has it."""
+    """Returns the description of ``key`` in the schema, or of the table that contains the key."""
     node: Any = config
     for name in key.split("."):
         if not is_dataclass(node) or name not in node.__dataclass_fields__:
@@ -123,7 +123,8 @@ def _info_of(config: Config, key: str) -> KeyInfo | None:
 
 
 def notices(jobs: Mapping[int, Sequence[WithoutEffect]]) -> list[str]:
-    """Returns one line for the keys that have no effect for the same reason, from the keys of jobs by their number."""
+    """Returns one line for all keys that have no effect for the same reason. ``jobs`` maps the number of a job to its
+    keys."""
     places: dict[tuple[str, str, str], tuple[list[int], set[str]]] = {}
     for number, unread in jobs.items():
         for row in unread:
@@ -152,12 +153,12 @@ def notices(jobs: Mapping[int, Sequence[WithoutEffect]]) -> list[str]:
 
 
 def user_keys(line: CommandLine, overrides: Sequence[str]) -> dict[str, str]:
-    """Returns the dotted keys that the user sets, with the override or the place in a file, for messages.
+    """Returns the dotted keys that the user sets, with the override or the line in a file, for messages.
 
-    A key that is null or false is left out, and so is one to which another value refers as ``${KEY}``.
+    A key is left out if it is null or false, or if another value refers to it as ``${KEY}``.
 
     Args:
-        overrides: those of one job of ``line``.
+        overrides: the overrides of one job of ``line``.
     """
     files = _user_files(line, overrides)
     places = {key: place for path, package in files for key, place in _keys_of(path, package)}
@@ -180,7 +181,8 @@ def user_keys(line: CommandLine, overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _keys_set_by(key: str, value: Any) -> Iterator[str]:
-    """Yields the dotted keys of an override. A choice of a group yields the name of the group, which is not a key."""
+    """Yields the dotted keys of an override. The choice of a group file yields the name of the group, which is not a
+    key."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _keys_set_by(f"{key}.{getattr(name, 'text', name)}", item)
@@ -203,7 +205,7 @@ Included = tuple[Path, str, str | None]  # a file, its group, and the package th
 
 
 def _user_files(line: CommandLine, overrides: Sequence[str]) -> list[tuple[Path, str]]:
-    """Returns the user's files with their packages, each before those that its Defaults List names."""
+    """Returns the user's files with their packages. A file precedes the files in its Defaults List."""
     directories = [*line.directories, config_directory()]
     waiting: list[Included] = [(path, group, None) for group, path in chosen_by(overrides, directories).items()]
     if line.config_name != PRIMARY and (primary := find_file("", line.config_name, directories)) is not None:

@@ -141,7 +141,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     # impossible layouts
     (["strategy=pp", "strategy.pp=8"], "8 pipeline ranks"),
     (["strategy=dp", "strategy.dp=5"], "strategy.dp=fill"),
-    (["strategy=dp", "batch.global_size=2"], "without a sample"),
+    (["strategy=dp", "batch.global_size=2"], "would have no sample"),
     (["strategy=tp", "strategy.tp=3"], "tensor parallelism"),
     (["strategy=tp", "data.sequence_length=255"], "data.sequence_length"),
     (["strategy=tp", "model.n_kv_heads=1"], "model.n_kv_heads"),

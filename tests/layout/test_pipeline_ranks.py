@@ -46,7 +46,7 @@ def _with(pp: int, *overrides: str) -> Layout:
 def test_the_smallest_stages_are_used_if_none_fit() -> None:
     found = hybrid(2, 4, *LLAMA)
     assert found.pp == 8
-    assert "the stages of no number of pipeline ranks fit" in found.notes[0]
+    assert "the stages do not fit with any number of pipeline ranks" in found.notes[0]
 
 
 def test_unknown_memory_means_two_stages_and_says_so() -> None:

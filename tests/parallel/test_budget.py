@@ -98,7 +98,7 @@ def test_the_layout_says_what_was_chosen_and_the_estimate_follows() -> None:
     small = with_budget(config, 5 * sizes["full"] + 7 * sizes["ops"] + 1)
     (note,) = [note for note in layout_of(small).notes if "optim.warmup_steps" not in note]
     assert note.startswith(
-        "activation checkpointing recomputes 5 of 12 layers and the cheap operations of 7 more, keeps"
+        "activation checkpointing recomputes 5 of 12 layers and the cheap operations of 7 more, and keeps"
     )
     plain, spared = (estimate(each, layout_of(each)) for each in (config, small))
     assert plain is not None and spared is not None
