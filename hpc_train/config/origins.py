@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from hpc_train.config.command_line import CommandLine, is_choice, is_search_path, parsed_override
 from hpc_train.config.compose import config_directory, plain
 from hpc_train.config.own_files import leaves, place_of, read_yaml
+from hpc_train.config.removed import RENAMED
 from hpc_train.config.secrets import shown
 from hpc_train.config.settings import read_settings
 from hpc_train.errors import UserError
@@ -96,7 +97,8 @@ def _places(line: CommandLine) -> Iterator[tuple[str, str]]:
 def _keys_of_files(line: CommandLine) -> Iterator[tuple[str, Path, Any]]:
     """Yields keys with the files that set them and the nodes of their values, the weakest file first."""
     for settings in read_settings():
-        yield from ((key, settings.path, value) for key, value in leaves(read_yaml(settings.path)))
+        for key, value in leaves(read_yaml(settings.path)):
+            yield RENAMED.get(key, key), settings.path, value
     loader = GlobalHydra.instance().config_loader()
     assert isinstance(loader, ConfigLoaderImpl)
     overrides = [*line.search_path, *(text for text in line.overrides if not is_search_path(text))]
@@ -110,7 +112,8 @@ def _keys_of_files(line: CommandLine) -> Iterator[tuple[str, Path, Any]]:
         package = f"{default.package}." if default.package else ""
         for key, value in leaves(read_yaml(file)):
             if value.value != ROOT_OF_SETTINGS:
-                yield f"{package}{key}", file, value
+                name = f"{package}{key}"
+                yield RENAMED.get(name, name), file, value
 
 
 def _leaves(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -29,6 +29,7 @@ from typing import Any
 
 import yaml
 
+from hpc_train.config.removed import apply_new_names, tell_new_name
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, nearest
 
@@ -171,6 +172,8 @@ def _parsed(path: Path, text: str) -> Settings:
             raise UserError(f"{path} has the unknown key {key}", where=f"{key} in {path}", fix=nearest(key, known))
         if key in GROUPS and not isinstance(value, dict | None):
             raise _mistake(path, f"must have a table of keys below {key}")
+    for earlier in apply_new_names(content):
+        tell_new_name(earlier, str(path))
     _refuse_root_resolver(path, content)
     return Settings(
         path=path,

@@ -128,6 +128,16 @@ def test_an_experiment_overrides_what_the_settings_choose(called: Called, files:
     assert "name: bf16" in shown.stdout and "qos: experiment" in shown.stdout, shown.stderr
 
 
+def test_a_renamed_key_is_read_with_a_notice(called: Called, files: Path) -> None:
+    (files / "site.yaml").write_text("cluster: {nice: 7}\n")
+    (files / "xdg/hpc_train/user.yaml").write_text("cluster: {mail_type: END}\n")
+    shown = called("--cfg", "job", "--origins", "-p", "cluster.extra", "cluster=slurm")
+    assert shown.stdout == (
+        "cluster.extra.nice: 7  # site.yaml:1\ncluster.extra.mail-type: END  # xdg/hpc_train/user.yaml:1\n"
+    )
+    assert f"note: {files}/site.yaml: cluster.nice was renamed to cluster.extra.nice; " in shown.stderr
+
+
 def test_origins_name_the_file_of_each_key(called: Called) -> None:
     shown = called("--cfg", "job", "--origins", *JOB)
     lines = dict(line.split(": ", 1) for line in shown.stdout.splitlines())
