@@ -36,7 +36,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog, age_of_this_process
 from hpc_train.run.exits import EXITS, Action, Exit, Failure
 from hpc_train.run.files import in_time, patiently, read_or
-from hpc_train.run.record import with_digest
+from hpc_train.run.record import drop_copy, with_digest
 from hpc_train.schedulers.slurm.client import is_current_start, show_topology, unavailable_nodes
 from hpc_train.telemetry.tracebacks import own_frames
 
@@ -69,7 +69,8 @@ class Attempts:
         listener = bind(self.allocation, f"{self.allocation.job_id or self.run.path}:{attempt}")
         environment = self.fabric.decide(start, self._events())
         spec = self._attempt_spec(attempt, start, listener.getsockname()[1], environment)
-        self.events.writer.put(spec.path(self.run), lambda again: spec.publish(self.run))  # for readers
+        fabric = self.fabric.of_one_node
+        self.events.writer.put(spec.path(self.run), lambda again: spec.publish(self.run, fabric))  # for readers
         self.events.writer.put(self.run.logs, lambda again: prune_logs(self.run, attempt), wait=False)
         self.stores.offer(attempt, listener)
         self._report_start(start, spec)
@@ -191,6 +192,7 @@ class Attempts:
             job_id=spec.job_id, launch=spec.launch_id, nodes=[node.name for node in start.nodes],
             record=_read(lambda: with_digest(self.run.record())),
         )  # fmt: skip
+        events.writer.put(events.path, lambda again: drop_copy(self.run.path), wait=False)
         if start.before:
             self._report_change(start, events)
         elif self.end is not None and (

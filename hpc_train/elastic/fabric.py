@@ -1,6 +1,7 @@
 """Decides the network environment of all workers of a job, in the rendezvous server, from the facts of all nodes.
 
-``fabric.json`` in the run directory records what the decision is based on, for rank 0 and for people:
+``fabric.json`` in the run directory records what the decision is based on, for rank 0 and for people. An attempt on one
+node has the same in ``attempts/NNN.json``, under the key ``fabric``:
 
     fabric        the network in use: cpu, one_node, efa, slingshot, infiniband, roce, ethernet, unknown
     gpus_per_node
@@ -22,6 +23,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from hpc_train.config.schema import Config
 from hpc_train.elastic.rendezvous.messages import Start
@@ -43,11 +45,13 @@ class Fabric:
 
     Attributes:
         local_variables: variables that node 0 set for its own workers, with reasons.
+        of_one_node: what ``fabric.json`` would have, after a decision for one node; None after one for several.
     """
 
     run: RunDirectory
     config: Config
     local_variables: Sequence[dict[str, str]]
+    of_one_node: dict[str, Any] | None = field(default=None, init=False)
     _reported: tuple[FabricDecision, tuple[str, ...]] | None = field(default=None, init=False)
 
     def decide(self, start: Start, events: EventLog) -> dict[str, str]:
@@ -109,10 +113,14 @@ class Fabric:
             for facts in alike:
                 nodes[id(facts)] = {"machine": number} | local_facts(facts, first)
         decided = {"gpus_per_node": gpus, "environment": environment, "warnings": messages} | common
-        head = json.dumps(decided | {"machines": machines}, indent=2).removesuffix("}").rstrip()
-        lines = ",\n    ".join(json.dumps({"name": node.name} | nodes[id(node.facts)]) for node in start.nodes)
-        text = f'{head},\n  "nodes": [\n    {lines}\n  ]\n}}\n'
-        events.writer.put(self.run.fabric, lambda again: write_text(self.run.fabric, text))
+        decided["machines"] = machines
+        rows = [{"name": node.name} | nodes[id(node.facts)] for node in start.nodes]
+        self.of_one_node = decided | {"nodes": rows} if len(rows) == 1 else None
+        if self.of_one_node is None:
+            head = json.dumps(decided, indent=2).removesuffix("}").rstrip()
+            lines = ",\n    ".join(map(json.dumps, rows))
+            text = f'{head},\n  "nodes": [\n    {lines}\n  ]\n}}\n'
+            events.writer.put(self.run.fabric, lambda again: write_text(self.run.fabric, text))
         set_already = [
             {"name": name, "value": setting.value, "reason": f"set by {setting.source}"}
             for name, setting in settings.items()

@@ -547,7 +547,7 @@ fi
 """.rstrip()
 
 
-EXIT = 'exit "$status"'
+EXIT = 'rm -f "$end".node-*; exit "$status"'
 
 ON_EVENT = """\
 # run.on_event: the agents call this command, unless no agent is left to record the end of the job
@@ -600,7 +600,7 @@ if [ -n "$cancelled" ]; then # done, failed, given up, or cancelled: the other j
   : > "$CHAIN.over"
   others=$(grep -vx "$SLURM_JOB_ID" "$CHAIN") && scancel $others
 fi
-exit "$status"
+rm -f "$end".node-*; exit "$status"
 """.rstrip()
 
 

@@ -206,7 +206,7 @@ def _between_nodes(facts: NodeFacts) -> tuple[Expected | None, Expected | None]:
 def read_fabric(run: RunDirectory) -> tuple[NodeFacts, ...]:
     """Returns the facts of the run's nodes; empty if they were not recorded, or the record is damaged."""
     try:
-        record = run.json(run.fabric)
+        record = run.fabric_record()
         machines = [NodeFacts.from_json(machine["facts"]) for machine in record["machines"]]
         return tuple(with_local_facts(machines[node["machine"]], node["name"], node) for node in record["nodes"])
     except (FileNotFoundError, DamagedFile, LookupError, TypeError, AttributeError, ValueError):

@@ -5,7 +5,7 @@ job.sbatch                   the batch script of the last submission; that of an
 job.sh                       commands that a batch script written by hand sources
 gpus.sh                      passes the GPUs of a job on to its steps, for scripts that start the agents themselves
 run.json                     run id, config hash, code version, W&B id, every submission (see record.py)
-run.copy.json                its copy, which replaces it if it is damaged
+run.copy.json                its copy until the first start, which replaces it if it is damaged; then events/ have it
 metrics/attempt-NNN.jsonl    one object per logged step
 texts/attempt-NNN.jsonl      one object per text of a hook, for trackers
 events/<writer>-NNN.jsonl    the event log, one file per writing process and attempt
@@ -14,10 +14,11 @@ logs/<node>-NNN.log          the workers' output
 logs/nccl/NNN-rank-RRRR.log  NCCL's log of a rank that a preflight has read, if the attempt fails
 logs/stacks/                 stacks of slow steps and hangs, and answers to `stacks`; of the last ten attempts
 pp_split.json                cost of each block and the layers of each stage (strategy.pp_split=flops|measured)
-attempts/NNN.json            address, port and layout of an attempt; creating the file claims the number
-attempts/00000001            the run's lease (see lease.py and file_lock.py)
+attempts/NNN.json            address, port and layout of an attempt; creating the file claims the number. Of an attempt
+                             on one node, the hardware and the resulting environment as well
+attempts/00000001            the run's lease while an agent has it (see lease.py and file_lock.py)
 plan.json                    the layout that strategy=auto has chosen, the table behind it, and what it depends on
-fabric.json                  hardware of the nodes of the newest attempt and the resulting environment
+fabric.json                  hardware of several nodes, those of the newest attempt, and the resulting environment
 compiled/                    artifacts of torch.compile, which the next attempt loads (see parallel/compile.py)
 profile/                     traces of chosen steps and ranks, and the time breakdown of a step (telemetry.profile)
 .locks/                      locks that are held at this moment, such as the one on run.json (see file_lock.py)
@@ -233,6 +234,14 @@ class RunDirectory:
         if not isinstance(record, dict):
             return {}
         return typed(record, ATTEMPT) or {}
+
+    def fabric_record(self) -> Any:
+        """Returns what is recorded of the nodes of the newest attempt (see ``elastic.fabric``); raises as ``json``.
+
+        An attempt on one node has it in its own record.
+        """
+        of_one_node = self.attempt_record(self.newest_attempt()).get("fabric")
+        return self.json(self.fabric) if of_one_node is None else of_one_node
 
     def read_metrics(self) -> list[Line]:
         """Returns the logged steps in order; if attempts overlap, the highest attempt's line of a step counts."""

@@ -99,6 +99,13 @@ class Lock:
             file.seek(0, os.SEEK_END)
             file.write(_DONE)
 
+    def give_back(self) -> None:
+        """Removes the lock file if it is the only one, and otherwise releases it: a superseded owner looks for its own."""
+        if _lock_numbers(self.folder) == [self.number]:
+            self.path.unlink(missing_ok=True)
+        else:
+            self.release()
+
     def _read(self) -> bytes:
         return read_file(self.path, self.folder)
 
@@ -138,6 +145,10 @@ def acquire(folder: Path, owner: LockOwner, ask_slurm: bool = True) -> Lock:
             continue
         if lock.is_newest():
             for number in _lock_numbers(folder):
+                # since numbers begin again, a stale directory listing may have led to a higher one than the holder's
+                if number < lock.number and before != (other := Lock(folder, number)) and other.is_held(owner, False):
+                    lock.path.unlink(missing_ok=True)
+                    raise LockHeld(other)
                 if number <= lock.number - _OLD_LOCKS:
                     Lock(folder, number).path.unlink(missing_ok=True)
             return lock
@@ -159,14 +170,9 @@ def exclusive(folder: Path) -> Iterator[None]:
 def _acquired(folder: Path, owner: LockOwner) -> Lock | None:
     """Returns the lock of ``folder``; None if another process holds it."""
     try:
-        lock = acquire(folder, owner, ask_slurm=False)
+        return acquire(folder, owner, ask_slurm=False)
     except LockHeld:
         return None
-    # since numbers begin again, a process with a stale directory listing may have taken a higher one than the holder
-    if any(Lock(folder, number).is_held(owner, False) for number in _lock_numbers(folder) if number < lock.number):
-        lock.path.unlink(missing_ok=True)
-        return None
-    return lock
 
 
 def _remove(lock: Lock, owner: LockOwner) -> None:

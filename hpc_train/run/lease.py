@@ -60,7 +60,7 @@ def hold_lease(
             yield lock
     finally:
         try:
-            in_time(lock.release)
+            in_time(lock.give_back)
         except OSError as error:
             print(f"cannot release the run's lease; others wait until it expires: {error}", file=sys.stderr)
 

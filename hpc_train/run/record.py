@@ -2,10 +2,10 @@
 
 ``run.json`` identifies the run (its id, the run it was forked from, the SHA-256 of its config), so a record that is
 wrong, or silently empty, would continue another run or begin at step 0. A record is therefore used only if its checksum
-matches. ``run.copy.json`` is written before an intact ``run.json`` is replaced, and has the same content. If both are
-lost, the record is rebuilt from the event log, in which each start of the workers writes it down. Records of earlier
-versions have neither checksum nor copy. Only ``run.json`` is flushed to the disk: a crash of the machine may lose what
-was last written to the copy.
+matches. ``run.copy.json`` is written before an intact ``run.json`` is replaced, and has the same content. The first
+start of the workers removes it: from then on the record is rebuilt from the event log, in which each start of the
+workers writes it down. Records of earlier versions have neither checksum nor copy. Only ``run.json`` is flushed to the
+disk: a crash of the machine may lose what was last written to the copy.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     except _Unusable as error:
         problem += f", and its copy {COPY} is {error}"
     if (started := _from_events(folder)) is not None:
-        used = "the record in the event of the newest start is used; the next start restores both"
+        used = "the record in the event of the newest start is used; the next start restores it"
         tell_once(f"note: {folder}: {problem}; {used}")
         return started
     if is_present(folder / RECORD) or is_present(folder / COPY):
@@ -92,7 +92,8 @@ def _from_events(folder: Path) -> dict[str, Any] | None:
 def write_record(folder: Path, content: dict[str, Any]) -> None:
     """Replaces the record; the caller holds the lock of the record. A damaged one is renamed, not removed."""
     text = json.dumps(with_digest(content), indent=2) + "\n"
-    order = [COPY, RECORD]
+    has_started = is_present(folder / RECORD) and not is_present(folder / COPY)
+    order = [RECORD] if has_started else [COPY, RECORD]
     try:
         _read(folder / RECORD)
     except _Unusable:
@@ -101,6 +102,12 @@ def write_record(folder: Path, content: dict[str, Any]) -> None:
             (folder / RECORD).rename(folder / f"{RECORD}.damaged")
     for name in order:
         write_text(folder / name, text, flush=name == RECORD)
+
+
+def drop_copy(folder: Path) -> None:
+    """Removes the copy of the record once the event log has the record of a start of the workers."""
+    if is_present(folder / COPY) and _from_events(folder) is not None:
+        (folder / COPY).unlink()
 
 
 def _read(path: Path) -> dict[str, Any]:

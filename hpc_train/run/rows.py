@@ -211,7 +211,7 @@ ATTEMPT: dict[str, Check] = {
     **dict.fromkeys(("attempt", "nodes", "gpus_per_node", "workers_per_node", "port", "pid"), count),
     **dict.fromkeys(("launch_id", "node", "address"), text),
     "job_id": or_none(text),
-    "layout": group,
+    **dict.fromkeys(("layout", "fabric"), group),
 }
 
 is_position = record_of(where=text, step=count, texts=count)  # tracking/NAME.json

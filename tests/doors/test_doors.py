@@ -51,8 +51,8 @@ def test_a_run_has_few_files(tmp_path: Path) -> None:
     names = {str(path.relative_to(run)).replace(socket.gethostname(), "NODE") for path in run.rglob("*")}
     names = {re.sub(r"submitter-NODE-\d+", "submitter-NODE-PID", name) for name in names}
     assert names == {
-        *("config.yaml", "config-000.yaml", "run.json", "run.copy.json", "fabric.json", "report.html"),
-        *("attempts", "attempts/000.json", "attempts/001.json", "attempts/00000001", "attempts/00000002"),
+        *("config.yaml", "config-000.yaml", "run.json", "report.html"),
+        *("attempts", "attempts/000.json", "attempts/001.json"),
         *("events", "events/submitter-NODE-PID-001.jsonl"),
         *("events/agent-NODE-000.jsonl", "events/rank-0000-000.jsonl"),
         *("events/agent-NODE-001.jsonl", "events/rank-0000-001.jsonl"),
@@ -81,7 +81,7 @@ def test_foreground_multirun_and_agent_give_identical_losses(tmp_path: Path) -> 
         ended = {"run": str(run.path), "job_ids": [], "state": "done", "exit_code": 0}
         assert json.loads(door.stdout) == ended | {"result": run.record()["result"]}, name
     assert "done: 6 steps" in foreground.stderr and "done: 6 steps" in multirun.stderr
-    assert [entries(tmp_path / "outputs" / name) for name in ("foreground", "multirun", "script")] == [22, 23, 24]
+    assert [entries(tmp_path / "outputs" / name) for name in ("foreground", "multirun", "script")] == [19, 20, 21]
     expected = losses(tmp_path / "outputs" / "foreground")
     assert len(expected) == 6
     assert losses(tmp_path / "outputs" / "multirun") == expected
@@ -102,7 +102,7 @@ def test_sweep_runs_every_job_and_exits_zero(tmp_path: Path) -> None:
     runs = sorted(path.parent for path in (tmp_path / "outputs" / "sweep").glob("*/config.yaml"))
     assert len(runs) == 4
     assert all(len(losses(run)) == 6 for run in runs)
-    assert [entries(run) for run in runs] == [22, 22, 23, 23], "one file more of a second rank"
+    assert [entries(run) for run in runs] == [19, 19, 20, 20], "one file more of a second rank"
     assert {path.name for path in runs[0].parent.iterdir()} - set("0123") == {"multirun.yaml", PAGE, ".slots"}
     assert f"report: {runs[0].parent / PAGE}" in done.stdout
     assert "4 done" in (runs[0].parent / PAGE).read_text()

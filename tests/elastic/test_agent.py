@@ -89,7 +89,7 @@ def test_agents_of_two_nodes_meet_and_all_workers_finish(frozen: Freeze) -> None
     environment = {row["name"]: row for row in run.record()["environment"]}
     assert environment["OMP_NUM_THREADS"]["reason"] == "set by the user"
     assert [row["name"] for row in run.record()["not_set"]] == ["NCCL_*"]
-    (machine,) = read_json(run.fabric)["machines"]
+    (machine,) = run.fabric_record()["machines"]
     settings = [setting["name"] for setting in machine["facts"]["settings"]]
     assert settings == ["OMP_NUM_THREADS", "OMP_WAIT_POLICY"]  # the second is set by tests/conftest.py
     assert len(machine["bindings"]) == 2

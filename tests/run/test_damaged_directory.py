@@ -113,7 +113,7 @@ def test_damage_is_the_right_run_or_one_message(
 ) -> None:
     truth = Truth(trained)
     names = [path.relative_to(trained.path) for path in small_files(trained)]
-    assert {"config.yaml", "run.json", "run.copy.json", "fabric.json"} <= {str(name) for name in names}
+    assert {"config.yaml", "run.json"} <= {str(name) for name in names}
     assert {"attempts", "events", "metrics"} <= {name.parts[0] for name in names}
     run = RunDirectory(tmp_path / "one")
     shutil.copytree(trained.path, run.path, symlinks=True)
@@ -155,35 +155,33 @@ def test_damage_is_the_right_run_or_one_message(
     assert refused, "a changed config is among the cases"
 
 
-def test_a_record_lost_with_its_copy_is_rebuilt_from_the_events(
+def test_the_record_of_a_run_that_has_started_is_rebuilt_from_the_events(
     trained: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each case damages both files, and every second one the events as well: it is the right run, or a refusal."""
+    """Each case damages it, and every second one the events as well: it is the right run, or a refusal."""
     truth, run = Truth(trained), RunDirectory(tmp_path / "one")
     shutil.copytree(trained.path, run.path, symlinks=True)
     monkeypatch.setattr(freezing, "SETTLE_S", 0.0)
-    files = [run.path / "run.json", run.path / "run.copy.json"]
-    intact = {path: path.read_bytes() for path in [*files, *run.events.glob("*.jsonl")]}
+    assert not (run.path / "run.copy.json").exists(), "the first start has removed it"
+    path = run.path / "run.json"
+    intact = {path: path.read_bytes() for path in [path, *run.events.glob("*.jsonl")]}
     refused = 0
     for seed in range(12 if CASES == 1 else 200):
         choose = random.Random(seed)
-        for path in intact if seed % 2 else files:
-            damaged = choose.choice(DAMAGES)(intact[path], choose)
-            path.unlink(missing_ok=True) if damaged is None else path.write_bytes(damaged)
+        for file in intact if seed % 2 else [path]:
+            damaged = choose.choice(DAMAGES)(intact[file], choose)
+            file.unlink(missing_ok=True) if damaged is None else file.write_bytes(damaged)
         try:
             truth.check(run)
         except UserError as error:
             refused += 1
             assert seed % 2 and error.where and error.fix, f"seed {seed}: {error}"
-        for path, data in intact.items():
-            path.write_bytes(data)
+        for file, data in intact.items():
+            file.write_bytes(data)
     assert refused, "the damage of an event is among the cases"
-    for path in files:
-        path.unlink()
+    path.unlink()
     run.update_record()
-    assert [read_record_of(path) for path in files] == [read_record_of(trained.path / "run.json")] * 2, (
-        "it restores both"
-    )
+    assert read_record_of(path) == read_record_of(trained.path / "run.json"), "it restores it"
 
 
 def read_record_of(path: Path) -> dict[str, object]:

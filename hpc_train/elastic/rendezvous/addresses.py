@@ -59,11 +59,15 @@ class AttemptSpec:
     def path(self, run: RunDirectory) -> Path:
         return run.attempts / f"{self.attempt:03d}.json"
 
-    def publish(self, run: RunDirectory) -> None:
-        """Writes the record for any reader; agents receive all of it from the server."""
+    def publish(self, run: RunDirectory, fabric: dict[str, Any] | None = None) -> None:
+        """Writes the record for any reader; agents receive all of it from the server.
+
+        Args:
+            fabric: the content of ``fabric.json``, which an attempt on one node has here.
+        """
         record = asdict(self)
         del record["store_prefix"]
-        write_json(self.path(run), record)
+        write_json(self.path(run), record if fabric is None else record | {"fabric": fabric})
 
     def message(self) -> dict[str, Any]:
         """Returns what agents receive, with ``order`` as runs of consecutive numbers: N agents receive it, so it must

@@ -276,7 +276,7 @@ def _machine_of(run: RunDirectory, config: Config, meeting: Mapping[str, Any]) -
         return read_machine(config.cluster.machine)
     if not meeting.get("gpus_per_node"):
         return None
-    machines = run.json(run.fabric)["machines"]
+    machines = run.fabric_record()["machines"]
     models = {gpu.get("model") for machine in machines for gpu in machine["facts"]["gpus"]}
     if len(models) != 1:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import netrc
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,7 @@ class Wandb(Tracker):
         self._notify = notify
         self._first_attempt = first_attempt
         self._checkpoint = checkpoint
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self.mode: str | None = None
         self._record: Mapping[str, Any] = self.directory.record().get("wandb") or {} if self.is_live else {}
         self.url: str | None = self._record.get("url")  # of the last job; one that cannot reach the service keeps it
@@ -89,6 +91,10 @@ class Wandb(Tracker):
         import wandb
 
         identity = self._identity
+        folder = str(identity.directory)
+        if self.mode == "online":  # nothing in it is needed later: ``sync`` reads the metrics of the run
+            self._temporary = tempfile.TemporaryDirectory(prefix="hpc_train-wandb-", ignore_cleanup_errors=True)
+            folder = self._temporary.name
         if os.environ.get("WANDB_MODE") not in (*ACCEPTED, *OLDER):
             os.environ.pop("WANDB_MODE", None)  # wandb refuses an unknown value, even where ``mode`` replaces it
         self._run = wandb.init(
@@ -99,7 +105,7 @@ class Wandb(Tracker):
             project=self._settings.project,
             entity=self._settings.entity,
             config=identity.config,
-            dir=str(identity.directory),
+            dir=folder,
             mode=self.mode,  # type: ignore[arg-type]
             # the agent logs the worker's output, and the run directory has a snapshot of the code; processor time and
             # memory are those of the agent, which has started this process, and of all its descendants
@@ -159,6 +165,8 @@ class Wandb(Tracker):
             self._run.log_artifact(artifact)
         self._run.finish()
         wandb.teardown()  # ends W&B's process, which removes its socket
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     def outcome(self) -> dict[str, Any]:
         return {"mode": self.mode, "url": self.url}

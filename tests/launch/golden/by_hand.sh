@@ -128,4 +128,4 @@ if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
     fi
   fi
 fi
-exit "$status"
+rm -f "$end".node-*; exit "$status"
