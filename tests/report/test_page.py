@@ -273,7 +273,7 @@ def test_a_fork_shows_what_it_changes(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_page_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number, rate in enumerate((1e-3, 1e-2, 1.0, 1e-1)):
+    for number, rate in enumerate((1e-3, 1.1e-3, 1.0, 1e-1)):
         job = make_job(tmp_path / "runs", number)
         schedule = "big <b>" if number == 2 else "cosine"
         job.config.optim.lr, job.config.optim.schedule = rate, schedule
@@ -302,6 +302,8 @@ def test_the_page_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "run.name=NEW +strategy=dp optim.lr=0.001 optim.schedule=cosine" in said, "the command of the best run"
     assert sum(of.get("stroke-width") == "4" for _, of in page.tags) == 1, "one line is thick"
     assert sum(of.get("stroke-dasharray") == "5 4" for _, of in page.tags) == 1, "a run that is not done is dashed"
+    places = [(of["x"], float(of["y"] or 0)) for name, of in page.tags if name == "text" and of.get("class") != "halo"]
+    assert all(y - above >= 20 for (x, above), (other, y) in pairwise(sorted(places)) if x == other), "labels are apart"
 
 
 def test_nothing_is_to_do_after_a_sweep_that_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

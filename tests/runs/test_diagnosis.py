@@ -77,7 +77,7 @@ def test_the_cause_is_told_and_not_its_echo(run: RunDirectory, capsys: pytest.Ca
     assert "ValueError: too wide" in text
     assert RESPONSES[Failure.USER_ERROR].advice in text
     assert "peak of rank 0 in the metrics: 3 GiB" in text
-    assert "lost: 20 logged steps" in text
+    assert "lost: 20 steps" in text
     assert "time\n  useful" in text
 
 

@@ -102,7 +102,7 @@ def _name(title: str) -> str:
 Point = tuple[float, float]
 
 WIDTH, HEIGHT = 640.0, 250.0
-LEFT, RIGHT, TOP, BOTTOM = 64.0, 14.0, 12.0, 52.0
+LEFT, RIGHT, TOP, BOTTOM = 64.0, 28.0, 12.0, 52.0
 WIDE = 7
 POINTS = 400  # of a line; more would not be seen
 LOG_FROM = 30.0  # ratio of the largest to the smallest value from which the axis is logarithmic

@@ -34,9 +34,10 @@ from hpc_train.units import counted, format_metric
 ROWS = 1000  # of the table
 LINES = 300  # of the picture
 NAMED = 20  # runs of one cause
-HEIGHT, TOP, BOTTOM, LEFT, RIGHT = 300.0, 34.0, 16.0, 70.0, 80.0
-FEW, LABEL = 5, 16.0  # values that are all written beside an axis; the height of one
+HEIGHT, TOP, BOTTOM, LEFT, RIGHT = 330.0, 58.0, 16.0, 20.0, 100.0
+FEW, LABEL = 5, 22.0  # values that are all written beside an axis; the height of one on a phone
 LEAST_WIDTH, AXIS = 560.0, 150.0
+NAME, WORD = 26, 11  # the most characters of a key and of a value that have room on a phone
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,9 @@ def coordinates(sweep: SweepFacts) -> Html | None:
             shapes.append(block("line", path, "lost" if unfinished else "c0", 1.5, unfinished, 0.7, label))
     if any(value is not None for value in values):
         axes.append(last)
-    shapes += [axis.drawn() for axis in axes]
+    rows = [14 if number % 2 == 0 else 38 for number in range(len(axes))]
+    # from the right, so that a long name covers the next axis
+    shapes += [axis.drawn(row, width) for axis, row in reversed([*zip(axes, rows, strict=True)])]
     title = "Parallel coordinates"
     return section(title, block("paragraph", words), block("figure", picture(title, words, width, HEIGHT, *shapes)))
 
@@ -205,24 +208,30 @@ class _Axis:
             return self.x, self.places[value]
         return self.x, self.scale.at(float(value))
 
-    def drawn(self) -> Html:
-        parts = [block("line", f"M{self.x:.1f} {TOP:g}V{HEIGHT - BOTTOM:g}", "text", 1.2)]
-        parts.append(block("label", self.name, f"{self.x:.1f}", 14, "middle"))
-        for label, up in self._labels():
-            place = (f"{self.x + 6:.1f}", f"{up + 4:.1f}")
-            parts += [block("label", label, *place, kind="halo"), block("label", label, *place)]
+    def drawn(self, up: float, width: float) -> Html:
+        """Returns the axis with its name at the height ``up``; neighbors have their names in different rows."""
+        name = self.name if len(self.name) <= NAME else f"…{self.name[-NAME:]}"
+        is_last = self.x > width - RIGHT - 1
+        labels = [(name, (width, up, "end") if is_last else (self.x, up, "start"))]
+        labels += [(words, (self.x + 6, at + 4, "start")) for words, at in self._labels()]
+        parts = [block("line", f"M{self.x:.1f} {up + 6:g}V{HEIGHT - BOTTOM:g}", "text", 1.2)]
+        for words, (x, y, anchor) in labels:
+            parts += [block("label", words, f"{x:.1f}", f"{y:.1f}", anchor, kind) for kind in ("halo", "")]
         return joined(parts)
 
     def _labels(self) -> list[tuple[str, float]]:
-        """Returns the values of a few runs, or else the ends of the axis with round values between them."""
-        if self.scale is None:
-            return [(word[:16], up) for word, up in self.places.items()]
+        """Returns words, or the ends and what lies between: a few runs' values or round ones, where there is room."""
         scale = self.scale
-        if len(self.values) <= FEW:
-            return [(short(value), scale.at(value)) for value in self.values]
-        ends = [scale.at(end) for end in (scale.low, scale.high)]
-        inside = [tick for tick in scale.ticks(4) if min(abs(scale.at(tick) - end) for end in ends) > LABEL]
-        return [(short(value), scale.at(value)) for value in (scale.low, scale.high, *inside)]
+        if scale is None:
+            labels = [(word if len(word) <= WORD else f"{word[:WORD]}…", at) for word, at in self.places.items()]
+        else:
+            inside = self.values if len(self.values) <= FEW else scale.ticks(4)
+            labels = [(short(value), scale.at(value)) for value in (scale.low, scale.high, *inside)]
+        clear: list[tuple[str, float]] = []
+        for label, at in labels:
+            if all(abs(at - other) >= LABEL for _, other in clear):
+                clear.append((label, at))
+        return clear
 
 
 def _number(value: str) -> float | None:

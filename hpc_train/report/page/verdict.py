@@ -118,7 +118,7 @@ def _checkpoint(diagnosis: Diagnosis) -> list[str]:
     if newest.path:
         lines = [f"step {newest.step}: {shown(Path(newest.path))}"]
     if diagnosis.cause is not None and (newest.lost_s is not None or newest.lost_steps):
-        lost = counted(newest.lost_steps, "logged step", "logged steps")
+        lost = counted(newest.lost_steps, "step", "steps")
         if newest.lost_s is not None:
             lost += f", {format_duration(newest.lost_s)}"
         lines.append(f"lost: {lost}")
