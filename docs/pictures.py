@@ -1,14 +1,23 @@
 """Draws the pictures of the documentation as SVG files, from the code that they describe.
 
     python docs/pictures.py    writes docs/pictures/*.svg; `make docs` does it first
+    python docs/pictures.py record http://localhost:9090 RUN BEGIN END
+                               writes docs/pictures/dashboard.json: what the Prometheus of `make monitoring-up` has of a
+                               run between two times, in seconds since 1970
 
 A picture follows the light or dark mode of the reader and has a title and a description for screen readers.
 """
 
 from __future__ import annotations
 
+import json
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+from urllib.request import urlopen
 from xml.sax.saxutils import escape
 
 from hpc_train.layout.layout import Layout
@@ -16,6 +25,8 @@ from hpc_train.layout.orders import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FU
 from hpc_train.layout.partition import layer_counts
 from hpc_train.layout.techniques import State
 from hpc_train.planner.prediction import Timeline, simulate
+from hpc_train.report.page.markup import Scale, short
+from hpc_train.units import format_duration
 
 FOLDER = Path(__file__).parent / "pictures"
 LIGHT = {
@@ -68,11 +79,19 @@ class Drawing:
         place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}"'
         self.elements.append(f'<text class="{f"{color} {style}".strip()}" {place}>{escape(words)}</text>')
 
+    def label(
+        self, x: float, y: float, width: float, height: float, fill: str, words: str, style: str, round_by: float
+    ) -> None:
+        """Draws a rectangle with ``words`` in its middle; one in the color ``panel`` has a border."""
+        plain = fill == "panel"
+        self.box(x, y, width, height, fill, "line" if plain else "", round_by)
+        self.text(x + width / 2, y + height / 2 + 5, words, "ink" if plain else "on", "middle", style)
+
     def path(self, points: Sequence[tuple[float, float]], color: str = "line", arrow: bool = True) -> None:
-        """Draws a line through ``points``, with an arrowhead at its end or dashed."""
-        way = " ".join(f"{x:g},{y:g}" for x, y in points)
-        end = 'marker-end="url(#head)"' if arrow else 'stroke-dasharray="4 3"'
-        self.elements.append(f'<polyline class="{color}-border" fill="none" points="{way}" {end}/>')
+        """Draws a line through ``points``, with an arrowhead at its end or without."""
+        way = " ".join(f"{round(x, 1):g},{round(y, 1):g}" for x, y in points)
+        marker = ' marker-end="url(#head)"' if arrow else ""
+        self.elements.append(f'<polyline class="{color}-border" fill="none" points="{way}"{marker}/>')
 
     def svg(self) -> str:
         """Returns the file."""
@@ -83,7 +102,7 @@ class Drawing:
             f'<desc id="description">{escape(self.description)}</desc>',
             "<style>",
             "text { font: 13px system-ui, 'DejaVu Sans', sans-serif; white-space: pre }",
-            ".small { font-size: 11px } .bold { font-weight: 600 }",
+            ".small { font-size: 11px } .large { font-size: 20px } .bold { font-weight: 600 }",
             ".mono { font: 12.5px ui-monospace, 'DejaVu Sans Mono', monospace }",
             *colors(LIGHT),
             "@media (prefers-color-scheme: dark) {",
@@ -124,15 +143,13 @@ def parts() -> Drawing:
         (20, 256, 330, "one agent per node: starts, watches, restarts", ""),
     ]
     for x, y, width, words, style in boxes:
-        drawing.box(x, y, width, 34, "panel", "line", 5)
-        drawing.text(x + width / 2, y + 22, words, anchor="middle", style=style)
+        drawing.label(x, y, width, 34, "panel", words, style, 5)
     for y in (50, 110, 170, 230):
         drawing.path([(185, y), (185, y + 25)])
     drawing.path([(545, 50), (545, 93), (352, 93)])
     drawing.path([(620, 50), (620, 273), (352, 273)])
     for rank in range(4):
-        drawing.box(20 + 84 * rank, 326, 78, 34, "blue", round_by=5)
-        drawing.text(59 + 84 * rank, 348, f"worker {rank}", "on", "middle", "bold")
+        drawing.label(20 + 84 * rank, 326, 78, 34, "blue", f"worker {rank}", "bold", 5)
         drawing.path([(59 + 84 * rank, 290), (59 + 84 * rank, 325)])
     drawing.text(185, 382, "one per GPU; mesh of pp x dp x cp x tp", "soft", "middle", "small")
     drawing.box(430, 306, 270, 76, "panel", "green", 5)
@@ -301,8 +318,8 @@ def schedules() -> Drawing:
             for event in events:
                 left = 66 + unit * event.begin
                 width = unit * (event.end - event.begin)
-                drawing.box(left + 0.4, top, width - 0.8, 23, FILLS[event.action.work], round_by=1)
-                drawing.text(left + width / 2, top + 16, str(event.action.micro_batch), "on", "middle", "small")
+                fill = FILLS[event.action.work]
+                drawing.label(left + 0.4, top, width - 0.8, 23, fill, str(event.action.micro_batch), "small", 1)
     legend = [
         ("blue", "forward"),
         ("green", "backward (under zbv: of inputs)"),
@@ -354,11 +371,9 @@ def life() -> Drawing:
         (4, 69, 94, "blue", "attempt 1"),
     ]
     for lane_number, begin, end, fill, words in bars:
-        y = 16 + 42 * lane_number
-        drawing.box(at(begin), y, scale * (end - begin) - 1, 30, fill, round_by=3)
-        drawing.text(at((begin + end) / 2), y + 20, words, "on", "middle", "small")
+        drawing.label(at(begin), 16 + 42 * lane_number, scale * (end - begin) - 1, 30, fill, words, "small", 3)
     y = 16 + 42 * 5
-    for time, words in (
+    for moment, words in (
         (7, "config"),
         (35, "save 1"),
         (42.5, "save 2"),
@@ -366,8 +381,8 @@ def life() -> Drawing:
         (91, "last save"),
         (97.5, "report"),
     ):
-        drawing.box(at(time) - 3, y + 3, 6, 6, "green", round_by=3)
-        drawing.text(at(time), y + 24, words, anchor="middle", style="small")
+        drawing.box(at(moment) - 3, y + 3, 6, 6, "green", round_by=3)
+        drawing.text(at(moment), y + 24, words, anchor="middle", style="small")
     drawing.path([(at(7), 46), (at(7), y)])
     drawing.path([(at(42.5), y + 36), (at(42.5), y + 44), (at(69), y + 44), (at(69), 16 + 42 * 4 + 31)])
     drawing.text(
@@ -386,6 +401,119 @@ def screen(name: str, title: str, description: str) -> Drawing:
     return drawing
 
 
+DASHBOARD = FOLDER.parents[1] / "deploy" / "monitoring" / "grafana" / "dashboards" / "run.json"
+RECORDED = FOLDER / "dashboard.json"
+POINTS = 80  # of a curve
+LINES = ("blue", "amber", "green")
+Curves = dict[str, list[tuple[float, float]]]
+
+
+def panels() -> list[dict[str, Any]]:
+    """Returns the panels of the dashboard of one run as far as its row about the speed."""
+    everything = json.loads(DASHBOARD.read_text())["panels"]
+    return everything[: [panel["title"] for panel in everything].index("Speed")]
+
+
+def record(url: str, run: str, begin: str, end: str) -> None:
+    """Writes the values of the panels by title and legend, as pairs of seconds since ``begin`` and a value."""
+    recorded: dict[str, Any] = {"run": run, "begin": float(begin), "end": float(end), "panels": {}}
+    step = (float(end) - float(begin)) / POINTS
+    for panel in panels():
+        curves: Curves = {}
+        first = end if panel["type"] == "stat" else begin
+        for target in panel.get("targets", []):
+            query = target["expr"].replace("$user", ".+").replace("$run", run)
+            asked = urlencode({"query": query, "start": first, "end": end, "step": f"{step:.3f}"})
+            with urlopen(f"{url}/api/v1/query_range?{asked}") as answer:
+                series = json.load(answer)["data"]["result"]
+            for one in series:
+                name = target["legendFormat"].replace("{{state}}", one["metric"].get("state", ""))
+                curves[name] = [
+                    (round(time - float(begin), 1), float(f"{float(value):.5g}")) for time, value in one["values"]
+                ]
+        recorded["panels"][panel["title"]] = curves
+    RECORDED.write_text(json.dumps(recorded, separators=(",", ":")).replace("},", "},\n") + "\n")
+
+
+def with_unit(value: float, unit: str) -> str:
+    """Returns a value of a panel in the unit that the dashboard gives."""
+    match unit:
+        case "percentunit":
+            return f"{value:.1%}"
+        case "s":
+            return format_duration(value)
+        case _:
+            return short(value)
+
+
+def dashboard() -> Drawing:
+    """Draws the upper part of the Grafana dashboard of one run, with the recorded values."""
+    recorded = json.loads(RECORDED.read_text())
+    shown = panels()
+    column = 36
+    row = 20
+    below = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in shown)
+    drawing = Drawing(
+        "The Grafana dashboard of one run",
+        "Above: state, progress, time left, goodput, whether the run stalls, and the number of ranks. Below: curves of "
+        "the loss, the accuracy, the gradient norm, the learning rate, the step and that of the last checkpoint, the "
+        "data seen, and rollbacks. After a killed worker the step falls back to that of the last checkpoint.",
+        24 * column + 8,
+        row * below + 44,
+    )
+    drawing.text(12, 26, f"hpc_train: one run / {recorded['run']}", style="bold")
+    times = [time.strftime("%H:%M:%S", time.gmtime(recorded[name])) for name in ("begin", "end")]
+    drawing.text(24 * column - 4, 26, f"{times[0]} to {times[1]} UTC", "soft", "end")
+    for panel in shown:
+        place = panel["gridPos"]
+        x = 4 + column * place["x"]
+        y = 40 + row * place["y"]
+        if panel["type"] == "row":
+            drawing.text(x + 8, y + 15, panel["title"], style="bold")
+            continue
+        width = column * place["w"] - 4
+        height = row * place["h"] - 4
+        drawing.box(x, y, width, height, "panel", "line", 3)
+        letters = int(width / 7.2)
+        title = panel["title"]
+        drawing.text(x + 8, y + 17, title if len(title) <= letters else f"{title[:letters]}…", style="small bold")
+        unit = panel["fieldConfig"]["defaults"]["unit"]
+        curves = {name: line for name, line in recorded["panels"][panel["title"]].items() if line}
+        if panel["type"] == "stat":
+            newest = {name: with_unit(line[-1][1], unit) for name, line in curves.items()}
+            for number, (name, value) in enumerate(newest.items()):
+                words = name if title == "State" else f"{value} {name}"
+                middle = x + width * (2 * number + 1) / (2 * len(newest))
+                style = "large bold" if len(newest) == 1 else "bold"
+                drawing.text(middle, y + 52, words, "green", "middle", style)
+        else:
+            chart(drawing, (x, y, width, height), curves, unit, recorded["end"] - recorded["begin"])
+    return drawing
+
+
+def chart(
+    drawing: Drawing, place: tuple[float, float, float, float], curves: Curves, unit: str, seconds: float
+) -> None:
+    """Draws the curves of a panel over ``seconds``, with a legend below."""
+    x, y, width, height = place
+    values = [value for line in curves.values() for _, value in line]
+    low = min(values)
+    high = max(values)
+    across = Scale(0, seconds, x + 46, x + width - 10)
+    up = Scale(low, high if high > low else low + 1, y + height - 44, y + 30)
+    for value in up.ticks(4):
+        drawing.box(across.start, round(up.at(value), 1), across.end - across.start, 0.5, "line", round_by=0)
+        drawing.text(x + 42, up.at(value) + 4, with_unit(value, unit), "soft", "end", "small")
+    for value in across.ticks(4):
+        drawing.text(across.at(value), y + height - 28, format_duration(value), "soft", "middle", "small")
+    at = x + 10
+    for color, (name, line) in zip(LINES, curves.items(), strict=False):
+        drawing.path([(across.at(time), up.at(value)) for time, value in line], color, arrow=False)
+        drawing.box(at, y + height - 15, 10, 3, color)
+        drawing.text(at + 15, y + height - 9, name, "soft", style="small")
+        at += 28 + 6.2 * len(name)
+
+
 def pictures() -> dict[str, str]:
     """Returns the content of each file by its name."""
     drawings = {
@@ -393,6 +521,13 @@ def pictures() -> dict[str, str]:
         "layouts": layouts(),
         "schedules": schedules(),
         "life": life(),
+        "dashboard": dashboard(),
+        "top": screen(
+            "top",
+            "The live view of runs",
+            "A table of three runs with state, step, loss, speed, time left and restarts. Below, for the chosen run: "
+            "waiting times, peak memory, curves of loss and speed, the times of its pipeline stages, and its events.",
+        ),
         "final_screen": screen(
             "final_screen",
             "The console at the end of a run",
@@ -404,5 +539,7 @@ def pictures() -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["record"]:
+        record(*sys.argv[2:])
     for file, content in pictures().items():
         (FOLDER / file).write_text(content)
