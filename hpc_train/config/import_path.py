@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from hpc_train.errors import UserError, nearest
+from hpc_train.errors import UserError, closest, nearest
 
 IMPORTABLE = "package.module.Name, importable where the workers run (installed, or in the directory of the call)"
 
@@ -168,19 +168,21 @@ def find_definition(path: str, where: str, follow: int = 8) -> Definition:
         what = f"{path!r} cannot be imported: {place}: {getattr(error, 'msg', error)}"
         raise UserError(what, where=f"{where}, {place}", fix=f"correct {place}") from error
     statement = _statement(tree, name)
-    if statement is None and not _may_define(tree, name):
-        raise not_imported(path, f"{file} defines no {name}", where)
+    if _is_missing(statement, tree, module, name):
+        close = closest(name, sorted(_names(module) or ()))
+        fix = f"did you mean {module}{path[len(module)]}{close}?" if close else IMPORTABLE
+        raise UserError(f"{path!r} cannot be imported: {file} defines no {name}", where=where, fix=fix)
     if statement is None or len(parts) > cut + 1:
         return Definition(path)
     if not isinstance(statement, ast.ImportFrom):
         return Definition(path, f"{file}:{statement.lineno}", statement, tree)
     # the name is imported from another module, as by a package from its modules
     source = next((alias.name for alias in statement.names if (alias.asname or alias.name) == name), None)
-    origin = statement.module or ""
-    if statement.level:
-        package = parts[:cut] if Path(file).name == "__init__.py" else parts[: cut - 1]
-        origin = ".".join([*package[: len(package) - statement.level + 1], *filter(None, [origin])])
-    if source is None or not follow:
+    origin = _origin(statement, module)
+    if source is None:
+        source = name
+        origin = next((star for star in _star_imports(tree, module) if name in (_names(star) or ())), "")
+    if not origin or not follow:
         return Definition(path)
     try:
         return replace(find_definition(f"{origin}:{source}", "", follow - 1), path=path)
@@ -450,6 +452,63 @@ def _imported(statement: ast.stmt) -> dict[str, str]:
             package = alias.name.partition(".")[0]  # which `import a.b` binds
             names[alias.asname or package] = alias.name if alias.asname else package
     return names
+
+
+# what may bind names that the statements of a module do not show
+_DYNAMIC = re.compile(rb"\b(globals|vars|locals|exec|setattr|__getattr__)\(")
+
+
+def _names(module: str, follow: int = 8) -> set[str] | None:
+    """Returns the names that a module may bind, with those of its star imports; None if its file does not show all."""
+    spec = module_spec(module)
+    if spec is None or not spec.origin or not spec.origin.endswith(".py") or not follow:
+        return None
+    source = Path(spec.origin).read_bytes()
+    if _DYNAMIC.search(source):
+        return None
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom):
+            names |= _bound(node)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    names.discard("*")
+    for star in _star_imports(tree, module):
+        more = _names(star, follow - 1)
+        if more is None:
+            return None
+        names |= more
+    return names
+
+
+def _is_missing(statement: ast.stmt | None, tree: ast.Module, module: str, name: str) -> bool:
+    """Returns whether ``module`` certainly has no ``name``, which ``statement`` may bind."""
+    if statement is None:
+        return not _may_define(tree, name)
+    if "*" not in _bound(statement):
+        return False
+    names = _names(module)
+    return names is not None and name not in names and module_spec(f"{module}.{name}") is None
+
+
+def _star_imports(tree: ast.Module, module: str) -> list[str]:
+    """Returns the modules of which a module imports all names, the last one first."""
+    statements = [node for node in tree.body if isinstance(node, ast.ImportFrom) and "*" in _bound(node)]
+    return [_origin(statement, module) for statement in reversed(statements)]
+
+
+def _origin(statement: ast.ImportFrom, module: str) -> str:
+    """Returns the full name of the module from which a statement of ``module`` imports."""
+    if not statement.level:
+        return statement.module or ""
+    spec = module_spec(module)
+    is_package = spec is not None and spec.submodule_search_locations is not None
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    return ".".join([*package[: len(package) - statement.level + 1], *filter(None, [statement.module])])
 
 
 def _bound(statement: ast.stmt) -> set[str]:

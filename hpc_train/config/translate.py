@@ -402,7 +402,9 @@ def _unknown_option(group: str, option: str, options: Sequence[str]) -> UserErro
     if instead := instead_of(group, option):
         return UserError(f"{group}={option} is not installed", where=group, fix=instead)
     fix = nearest(option, options)
-    if group:
+    if Path("conf", f"{name}.yaml").is_file():  # as `init` makes it
+        fix = f"-cd conf {group}={option}, which reads conf/{name}.yaml of this directory"
+    elif group:
         fix += f"; your own file DIR/{name}.yaml needs -cd DIR"
     return UserError(f"{name} does not exist", where=group or "the defaults", fix=fix)
 

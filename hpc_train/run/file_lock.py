@@ -100,7 +100,7 @@ class Lock:
             file.write(_DONE)
 
     def give_back(self) -> None:
-        """Removes the lock file if it is the only one, and otherwise releases it: a superseded owner looks for its own."""
+        """Removes the lock file if it is the only one, and else releases it: a superseded owner looks for its file."""
         if _lock_numbers(self.folder) == [self.number]:
             self.path.unlink(missing_ok=True)
         else:

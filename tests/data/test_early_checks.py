@@ -143,6 +143,8 @@ def test_what_fits_is_accepted_without_an_import(config: Config) -> None:
     [
         (custom("nowhere.Data"), "there is no module nowhere"),
         (custom("ownlab.Other"), "ownlab.py defines no Other"),
+        (custom("ownpkg.FakeSett", size=8), "ownpkg/__init__.py defines no FakeSett"),
+        (model("torch.nn.Liner"), "torch/nn/__init__.py defines no Liner"),
         (custom("ownlab.NoSplit", size=1), "ownlab.NoSplit has no parameter split"),
         (custom("ownlab.Plain"), "ownlab.Plain has no parameter split"),
         (custom("ownlab.Heir"), "ownlab.Heir has no parameter split"),
