@@ -56,13 +56,13 @@ def dry_run(line: CommandLine, trust_owner: bool = False) -> int:
                 raise translate(config) or config
             run = RunDirectory(job_directory(directory, number, len(jobs)))
             kept = with_frozen_defaults(typed(config), run, line, overrides)
-            job = check_job(kept, run, number=number, overrides=overrides, trust_owner=trust_owner)
+            job = check_job(kept, run, number=number, overrides=_submitted(overrides), trust_owner=trust_owner)
             job = with_memory_note(job)
             text = _shortened(_plan(job), number, plans)
             accepted.append(job)
         except UserError as error:
             refused += 1
-            text = f"job {number}: {' '.join(overrides)}\n  refused: {with_file(error, line)}"
+            text = f"job {number}: {' '.join(_submitted(overrides))}\n  refused: {with_file(error, line)}"
         console.print(text, markup=False, highlight=False)
     for text in notices_of(accepted, line):
         console.print(text, markup=False, highlight=False)
@@ -95,6 +95,11 @@ def _show_submissions(jobs: list[Job], directory: Path, console: Console, line: 
     for text in (*texts, *costs):
         console.print(text, markup=False, highlight=False)
     return 0
+
+
+def _submitted(overrides: Sequence[str]) -> list[str]:
+    """Returns the overrides that the job would have without the dry run."""
+    return [override for override in overrides if not override.lstrip("+").startswith("launch.dry_run=")]
 
 
 def _composed(compose: Callable[[Sequence[str]], DictConfig], overrides: Sequence[str]) -> DictConfig | Exception:

@@ -48,6 +48,8 @@ def test_a_project_passes_its_tests_and_can_be_submitted(
         tests[name]()
 
     assert {*README} <= {*PAGE}
+    forgotten = called("experiment=baseline", "launch.dry_run=true")
+    assert "fix:    -cd conf experiment=baseline, which reads conf/experiment/baseline.yaml" in forgotten.stderr
     submissions = [shlex.split(line)[3:] for line in PAGE if "experiment=baseline" in line and line.endswith(" -m")]
     assert len(submissions) == 3
     for arguments in submissions[:2]:  # a sweep, and a dry run
