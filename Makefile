@@ -11,7 +11,7 @@
 # make test-torch TORCH=2.15.0  the layouts, checkpoints, faults, doors and resumption on another version of torch, in an
 #                environment of its own that replaces that of the version before; TESTS=... runs others
 # make lint    ruff, mypy, import-linter
-# make docs    the documentation as web pages, in build/site
+# make docs    the documentation as web pages, in build/site; python -m http.server -d build/site serves them with search
 # make monitoring-up, monitoring-down  a Prometheus of your own that scrapes your runs, e.g. those of make slurm-up, and
 #                Grafana with the dashboards where it is installed; MONITORING_INSTALL=1 installs Prometheus
 # make bench-peers  our step against Lightning Fabric, Accelerate, Trainer, torchtitan and a bare loop, in an

@@ -514,6 +514,22 @@ def chart(
         at += 28 + 6.2 * len(name)
 
 
+def report() -> Drawing:
+    """Draws the beginning of the report page of a run, whose HTML ``report.html`` in the folder of the pictures has."""
+    drawing = Drawing(
+        "The report page of a run",
+        "The verdict: the run is done and has recovered from a failure; its steps, losses, accuracy, and time. Then "
+        "what it trains and from which commit, and the loss over the steps with lost work in gray.",
+        860,
+        1850,
+    )
+    page = (FOLDER / "report.html").read_text().replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')
+    drawing.elements.append(
+        f'<foreignObject width="860" height="1850"><body xmlns="http://www.w3.org/1999/xhtml">{page}</body></foreignObject>'
+    )
+    return drawing
+
+
 def pictures() -> dict[str, str]:
     """Returns the content of each file by its name."""
     drawings = {
@@ -522,6 +538,7 @@ def pictures() -> dict[str, str]:
         "schedules": schedules(),
         "life": life(),
         "dashboard": dashboard(),
+        "report": report(),
         "top": screen(
             "top",
             "The live view of runs",
