@@ -16,7 +16,7 @@ import xxhash
 
 
 class HashedFile:
-    """Writes a new file and hashes it with xxh3-128 meanwhile; the file is on disk when ``close`` returns."""
+    """Writes a new file and computes its xxh3-128 digest; the file is on disk when ``close`` returns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

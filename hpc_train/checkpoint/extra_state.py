@@ -1,9 +1,9 @@
 """Saves the entries of a module's state dict beyond parameters and buffers.
 
-torch's modules keep such state by ``get_extra_state`` and ``set_extra_state``, by overrides of ``_save_to_state_dict``
-and ``_load_from_state_dict``, or by hooks. ``extra.KEY`` in a checkpoint is the entry KEY of the state dict as JSON,
-and ``extra_tensor.KEY.PATH`` a tensor in it, so that loading runs no code. The entries may change their size with each
-save, and may differ between replicas, of which the first one saves them.
+A module defines such state with ``get_extra_state`` and ``set_extra_state``, with overrides of
+``_save_to_state_dict`` and ``_load_from_state_dict``, or with hooks. In a checkpoint, ``extra.KEY`` is the entry KEY of
+the state dict as JSON, and ``extra_tensor.KEY.PATH`` is a tensor in it, so loading runs no code. The size of an entry
+may change with each save. Entries may differ between replicas; the first replica saves its own.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from tensors_in(item, inner)
 
 
-# JSON has no dictionaries with other keys than text and no tuples; these are objects with one of these keys.
+# JSON supports neither tuples nor dicts whose keys are not strings; they are stored as objects with one of these keys.
 _DICT, _TUPLE, _TENSOR = "__dict__", "__tuple__", "__tensor__"
 
 
 def encoded(value: Any, owner: str, where: str, path: str = "") -> Any:
-    """Returns JSON for ``value``, in which a tensor is only the path under which the checkpoint holds it.
+    """Returns ``value`` as JSON; each tensor is replaced with the path under which the checkpoint stores it.
 
     Args:
-        owner, where: what has the value, and where it comes from, for messages.
+        owner, where: the owner of the value and its source, for messages.
 
     Raises:
         UserError: a part of the value is not of a plain type.
@@ -69,7 +69,8 @@ def encoded(value: Any, owner: str, where: str, path: str = "") -> Any:
             return items
         return {_TUPLE: items}
     raise UserError(
-        f"the state of {owner} has a {type(value).__name__}{f' at {path}' if path else ''}, which no checkpoint holds",
+        f"the state of {owner} has a {type(value).__name__}{f' at {path}' if path else ''}, "
+        "which checkpoints cannot store",
         where=where,
         fix="numbers, text, tensors, and lists, tuples and dicts of them",
     )
@@ -90,7 +91,7 @@ def decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 ENTRY, TENSOR = "extra.", "extra_tensor."
 _WHERE = "the state dict of the model"
-_BLOCK = 256  # bytes; JSON is filled up with spaces, so that few saves differ in their plan
+_BLOCK = 256  # bytes; JSON is padded to a multiple of this, so that the plan of a save rarely changes
 _SPLIT = ("stem", "layers", "head")  # parts of a ``Model`` that only one pipeline stage has
 
 
@@ -102,7 +103,7 @@ class _Entries:
         values: canonical key -> value.
         keys: canonical key -> key in the module's state dict.
         renamed: names of parameters and buffers -> the keys under which the state dict has them instead.
-        metadata: that of the state dict.
+        metadata: the metadata of the state dict.
         error: why there is no state dict; empty if there is one.
     """
 
@@ -138,10 +139,10 @@ def check_extra_state(parts: Sequence[nn.Module]) -> list[str]:
     """Checks that checkpoints can hold the state dicts of ``parts``.
 
     Returns:
-        Warnings about what they cannot restore.
+        Warnings about state that checkpoints cannot restore.
 
     Raises:
-        UserError: an entry is of a type that no checkpoint holds.
+        UserError: an entry has a type that a checkpoint cannot store.
     """
     warnings = []
     for entries in map(_entries, parts):
@@ -149,14 +150,14 @@ def check_extra_state(parts: Sequence[nn.Module]) -> list[str]:
             _encoded(key, value)
         if entries.error:
             warnings.append(
-                f"state_dict of {type(entries.root).__name__} fails ({entries.error}); checkpoints have its parameters "
-                "and buffers and nothing else"
+                f"state_dict of {type(entries.root).__name__} fails ({entries.error}); checkpoints store only its "
+                "parameters and buffers"
             )
         if entries.renamed:
             shown = ", ".join(f"{name} as {key}" for name, key in [*entries.renamed.items()][:SHOWN])
             warnings.append(
                 f"{type(entries.root).__name__} renames tensors in its state dict ({shown}); checkpoints and exports "
-                "have them under the names of the parameters and buffers"
+                "store them under the names of the parameters and buffers"
             )
     return warnings
 
@@ -234,7 +235,7 @@ class ExtraLoad:
                     self.targets[name] = torch.empty(stored[name].shape, dtype=stored[name].dtype, device=place)
 
     def finish(self) -> None:
-        """Gives the loaded entries to the modules.
+        """Loads the entries into the modules.
 
         Raises:
             UserError: an entry is not what ``extra_state`` writes.
@@ -254,10 +255,10 @@ def _give(entries: _Entries, values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def kept_extra_state(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Restores the entries of ``parts``.
+    """Restores the entries of ``parts`` at the end of the ``with`` block.
 
     Raises:
-        UserError: an entry is of a type that no checkpoint holds.
+        UserError: an entry has a type that a checkpoint cannot store.
     """
     saved = [(entries, _copies(entries)) for part in parts if (entries := _entries(part)).values]
     try:
@@ -268,7 +269,7 @@ def kept_extra_state(parts: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def copy_extra_state(part: nn.Module, other: nn.Module) -> None:
-    """Gives the entries of ``part`` to ``other``, a model of the same class."""
+    """Copies the entries of ``part`` to ``other``, a model of the same class."""
     source, target = _entries(part), _entries(other)
     if source.values:
         _give(target, {key: value for key, value in _copies(source).items() if key in target.keys})

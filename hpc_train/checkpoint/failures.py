@@ -1,6 +1,6 @@
-"""Failures of a training: published rates, the interval of checkpoints, and the share of the time that is useful.
+"""Models failures of a training run: published failure rates, the best checkpoint interval, the share of useful time.
 
-Failures come at a constant rate per GPU-hour, independently of each other, and each one interrupts the whole training.
+Failures occur at a constant rate per GPU-hour, independently of each other, and each one interrupts the whole run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def best_interval(cost_s: float, durable_s: float, failures_per_gpu_hour: float,
 
 
 def between_failures(failures_per_gpu_hour: float, gpus: int) -> float:
-    """Returns the mean time between failures of a training on ``gpus`` GPUs, in seconds."""
+    """Returns the mean time between failures of a training run on ``gpus`` GPUs, in seconds."""
     if failures_per_gpu_hour:
         return 3600 / (failures_per_gpu_hour * gpus)
     return math.inf
@@ -60,10 +60,10 @@ class Saves:
     """Holds the costs of saving and restarting, in seconds.
 
     Attributes:
-        every_s: useful work between the begins of two saves.
-        blocked_s: for how long a save blocks training.
-        durable_s: from the begin of a save until a restart can use it.
-        restart_s: from a failure until training continues, including the time to read the checkpoint.
+        every_s: the useful work between the starts of two saves.
+        blocked_s: the time for which a save blocks training.
+        durable_s: the time from the start of a save until a restart can use it.
+        restart_s: the time from a failure until training continues, including the time to read the checkpoint.
     """
 
     every_s: float
@@ -74,7 +74,7 @@ class Saves:
 
 @dataclass(frozen=True)
 class Shares:
-    """How the time of a training is spent on average; the sum is 1."""
+    """Holds the average shares of the time of a training run; their sum is 1."""
 
     useful: float
     saves: float
@@ -86,7 +86,7 @@ _LARGEST = 700.0  # exponent of a float
 
 
 def shares(saves: Saves, between_failures_s: float) -> Shares:
-    """Returns how the time is spent if failures come every ``between_failures_s`` seconds on average.
+    """Returns the shares of the time if a failure occurs every ``between_failures_s`` seconds on average.
 
     The useful share is Daly's, t / (M exp(R / M) (exp((t + s) / M) - 1)), with t the interval of saves, s the seconds
     that a save blocks, R the restart and M the time between failures (https://doi.org/10.1016/j.future.2004.11.016).

@@ -2,7 +2,7 @@
 
 All copies are in one pinned arena of exactly their size. torch's allocator of pinned memory would round each tensor up
 to a power of two (``CachingHostAllocator``) and never give it back. From a GPU the copies run on a separate stream;
-only what changes a tensor waits for its copy, which for parameters and optimizer state is the optimizer's next update.
+only an operation that changes a tensor waits for its copy: for parameters and optimizer state, the next optimizer step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALIGNMENT = 64  # bytes, a cache line
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of this process
 
 
-@torch.no_grad()  # without it DTensors ask autograd for their shards
+@torch.no_grad()  # otherwise autograd records ``DTensor.to_local``
 def local_shard(tensor: Tensor) -> Tensor:
     """Returns the part of the tensor that this rank holds."""
     if isinstance(tensor, DTensor):
@@ -40,7 +40,7 @@ class HostArena:
     """One mapping of host memory, pinned for ``device`` if that is a GPU; forked processes do not inherit it.
 
     Args:
-        cuda: torch's module of the device.
+        cuda: the torch module of the device type, such as ``torch.cuda``.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -92,7 +92,7 @@ class HostArena:
             self._clear_error()
 
     def release(self) -> None:
-        """Gives the memory back, once no tensor in it is in use. Its copies must be complete."""
+        """Frees the memory when no tensor refers to it any more. All copies into it must be complete."""
         if self._pinned:
             self._cuda.cudart().cudaHostUnregister(self._address)
         self._pinned = None
@@ -119,7 +119,7 @@ class SideStream:
     def copy(self, copies: Iterable[Sequence[Tensor]]) -> Any:
         """Starts copies (target, source) after the current stream's work so far; returns the event of their end.
 
-        The sources must be kept until then, since the allocator does not know of this stream.
+        The caller must keep references to the sources until then, since the allocator does not track this stream.
         """
         self._event(self._current).wait(self._stream)
         with self._cuda.stream(self._stream):
@@ -147,7 +147,7 @@ class Snapshot:
 
     Attributes:
         hold: makes later work on the device wait for the copies, without blocking; None if they are complete.
-        complete: blocks until the copies are complete, in any thread; None if they are.
+        complete: blocks until the copies are complete, in any thread; None if they already are.
     """
 
     tensors: Mapping[str, Tensor]
@@ -199,12 +199,12 @@ class HostCopies:
             return f"the process cannot reserve {format_bytes(needed)} of host memory: {error}"
         return None
 
-    @torch.no_grad()  # without it DTensors ask autograd for their shards
+    @torch.no_grad()  # otherwise autograd records ``DTensor.to_local``
     def take(self, state: Mapping[str, Tensor], until_update: Collection[str] = ()) -> Snapshot:
         """Starts the copies of a planned state, after the last snapshot has been written.
 
         The current stream waits at once for the copies of all tensors that are not in ``until_update``; nothing may
-        change these without ``hold`` of the snapshot before.
+        change these before ``hold`` of the snapshot has been called.
         """
         self._arena.reserve(self.bytes_of(state))
         self._arena.pin()
@@ -232,7 +232,7 @@ class HostCopies:
         return _Streamed(state, self._device, self._arena)
 
     def release(self) -> None:
-        """Gives the memory back after the last save."""
+        """Frees the memory after the last save."""
         self._arena.release()
 
     def _written(self, state: Mapping[str, Tensor]) -> list[str]:

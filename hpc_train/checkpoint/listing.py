@@ -110,8 +110,8 @@ def choose_by_name(run: RunDirectory, name: str, metric: BestMetric) -> Checkpoi
     """Returns the newest checkpoint, the best one, or that of a step.
 
     Args:
-        metric: that of ``best``, which evaluations during the training have recorded in the manifests. A checkpoint
-            without a readable manifest is not considered; standard error says so.
+        metric: the metric of ``best``, which evaluations during training have recorded in the manifests. A checkpoint
+            without a readable manifest is skipped with a message on standard error.
 
     Raises:
         UserError: the run has no such checkpoint.
@@ -127,7 +127,7 @@ def choose_by_name(run: RunDirectory, name: str, metric: BestMetric) -> Checkpoi
     kept = []
     for item in list_checkpoints(run):
         if item.manifest is None:
-            print(f"the checkpoint of step {item.checkpoint.step} is not considered: {item.problem}", file=sys.stderr)
+            print(f"the checkpoint of step {item.checkpoint.step} is skipped: {item.problem}", file=sys.stderr)
         else:
             kept.append(Kept(item.checkpoint.step, item.manifest.metrics))
     step = best_step(kept, metric)

@@ -124,7 +124,7 @@ class CheckpointManager:
             self._group = dist.new_group(backend="gloo", timeout=SLOWEST_WRITE)
         self._writer = TensorWriter(self._group)
         base = base_identity(self.config.model) if self.mesh.rank == 0 else None
-        aliases = dict(getattr(self.engine, "aliases", {}))  # the state of a custom loop does not know them
+        aliases = dict(getattr(self.engine, "aliases", {}))  # the state of a custom loop has none
         self._facts = {key: value for key, value in ((BASE, base), (ALIASES, aliases)) if value}
         self._removals = Removals(self._report_removal)
 
@@ -200,8 +200,8 @@ class CheckpointManager:
         if differing:
             names = ", ".join(differing[:SHOWN])
             message = (
-                f"the state {names} of the model differs between ranks; checkpoints hold that of the first "
-                "data-parallel rank, and all ranks continue with it after a restart"
+                f"the state {names} of the model differs between ranks; checkpoints store the state of the first "
+                "data-parallel rank, and after a restart all ranks continue with it"
             )
             self._warn(step, message)
 
@@ -211,7 +211,7 @@ class CheckpointManager:
             try:
                 self._copies.plan(state, self._writer.names(state))
             except SaveFailed:
-                return None  # the synchronous save reports what fails
+                return None  # the synchronous save reports the error
         problem = self._copies.shortage(state, self.ranks_of_node)
         lacks = self._anywhere(problem is not None)
         if self._lacked is not lacks:
@@ -263,8 +263,8 @@ class CheckpointManager:
         """Loads the newest valid checkpoint of this run or of the run it was forked from; returns None without any.
 
         Raises:
-            UserError: the checkpoint does not match the model or optimizer, all are damaged, the saved ones have
-                disappeared, or the run that this one was forked from has none.
+            UserError: the checkpoint does not match the model or optimizer, all checkpoints are damaged, the saved
+                ones have disappeared, or the run that this one was forked from has none.
         """
 
         def revoke() -> None:
@@ -294,7 +294,7 @@ class CheckpointManager:
         restored, self._load_hook = restore(verified, forked, self.engine, self.optimizer, self.mesh, self._group)
         if restored.missing:
             missing = ", ".join(restored.missing[:SHOWN])
-            message = f"the checkpoint has no state {missing} of the model, which continues with its initial value"
+            message = f"the checkpoint lacks the state {missing} of the model, which keeps its initial value"
             self._warn(restored.step, message)
         if restored.path.parent == self.store.root:
             self._whole[verified.checkpoint] = verified.manifest
@@ -380,7 +380,7 @@ class CheckpointManager:
         writing: Path | None = None
         try:
             use_device(self.mesh.device)
-            tensors = self._host_tensors(save)  # first, so that no copy runs when a save that fails here has ended
+            tensors = self._host_tensors(save)  # first, so that no copy is running after a save has failed here
             writing = on_first(partial(self.store.begin, save.step, self.events.attempt), self._group)
             check_space = partial(self._check_space, writing)
             files = self._writer.write(save.state, writing, check_space, tensors)
@@ -404,7 +404,7 @@ class CheckpointManager:
             self.durable_s = time.monotonic() - save.began
 
     def _host_tensors(self, save: _Save) -> Mapping[str, Tensor] | None:
-        """Returns what to write instead of ``save.state``; None if all of that is on the host."""
+        """Returns the tensors to write instead of ``save.state``; None if all of ``save.state`` is on the host."""
         if save.snapshot is not None:
             if save.snapshot.complete is not None:
                 save.snapshot.complete()
@@ -449,7 +449,7 @@ class CheckpointManager:
         self.store.prune(retention, self.events.attempt, self._whole)
 
     def _report_removal(self, error: Exception) -> None:
-        if not isinstance(error, Superseded):  # the next save reports that
+        if not isinstance(error, Superseded):  # which the next save reports
             self.events.write("warning", step=self._saved_step or 0, message=f"cannot remove old checkpoints: {error}")
 
     def _check_space(self, writing: Path, tensor_bytes: int, files: int) -> None:

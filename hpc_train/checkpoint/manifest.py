@@ -116,7 +116,7 @@ def decode(data: bytes, where: str = NAME) -> Manifest:
             files=files, **{name: value for name, value in content.items() if name in fields_of_version}
         )
         _count(manifest.step)
-        # what commands read without loading the checkpoint
+        # fields that commands read without loading the checkpoint
         if not all(isinstance(value, dict) for value in (manifest.extra, manifest.layout, manifest.versions)):
             raise TypeError("not an object")
         if not rows.seconds(manifest.time) or not rows.count(manifest.attempt):
@@ -199,7 +199,7 @@ def verify(
 
     Raises:
         BadCheckpoint: a file differs; the message describes the first difference.
-        OSError: this process cannot read a file, so nothing is known about the file.
+        OSError: this process cannot read a file, so the state of the file is unknown.
     """
     for name in manifest.files if names is None else names:
         check = partial(_check_file, checkpoint, name, manifest.files[name], full, on_bytes)
@@ -247,7 +247,8 @@ def wait_until_visible(action: Callable[[], T], timeout_s: float, what: str) -> 
 
 def foreign_files(checkpoint: Path, manifest: Manifest) -> list[str]:
     """Returns the names of files in the directory of the checkpoint that do not belong to it."""
-    names = {path.name for path in checkpoint.iterdir() if not path.name.startswith(".nfs")}  # removed, still open
+    # NFS renames a file that is removed while it is open to .nfsNUMBER
+    names = {path.name for path in checkpoint.iterdir() if not path.name.startswith(".nfs")}
     return sorted(names - {*manifest.files, NAME, COMMITTED})
 
 

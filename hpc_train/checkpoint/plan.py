@@ -1,13 +1,13 @@
-"""Plans which rank writes which part of which tensor, once for all saves, and encodes DCP's description of the result.
+"""Plans once for all saves which rank writes which part of which tensor, and encodes the result as DCP metadata.
 
-``dcp.save`` sends the plans of all ranks to rank 0 as objects in every save, and the results and the metadata back and
-forth as well. Here a rank describes its parts as one table of integers and sends 16 bytes, the digest of the table.
-Tables that are equal, as those of replicas, are sent once and compressed. Rank 0 gives each part to the rank that has
-the least to write among those that hold it, and answers with one bit per part. As long as no digest changes, the plan
-holds, and a save sends nothing but digests.
+In every save, ``dcp.save`` sends the plans of all ranks to rank 0 as pickled objects, and sends the results and the
+metadata back and forth as well. Here a rank describes its parts as one table of integers and sends 16 bytes, the digest
+of the table. Equal tables, such as the tables of replicas, are compressed and sent once. Rank 0 assigns each part to
+the rank that has the least to write among the ranks that hold the part, and answers with one bit per part. As long as
+no digest changes, the plan remains valid, and a save sends only digests.
 
-Rank 0 keeps about 100 bytes per part of the whole checkpoint: its box, its writer and its place in a file. With N ranks
-and T tensors these are up to N x T parts if all ranks shard every tensor, and T x the shards of a replica otherwise.
+Rank 0 keeps about 100 bytes per part of the whole checkpoint: its box, its writer and its place in a file. N ranks and
+T tensors have up to N x T parts if all ranks shard every tensor, and T x the shards of a replica otherwise.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def share_out(digests: Sequence[bytes], packed: Mapping[int, bytes], serial: int
     """
     groups = _groups(digests, packed)
     load = np.zeros(len(digests), dtype=np.int64)
-    parts = np.zeros(len(digests), dtype=np.int64)  # that each rank holds
+    parts = np.zeros(len(digests), dtype=np.int64)  # the number of parts that each rank holds
     for group in groups:
         parts[np.concatenate(group.ranks)] = len(group.tensors)
     begins = np.cumsum(parts) - parts
@@ -362,9 +362,9 @@ _TUPLES = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
 def encode_metadata(plan: SharedPlan, places: Sequence[Places]) -> bytearray:
     """Returns the content of ``.metadata``, the pickle of a ``Metadata`` object, for every reader of DCP's format.
 
-    It has several objects per part of a tensor. 8,000 ranks that shard 300 tensors have 2.4 million parts: their
-    objects and the pickler's memo would take several GB, and the pickler would hold Python's interpreter lock, and so
-    the training of rank 0, until it is done. So the opcodes of the parts are written directly.
+    ``Metadata`` has several objects per part of a tensor. 8,000 ranks that shard 300 tensors have 2.4 million parts:
+    their objects and the pickler's memo would take several GB, and the pickler would hold the GIL, and thereby block
+    training on rank 0, until it is done. Therefore this function writes the opcodes of the parts directly.
 
     Args:
         places: where each rank has written its parts.

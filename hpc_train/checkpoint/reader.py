@@ -185,7 +185,7 @@ def _check_storage(name: str, info: Any, manifest: Manifest, tensor_bytes: int) 
 
 
 class _Window(io.RawIOBase):
-    """Presents a part of an open file as a file that can seek from its end, which DCP's own cannot."""
+    """Presents a part of an open file as a file that can seek relative to its end, which DCP's class cannot."""
 
     def __init__(self, file: Any, offset: int, length: int) -> None:
         self._file = file
@@ -239,7 +239,7 @@ class StoredTensors:
     """Reads the tensors of a verified checkpoint by global name, one at a time and in one process.
 
     Args:
-        hook: the name of a hook, such as ema; its tensors replace those parameters of the model whose names they have.
+        hook: the name of a hook, such as ema; its tensors replace the parameters of the model with the same names.
 
     Attributes:
         aliases: further names of the model's tied tensors -> their names in the checkpoint; earlier versions stored
@@ -256,7 +256,7 @@ class StoredTensors:
         self._replaced = {} if hook is None else weights_of_hook(self.shapes, hook)
 
     def model(self) -> dict[str, TensorShape]:
-        """Returns the model's names of its tensors -> their shapes."""
+        """Returns the names of the model's tensors -> their shapes."""
         return {name.removeprefix(MODEL): shape for name, shape in self.shapes.items() if name.startswith(MODEL)}
 
     def extra_state(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Loads a verified checkpoint of any layout into the model and optimizer of this one. All ranks call it together.
+"""Loads a verified checkpoint of any layout into the model and optimizer of the current layout. Collective.
 
-An evaluation loads the weights alone.
+An evaluation loads only the weights.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ LoadHook = Callable[[Mapping[str, Tensor]], str | None]  # see ``CheckpointManag
 
 @dataclass(frozen=True)
 class RestoredState:
-    """Holds the part of a checkpoint that is not tensors.
+    """Describes a restored checkpoint, and holds its values other than tensors.
 
     Attributes:
         step: number of completed optimizer steps.
         extra: the values that were passed to ``save``.
         with_optimizer: False for a fork with another optimizer, whose state starts from scratch.
         forked: whether the checkpoint belongs to the run that this one was forked from.
-        drops_residuals: whether residuals of compressed gradients are left out, since this layout has none.
+        drops_residuals: whether the residuals of compressed gradients are dropped, since this layout has none.
         missing: entries of the model's state dict that the checkpoint lacks, which keep their initial values.
     """
 
@@ -78,7 +78,7 @@ def restore(
     """Loads the checkpoint ``verified``; also returns how a hook loads its tensors from it.
 
     Args:
-        forked: whether it is one of another run, whose optimizer this run need not continue.
+        forked: whether it belongs to another run, whose optimizer this run need not continue.
         group: all ranks, on the CPU.
 
     Raises:
@@ -127,7 +127,7 @@ def load_weights(engine: ModelState, mesh: Mesh, checkpoint: Checkpoint, hook: s
     """Verifies ``checkpoint`` and loads its parameters and buffers into ``engine``. Collective.
 
     Args:
-        hook: the name of a hook, such as ema; its tensors replace those parameters of the model whose names they have.
+        hook: the name of a hook, such as ema; its tensors replace the parameters of the model with the same names.
 
     Returns:
         The manifest of the checkpoint.

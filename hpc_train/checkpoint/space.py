@@ -1,6 +1,6 @@
 """Checks the disk space for a checkpoint, and estimates how long a run needs to save and stop; without torch.
 
-Slurm signals a job that long before its time limit, and an agent kills workers that need longer.
+Slurm signals a job that many seconds before its time limit, and an agent kills workers that take longer to stop.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _fitting_keep(store: CheckpointStore, lacking: int, keep: int) -> str:
 
 
 UNKNOWN_S = 120  # for the current step and the exit, before any step has been timed
-LEAVING_S = 30  # for trackers to get the rest and processes to exit
+LEAVING_S = 30  # for the last values to reach the trackers and for processes to exit
 LEAST_S = 60
 SAVE_SAFETY_FACTOR = 2  # the file system may be busy during the next save
 BYTES_PER_S = 0.5e9  # assumed write bandwidth per node on a shared file system
@@ -83,7 +83,7 @@ def stop_time(config: Config, run: RunDirectory, nodes: int) -> StopTime:
     save_s = _slowest_save(run)
     if save_s is not None:
         newest = (run.newest_metrics(attempt).step_s for attempt in range(run.newest_attempt(), -1, -1))
-        step_s = next((seconds for seconds in newest if seconds is not None), 0.0)  # of the last attempt with a step
+        step_s = next((seconds for seconds in newest if seconds is not None), 0.0)  # of the newest attempt with a step
         reason = f"{SAVE_SAFETY_FACTOR} x the slowest save so far ({save_s:.3g} s) plus a step ({step_s:.3g} s)"
         return StopTime(_rounded(SAVE_SAFETY_FACTOR * save_s + step_s + LEAVING_S), reason)
     size = state_bytes(config)

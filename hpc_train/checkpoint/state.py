@@ -54,20 +54,20 @@ class OptimizerState(Protocol):
     """Interface of an optimizer whose state is saved in checkpoints."""
 
     def expect(self, stored: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
-        """Makes room for the tensors of a checkpoint before a load; returns those whose shapes only it knows."""
+        """Allocates tensors for a checkpoint before a load; returns those whose shapes only the optimizer knows."""
 
     def named_state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Returns canonical parameter name -> key -> tensor; a load writes into these tensors."""
 
     def loaded(self) -> None:
-        """Takes over loaded values; called after a load into the parameters and possibly into ``named_state``."""
+        """Applies loaded values; called after a load into the parameters and possibly into ``named_state``."""
 
     def before_next_update(self, action: Callable[[], None]) -> None:
         """Calls ``action`` once, before the next update changes a parameter or the state."""
 
 
 def model_state(engine: ModelState) -> dict[str, Tensor]:
-    """Returns the parameters and buffers that this rank holds; of parameters in bf16 their masters."""
+    """Returns the parameters and buffers that this rank holds; for bf16 parameters, the master weights."""
     state = {f"model.{name}": saved_value(parameter) for name, parameter in engine.named_parameters().items()}
     return state | {f"model.{name}": buffer for name, buffer in engine.named_buffers().items()}
 
@@ -90,7 +90,7 @@ def saved_state(engine: ModelState, optimizer: OptimizerState, mesh: Mesh) -> di
 
 
 def kept_until_update(engine: ModelState, state: Iterable[str]) -> set[str]:
-    """Returns the names of the tensors that only the optimizer changes, and not a forward or a backward."""
+    """Returns the names of the tensors that only the optimizer changes, not a forward or backward pass."""
     parameters = {f"model.{name}" for name in engine.named_parameters()}
     return {name for name in state if name in parameters or name.startswith("optim.")}
 
@@ -196,10 +196,10 @@ def required(stored: Mapping[str, _Value]) -> dict[str, _Value]:
 
 
 def weights_of_hook(stored: Mapping[str, object], hook: str) -> dict[str, str]:
-    """Returns the names of the model's tensors in a checkpoint -> the names of the tensors that ``hook`` keeps of them.
+    """Returns the names of the model's tensors in a checkpoint -> the names of the tensors of ``hook`` for them.
 
     Raises:
-        UserError: the hook keeps no tensors.
+        UserError: the hook has no tensors in the checkpoint.
     """
     prefix = f"{HOOKS}{hook}."
     hook_names = {f"model.{name.removeprefix(prefix)}": name for name in stored if name.startswith(prefix)}
@@ -216,7 +216,7 @@ def weights_of_hook(stored: Mapping[str, object], hook: str) -> dict[str, str]:
 
 
 def missing_in(stored: Mapping[str, TensorShape], needed: Mapping[str, TensorShape]) -> str | None:
-    """Returns what keeps the tensors ``needed`` of a hook from being loaded, or None."""
+    """Returns why the tensors ``needed`` by a hook cannot be loaded, or None."""
     for name, shape in needed.items():
         if name not in stored:
             return f"{name} is not in the checkpoint"
@@ -233,7 +233,7 @@ class CompressionLoad:
 
     Attributes:
         targets: name -> tensor to load into. Call ``finish`` after the load.
-        drops: whether the checkpoint has residuals and this rank sends gradients without any.
+        drops: whether the checkpoint has residuals that this rank drops, since it has none.
     """
 
     def __init__(self, engine: ModelState, stored: Mapping[str, TensorShape]) -> None:

@@ -116,7 +116,7 @@ class Removals:
     def start(self, removal: Callable[[], None]) -> None:
         """Runs ``removal`` after the ones that are running or due; returns at once. Any thread may call it.
 
-        Each removal looks for all that is to be removed, so the ones that follow a slow one find little to do.
+        Each removal searches for everything to remove, so the removals that follow a slow one have little to do.
         """
         with self._lock:
             self._due.append(removal)
@@ -187,10 +187,10 @@ class CheckpointStore:
         return sorted(path for path in self._entries() if _BAD.fullmatch(path.name))
 
     def _entries(self) -> list[Path]:
-        """Returns what is in the directory; nothing if it does not exist.
+        """Returns the entries of the directory; none if it does not exist.
 
         Raises:
-            OSError: it cannot be listed, so that nothing is known about its checkpoints.
+            OSError: the directory cannot be listed, so its checkpoints are unknown.
         """
         try:
             return list(self.root.iterdir())
@@ -204,7 +204,7 @@ class CheckpointStore:
             FileExistsError: a checkpoint of ``step`` is already committed.
         """
         self.guard()
-        self.root.mkdir(exist_ok=True)  # a run directory that was deleted is not made again
+        self.root.mkdir(exist_ok=True)  # does not recreate a run directory that was deleted
         self._refuse_second_commit(step)
         hidden = "." * (not self.by_marker)
         serial = 0
@@ -258,8 +258,8 @@ class CheckpointStore:
     def revoke(self, attempt: int) -> None:
         """Hides unfinished saves of earlier attempts, so that a suspended process cannot commit one later.
 
-        ``guard`` alone cannot prevent that, since a process may be suspended between the check and its rename. What is
-        hidden is left for ``remove_hidden``. Where a marker commits, a directory is removed at once.
+        ``guard`` alone cannot prevent that, since a process may be suspended between the check and its rename.
+        ``remove_hidden`` removes the hidden directories. Where a marker commits, directories are removed at once.
         """
         self.guard()
         for path in self._unfinished_before(attempt):
@@ -291,8 +291,8 @@ class CheckpointStore:
 
         Args:
             known: checkpoints whose files this process has written or has seen in full size, with their manifests.
-                These are complete while all names exist, which takes one listing instead of an open of each file. The
-                call adds what it has compared and drops what is gone.
+                They are complete as long as all names exist, which one listing shows without opening each file. The
+                call adds the checkpoints that it has compared and drops those that no longer exist.
         """
         self.guard()
         complete = self._complete(known or {})
@@ -401,7 +401,7 @@ def furthest_saved(run: RunDirectory) -> int:
 
 
 def record_save(run: RunDirectory, step: int) -> None:
-    """Records in ``run.json`` that the run has saved a checkpoint, which its events may lose to a purge of old files.
+    """Records in ``run.json`` that the run has saved a checkpoint, since a purge of old files may remove its events.
 
     Only the first save is recorded, so that saves do not write ``run.json``.
     """

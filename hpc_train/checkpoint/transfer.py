@@ -54,7 +54,7 @@ SHARD_BYTES = 4 * 2**30  # largest safetensors file, and thereby the memory that
 TOKEN_IDS, POSITIONS = ("bos_token_id", "eos_token_id", "pad_token_id"), "max_position_embeddings"  # of config.json
 GENERATION = "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-TRIES = 5  # of an export from a run that prunes
+TRIES = 5  # attempts to export while the run removes old checkpoints
 LENGTH = 2048  # assumed longest sequence where the run does not define one; Llama's value
 _REDOWNLOAD = "download the model again"
 Advance = Callable[[int], None]  # called with the number of bytes done since the last call
@@ -144,7 +144,7 @@ def _model(run: RunDirectory) -> tuple[ModelConfig, int | None]:
 
 
 def _others(run: RunDirectory) -> Others | None:
-    """Returns the settings that the run has from published weights, or else the tokens around its documents."""
+    """Returns the settings of the published weights that the run forked, or else the tokens around its documents."""
     others = published(run)
     config = load(run) if others is None and run.config.exists() else None
     if config is None or not (isinstance(config.model, GPTConfig) and isinstance(config.data, TokensDataConfig)):
@@ -228,7 +228,7 @@ def export_pt(
 ) -> None:
     """Writes the file ``to``: a dict of parameter name -> tensor for ``torch.load`` and ``load_state_dict``.
 
-    It also has the other entries of the module's state dict, such as those of ``get_extra_state``.
+    The dict also has the other entries of the module's state dict, such as those of ``get_extra_state``.
 
     The tensors are first written to temporary files, which ``torch.save`` then reads through the page cache. This
     needs twice the disk space for a while, but no memory.
@@ -334,7 +334,7 @@ class PublishedFiles:
 
     Attributes:
         shapes: shapes of the tensors under the names of hpc_train's GPT.
-        others: what an export writes again, see ``run/imported.py``.
+        others: the settings that an export writes back; see ``run/imported.py``.
     """
 
     folder: Path

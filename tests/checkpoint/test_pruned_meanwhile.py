@@ -110,7 +110,7 @@ def test_the_best_checkpoint_is_found_beside_those_that_cannot_be_read(
         rewrite(run.checkpoints / f"step-{step:08d}", {"val_loss": loss})
     (run.checkpoints / "step-00000003" / "manifest.json").unlink()
     assert listing.choose_by_name(run, "best", LOWEST_LOSS).step == 2
-    assert "the checkpoint of step 3 is not considered: manifest.json" in capsys.readouterr().err
+    assert "the checkpoint of step 3 is skipped: manifest.json" in capsys.readouterr().err
     read = listing.read_manifest
 
     def disturbed(path: Path) -> object:

@@ -111,7 +111,7 @@ def test_a_hook_ends_the_run_and_its_state_goes_on_under_another_layout(
     events = eval(log.split("recorded after step 9:\n")[1].splitlines()[0])
     assert [event for event in events if event[0] == "step"] == [["step", step] for step in range(1, 10)]
     assert events[0] == ["start", 0] and events[-1] == ["checkpoint", 9] and ["start", 6] not in events
-    assert "has no state" not in log
+    assert "lacks the state" not in log
     state = choose(run, 9).manifest().extra["hooks"]["early_stopping"]
     assert (state["best_step"], state["without"]) == (2, 3), "early stopping has gone on counting"
 
