@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Words(Flag):
-    """Says what the words after a command are."""
+    """Names the kinds of positional arguments that a command takes."""
 
     RUNS = auto()  # the name or path of a run or sweep
     OVERRIDES = auto()  # of the config
@@ -22,10 +22,10 @@ class Command(NamedTuple):
 
     Attributes:
         function: "module:function".
-        summary: its line in the help.
-        heading: the line above it and its neighbors.
-        takes: what its words are besides options.
-        actions: the allowed first words; () if it allows any.
+        summary: the line of the command in the help.
+        heading: the section of the help that lists the command.
+        takes: the kinds of its positional arguments.
+        actions: the values that its first argument may have; () if there is no such list.
     """
 
     function: str

@@ -32,11 +32,11 @@ def start_agent(arguments: list[str], begun: HeadStart | None = None) -> int:
     options = parser.parse_args(arguments)
     run = RunDirectory(options.run_dir.absolute())
     open_run(run, "agent", options.trust_owner)
-    load(run)  # refuses what is not a run, before this process is replaced
+    load(run)  # raises for a directory that is not a run, before this process is replaced
     is_first = os.environ.get("SLURM_NODEID", "0") == "0"
     if is_first:
         check_copy(run)
-    reexec_from_snapshot(run)  # ends what has begun: its pipe is closed
+    reexec_from_snapshot(run)  # which also ends the head start, since its pipe is closed
     if not options.json:
         return _run(run, is_first, options.progress, begun)
     with stdout_for_results() as results:
@@ -59,7 +59,7 @@ def _run(run: RunDirectory, is_first: bool, shows_progress: bool, begun: HeadSta
 
         write_at_end(run)
     if "SLURM_JOB_ID" in os.environ:
-        return code  # the batch script asks the agents' records
+        return code  # the batch script reads the records of the agents
     from hpc_train.runs.job_status import final_code
 
     return final_code(code, run)

@@ -132,7 +132,7 @@ def print_script(arguments: list[str]) -> int:
         UserError: the config is wrong, lists several jobs, or is for this machine only.
     """
     parser = _parser("script", "Prints a batch script that trains the run that the overrides describe.")
-    parser.add_argument("--explain", action="store_true", help="print what the lines of the script are for instead")
+    parser.add_argument("--explain", action="store_true", help="print the purpose of each line instead of the script")
     parser.add_argument("--json", action="store_true", help="print one JSON object with the script")
     options, rest = parser.parse_known_args(arguments)
     job = compose_job(parse_line(rest), "script", sweep="show the scripts of a sweep by launch.dry_run=true -m")

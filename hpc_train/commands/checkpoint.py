@@ -58,7 +58,7 @@ examples:
   python -m hpc_train checkpoint import wandb:team/project/mine:production --to mine2
   python -m hpc_train checkpoint export mine --to llama --submit --sbatch='--partition=cpu --time=2:00:00'
 """
-TRIES = 5  # with a run that prunes
+TRIES = 5  # attempts while the run removes old checkpoints
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
 
 
@@ -102,16 +102,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     exported.add_argument("--dtype", choices=DTYPES, help="dtype of the exported tensors (default: as stored)")
     exported.add_argument(
-        "--weights", metavar="HOOK", help="export the weights that this hook keeps, such as ema, instead of the model's"
+        "--weights", metavar="HOOK", help="export the weights of this hook, such as ema, instead of those of the model"
     )
     promoted.add_argument(
         "--checkpoint",
         default=NEWEST,
         metavar="newest|best|STEP",
-        help="best has the best checkpoint.keep_best, or val_loss without it (default: %(default)s)",
+        help="best: by checkpoint.keep_best, or by val_loss without it (default: %(default)s)",
     )
     promoted.add_argument("--to", choices=REGISTRIES, default=REGISTRIES[0], help="the registry (default: %(default)s)")
-    promoted.add_argument("--name", help="the name of the model (default: that of the run)")
+    promoted.add_argument("--name", help="the name of the model (default: the name of the run)")
     promoted.add_argument(
         "--as", dest="aliases", action="append", default=[], metavar="ALIAS", help="set an alias, e.g. production"
     )
@@ -195,7 +195,7 @@ def _verified(run: RunDirectory, listed: list[Listed]) -> list[Listed]:
 
 
 def _with_metadata(item: Listed) -> Listed:
-    """Returns ``item`` with the problem of its metadata, which a run would refuse, e.g. because it names code."""
+    """Returns ``item`` with the problem of its metadata if a run would refuse it, e.g. because it refers to code."""
     if item.problem is not None or item.manifest is None:
         return item
     from hpc_train.checkpoint.reader import read_metadata  # imports torch
@@ -216,7 +216,7 @@ def _export(options: argparse.Namespace) -> int:
     if options.checkpoint not in (None, NEWEST):
         step = choose_by_name(run, options.checkpoint, _ranking_metric(run)).step
     choose(run, step)
-    with without_collector():  # it takes a sixth of the import of torch
+    with without_collector():  # the garbage collector takes a sixth of the time of the import of torch
         from hpc_train.checkpoint.transfer import export
 
     format = options.format

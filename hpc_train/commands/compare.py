@@ -39,7 +39,7 @@ from hpc_train.telemetry.progress import speed_column
 from hpc_train.telemetry.terminal import Terminal, text_table, wide
 from hpc_train.units import format_duration, format_metric
 
-COLUMNS = 6  # with more settings that differ, each is a line of a second table
+COLUMNS = 6  # if more settings differ, a second table has one line per setting
 BASELINE = "baseline"
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _FORM = re.compile(
@@ -56,7 +56,7 @@ _SIGNS: dict[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """Describes a compared run. ``value`` is its metric, None if it has none; ``held_s`` is the seconds of its jobs."""
+    """Describes a compared run. ``value`` is its metric, None if it has none; ``held_s`` the run time of its jobs."""
 
     name: str
     run: str
@@ -124,7 +124,7 @@ def main(arguments: list[str]) -> int:
 def _judge(
     conditions: Sequence[Threshold], runs: Sequence[RunHandle], views: Sequence[View], baseline: str | None
 ) -> Exit:
-    """Prints on standard error how the runs meet the conditions; returns FAILED if one holds, or if a run is not done.
+    """Prints the verdict on each run to standard error; returns FAILED if a condition holds or a run is not done.
 
     Raises:
         UserError: a condition needs a baseline, and there is none.
@@ -247,7 +247,7 @@ class Threshold:
     """Holds a condition on a metric: ``val_loss>1.02*baseline``, ``samples_per_s<0.9*baseline``.
 
     Attributes:
-        factor: of the baseline's value; None compares with ``number``.
+        factor: the factor of the baseline's value; None compares with ``number``.
     """
 
     text: str
@@ -272,15 +272,15 @@ class Threshold:
         return cls(text.strip(), match["metric"], match["sign"], factor, float(match["number"] or 0.0))
 
     def verdict(self, metrics: Mapping[str, Any], baseline: Mapping[str, Any]) -> tuple[bool, str]:
-        """Returns whether the condition holds, and describes the values. A value that is missing counts as held."""
+        """Returns whether the condition holds, and a description of the values. It holds if a value is missing."""
         value = metrics.get(self.metric)
         if not is_number(value):
-            return True, f"{self.metric} is not known"
+            return True, f"{self.metric} is unknown"
         limit = self.number
         if self.factor is not None:
             reference = baseline.get(self.metric)
             if not is_number(reference):
-                return True, f"{self.metric} of the baseline is not known"
+                return True, f"{self.metric} of the baseline is unknown"
             limit = self.factor * reference
         if _SIGNS[self.sign](value, limit):
             return True, f"{self.metric} {value:.6g} is {self.sign} {limit:.6g}"

@@ -46,7 +46,7 @@ function __hpc_train_complete
 end
 complete --command hpc-train --no-files --arguments '(__hpc_train_complete)'
 """
-SHELLS = {  # what defines the completion, and what removes it
+SHELLS = {  # shell -> (the code that defines the completion, the code that removes it)
     "bash": (BASH, "complete -r hpc-train; unset -f _hpc_train\n"),
     "zsh": (ZSH, "compdef -d hpc-train; unfunction _hpc_train\n"),
     "fish": (FISH, "complete --command hpc-train --erase; functions --erase __hpc_train_complete\n"),
@@ -102,7 +102,7 @@ def complete(line: str) -> list[str]:
     elif command.takes & RUNS:
         candidates = _run_names(word)
     words = {candidate for candidate in candidates if candidate.startswith(word)}
-    if not words and word and command.takes & OVERRIDES:  # it takes longer: Hydra composes the config
+    if not words and word and command.takes & OVERRIDES:  # slow, since Hydra composes the config
         words.update(_overrides([*(argument for argument in rest if "=" in argument), word]))
     return sorted(words)
 
@@ -117,7 +117,7 @@ def _options(name: str, rest: Sequence[str]) -> list[str]:
 
 
 def _run_names(word: str) -> Iterator[str]:
-    """Yields the names of runs and sweeps; those of the runs of a sweep only below its name.
+    """Yields the names of runs and sweeps; the runs of a sweep only if ``word`` starts with the name of the sweep.
 
     bash inserts them as they are. Other users may have made directories whose names a shell would execute; they are
     left out.

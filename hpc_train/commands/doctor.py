@@ -21,7 +21,7 @@ from hpc_train.errors import UserError, nearest
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import write_json, write_text
 
-if TYPE_CHECKING:  # the quick check of a node starts without what the others import
+if TYPE_CHECKING:  # the quick check of a node does not import these modules
     from hpc_train.bench.doctor.node import NodeReport
     from hpc_train.config.schema import Config
     from hpc_train.launch.request import ComposedJob
@@ -100,7 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     node = parser.add_argument_group("the hardware of this node, for the site's staff")
     node.add_argument("--node", action="store_true", help="check this node only")
     node.add_argument("--quiet", action="store_true", help="check its GPUs and ports in a second, and print one line")
-    node.add_argument("--gpus", type=int, metavar="N", help="GPUs it should have (default: as Slurm configures it)")
+    node.add_argument(
+        "--gpus", type=int, metavar="N", help="the expected number of GPUs (default: as configured in Slurm)"
+    )
     node.add_argument("--openmetrics", type=Path, metavar="FILE", help="also write the result for Prometheus")
     recorded = parser.add_argument_group("recordings of another machine, to check instead of this one")
     recorded.add_argument("--sysfs", type=Path, metavar="ROOT", help="a copy of /sys, or of /sys/class/infiniband")
@@ -115,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Refuses values and options that do not exist."""
+    """Raises UserError for an unknown option, an invalid value or a contradiction."""
     if options.nodes < 1:
         raise UserError(f"--nodes {options.nodes} is not a number of nodes", where="--nodes", fix="--nodes 2")
     for word in overrides:
@@ -259,6 +261,6 @@ def _show(
     lines += environment_lines(fabric.decision, options.verbose)
     if fabric.facts.route is None and fabric.decision.fabric not in ("cpu", "one_node"):
         lines.append(
-            "not known: the interfaces between the nodes; doctor in an allocation, or with --submit, sees them"
+            "the interfaces between the nodes are unknown; run doctor in an allocation or with --submit to check them"
         )
     print("\n".join(lines))

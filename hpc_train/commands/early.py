@@ -1,7 +1,7 @@
-"""The commands that train start what takes long before their own imports.
+"""Starts slow work in the background before the imports of the commands that train.
 
-Those that run an agent in this process start the import of torch. A submission to Slurm queries the limits of the site;
-it imports no torch. Nothing is started for a command that only shows something.
+A command that runs an agent in this process starts the import of torch. A submission to Slurm starts the queries for
+the limits of the site and imports no torch. A command that only shows something starts nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hpc_train.elastic.warm_parent.head_start import head_start
 from hpc_train.run.directory import RunDirectory
 
 OPTIONS = ("--json", "-cd", "--config-dir", "-cn", "--config-name", "-cp", "--config-path")
-# overrides with which no worker is started by this process
+# overrides with which this process starts no worker
 ELSEWHERE = re.compile(r"\+{0,2}(cluster(\.kind)?=slurm|hydra\.mode=|run\.command=|launch\.dry_run=(?!false))")
 SUBMIT = {"-m", "--multirun"}
 HERE = ("cluster=local", "cluster.kind=local")

@@ -23,7 +23,7 @@ Options of train
   -m                    submit; with several values of a key, a sweep
   -cd DIR, -cn NAME     a directory with your own config groups; another primary config
   --cfg job [-p KEY]    print the composed config and do nothing
-  --shell-completion install=SHELL    print what completes the words of hpc-train in bash, zsh or fish
+  --shell-completion install=SHELL    print the code that enables completion in bash, zsh or fish
   --hydra-help          further options of Hydra
   --version             print the versions of hpc_train, torch and Hydra
 """
@@ -34,10 +34,10 @@ SHORT = (
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the page, which is also that of ``train``, or the versions.
+    """Prints the help page, which is also the help of ``train``, or the versions.
 
     Args:
-        arguments: may hold overrides and options of Hydra, whose ``-cd`` and the like add config groups.
+        arguments: may contain overrides and options of Hydra; options such as ``-cd`` add config groups.
     """
     if "--version" in arguments:
         versions = {name: _version_of(name) for name in ("torch", "hydra-core", "submitit")}

@@ -27,7 +27,7 @@ FILES = {  # in the project, and in the template
     "conf/experiment/baseline.yaml": "conf/experiment/baseline.yaml",
     "test_project.py": "test_project.py",
     "AGENTS.md": "AGENTS.md",
-    ".gitignore": "gitignore",  # under its own name it would apply to the template
+    ".gitignore": "gitignore",  # named .gitignore, it would apply to the template itself
 }
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 PLACEHOLDER = "PROJECT_NAME"
@@ -122,10 +122,10 @@ def write_project(path: Path, name: str) -> None:
 
 
 def _in_git(path: Path) -> tuple[str | None, str]:
-    """Makes ``path`` a git work tree unless it belongs to one. Returns the root of its work tree, and a line on it."""
+    """Makes ``path`` a git work tree unless it belongs to one. Returns the root of the work tree and a note."""
     outer = work_tree(path)
     if outer is not None and git(path, "check-ignore", "--quiet", str(path)) is None:
-        return str(outer), f"It belongs to the git work tree {outer}, of which each run keeps a copy."
+        return str(outer), f"It belongs to the git work tree {outer}; each run keeps a copy of this work tree."
     if git(path, "init") is None:
         note = "note: git init failed"
         if shutil.which("git") is None:

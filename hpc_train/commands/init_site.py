@@ -1,7 +1,7 @@
 """``python -m hpc_train init --site [FILE]`` describes the cluster of this login node in a file of settings.
 
-It asks Slurm, the shell and the file systems, without root. Each value has a comment with its source, and what could
-not be found is listed. The form of the file is that of ``config/settings.py``.
+It queries Slurm, the shell and the file systems, without root. Each value has a comment with its source; the values
+that could not be found are listed at the end. ``config/settings.py`` describes the format of the file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TIME_S = 3600  # the default of cluster.time
 RUNTIMES = ("apptainer", "singularity", "enroot")
 MODULES = re.compile(r"^(cuda|cudatoolkit|nvhpc|rocm|nccl|rccl|aws-ofi|apptainer|singularity|python)\b", re.IGNORECASE)
 SHELL_S = 10.0  # for the module system
-START_S = 120  # until the job that tries the internet must start
+START_S = 120  # the time within which the job that tests the internet must start
 HOST = "api.wandb.ai"
 REACHES = f"curl -sS -o /dev/null -m 10 https://{HOST} || timeout 10 bash -c 'exec 3<>/dev/tcp/{HOST}/443'"
 
@@ -58,7 +58,7 @@ class Value:
     Attributes:
         key: the config key.
         value: None if the line is only a suggestion, which ``source`` then describes.
-        source: what says so.
+        source: the command or file that says so.
     """
 
     key: str
@@ -68,10 +68,10 @@ class Value:
 
 @dataclass
 class Survey:
-    """What was found out about a cluster.
+    """Holds the findings about a cluster.
 
     Attributes:
-        missing: what could not be found, as sentences.
+        missing: sentences about the values that could not be found.
     """
 
     head: str
@@ -97,7 +97,7 @@ class Survey:
 
 
 LIMITS = """\
-# A site can also set what no job may exceed; the command line cannot override it:
+# A site can also set limits, which no job may exceed and the command line cannot override:
 # limits:
 #   cluster.nodes: {max: 16}
 #   cluster.partition: {one_of: [NAME, ...]}"""
@@ -157,7 +157,7 @@ def init_site(file: Path, *, overwrite: bool = False, internet: bool = False, as
     text = survey.text()
     old = path.read_text(encoding="utf-8") if path.exists() else None
     if old is not None and old != text:
-        names = (str(path), "what the cluster says now")
+        names = (str(path), "the cluster now")
         difference = difflib.unified_diff(old.splitlines(), text.splitlines(), *names, lineterm="")
         print("\n".join(difference), file=sys.stderr if as_json else sys.stdout)
         if not overwrite:
@@ -195,7 +195,7 @@ def _offer_check(path: Path, survey: Survey) -> int:
 
 
 def examine(ask: Query = query, environment: Mapping[str, str] = os.environ, *, internet: bool = False) -> Survey:
-    """Asks the cluster and this login node.
+    """Queries the cluster and this login node.
 
     Args:
         ask: runs a command; returns None if it fails.
@@ -259,7 +259,7 @@ def _own_groups() -> set[str]:
 
 
 def _accounts(partition: Partition, site: Site, record: Mapping[str, str]) -> list[Association]:
-    """Returns the caller's associations with which the partition may be used, that of the default account first."""
+    """Returns the caller's associations with which the partition may be used, the default account first."""
     denied = set(record.get("DenyAccounts", "").split(","))
     own = [
         association
@@ -304,9 +304,9 @@ def _add_partition(
             f"{each or 'without a type'} on {counted(count, 'node', 'nodes')}" for each, count in counts.most_common()
         )
         survey.add("cluster.gpu_type", gpu_type, f"sinfo %G: {types}; this is the most frequent type of whole GPUs")
-    asked = asked_gpus(ClusterConfig(partition=chosen.name, gpu_type=gpu_type), site)
-    note = f". {asked.note.removeprefix('note: ')}" if asked.note else ""
-    survey.add("cluster.gpus_per_node", asked.count, f"sinfo %G: {gres}{note}")
+    gpus = asked_gpus(ClusterConfig(partition=chosen.name, gpu_type=gpu_type), site)
+    note = f". {gpus.note.removeprefix('note: ')}" if gpus.note else ""
+    survey.add("cluster.gpus_per_node", gpus.count, f"sinfo %G: {gres}{note}")
     if not any(counts):
         survey.missing.append("the type of the GPUs: sinfo %G names none; cluster.machine names one for `plan`")
     features = sorted({feature for kind in with_gpus for feature in kind.features})
@@ -444,7 +444,7 @@ def _add_root(survey: Survey, environment: Mapping[str, str], base: Path = Path(
 
 
 def _tried(chosen: Partition | None) -> bool | None:
-    """Returns whether a compute node reaches the internet, by a job; None if it has not started in two minutes."""
+    """Runs a job that tests whether a compute node reaches the internet; None if it does not start in two minutes."""
     command = ["srun", "--job-name=hpc_train-internet", "--ntasks=1", "--time=1", f"--immediate={START_S}"]
     if chosen is not None:
         command.append(f"--partition={chosen.name}")
@@ -458,13 +458,13 @@ def _tried(chosen: Partition | None) -> bool | None:
 
 def _add_internet(survey: Survey, chosen: Partition | None, reaches: bool | None) -> None:
     if reaches is None:
-        survey.missing.append(f"internet on compute nodes: init --site --internet asks {HOST} in a job of 30 seconds")
+        survey.missing.append(f"internet on compute nodes: init --site --internet tests {HOST} in a job of 30 seconds")
         return
     where = "a compute node" if chosen is None else f"a node of {chosen.name}"
     if reaches:
         survey.add(
-            "telemetry.wandb.mode", None, f"online sends metrics to W&B; {where} reaches {HOST} (asked by a job)"
+            "telemetry.wandb.mode", None, f"online sends metrics to W&B; {where} reaches {HOST} (tested by a job)"
         )
     else:
-        why = f"{where} does not reach {HOST} (asked by a job); `sync` sends the metrics from a login node"
+        why = f"{where} does not reach {HOST} (tested by a job); `sync` sends the metrics from a login node"
         survey.add("telemetry.wandb.mode", "offline", why)

@@ -38,7 +38,7 @@ class Level(IntEnum):
     error = 2
 
 
-_RANK = r"^(?:\[rank\d+\]:\s?)?"  # torch puts it before what it prints on a failure
+_RANK = r"^(?:\[rank\d+\]:\s?)?"  # torch's prefix of the lines that it prints on a failure
 # the first that matches counts
 _FORMS = (
     (Level.error, rf"{_RANK}Traceback \(most recent call last\):"),
@@ -173,7 +173,7 @@ class NodeLogs:
             file.seek(self._offsets.get(path, 0))
             while data := file.readline(LINE_BYTES):
                 if not data.endswith(b"\n"):
-                    return  # the line is still being written, or is none
+                    return  # the line is incomplete, or the file ends here
                 self._offsets[path] = self._offsets.get(path, 0) + len(data)
                 line = data.decode(errors="replace").rstrip("\n")
                 match = LINE.match(line)

@@ -44,7 +44,7 @@ class UsedCheckpoint:
     """Holds the run and the checkpoint that a command line selects.
 
     Attributes:
-        config: that of the run.
+        config: the config of the run.
     """
 
     run: RunDirectory
@@ -108,10 +108,10 @@ def _parser(command: str, usage: str, description: str, examples: Sequence[str])
         "--checkpoint",
         default=NEWEST,
         metavar="newest|best|STEP",
-        help="best has the best checkpoint.keep_best, or val_loss without it (default: %(default)s)",
+        help="best: by checkpoint.keep_best, or by val_loss without it (default: %(default)s)",
     )
     parser.add_argument(
-        "--weights", metavar="HOOK", help="use the weights that this hook keeps, such as ema, instead of the model's"
+        "--weights", metavar="HOOK", help="use the weights of this hook, such as ema, instead of those of the model"
     )
     parser.add_argument(
         "--code",
@@ -133,8 +133,8 @@ def evaluate(arguments: list[str]) -> int:
     parser = _parser(
         "evaluate",
         "[overrides] [--checkpoint newest|best|STEP] [--weights HOOK] [--json]",
-        "Evaluates a checkpoint. Overrides change the data, the strategy, the batch and the precision of the run; the"
-        " model is that of the run.",
+        "Evaluates a checkpoint. Overrides may change the data, the strategy, the batch and the precision of the run,"
+        " but not its model.",
         [
             "python -m hpc_train evaluate mine",
             "python -m hpc_train evaluate mine --checkpoint best +strategy=dp",
@@ -196,15 +196,19 @@ def generate(arguments: list[str]) -> int:
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 takes the most likely token (%(default)s)"
     )
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw only from the K most likely tokens")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample only from the K most likely tokens")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="draw only from the most likely tokens of total share P"
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample only from the most likely tokens with total probability P",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="the seed of the draws (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="the seed of the sampling (%(default)s)")
     parser.add_argument(
         "--tokenizer",
         metavar="FILE|bytes|ids",
-        help="a tokenizer.json; ids reads and prints token ids (default: that of the run's data or model)",
+        help="a tokenizer.json; ids reads and prints token ids (default: the tokenizer of the run's data or model)",
     )
     parser.add_argument("-cd", "--config-dir", metavar="DIR", help="a directory with your own config groups")
     options, rest = parser.parse_known_args(arguments)
@@ -281,7 +285,7 @@ def _prompts_in(file: Path) -> list[str]:
 
 
 def _completion(codec: Codec, prompt: list[int], new: list[int], ends: Sequence[int]) -> str:
-    """Returns the text that ``new`` adds, without an end token: the first word may depend on the prompt before it."""
+    """Returns the text that ``new`` adds, without an end token; its first word may depend on the prompt."""
     if new and new[-1] in ends:
         new = new[:-1]
     before = codec.decode(prompt)

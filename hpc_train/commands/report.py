@@ -32,13 +32,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--machine",
         metavar="NAME|FILE",
-        help="the machine of the run, if it has CPUs or GPUs that are not recognized: records how far off the "
-        "prediction for it was, from which plan learns",
+        help="the machine of the run, if its CPUs or GPUs are not recognized; records the error of the prediction, "
+        "which corrects later plans",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with the file")
     options = parser.parse_args(arguments)
     try:
-        with without_collector():  # in the lines of a long run it finds nothing, for a tenth of the time
+        with (
+            without_collector()
+        ):  # for a long run, the garbage collector would take a tenth of the time and find nothing
             machine = None if options.machine is None else read_machine(options.machine)
             path = write_page(options.target, options.out, machine)
     except OSError as error:

@@ -106,9 +106,9 @@ def _print(rows: list[tuple[dict[str, Any], Account | None]], alone: list[RunHan
 
 
 def _notes(overview: Overview) -> Iterator[str]:
-    """Yields what the table of all runs does not say."""
+    """Yields notes on what the table of all runs does not show."""
     if overview.silent:
-        yield "note: Slurm does not respond (squeue); the state of its jobs is what their run directories say"
+        yield "note: Slurm does not respond (squeue); the state of its jobs comes from their run directories"
     if overview.older:
         yield f"note: {counted(overview.older, 'older run is', 'older runs are')} not listed; --newest N lists more"
     if not overview.runs:
@@ -161,7 +161,7 @@ def _describe(
 
 
 def _compare(listed: Sequence[tuple[RunHandle, View]], rows: Sequence[dict[str, Any]]) -> None:
-    """Adds to the ``rows`` of the runs of a sweep what their overrides differ in, the metric, and which is the best."""
+    """Adds to the ``rows`` of a sweep the overrides that differ, the metric, and which run is the best."""
     sweeps: dict[Path, list[int]] = {}
     for index, (item, _) in enumerate(listed):
         sweep = item.run.path

@@ -1,7 +1,7 @@
 """The commands that act on submitted runs: ``resume``, ``retry``, ``cancel``, ``wait`` and ``stacks``.
 
-The record of another user's run is data of its owner, who can write any process id and job id into it. So a process or
-job that it names must be proved to be the caller's and to work on that run.
+The owner of a run can write any process id and job id into its record. For a run of another user, a command therefore
+acts on a process or job only if it is proved to belong to the caller and to work on that run.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _add_submission_options(parser: argparse.ArgumentParser) -> None:
         "--code",
         choices=["run", "now"],
         default="run",
-        help="run the frozen code again, or what is now in the git work tree that it was copied from (default: run)",
+        help="run the frozen code again, or the current code of the git work tree it was copied from (default: run)",
     )
     parser.add_argument(TRUST, action="store_true", help="continue runs that belong to another user")
 

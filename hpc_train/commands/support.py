@@ -28,13 +28,13 @@ from hpc_train.runs.diagnosis import diagnose
 from hpc_train.runs.lookup import RunHandle, find_run
 from hpc_train.units import format_bytes
 
-LARGEST = 128 << 10  # bytes of a file; of a longer one its end
-MOST_FILES = 16  # of each folder, the newest
+LARGEST = 128 << 10  # bytes per file; only the end of a longer file is included
+MOST_FILES = 16  # per folder; the newest files are included
 FOLDERS = ("events", "metrics", "logs", "logs/slurm")
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the file, or with ``--list`` prints what it would hold.
+    """Writes the file, or with ``--list`` prints the list of its content.
 
     Raises:
         UserError: there is no such run, it belongs to another user, or the file cannot be written.
@@ -42,12 +42,12 @@ def main(arguments: list[str]) -> int:
     parser = OptionParser(
         prog="python -m hpc_train support",
         description="Collects what a maintainer needs to understand a run, in one file: versions, the findings of "
-        "doctor on this machine, config, record, events, the ends of metrics and logs, and the answer of why. Values "
+        "doctor on this machine, config, record, events, the ends of metrics and logs, and the output of why. Values "
         "of cluster.env, and keys, tokens and passwords are replaced.",
     )
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="the file (default: support-RUN-TIME.tar.gz)")
-    parser.add_argument("--list", action="store_true", help="print what the file would hold, and write nothing")
+    parser.add_argument("--list", action="store_true", help="list the content of the file without writing it")
     parser.add_argument("--json", action="store_true", help="print one JSON object with the file and its content")
     options = parser.parse_args(arguments)
     item = find_run(options.target, "support")
@@ -89,7 +89,7 @@ def _texts(item: RunHandle) -> Iterator[tuple[str, str]]:
         yield "config.yaml", yaml.safe_dump(without_secrets(item.config), sort_keys=False, allow_unicode=True)
         yield "run.json", json.dumps(run.record(), indent=2, ensure_ascii=False)
         yield "why.txt", _why(item)
-    except (UserError, OSError) as error:  # a damaged run is a reason to ask
+    except (UserError, OSError) as error:  # damaged runs need support, too
         yield "damage.txt", str(error)
     for folder in FOLDERS:
         paths = sorted((run.path / folder).glob("*.*"), key=lambda path: path.lstat().st_mtime)

@@ -47,7 +47,7 @@ def main(arguments: list[str], begun: HeadStart | None = None) -> int:
     directory that belongs to another user.
 
     Args:
-        begun: of the warm parent, for a run in the foreground.
+        begun: the head start of the warm parent, for a run in the foreground.
 
     Returns:
         The exit code of the training. The launcher of a submission exits the process with its own code.
@@ -74,7 +74,7 @@ def main(arguments: list[str], begun: HeadStart | None = None) -> int:
 
 
 def _train(arguments: list[str], ended: Ended, begun: HeadStart | None, trust_owner: bool) -> int:
-    """Passes the command line to Hydra; ``ended`` gets its runs."""
+    """Passes the command line to Hydra, and adds its runs to ``ended``."""
     shows_origins = ORIGINS in arguments
     arguments = complete_arguments([argument for argument in arguments if argument != ORIGINS])
     line = CommandLine.parse(arguments)
@@ -102,7 +102,7 @@ def _train(arguments: list[str], ended: Ended, begun: HeadStart | None, trust_ow
         except SystemExit as error:
             if line.runs or error.code != 1:
                 raise
-            return Exit.REFUSED  # Hydra has printed what it cannot show
+            return Exit.REFUSED  # Hydra has printed the reason
         except JobFailed as error:  # a sweeper has read the result of a failed job
             print(error, file=sys.stderr)
             return error.code
@@ -159,7 +159,7 @@ def task(
         if mistake is None:
             raise
         root = Path(node.run.root).expanduser().absolute()
-        with contextlib.suppress(OSError):  # Hydra has created the directory and its parents; they are empty, or remain
+        with contextlib.suppress(OSError):  # removes the directories that Hydra has created, if they are empty
             for directory in (run.path, *run.path.parents):
                 directory.rmdir()
                 if directory == root or not directory.is_relative_to(root):

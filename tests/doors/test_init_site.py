@@ -80,4 +80,4 @@ def test_without_slurm_it_says_where_to_run(called: Called, monkeypatch: pytest.
 def test_what_a_job_found_about_the_internet() -> None:
     offline = init_site.Survey("")
     init_site._add_internet(offline, None, False)
-    assert "    mode: offline" in offline.text() and "asked by a job" in offline.text()
+    assert "    mode: offline" in offline.text() and "tested by a job" in offline.text()

@@ -237,7 +237,7 @@ CONDITIONS: list[tuple[str, list[str], int, list[str]]] = [  # runs, conditions,
     ("1 0", ["val_loss>1.02*baseline"], 1, ["val_loss 2.25 is > 1.785 (--fail-if 'val_loss>1.02*baseline')"]),
     ("1 0", ["val_loss > 1.3*baseline", "loss<baseline"], 0, ["passed"]),
     ("0 2", ["val_loss>baseline"], 1, ["the run is failed"]),
-    ("1 3", ["val_loss>baseline"], 1, ["the run is failed; val_loss is not known"]),
+    ("1 3", ["val_loss>baseline"], 1, ["the run is failed; val_loss is unknown"]),
     ("0 --baseline runs/1", ["loss>=1.25*baseline"], 1, ["loss 2.5 is >= 2.5 (--fail-if"]),
     ("0 1", ["loss>2.25", "val_loss>=1e9"], 1, ["loss 2.5 is > 2.25 (--fail-if 'loss>2.25')", "passed"]),
 ]

@@ -1,4 +1,4 @@
-"""``python -m hpc_train plan [overrides]`` predicts time, memory and cost of a training for each layout that fits."""
+"""``python -m hpc_train plan [overrides]`` predicts time, memory and cost of training for each layout that fits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _PRICE = re.compile(r"(\d+(?:\.\d+)?)\s*([^\s\d.,-]{0,5})")
 _WITHIN = re.compile(r"(\d+(?:\.\d+)?)([mhd])")
 _GPUS = re.compile(r"\d+(\.\.\d+)?(,\d+(\.\.\d+)?)*")
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
-_MOST_GPUS = 512  # that a plan with a deadline compares
+_MOST_GPUS = 512  # the largest number that a plan with a deadline compares by default
 _DEFAULT_GPUS = 8
 _DEFAULT_MACHINE = "h100"
 
@@ -120,7 +120,7 @@ def _largest(
     """Returns the best row of each model of the same kind that fits and is done in time, the largest model first.
 
     Raises:
-        UserError: no model is.
+        UserError: no model fits and is done in time.
     """
     best: list[Row] = []
     compared = 0
@@ -144,13 +144,13 @@ def _largest(
 
 @dataclass(frozen=True)
 class GpuCounts:
-    """Numbers of GPUs, and ranges of them, in which only numbers that fill whole nodes count."""
+    """Holds numbers of GPUs, and ranges, in which only numbers that fill whole nodes count."""
 
     counts: tuple[int, ...]
     ranges: tuple[tuple[int, int], ...] = ()
 
     def on(self, machine: Machine) -> list[int]:
-        """Returns the numbers, of each range its ends, the powers of two and their multiples by 1.5."""
+        """Returns the numbers, and for each range its ends, the powers of two and 1.5 times the powers of two."""
         per_node = machine.devices_per_node
         between = {
             count
@@ -171,7 +171,7 @@ def _steps(most: int) -> Iterator[int]:
 def _parser() -> argparse.ArgumentParser:
     parser = OptionParser(
         prog="python -m hpc_train plan",
-        description="Predicts the time of a step, the memory, the time to the end and the cost of a training for each "
+        description="Predicts the time of a step, the memory, the time to the end and the cost of training for each "
         "layout that fits a machine, the fastest first. Keys that are set stay as they are; the other keys of the "
         "layout, the micro-batch and activation checkpointing are chosen.",
     )
@@ -187,8 +187,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--machine",
         metavar="NAME|FILE",
-        help=f"{', '.join(shipped())}, or your machine file (default: cluster.machine, that of the GPUs "
-        f"of the config, or {_DEFAULT_MACHINE})",
+        help=f"{', '.join(shipped())}, or your machine file (default: cluster.machine, the machine of "
+        f"the GPUs of the config, or {_DEFAULT_MACHINE})",
     )
     parser.add_argument(
         "--price", type=_price, metavar="X[EUR]", help="the price of a GPU-hour (default: cluster.price)"
@@ -218,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         choices=SCALING_KINDS,
         const=SCALING_KINDS[0],
-        help="simulate up to 10,000 GPUs that fail: with weak scaling the batch grows with the GPUs, with strong not",
+        help="simulate up to 10,000 GPUs with failures; weak: the batch grows with the GPUs, strong: it does not",
     )
     simulation.add_argument("--failures", type=_positive, metavar="X", help="failures per GPU-hour")
     simulation.add_argument(
@@ -253,7 +253,7 @@ def machine_of(options: argparse.Namespace, config: Config, fixed: Collection[st
     node, and it requests CPUs unless a key requests GPUs.
 
     Raises:
-        UserError: no file, or more than one, describes them.
+        UserError: no machine file, or more than one, describes the GPUs.
     """
     cluster = config.cluster
     sets_ranks = "cluster.cpu_workers" in fixed

@@ -1,4 +1,4 @@
-"""Prints a plan: its table, its rows as JSON, and with ``--simulate`` how a training scales to many GPUs that fail."""
+"""Prints a plan: its table, its rows as JSON, and with ``--simulate`` how training scales to many GPUs that fail."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _seconds(value: float) -> str:
 
 
 def print_commands(rows: Sequence[Row], machine: Machine) -> None:
-    """Prints a command for each row. The beginning that it shares with the first row's is printed once."""
+    """Prints a command for each row. The beginning that a command shares with the first one is printed only once."""
     console = wide(Terminal())
     for number, row in enumerate(rows):
         words = row.training.command(row.candidate, machine)
@@ -170,7 +170,7 @@ def split(layout: Layout) -> str:
 
 
 def _why_slower(row: Row, above: Row | None) -> str:
-    """Returns which part of the step is longer than that of the row above, and by how much."""
+    """Returns which part of the step takes longer than in the row above, and by how much."""
     if above is None:
         return ""
     if row.candidate.devices != above.candidate.devices:
@@ -291,13 +291,13 @@ def _assumptions(points: Sequence[Point], assumed: Assumed) -> list[str]:
         f"assumed: {rates} failures per GPU-hour; a file system of {assumed.storage_bytes_per_s / 1e9:g} GB/s; two "
         "minutes to detect a failure and restart, and the time to read the checkpoint; one second for which a save "
         "blocks, and the copy to host memory",
-        "intervals: 80 % of published step times lie in those of the step; the failures add theirs",
+        "intervals: 80 % of published step times lie within the interval of the step; the failures widen it",
     ]
     beyond = [point for point in points if point.candidate.devices > MOST_COMPARED]
     if beyond:
         lines.append(
             f"beyond {MOST_COMPARED:,} GPUs no published step times were compared: the intervals are those of "
-            f"{MOST_COMPARED:,}, and the truth may lie outside"
+            f"{MOST_COMPARED:,} GPUs, and the true values may lie outside"
         )
     return lines
 

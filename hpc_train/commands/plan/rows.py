@@ -1,6 +1,6 @@
-"""Finds the rows of a plan: the best layouts of a training, with what the whole training takes.
+"""Finds the rows of a plan: the best layouts for a training run, with the time and cost of the whole run.
 
-It also writes the commands that train with them, and asks Slurm when their jobs would start.
+It also writes the commands that train with them, and queries Slurm for the start of their jobs.
 """
 
 from __future__ import annotations
@@ -43,24 +43,32 @@ from hpc_train.units import format_bytes, format_duration
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "hsdp", "tp", "hybrid", "hybrid3d")  # the simplest first
 _SCHEMA = "/schema/model/"
 _RECOMPUTED = "train.activation_checkpointing"
-_OF_LAYOUT = ("strategy.", "batch.")  # groups whose keys make up the layout, but for those below
+_OF_LAYOUT = ("strategy.", "batch.")  # groups whose keys make up the layout, except for the keys below
 _NOT_OF_LAYOUT = ("strategy.offload", "strategy.compression")
-_SPLIT = {"strategy.dp", *(name for name in SIMPLEST if name.startswith("strategy."))}  # what a strategy chooses
+_SPLIT = {"strategy.dp", *(name for name in SIMPLEST if name.startswith("strategy."))}  # the keys that a strategy sets
 ROWS = 10
 NOISE = 0.02  # layouts closer than this are equally fast; the simplest of them is first
 ORDERS = ("time", "gpus", "gpu-hours", "cost")
 _OFFLOAD = "strategy.offload"
-WITHOUT_EFFECT = ("signal", "requeue", "no-requeue", "no-kill", "open-mode", "mail-user", "mail-type")  # on the start
+WITHOUT_EFFECT = (
+    "signal",
+    "requeue",
+    "no-requeue",
+    "no-kill",
+    "open-mode",
+    "mail-user",
+    "mail-type",
+)  # options that do not affect the start
 
 
 class PlannedTraining:
-    """Holds one training of a plan. Its composer must be open during the search for a command.
+    """Describes one training run of a plan. Its composer must be open during the search for a command.
 
     Attributes:
         fixed: the config keys that the command sets, including the keys of a strategy that it names.
 
     Args:
-        strategy: what chooses a strategy: ``+strategy`` or ``strategy``.
+        strategy: the key that chooses a strategy: ``+strategy`` or ``strategy``.
         model: its name in a plan that compares models, otherwise empty.
     """
 
@@ -91,13 +99,13 @@ class PlannedTraining:
             line = replace(self.line, overrides=(f"model={name}", *others))
             try:
                 training = PlannedTraining(line, self._compose, self._strategy, name)
-            except UserError:  # a model that needs more keys, or has none of those that are set
+            except UserError:  # a model that requires more keys, or lacks a key that is set
                 continue
             if training.config.model.kind == self.config.model.kind and training.parameters is not None:
                 yield training
 
     def command(self, candidate: Candidate, machine: Machine) -> list[str]:
-        """Returns the words after the user's overrides of the shortest command that trains with ``candidate``."""
+        """Returns the shortest list of words that, added to the user's overrides, trains with ``candidate``."""
         workers = candidate.devices // candidate.nodes
         values = {**candidate.values, "cluster.nodes": candidate.nodes}
         if not machine.rates.cores and workers < machine.devices_per_node:
@@ -124,10 +132,11 @@ class PlannedTraining:
 
     @cached_property
     def with_strategies(self) -> Mapping[str, Config]:
-        """Returns the config with each strategy by its name, or as it is if the user has named one.
+        """Returns strategy name -> config with that strategy; only the unchanged config if the user has named one.
 
-        The files of the package set only keys of ``strategy``, which need no composition of all files: unless an
-        interpolation of the user may refer to them, or a directory of the user may hide them, they replace the values.
+        The strategy files of the package set only keys of ``strategy``, so their values replace those of a config that
+        is composed once. Each strategy is composed if an interpolation of the user may refer to these keys, or a
+        directory of the user may hide the files.
         """
         if "strategy" in self.fixed:
             return {"": self.config}
@@ -173,7 +182,7 @@ def _without(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any
 
 
 def _different(values: Mapping[str, Any], base: Config) -> dict[str, Any]:
-    """Returns those of ``values`` that ``base`` does not have."""
+    """Returns the entries of ``values`` that differ from ``base``."""
     different = {}
     for name, value in values.items():
         group, _, key = name.partition(".")
@@ -187,10 +196,10 @@ def _different(values: Mapping[str, Any], base: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """A layout with what the whole training takes; None where the number of steps is unknown.
+    """Describes a layout and the time and cost of the whole run; None where the number of steps is unknown.
 
     Attributes:
-        start: in the queue; None for a config that does not submit to Slurm.
+        start: the expected start in the queue; None for a config that does not submit to Slurm.
     """
 
     training: PlannedTraining
@@ -216,7 +225,7 @@ class Row:
 
     @property
     def done(self) -> float | None:
-        """When the training is done, in seconds since 1970, if a job that is requeued starts again at once."""
+        """Returns when the run is done, in seconds since 1970, if a requeued job starts again at once."""
         if self.start is None or self.start.at is None or self.seconds is None:
             return None
         return self.start.at + self.seconds
@@ -246,7 +255,7 @@ class Search:
     """Finds the rows of a plan.
 
     Attributes:
-        rows: how many rows the table has at most, if each number of GPUs has one.
+        rows: the largest number of rows, unless there are more numbers of GPUs, each of which has a row.
         sort: one of ``ORDERS``.
         also: further keys whose values are compared.
     """
@@ -262,7 +271,7 @@ class Search:
         return read_calibration(Path(config.run.root), config, self.machine)
 
     def find(self, training: PlannedTraining) -> tuple[list[Row], int]:
-        """Returns the best row first, of each number of GPUs as many rows, and how many layouts were compared.
+        """Returns the rows, the best first, equally many per number of GPUs, and how many layouts were compared.
 
         The optimizer state is offloaded only if nothing fits without it, unless ``also`` or the user names the key.
 
@@ -378,7 +387,7 @@ def in_time(rows: Sequence[Row], deadline: float) -> list[Row]:
 
 
 def with_starts(rows: Sequence[Row], config: Config, sort: str) -> tuple[list[Row], list[str]]:
-    """Returns the rows with their starts, and lines about them. Sorted by time, the row that is done first is first.
+    """Returns the rows with their starts, and notes. If sorted by time, the row that is done first comes first.
 
     If Slurm does not respond, the rows are returned as they are, with one line that says so.
     """
@@ -410,7 +419,7 @@ def with_starts(rows: Sequence[Row], config: Config, sort: str) -> tuple[list[Ro
     refused = {row.candidate.devices: row.start.refusal for row in started if row.start and row.refused}
     notes = [f"Slurm refuses {devices} GPUs: {why.splitlines()[-1]}" for devices, why in refused.items()]
     accuracy = accuracy_of(read_estimates(Path(config.run.root), site.name, config.cluster.partition))
-    error_of_estimates = "how far off its estimates are is known after three jobs here have started"
+    error_of_estimates = "the error of its estimates will be known after three jobs here have started"
     if accuracy is not None:
         error_of_estimates = str(accuracy)
     return started, [*notes, f"starts: as Slurm estimates at {time.strftime('%H:%M')}; {error_of_estimates}"]
