@@ -177,7 +177,7 @@ class Run:
         Raises:
             UserError: Slurm refuses.
         """
-        if self.status().exit_code is not None:  # its processes may need a moment more
+        if self.status().exit_code is not None:  # its processes may still be exiting
             return False
         return cancel_runs([self._handle()], save=save) > 0
 
@@ -211,9 +211,9 @@ def submit(
     Args:
         overrides: the overrides of the command line, e.g. ``["+strategy=dp", "train.steps=100"]``; several values
             separated by commas make a sweep.
-        entry: a function of yours, or its path ``package.module:function``, that runs in every worker instead of the
-            trainer and gets a ``hpc_train.loop.Context`` (``run.entry``).
-        args: its arguments, ``context.args``: numbers, text, and lists and dicts of them.
+        entry: your own function, or its path ``package.module:function``, which runs in every worker instead of the
+            trainer and is called with an ``hpc_train.loop.Context`` (``run.entry``).
+        args: the arguments of ``entry`` (``context.args``): numbers, strings, and lists and dicts of them.
         detach: return after submission; False waits until all runs have ended, whatever their exit code.
         config_dir: a directory with your own config groups (``-cd`` on the command line).
         verbose: print what the command prints, and ask at a terminal if the jobs may cost many GPU-hours. Otherwise
@@ -248,7 +248,7 @@ def _check_types(overrides: object, entry: object, args: object, config_dir: obj
     """Raises UserError for an argument of ``submit`` that has the wrong type."""
     is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str | bytes)
     if not is_list or not all(isinstance(override, str) for override in cast("Sequence[object]", overrides)):
-        what = f"the overrides are {overrides!r:.80}, not a list of texts"
+        what = f"the overrides are {overrides!r:.80}, not a list of strings"
         raise UserError(what, where="overrides", fix='submit(["optim.lr=1e-3", "train.steps=100"])')
     if not (entry is None or isinstance(entry, str) or hasattr(entry, "__qualname__")):
         what = f"the entry is {entry!r:.80}, which workers cannot import by a name"

@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
         print("interrupted", file=sys.stderr)
         return Exit.DETACHED
     except SystemExit as end:
-        if as_json and isinstance(end.__cause__, UserError):  # it has been printed
+        if as_json and isinstance(end.__cause__, UserError):  # the command has printed it
             _print_as_json(end.__cause__)
         raise
     except Exception as error:
@@ -113,7 +113,7 @@ DEPENDENCIES = ("torch", "submitit", "hydra", "omegaconf", "yaml", "wandb", "num
 
 
 def _missing_dependency(error: Exception) -> UserError | None:
-    """Returns the error for a Python that is not that of hpc_train's environment, as on a node with another one."""
+    """Returns the error for a Python outside of the environment of hpc_train, such as the system's Python on a node."""
     if not isinstance(error, ModuleNotFoundError) or (error.name or "").partition(".")[0] not in DEPENDENCIES:
         return None
     where = "the environment of Python"

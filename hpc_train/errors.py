@@ -64,9 +64,9 @@ class Mistakes:
             self._found.append(error)
 
     def report(self) -> None:
-        """Raises what was collected, if there is anything.
+        """Raises the collected mistakes, if there are any.
 
-        Raises UserError if something was collected. Several mistakes are a ``UserErrors``, which has each once.
+        Raises UserError for one mistake, and ``UserErrors`` for several; a mistake that occurs twice is listed once.
         """
         mistakes = [*{str(mistake): mistake for mistake in self._found}.values()]
         if len(mistakes) == 1:
@@ -78,7 +78,7 @@ class Mistakes:
 def check_all(*checks: Callable[[], object]) -> None:
     """Calls all ``checks``, which do not depend on each other.
 
-    Raises UserError if one or several of them have raised one. The message reports all.
+    Raises UserError if any check raises one; its message reports the mistakes of all checks.
     """
     mistakes = Mistakes()
     for check in checks:
@@ -105,7 +105,7 @@ class UserCodeError(RuntimeError):
 _PACKAGE = Path(__file__).parent
 
 
-# what other tools and papers call an option: the names here, of which the first that is allowed is meant
+# the name of an option in other tools and papers -> names of hpc_train; the first that is allowed is proposed
 OTHER_NAMES = {
     "1f1b": ("pp",),
     "3d": ("hybrid3d",),

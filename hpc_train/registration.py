@@ -1,7 +1,7 @@
 """Names the functions of ``planner`` and ``report`` that rooms below them call.
 
-A room imports only from rooms below its own. These functions stand above their callers, which load them when they need
-them, so that a command or an agent that does not need them does not import their modules either.
+A room imports only from rooms below its own. These functions are in rooms above their callers, which therefore load
+them on demand; a command or an agent that does not need them does not import their modules.
 """
 
 from __future__ import annotations

@@ -25,14 +25,14 @@ def append_working_directory(path: str) -> None:
         plugins = ModuleType(PLUGINS)
         plugins.__path__ = []
         sys.modules[PLUGINS] = plugins
-    plugins.__path__ = list(plugins.__path__)  # that of a namespace package would grow with the search path
+    plugins.__path__ = list(plugins.__path__)  # the path of a namespace package would grow with the search path
     sys.path.append(path)
 
 
 def safe_path() -> Mapping[str, str]:
     """Returns the variables with which a new Python process does not search the working directory first.
 
-    They are empty where this process does so itself.
+    Returns an empty dict if this process itself searches the working directory first.
     """
     first = os.path.abspath(sys.path[0]) if sys.path else ""  # noqa: PTH100 - "" is the working directory
     return {} if first == os.getcwd() else {"PYTHONSAFEPATH": "1"}  # noqa: PTH109

@@ -1,4 +1,4 @@
-"""Bytes and durations as text for people, in one notation."""
+"""Formats bytes, durations and metrics in one notation."""
 
 from __future__ import annotations
 

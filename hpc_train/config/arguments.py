@@ -48,8 +48,8 @@ ONE_VALUE = (
     "run.name", "run.root", "run.fork", "run.group", "run.snapshot",
     "launch.dry_run", "launch.detach", "launch.array_parallelism",
 )  # fmt: skip
-OPTIONAL = ("strategy", "metrics", "hooks", "eval_sets")  # groups whose choice ~GROUP may take back
-# keys whose value is a list of Slurm with commas, of which a sweep has no use: cluster.exclude=n1,n2
+OPTIONAL = ("strategy", "metrics", "hooks", "eval_sets")  # groups whose choice ~GROUP may remove
+# keys whose value is a Slurm list with commas, which never means a sweep: cluster.exclude=n1,n2
 SLURM_LISTS = re.compile(
     r"""(\+{0,2}cluster\.(?:(?:exclude|nodelist|gres|extra\.[\w-]+)=|constraint=(?=\[)))([^'"{$][^'"]*)"""
 )
@@ -59,7 +59,7 @@ SWEPT_BY_NAME = re.compile(r"(choice|range|interval|glob|tag|shuffle|sort)\(")
 def with_right_plus(arguments: Sequence[str]) -> list[str]:
     """Returns ``arguments`` with the plus signs that Hydra requires before ``strategy=`` and ``experiment=``.
 
-    Lists of Slurm such as ``cluster.exclude=n1,n[3-4]`` are quoted, so that they are one value and not a sweep.
+    Slurm lists such as ``cluster.exclude=n1,n[3-4]`` are quoted, so that they are one value and not a sweep.
     Settings of Hydra are applied as well: ``hydra.sweeper.params`` become overrides, ``hydra.mode=MULTIRUN`` becomes
     ``-m``, and ``glob()`` becomes the options that it matches. Overrides come first, because Hydra's own parser does
     not accept overrides on both sides of an option. Raises UserError if the command line contains a secret, sweeps a
@@ -180,7 +180,7 @@ def wants_dry_run(overrides: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Holds what the chosen files and the settings of Hydra on the command line decide.
+    """Holds the choices that the chosen files and the settings of Hydra on the command line make.
 
     Attributes:
         strategy: a file adds ``strategy`` to the Defaults List, or overrides it.
@@ -202,7 +202,7 @@ def searches(line: CommandLine) -> bool:
 
 
 def _chosen(line: CommandLine) -> _Chosen:
-    """Composes the choices of groups, for each of the swept experiments, if they can decide anything."""
+    """Returns the choices, composed for each experiment of the sweep if the command line may make any."""
     parsed = OverridesParser.create().parse_overrides(list(line.overrides))
     experiments = [override for override in parsed if override.key_or_group == "experiment"]
     has_strategy = _names_strategy(line.overrides)
@@ -250,7 +250,7 @@ def _choice(line: CommandLine, experiment: Sequence[str], others: Sequence[str])
         except (HydraException, OmegaConfBaseException):
             if overrides_strategy or _names_strategy(line.overrides):
                 raise
-            return _Chosen()  # the composition of the job reports what is wrong, and the file
+            return _Chosen()  # the composition of the job reports the error and the file
     settings = node.hydra
     refuse_without_effect(settings)
     check_callbacks(settings)
@@ -345,7 +345,7 @@ def all_mistakes(line: CommandLine, first: UserError) -> UserError:
             values = expand([str(override.input_line)])
             wrong = [mistake for value in values if (mistake := _mistake([*accepted, *value], compose)) is not None]
             for mistake in wrong:
-                # a fix that adds the key with one value of a sweep adds it with all of them
+                # the fix adds the key with all values of the sweep, not only with this one
                 if len(values) > 1 and [mistake.fix.removeprefix("+")] in values and mistake.fix.startswith("+"):
                     mistake = UserError(mistake.what, where=mistake.where, fix=f"+{override.input_line}")  # noqa: PLW2901
                 mistakes.setdefault(f"{mistake.where}: {mistake.what}", mistake)

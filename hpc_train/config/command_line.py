@@ -67,7 +67,7 @@ class CommandLine:
             raise UserError("--resolve shows nothing by itself", where="--resolve", fix="--cfg job --resolve")
         if args.package and not args.cfg:
             raise UserError(
-                f"--package shows nothing by itself, so that this would train with -p {args.package}",
+                f"--package shows nothing by itself, and this command would train with -p {args.package}",
                 where="--package",
                 fix=f"--cfg job --package {args.package}",
             )

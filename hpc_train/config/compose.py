@@ -221,7 +221,7 @@ def _completed(node: DictConfig) -> DictConfig:
 
 
 def _resolved(node: DictConfig, unresolved: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of each group of ``node``; ``unresolved`` are those with interpolations, which it replaces."""
+    """Replaces the interpolations in ``unresolved``, the values of each group of ``node``, and returns it."""
     _check_kinds(node)
     _check_missing(unresolved)
     try:
@@ -232,9 +232,9 @@ def _resolved(node: DictConfig, unresolved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resolve(node: Any, values: Any) -> None:
-    """Replaces the interpolations in ``values``, those of ``node``.
+    """Replaces the interpolations in ``values``, the unresolved values of ``node``.
 
-    OmegaConf would resolve all values, which takes three times as long as to copy them, and few are interpolations.
+    OmegaConf would resolve all values, which takes three times as long as copying them, and few are interpolations.
     """
     for key, value in values.items() if isinstance(values, dict) else enumerate(values):
         if isinstance(value, str) and "${" in value:
@@ -394,7 +394,7 @@ def _with_extension_schemas(node: DictConfig) -> DictConfig:
 
 
 def _with_vocabulary(node: DictConfig) -> DictConfig:
-    """Sets ``data.vocab_size``, to which a model may refer, to that of ``data.tokenizer`` if it is null."""
+    """Sets ``data.vocab_size``, to which a model may refer, to the size of ``data.tokenizer`` if it is null."""
     vocabulary = load_source(str(node.data.kind)).vocabulary
     if vocabulary is None or OmegaConf.is_missing(node.data, "tokenizer") or node.data.vocab_size is not None:
         return node
@@ -444,8 +444,8 @@ def _source(key: str, values: Any) -> dict[str, Any]:
 
 
 def _check_kinds(node: DictConfig) -> None:
-    """Raises UserError if the model cannot learn from the samples, or a size of it refers to a missing key of the data,
-    before interpolations such as ``${data.vocab_size}`` are resolved.
+    """Raises UserError if the model cannot learn from the samples, or one of its sizes refers to a missing key of the
+    data, before interpolations such as ``${data.vocab_size}`` are resolved.
     """
     model = str(node.model.kind)
     data = str(node.data.kind)

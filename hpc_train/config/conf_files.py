@@ -1,4 +1,4 @@
-"""The files of ``conf/``: their directory, their groups and options, and what one of them holds."""
+"""The files of ``conf/``: their directory, their groups and options, and their content."""
 
 from __future__ import annotations
 

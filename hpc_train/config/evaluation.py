@@ -74,7 +74,7 @@ def metric_names(config: Config) -> list[str]:
 
 
 def _lacks_accuracy(config: Config) -> bool:
-    """Returns whether the source of a user's module shows that evaluations compute no accuracy of it."""
+    """Returns whether the source of a user's module shows that evaluations compute no accuracy for it."""
     model = config.model
     if not isinstance(model, CustomModelConfig) or config.cluster.container.image is not None:
         return False

@@ -44,7 +44,7 @@ SOURCES: dict[str, str] = {
     "stream": "hpc_train.data.sources:STREAM",
     "mixture": "hpc_train.data.sources:MIXTURE",
 }
-_MISSING: Any = object()  # the default of a fact that must be stated, if only as None
+_MISSING: Any = object()  # the default of a fact that must be stated, even if as None
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,19 @@ class Activations:
         tokens: positions per sample, to which the other numbers refer.
         norm_inputs: inputs of norms per token and layer, in the format of ``precision.residual``.
         layer: all other activations per token and layer.
-        products: those of them that are results of matrix products or attention.
+        products: the part of ``layer`` that consists of results of matrix products or attention.
         layer_input: the width of the hidden states, which full activation checkpointing keeps.
         logits: logits per token.
-        scores: attention scores per token and layer, if attention keeps them: twice in fp32, and with half precision
-            once more in that.
+        scores: attention scores per token and layer, if attention keeps them: two copies in fp32, and one more copy in
+            half precision if that is used.
         mixed: the result of attention per token and layer, which context-parallel ranks keep before and after its
             exchange.
         passing: results per token and layer that are written and read but not kept; they take time and no memory.
         tables: values in fp32 per position, the same for all samples and layers, that a layer keeps: rotary tables.
-        backward: gradients per token that the backward of a layer holds, beyond what it has freed, when it holds the
-            most; None: a quarter of ``layer``.
-        fused: those of ``layer`` that a compiled layer computes again in its backward, inside of the kernels that read
-            them, and does not keep.
+        backward: the peak of the gradients per token that the backward pass of a layer holds, minus what it has freed
+            by then; None: a quarter of ``layer``.
+        fused: the part of ``layer`` that a compiled layer does not keep, but recomputes in its backward pass inside the
+            kernels that read it.
     """
 
     tokens: int
@@ -86,7 +86,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How the matrices of a family are split over tensor-parallel ranks.
+    """Describes how the matrices of a family are split over tensor-parallel ranks.
 
     Attributes:
         plan: ``module:function``. Called with the model (or a pipeline stage of it), the function returns a mapping of
@@ -102,13 +102,13 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class LinearLayers:
-    """Linear layers inside a layer of the model that have the same input.
+    """Describes linear layers inside a layer of the model that have the same input.
 
     Attributes:
-        names: as in the model, after the name of the layer.
+        names: their names in the model, relative to the layer.
         inputs: their ``in_features``.
         outputs: the ``out_features`` of each.
-        layer: the name of a layer, with ``{}`` for its number.
+        layer: the name of the layer in the model, with ``{}`` for its number.
     """
 
     names: tuple[str, ...]
@@ -119,7 +119,7 @@ class LinearLayers:
 
 @dataclass(frozen=True)
 class HuggingFaceFormat:
-    """How an exported checkpoint looks to ``transformers``.
+    """Describes the format in which a checkpoint is exported for ``transformers``.
 
     Attributes:
         parameter_name: takes the model's config and the name of a parameter; returns its name in the exported files.
@@ -136,7 +136,7 @@ class HuggingFaceFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """The facts about a model family. None states that the family does not have or does not know something.
+    """States the facts about a model family. None states that the family lacks a feature or a value is unknown.
 
     Attributes:
         schema: the dataclass of its keys, derived from ``ModelKeys``, with ``n_layers``.
@@ -146,13 +146,14 @@ class ModelFamily:
             values of ``n_layers``, unless ``layer_parameters`` is given.
         layer_parameters: the number of parameters of one layer.
         stem_parameters: the number of parameters before the layers; a table that stem and head share counts here. None:
-            half of those outside the layers, or all if ``tied_embeddings`` is a key of the schema and true.
+            half of the parameters outside the layers, or all of them if the schema has ``tied_embeddings`` and it is
+            true.
         trained_parameters: the number of parameters that train, if checkpoints contain only these; None: all.
         activations: takes the configs of model and data.
         flops_per_sample: takes the config and the shape of a sample's inputs; forward and backward pass.
-        linear_layers: the linear layers of one layer, by their input and in the order of the forward; None, or a
-            function that returns None: neither the time of products in fp8 nor what ``strategy.async_tp`` gains is
-            predicted.
+        linear_layers: the linear layers of one layer, grouped by input, in the order of the forward pass. With None, or
+            a function that returns None, neither the time of fp8 matrix products nor the gain of ``strategy.async_tp``
+            is predicted.
         tensor_parallel: None refuses ``strategy.tp`` above 1.
         context_heads: the keys of the schema with the numbers of query heads and of key and value heads, if all
             attention is ``models.attention.Attention`` and ``prepare`` follows ``Model.context_shards``. None refuses
@@ -196,7 +197,7 @@ class ModelFamily:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource:
-    """The facts about a data source.
+    """States the facts about a data source.
 
     Attributes:
         schema: the dataclass of its keys, derived from ``DataKeys``, with those that ``SAMPLE_KEYS`` lists.
@@ -214,7 +215,7 @@ class DataSource:
     vocabulary: Callable[[str], int] | None = None
 
     def sample_kind(self, config: Any) -> str | None:
-        """The kind of samples that ``config`` (typed or not yet) gives."""
+        """Returns the kind of samples that ``config``, typed or not yet typed, gives."""
         return self.gives(config) if callable(self.gives) else self.gives
 
 
@@ -233,7 +234,7 @@ def source_of(data: Any) -> DataSource:
 
 @cache
 def load_family(kind: str) -> ModelFamily:
-    """The family that ``model.kind`` names: a built-in name or ``package.module:NAME``."""
+    """Returns the family that ``model.kind`` names: a built-in name or ``package.module:NAME``."""
     family = load_row(FAMILIES.get(kind, kind), "model.kind", ModelFamily)
     if is_import_path(kind):
         where = location(kind)
@@ -256,7 +257,7 @@ def load_family(kind: str) -> ModelFamily:
 
 @cache
 def load_source(kind: str) -> DataSource:
-    """The source that ``data.kind`` names: a built-in name or ``package.module:NAME``."""
+    """Returns the source that ``data.kind`` names: a built-in name or ``package.module:NAME``."""
     source = load_row(SOURCES.get(kind, kind), "data.kind", DataSource)
     if is_import_path(kind):
         where = location(kind)
@@ -370,7 +371,7 @@ def _execute(spec: ModuleSpec, path: str) -> ModuleType:
 
 
 class _NoTorch:
-    """Makes imports of torch fail, and the question whether it is installed, whose answer a package would keep."""
+    """Makes imports of torch fail, and also checks whether torch is installed, since packages cache their result."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name.partition(".")[0] == "torch":

@@ -1,4 +1,4 @@
-"""Reads the YAML files of config groups for Hydra, and gives renamed keys in them their present names."""
+"""Reads the YAML files of config groups for Hydra, and replaces renamed keys in them with their current names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
     """Hydra's source of files; it has the same name, because the registry accepts no other one for ``file://``."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Returns the content of a file with the present names of all keys; prints a notice for each renamed key."""
+        """Returns the content of a file with the current names of all keys; prints a notice for each renamed key."""
         result = super().load_config(config_path)
         values: Any = OmegaConf.to_container(result.config, resolve=False)
         if not isinstance(values, dict):

@@ -69,7 +69,7 @@ def _from_hub(name: str, revision: str | None) -> str | None:
         try:
             get_hf_file_metadata(hf_hub_url(name, CONFIG, revision=revision), timeout=constants.HF_HUB_ETAG_TIMEOUT)
         except HfHubHTTPError:
-            pass  # an answer, which hf_hub_download treats as it should
+            pass  # the hub has answered, and hf_hub_download handles the answer
         except Exception:
             answers = False
         path = hf_hub_download(name, CONFIG, revision=revision, local_files_only=not answers)
@@ -130,7 +130,7 @@ class RefusedKey:
 
     Attributes:
         default: the value of configs that lack the key.
-        inactive: the value with which it changes nothing.
+        inactive: the value that disables it.
         effect: what it does to the loss, for messages.
         families: the model types that read it; empty for all.
     """

@@ -89,7 +89,7 @@ def is_search(settings: DictConfig) -> bool:
 
 
 def swept_params(settings: DictConfig) -> list[str]:
-    """Returns ``hydra.sweeper.params`` as overrides; those of a sweeper that searches are left to it."""
+    """Returns ``hydra.sweeper.params`` as overrides; none for a sweeper that searches, which reads them itself."""
     params = settings.sweeper.get("params")
     if is_search(settings) or params is None:
         return []
@@ -97,7 +97,7 @@ def swept_params(settings: DictConfig) -> list[str]:
 
 
 def with_params(overrides: Sequence[str], params: Sequence[str]) -> list[str]:
-    """Returns ``overrides`` after those of ``params`` whose keys they do not set."""
+    """Returns the ``params`` whose keys ``overrides`` do not set, followed by ``overrides``."""
     keys = {override.key_or_group for override in _parsed(overrides)}
     return [*(text for text in params if _parsed([text])[0].key_or_group not in keys), *overrides]
 

@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 from hpc_train.errors import UserError, closest, nearest
 
-IMPORTABLE = "package.module.Name, importable where the workers run (installed, or in the directory of the call)"
+IMPORTABLE = "package.module.Name, importable where the workers run (installed, or in the directory of the command)"
 
 _EXTRAS = {  # module -> the extra of hpc_train that installs it
     "PIL": "images", "datasets": "datasets", "matplotlib": "plots", "mlflow": "mlflow",
@@ -70,7 +70,7 @@ class Definition:
 
     @property
     def methods(self) -> set[str] | None:
-        """Returns the names that a class binds; None if it is not a class, or inherits or may get others."""
+        """Returns the names that a class binds; None if it is not a class, has base classes, or may bind others."""
         statement = self.statement
         if not isinstance(statement, ast.ClassDef):
             return None
@@ -193,8 +193,8 @@ def find_definition(path: str, where: str, follow: int = 8) -> Definition:
 def check_imports(path: str, where: str) -> None:
     """Checks that the packages that the file of ``path`` imports are installed.
 
-    Not checked are imports inside of functions, classes and blocks such as ``try``, other files that it imports, files
-    that change where Python looks for modules, and installed packages. Raises UserError if a package is missing.
+    It does not check imports inside functions, classes and blocks such as ``try``, other files that it imports, files
+    that change where Python looks for modules, or installed packages. Raises UserError if a package is missing.
     """
     try:
         definition = find_definition(path, where)
@@ -222,17 +222,17 @@ def how_to_install(package: str, extra: str | None = None) -> str:
     """Returns the command that installs the extra of hpc_train with ``package``, or a hint for any other package.
 
     Args:
-        extra: its name, if several have the package.
+        extra: the name of the extra, if several extras have the package.
     """
     extra = extra or _EXTRAS.get(package)
     return install_extra(extra) if extra else f"install {package}, or correct the import"
 
 
 def install_extra(extra: str) -> str:
-    """Returns the command that installs an extra of hpc_train, as hpc_train is installed here.
+    """Returns the command that installs an extra in the way in which hpc_train is installed here.
 
-    That is from the clone or from the file of the wheel, and otherwise the packages of the extra: no index has
-    hpc_train.
+    The command installs from the clone or from the wheel file, or else installs the packages of the extra, since no
+    package index has hpc_train.
     """
     from importlib.metadata import PackageNotFoundError, distribution  # slow, and needed for a message only
 
@@ -317,7 +317,7 @@ def check_call(
             plural = "s" * (len(undeclared) > 1)
             fix = f"declare the parameter{plural} {added}: {definition.declaration(undeclared)}"
             if "site-packages" in definition.place:
-                fix = f"set {where} to a function of yours that calls it: def make({added}, **values): ..."
+                fix = f"set {where} to your own function that calls it: def make({added}, **values): ..."
             raise UserError(f"{path} has no parameter {added}", where=place, fix=fix)
     missing = sorted({*names} & parameters.required - {*given, *arguments, *optional})
     if complete and missing:
@@ -399,8 +399,8 @@ WITHOUT_INIT = ("torch.utils.data.Dataset", "torch.utils.data.IterableDataset", 
 
 
 def _constructor(tree: ast.Module, statement: ast.ClassDef) -> Parameters | None:
-    """Returns the parameters of the constructor of a class, which a class of the same file may define; None if the file
-    does not show it. A class without any takes none.
+    """Returns the parameters of the constructor of a class, which a base class in the same file may define; None if the
+    file does not show it. A class without a constructor takes no parameters.
     """
     if statement.decorator_list or statement.keywords:
         return None
@@ -421,8 +421,8 @@ def _constructor(tree: ast.Module, statement: ast.ClassDef) -> Parameters | None
 
 
 def _bases(tree: ast.Module, bases: Sequence[ast.expr]) -> set[str] | None:
-    """Returns the full names of the classes of other files among ``bases`` and the bases of those of this file; None
-    if the file does not show one.
+    """Returns the full names of the base classes from other files, direct or inherited through classes of this file;
+    None if the file does not show one of them.
     """
     imported = {name: full for statement in tree.body for name, full in _imported(statement).items()}
     names: set[str] = set()
@@ -443,7 +443,7 @@ def _bases(tree: ast.Module, bases: Sequence[ast.expr]) -> set[str] | None:
 
 
 def _imported(statement: ast.stmt) -> dict[str, str]:
-    """Returns the full names of what an import statement binds; nothing for relative imports."""
+    """Returns name -> full name for the names that an import statement binds; none for relative imports."""
     if isinstance(statement, ast.ImportFrom) and not statement.level:
         return {alias.asname or alias.name: f"{statement.module}.{alias.name}" for alias in statement.names}
     names = {}

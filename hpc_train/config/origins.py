@@ -28,7 +28,7 @@ COMMAND_LINE = "the command line"
 
 @dataclass(frozen=True)
 class Origin:
-    """The value of a key, which may have interpolations, and what sets it: a file with the line, for instance."""
+    """Holds the value of a key, which may have interpolations, and the place that sets it, such as a file and line."""
 
     key: str
     value: Any
@@ -60,10 +60,10 @@ def origins(line: CommandLine) -> list[Origin]:
 
 
 def defaults(line: CommandLine) -> dict[str, Any]:
-    """Returns the keys that no file of the user or the site sets, nor the command line, with their values, which may
-    have interpolations. ``line`` describes one job. Raises as ``origins``.
+    """Returns the keys that neither the command line nor a file of the user or the site sets, with their values, which
+    may have interpolations. ``line`` describes one job. Raises as ``origins``.
     """
-    of_caller = GlobalHydra.instance().hydra  # that of ``hydra.main``, for instance
+    of_caller = GlobalHydra.instance().hydra  # for instance the instance of ``hydra.main``
     GlobalHydra.instance().clear()
     try:
         with line.composer() as compose:

@@ -30,7 +30,7 @@ HYDRA_GROUP = re.compile(r"override\s+/?(hydra/(?:launcher|sweeper))")
 
 
 def refuse_unreadable_files(line: CommandLine) -> None:
-    """Checks the files that the command line chooses for what Hydra drops, or reports without the name of the file.
+    """Checks the files that the command line chooses for mistakes that Hydra ignores or reports without a file name.
     Raises UserError if a file is not UTF-8 or not a table, its ``defaults`` are not a list or contain the file itself,
     or it has settings of Hydra's launcher.
     """
@@ -64,7 +64,7 @@ def refuse_unreadable_files(line: CommandLine) -> None:
 
 
 def check_files(line: CommandLine) -> None:
-    """Raises UserError if a chosen YAML file is not valid, has a value of the wrong kind, or leaves out one that must
+    """Raises UserError if a chosen YAML file is not valid, has a value of the wrong kind, or lacks one that must
     be given.
     """
     for settings in read_settings():
@@ -178,7 +178,7 @@ def _check(schema: Any, path: Path) -> None:
 
 
 def _check_missing(chosen: Mapping[str, Path], line: CommandLine) -> None:
-    """Reports a value ``???`` in a user's file that nothing else sets. OmegaConf merges it as if it was not there."""
+    """Reports a value ``???`` in a user's file that nothing else sets. OmegaConf merges it as if it were absent."""
     values = [(path, key, node) for group, path in chosen.items() for key, node in _full_leaves(group, path)]
     present = {key for _, key, node in values if node.value != MISSING}
     for path, key, node in values:

@@ -14,7 +14,7 @@ from typing import Any
 from hpc_train.errors import UserError
 from hpc_train.opening import tell_once
 
-# the name in earlier versions -> the present name, in the same group
+# the name in earlier versions -> the current name, in the same group
 RENAMED = {
     f"cluster.{name}": f"cluster.extra.{name.replace('_', '-')}"
     for name in (
@@ -52,7 +52,7 @@ class RemovedValue:
     Attributes:
         fix: what replaces it.
         recorded: the keys of ``run.json`` with which a frozen run records what it used instead.
-        value: with which a run is read that has no such record.
+        value: the value with which a run without such a record is read.
     """
 
     fix: str
@@ -71,7 +71,7 @@ REMOVED_VALUES: dict[tuple[str, str], RemovedValue] = {
     ),
     ("strategy.compression", "auto"): RemovedValue(
         "strategy.compression=none, fp16, bf16, powersgd or topk; `python -m hpc_train bench step` measures them and "
-        "prints the one that pays",
+        "prints the one that pays off",
         ("compression", "technique"),
         "none",
     ),
@@ -108,7 +108,7 @@ REMOVED: dict[str, Removed] = {
 
 
 def apply_new_names(values: dict[str, Any], package: str = "") -> Iterator[str]:
-    """Gives the renamed keys in ``values``, the nested values of a config or a file, their present names.
+    """Replaces the renamed keys in ``values``, the nested values of a config or a file, with their current names.
 
     Args:
         package: the group to which all keys of the file belong; empty if they are below the names of their groups.
@@ -157,7 +157,7 @@ def removed_value(key: str, value: str) -> UserError | None:
 
 
 def without_removed(config: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a frozen config with the present names of its keys, without removed keys and values.
+    """Returns the values of a frozen config with the current names of its keys, without removed keys and values.
 
     Args:
         record: ``run.json`` of the run.

@@ -115,7 +115,7 @@ def _checked(name: str, key: str) -> str:
     longest = max(name.split("/"), key=len)
     if len(longest) > LONGEST_NAME:
         raise UserError(
-            f"the name {longest[:40]}… has {len(longest)} characters, and a directory name at most {LONGEST_NAME}",
+            f"the name {longest[:40]}… has {len(longest)} characters, but a directory name has at most {LONGEST_NAME}",
             where=key,
             fix=f"a shorter {key}",
         )

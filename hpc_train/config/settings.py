@@ -8,9 +8,9 @@ The order, weakest first: the defaults of the schema; the file of the site, ``$H
       - cluster: slurm
     cluster:                        # values of config keys
       account: project_1
-    trust:                          # of whom code and weights are used, see run/owner.py
+    trust:                          # the users whose code and weights are used; see run/owner.py
       owners: [alice]
-    limits:                         # only in the file of a site: what no job may exceed
+    limits:                         # only in the file of a site: limits that no job may exceed
       cluster.nodes: {max: 16}
       cluster.partition: {one_of: [gpu, debug]}
 
@@ -110,7 +110,7 @@ def user_file() -> Path | None:
 
 
 def site_limits() -> list[Settings]:
-    """Returns the settings whose limits apply: those of ``$HPC_TRAIN_SITE`` do not replace those of root's file."""
+    """Returns the settings whose limits apply: the file of ``$HPC_TRAIN_SITE`` does not replace the file of root."""
     files = [site_settings(), _read(SYSTEM_FILE, frozenset({0}), "root")]
     return [settings for settings in dict.fromkeys(files) if settings is not None and settings.limits]
 
@@ -185,7 +185,7 @@ def _parsed(path: Path, text: str) -> Settings:
 
 
 def _refuse_root_resolver(path: Path, content: Mapping[str, Any]) -> None:
-    """Refuses what files of ``conf/cluster/`` say and what is superfluous here."""
+    """Raises UserError for the interpolation ``hpc_train.root``, which only files of ``conf/cluster/`` need."""
     root = (content.get("run") or {}).get("root")
     if isinstance(root, str) and "${hpc_train.root" in root:
         what = f"{path} uses hpc_train.root, but ${ROOT} takes precedence over run.root of this file anyway"

@@ -210,7 +210,7 @@ def _of_system(error: OSError) -> UserError | None:
 def _of_yaml(error: yaml.MarkedYAMLError) -> UserError:
     mark = error.problem_mark
     if error.context_mark is not None and (error.context or "").startswith("while scanning"):
-        mark = error.context_mark  # what was begun there has no end
+        mark = error.context_mark  # the start of the construct that is not closed
     assert mark is not None
     where = relative(Path(mark.name))
     problem = (error.problem or "invalid YAML").replace("could not find expected", "expected")
@@ -324,7 +324,7 @@ def _fix_of_unknown(error: OmegaConfBaseException, key: str, text: str) -> str:
     return meant(key, value, names) or nearest(error.key, names)
 
 
-# keys that other tools call by a word that is the end of no key here
+# words with which other tools name a key, and which are not the last part of a key here
 OTHER_KEYS = {
     "accumulate_grad_batches": "batch.micro_batches",
     "batch_size": "batch.global_size",
@@ -361,10 +361,10 @@ OTHER_KEYS = {
 
 
 def meant(key: str, value: str, names: Sequence[str] = ()) -> str:
-    """Returns the override that the user may mean by that of an unknown key; empty if there is none.
+    """Returns the override that the user probably means by an override of an unknown key; empty if there is none.
 
-    It is that of a key with the same last part, such as ``optim.lr`` for ``lr`` or ``train.lr``, or of one that other
-    tools call so. For a word without a group it may also be that of a key with nearly the same letters.
+    It sets a key with the same last part, such as ``optim.lr`` for ``lr`` or ``train.lr``, or a key that has this name
+    in other tools. For a word without a group it may also set a key with nearly the same letters.
 
     Args:
         names: the keys of the same group. A word that is similar to one of these is not compared with other groups.

@@ -65,7 +65,7 @@ def saves_asynchronously(config: CheckpointConfig, on_gpus: bool) -> bool:
 
 @dataclass(frozen=True)
 class Profiled:
-    """The steps ``first`` to ``last`` (numbered as in the metrics) and the ranks to profile; None: all ranks."""
+    """Holds the steps to profile, ``first`` to ``last`` as numbered in the metrics, and the ranks; None: all ranks."""
 
     first: int
     last: int
@@ -227,7 +227,7 @@ def check_divides(divisor: int, number: int, key: str, what: str) -> None:
     """Raises UserError if ``divisor``, the value of ``key``, does not divide ``number``, the value of ``what``."""
     if number % divisor:
         fix = f"{key}={max(n for n in range(1, divisor) if number % n == 0)}"
-        if what.endswith(".sequence_length"):  # unlike a size of the model, it is easily another
+        if what.endswith(".sequence_length"):  # which, unlike a size of the model, is easy to change
             fix += f", or {what}={number + -number % divisor}"
         raise UserError(f"{key}={divisor} does not divide {what}={number}", where=key, fix=fix)
 
@@ -239,7 +239,7 @@ LayerMode: TypeAlias = Literal["none", "ops", "full"]
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Lists what layers can recompute of their forward in the backward pass (``train.activation_checkpointing``).
+    """Describes what layers recompute in the backward pass (``train.activation_checkpointing``).
 
     Attributes:
         every: every ``every``-th layer recomputes, by global number; 0 means no layer.
@@ -263,7 +263,7 @@ class Recomputation:
 
     @property
     def recomputes(self) -> bool:
-        """Tells whether some layer may recompute something."""
+        """Returns whether any layer may recompute anything."""
         return self.every > 0 or any(mode != "none" for mode in self.chosen)
 
 
@@ -288,7 +288,7 @@ def parse_recomputation(text: str) -> Recomputation:
 
 
 def preflight_actions(cluster: ClusterConfig) -> dict[str, str]:
-    """Returns what follows an error of each class that the preflight finds: warn, stop or exclude. Raises UserError if
+    """Returns the action for each class of errors that the preflight finds: warn, stop or exclude. Raises UserError if
     ``cluster.preflight_action`` names an unknown class or action.
     """
     default: dict[str, str] = ClusterConfig().preflight_action
@@ -401,7 +401,7 @@ def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def server_uri(settings: MlflowConfig) -> str:
-    """Returns the address of the MLflow server. Raises UserError if none is set, or it is not that of a server."""
+    """Returns the address of the MLflow server. Raises UserError if it is not set or names no server."""
     uri = settings.uri if settings.uri not in (None, "auto") else os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
         raise UserError(
@@ -416,7 +416,7 @@ def server_uri(settings: MlflowConfig) -> str:
     if scheme in ("", "file"):
         why = "MLflow no longer writes to its file store"
     raise UserError(
-        f"the MLflow address {uri!r} is not that of a server: {why}",
+        f"the MLflow address {uri!r} is not the address of a server: {why}",
         where="telemetry.mlflow.uri, MLFLOW_TRACKING_URI",
         fix="start `mlflow server --backend-store-uri sqlite:///mlflow.db --host HOST`, and set http://HOST:5000",
     )

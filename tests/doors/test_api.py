@@ -135,7 +135,7 @@ def test_a_run_that_does_not_exist_is_a_user_error() -> None:
 
 @pytest.mark.parametrize("overrides", ["optim.lr=1", [5], 5, None, {"optim.lr": 1}, (text for text in ("optim.lr=1",))])
 def test_overrides_that_are_no_list_of_texts_are_refused(overrides: object) -> None:
-    with pytest.raises(hpc_train.UserError, match="not a list of texts"):
+    with pytest.raises(hpc_train.UserError, match="not a list of strings"):
         hpc_train.submit(overrides)  # type: ignore[arg-type]
 
 

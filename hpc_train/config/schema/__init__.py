@@ -59,7 +59,8 @@ __all__ = [
 class Config:
     """All settings of a run. ``model`` and ``data`` hold the dataclass that their key ``kind`` names.
 
-    The values of ``metrics`` and ``hooks`` are ``TargetConfig``; Hydra adds keys only to a table of any values.
+    The values of ``metrics`` and ``hooks`` are ``TargetConfig``. Their schema is a table of any values, since Hydra
+    adds keys only to such a table.
     """
 
     cluster: ClusterConfig = group(ClusterConfig)

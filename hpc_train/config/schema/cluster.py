@@ -45,11 +45,11 @@ class PriceConfig:
     """Holds what a GPU costs, for the costs in ``plan``, ``status`` and the page of a run."""
 
     per_gpu_hour: float | None = key(
-        None, "The price of a rented GPU for an hour, or what the site charges. null uses that of purchase.", at_least=0
+        None, "The hourly price of a rented GPU, or the rate of the site. null derives it from purchase.", at_least=0
     )
     currency: str = key("", "The currency of all prices, such as EUR.")
     purchase: float | None = key(
-        None, "The purchase price of a purchased GPU, with its share of the node and the network.", above=0
+        None, "The purchase price of a GPU, including its share of the node and the network.", above=0
     )
     years: float = key(
         4.0,
@@ -67,16 +67,14 @@ class PriceConfig:
     )
     upkeep: float = key(
         0.0,
-        "What a purchased GPU costs per year besides: power, cooling, space, staff.",
+        "The yearly operating cost of a purchased GPU: power, cooling, space, staff.",
         at_least=0,
         when=unless("cluster.price.purchase", None),
     )
-    spot: float | None = key(
-        None, "The price of a spot GPU, which the provider may take back, for an hour.", at_least=0
-    )
+    spot: float | None = key(None, "The hourly price of a spot GPU, which the provider may reclaim.", at_least=0)
     preemptions_per_day: float = key(
         0.0,
-        "How often a day the provider takes GPUs back from a job on spot GPUs.",
+        "The number of times per day that the provider reclaims GPUs from a job on spot GPUs.",
         at_least=0,
         when=unless("cluster.price.spot", None),
     )
@@ -91,7 +89,9 @@ class ClusterConfig:
         "Whether to run on this machine or on Slurm. auto uses Slurm if its controller answers.",
         choices=("auto", "local", "slurm"),
     )
-    nodes: int | str = key(1, "The number of nodes. On Slurm also a range such as 2-4: the job starts on what is free.")
+    nodes: int | str = key(
+        1, "The number of nodes, or on Slurm a range such as 2-4: the job starts on as many of them as are free."
+    )
     gpus_per_node: int | str = key(
         "auto",
         "GPUs per node. auto uses all GPUs of a node (on Slurm: of the nodes in the partition); 0 trains on the CPU.",
@@ -123,7 +123,7 @@ class ClusterConfig:
             "network": "warn",
             "clock": "warn",
         },
-        "What follows an error that the preflight finds, by class, or one value for all classes: warn trains anyway, "
+        "The action on an error that the preflight finds, by class, or one value for all classes: warn trains anyway, "
         "stop ends the job, exclude continues without the node (stop if the error concerns no single node).",
         choices=("warn", "stop", "exclude"),
         when=(unless("cluster.preflight", "off"), any_of(when("gpus"), when("nodes"))),
@@ -173,8 +173,8 @@ class ClusterConfig:
     exclusive: bool = key(False, "Whether the job has its nodes to itself: sbatch --exclusive.", when=when("submitted"))
     interface: str | None = key(
         None,
-        "Where nodes meet: a network interface such as ib0, or a pattern for host names such as {host}-ib0. null uses "
-        "the names of the nodes in Slurm.",
+        "How nodes reach each other: by a network interface such as ib0, or by a pattern for host names such as "
+        "{host}-ib0. null uses the names of the nodes in Slurm.",
         when=when("nodes"),
     )
     comment: str | None = key(

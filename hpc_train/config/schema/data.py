@@ -63,7 +63,7 @@ class SFTDataConfig(DataKeys):
     chat_template: str | None = key(
         None, "A Jinja file that renders the column messages. null uses the chat template of the tokenizer."
     )
-    validation_path: str | None = key(None, "The validation records, as path. null uses a share of those of path.")
+    validation_path: str | None = key(None, "The validation records, in a format of path. null uses a share of path.")
     validation_share: float = key(
         0.01,
         "The share of the records for validation if validation_path is null.",
@@ -72,15 +72,15 @@ class SFTDataConfig(DataKeys):
         when=when("data.validation_path", None),
     )
     sequence_length: int = key(
-        1024, "The most inputs of a sample; the end of a longer record is cut off.", at_least=1, unit="tokens"
+        1024, "The largest number of inputs of a sample; longer records are truncated.", at_least=1, unit="tokens"
     )
-    vocab_size: int | None = key(None, "The number of token ids. null: that of the tokenizer.")
+    vocab_size: int | None = key(None, "The number of token ids. null uses the size of the tokenizer.")
     packing: bool = key(
         False, "Whether whole records share a sequence without attending to each other. false pads each record."
     )
     cache: str | None = key(
         None,
-        "The directory for the tokens, which are computed once. null: hpc_train/sft in the user's cache directory.",
+        "The directory for the tokens, which are computed once. null uses hpc_train/sft in the user's cache directory.",
     )
 
 
@@ -178,7 +178,7 @@ class MixtureDataConfig(DataKeys):
     kind: str = key("mixture", "The data source.")
     sources: dict[str, Any] = key({}, "The sources by name, each with kind and keys: +data@data.sources.NAME=SOURCE.")
     weights: dict[str, float] = key(
-        {}, "The share of each source in the samples, by name, relative to their sum. Empty: by the sources' sizes."
+        {}, "The weight of each source in the samples, by name. By default, sources are weighted by their sizes."
     )
     # taken from the sources when the config is composed
     sequence_length: int | None = None

@@ -32,13 +32,13 @@ class TransformerKeys(ModelKeys):
 
 @dataclass
 class WrapKeys(ModelKeys):
-    """Holds the keys of models that come from other code."""
+    """Holds the keys of models that hpc_train does not implement itself."""
 
     wrap: list[str] | None = key(
         None,
-        "The class names of the blocks that are sharded, recomputed and compiled one by one. By default those are the "
-        "blocks that the model names, or else the repeated blocks of its longest ModuleList; an empty list disables "
-        "it.",
+        "The class names of the blocks that are sharded, recomputed and compiled one by one. null uses the blocks "
+        "that the model names, or else the repeated blocks of its longest ModuleList; an empty list treats no block "
+        "separately.",
     )
 
 
@@ -60,14 +60,14 @@ class GPTConfig(TransformerKeys):
     qk_norm: bool = key(False, "Whether the queries and keys of each head are normalized, as in Qwen3 and Gemma 3.")
     sliding_window: int | None = key(
         None,
-        "The number of tokens to which a token attends, the last of which is the token itself. null is all tokens.",
+        "The number of tokens to which a token attends, including itself. null means no window.",
         at_least=1,
         unit="tokens",
     )
     global_every: int = key(
         0,
-        "Every N-th layer attends to all tokens in place of the sliding window: 2 in Gemma 2, 6 in Gemma 3. 0 "
-        "means no layer.",
+        "Every N-th layer attends to all tokens instead of the sliding window: 2 in Gemma 2, 6 in Gemma 3. 0 means "
+        "that no layer does.",
         at_least=0,
         when=unless("model.sliding_window", None),
     )
@@ -181,7 +181,7 @@ class HFModelConfig(WrapKeys):
     split_dependent_loss: bool = key(
         False,
         "Whether to train on several ranks or micro-batches with a load-balancing loss (output_router_logits in the "
-        "config of the model). Each micro-batch computes its own, so the result depends on their number.",
+        "config of the model). Each micro-batch computes its own loss, so the result depends on their number.",
     )
     lora: LoraConfig = group(LoraConfig)
 
@@ -192,7 +192,7 @@ class HFModelConfig(WrapKeys):
 
     @property
     def tied_embeddings(self) -> bool:
-        """Tells whether the output projection of a language model shares the embedding table."""
+        """Returns whether the output projection of a language model shares the embedding table."""
         return hf_config.ties(self._values())
 
     def _values(self) -> Mapping[str, Any] | None:

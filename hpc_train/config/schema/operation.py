@@ -230,7 +230,8 @@ class TelemetryConfig:
     profile: ProfileConfig = group(ProfileConfig)
     gpu_idle_minutes: float = key(
         20.0,
-        "Tells when GPUs of a node were idle for this time, before a watchdog of the site ends the job. 0: never.",
+        "Warns when the GPUs of a node have been idle for this time, before a watchdog of the site ends the job. 0 "
+        "disables the warning.",
         at_least=0,
         unit="minutes",
         when=when("gpus"),
@@ -245,8 +246,7 @@ class LaunchConfig:
     detach: bool = key(False, "Exits after submission instead of waiting for the jobs.", when=when("launched"))
     array_parallelism: int | str = key(
         "auto",
-        "The number of jobs of a sweep that run at the same time, on Slurm of each of its arrays. auto runs as many "
-        "as fit.",
+        "The number of jobs of a sweep that run at the same time; on Slurm, per job array. auto runs as many as fit.",
         choices=("auto",),
         at_least=1,
         when=when("launched"),
@@ -264,7 +264,7 @@ class LaunchConfig:
         unit="GPU hours",
         when=when("submitted"),
     )
-    yes: bool = key(False, "Confirms the submission without a question.", when=when("submitted"))
+    yes: bool = key(False, "Submits without asking for confirmation.", when=when("submitted"))
 
 
 @dataclass
@@ -286,7 +286,7 @@ class RunConfig:
     on_event: str | None = key(
         None,
         "A command that bash runs for each event of the first node's agent, with the event as a line of JSON on its "
-        "standard input and the run directory in $HPC_TRAIN_RUN_DIR. It has 10 seconds, and delays no restart.",
+        "standard input and the run directory in $HPC_TRAIN_RUN_DIR. It has 10 seconds, and does not delay restarts.",
     )
     max_gpu_hours: float | None = key(
         None,
@@ -303,13 +303,14 @@ class RunConfig:
     )
     entry: str | None = key(
         None,
-        "package.module:function, which runs in every worker and not the trainer. It gets an hpc_train.loop.Context.",
+        "A function, package.module:function, that runs in every worker instead of the trainer. It is called with an "
+        "hpc_train.loop.Context.",
     )
     args: dict[str, Any] = key({}, "The arguments of run.entry: +run.args.NAME=VALUE is context.args[NAME].")
     command: Any = key(
         None,
         "A command that runs in every worker instead of the trainer, with the variables of torchrun: "
-        "[python, train.py, --lr, 0.1], or the same as one text.",
+        "[python, train.py, --lr, 0.1], or the same as one string.",
     )
     progress_dir: str | None = key(
         None,

@@ -16,7 +16,7 @@ class StrategyConfig:
 
     name: str = key(
         "single",
-        "The name of the strategy. Under the name auto the planner chooses the keys that are auto when the run is "
+        "The name of the strategy. With auto, the planner chooses all keys whose value is auto when the run is "
         "submitted.",
     )
     dp: int | str = key(
@@ -88,7 +88,7 @@ class StrategyConfig:
     )
     compression: str = key(
         "none",
-        "How ddp and allreduce compress gradients; ZeRO has bf16. `bench step` measures the techniques.",
+        "How ddp and allreduce compress gradients; ZeRO supports only bf16. `bench step` measures the techniques.",
         choices=("none", "fp16", "bf16", "powersgd", "topk"),
         when=when("replicas"),
     )
@@ -135,21 +135,21 @@ class OptimConfig:
         None,
         "Whether _target_ computes each element of a parameter from that element, its gradient and its state alone. If "
         "so, ranks update their shards. Otherwise one rank of those that share a parameter updates the whole "
-        "parameter. null: true for those of torch.optim that are, and false for others.",
+        "parameter. null is true for the optimizers of torch.optim that do so, and false for others.",
     )
     state_per_parameter: float | None = key(
         None,
-        "The values that _target_ keeps per parameter, for estimates of memory. null: known for torch.optim, and 2 for "
-        "others.",
+        "The number of values that _target_ keeps per parameter, for memory estimates. null uses the number of the "
+        "optimizer for torch.optim, and 2 for others.",
         at_least=0,
         when=unless("optim._target_", None),
     )
     groups: dict[str, Any] = key(
         {},
-        "Groups of parameters with separate settings. NAME.match: a regular expression that is found "
-        "in the names of the parameters; the first group that matches counts. lr_factor: the factor of the learning "
-        "rate. weight_decay: that of all parameters of the group. args: arguments of the optimizer. _target_, "
-        "elementwise: another optimizer.",
+        "Groups of parameters with separate settings. NAME.match: a regular expression that is searched "
+        "in the names of the parameters; the first group that matches applies. lr_factor: the factor of the learning "
+        "rate. weight_decay: the weight decay of all parameters of the group. args: arguments of the optimizer. "
+        "_target_, elementwise: another optimizer.",
     )
     lr: float = key(3e-3, "The highest learning rate.", above=0)
     lr_scaling: str = key(
@@ -192,7 +192,7 @@ class OptimConfig:
     )
     warmup_steps: int = key(
         20,
-        "Steps in which the learning rate rises linearly from 0. A custom schedule has no other warm-up than its own.",
+        "Steps in which the learning rate rises linearly from 0. A custom schedule must include its own warm-up.",
         at_least=0,
         unit="steps",
         when=when("optim.schedule", "constant", "linear", "cosine", "wsd"),
@@ -241,8 +241,8 @@ class TrainConfig:
     )
     activation_offload: str = key(
         "none",
-        "The size from which what layers save for the backward pass is kept in host memory, such as 1MiB. none keeps "
-        "all of it on the device.",
+        "The size, such as 1MiB, from which tensors that layers save for the backward pass are kept in host memory. "
+        "none keeps all of them on the device.",
     )
     loss_chunks: int | str = key(
         "auto",
@@ -297,9 +297,9 @@ class TrainConfig:
     )
     check: str = key(
         "auto",
-        "Whether a model that is not hpc_train's is tried before the first step: whether its loss depends on the split "
-        "of a batch or on padding, its forward pass writes to parameters that ZeRO shards, and its gradients are those "
-        "of one process. auto does so once for each code, config and version of torch; off does not.",
+        "Whether a model that is not built in is tested before the first step: whether its loss depends on the split "
+        "of a batch or on padding, whether its forward pass writes to parameters that ZeRO shards, and whether its "
+        "gradients equal those of one process. auto tests once for each code, config and version of torch; off never.",
         choices=("auto", "off"),
     )
     buffers: str = key(
@@ -350,7 +350,7 @@ class PrecisionConfig:
     residual: str = key(
         "compute",
         "bf16, fp16: the format of the hidden states between layers and between pipeline stages, under every strategy: "
-        "compute is that of matrix products; fp32 needs more memory, traffic and time.",
+        "compute uses the format of matrix products; fp32 needs more memory, traffic and time.",
         choices=("compute", "fp32"),
         when=when("precision.name", "bf16", "fp16"),
     )
@@ -362,8 +362,8 @@ class PrecisionConfig:
     )
     weights: str = key(
         "fp32",
-        "bf16: the format of the weights and of their gradients. If it is bf16, the optimizer updates fp32 masters of "
-        "the weights, which are sharded like its state. Checkpoints contain the masters.",
+        "bf16: the format of the weights and of their gradients. If it is bf16, the optimizer updates fp32 master "
+        "weights, which are sharded like its state. Checkpoints contain the master weights.",
         choices=("fp32", "bf16"),
         when=when("precision.name", "bf16"),
     )
