@@ -1,9 +1,8 @@
 """Builds the dataset of a config: any source, a mixture of sources, or synthetic samples.
 
-Files that a dataset of the user opens in its constructor are found here, because its loader processes would share them:
-forked processes share the position of an open file, so where one seeks, another one reads the content of other items.
-Files that are mapped, or read at given positions (``os.pread``), are not affected. Files of HDF5 and SQLite must not be
-used after a fork.
+It also finds files that a user's dataset opens in its constructor. Forked loader processes share the position of such a
+file, so a seek in one process makes another one read the wrong content. Files that are memory-mapped, or read at
+explicit positions (``os.pread``), are not affected. HDF5 and SQLite files must not be used after a fork.
 """
 
 from __future__ import annotations
@@ -202,7 +201,7 @@ def shared_file(dataset: Dataset, before: frozenset[OpenFile]) -> str:
 def _moved_by_items(dataset: Dataset, files: Sequence[OpenFile]) -> int | None:
     """Reads some items of ``dataset`` in a forked process, whose errors the loader processes report later.
 
-    The positions in ``files`` are changed by one byte meanwhile, since reading may end where the constructor has ended.
+    The positions in ``files`` are first moved by one byte, since reading an item may end where the constructor ended.
 
     Returns the number of the first of ``files`` whose position an item changes; None if there is none.
     """

@@ -95,12 +95,12 @@ def run_jobs(
     """Calls ``function`` for each job in ``workers`` processes.
 
     Args:
-        function: a function of a module, which is called with a job and a function that takes its progress.
+        function: a module-level function, which is called with a job and a function that reports its progress.
         on_progress: called with the sum over all jobs about every ``POLL_S`` and at the end.
 
     Raises:
         UserError: a process was killed.
-        Exception: the first of a job; the processes are killed then.
+        Exception: the first exception that a job raised; the other processes are killed.
     """
     if not jobs:
         return
@@ -135,7 +135,7 @@ def run_jobs(
 def _init_process(parent: int, workers: int, counts: Any) -> None:
     global _counts  # noqa: PLW0603 (shared memory reaches a worker only here)
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C stops it silently; the parent reports
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C stops it silently; the parent reports it
     if workers > 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise there are workers x cores threads
     _counts = counts

@@ -4,7 +4,7 @@ The generators of Python, numpy and torch are seeded from seed, epoch and index 
 random augmentation is the same after a restart and under any number of ranks and loader processes.
 
 A collate function gets the list of the items of one micro-batch, in a loader process. Which samples share a micro-batch
-depends on the number of ranks, so what it makes of an item should depend on that item alone. If it declares a parameter
+depends on the number of ranks, so its result for an item should depend on that item alone. If it declares a parameter
 ``random``, it gets one numpy generator per item, which depends on seed, epoch and index only. At the first micro-batch
 of each process the function is called twice, and results that differ are refused, since they would change after a
 restart.
@@ -239,7 +239,7 @@ def seeded_generators(*numbers: int) -> Iterator[None]:
 
 
 RANDOM = "random"  # the parameter of a user's function that gets the generators
-_COLLATE = 0xC0114  # in all seeds, so that the numbers are independent of those that made the items
+_COLLATE = 0xC0114  # part of each seed, so that the random numbers are independent of those of the items
 
 
 def load_collate(config: DataConfig, seed: int) -> Collate:
@@ -414,8 +414,8 @@ def _padded(batch: Batch, count: int, size: int) -> Batch:
 
 
 def target_count(targets: Nested) -> int:
-    """Returns the number of targets that count; of several tensors of targets, those of the first; of a ``Ragged`` its
-    items."""
+    """Returns the number of targets that count: in the first of several tensors of targets, or for a ``Ragged`` the
+    number of its items."""
     if isinstance(targets, Ragged):
         return targets.items
     return int((next(leaves(targets)) != IGNORED).sum())

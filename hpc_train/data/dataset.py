@@ -81,7 +81,7 @@ class Dataset(ABC):
         """Returns the sample at ``index`` in [0, len) with the augmentations of ``epoch``."""
 
     def item(self, index: int, epoch: int) -> Any:
-        """Returns what ``collate`` gets for the sample at ``index``."""
+        """Returns the item that ``collate`` gets for the sample at ``index``."""
         return self.sample(index, epoch)
 
     def fingerprint(self) -> str:
@@ -92,11 +92,11 @@ class Dataset(ABC):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Returns what decides which samples an order reads, as JSON values for checkpoints."""
+        """Returns the facts that determine which samples an order reads, as JSON values for checkpoints."""
         return {"samples": len(self), "fingerprint": self.fingerprint()}
 
     def inputs_shape(self) -> tuple[int, ...]:
-        """Returns the shape of a sample's inputs; of mean length if the lengths differ."""
+        """Returns the shape of a sample's inputs, with the mean length if the lengths differ."""
         shape = self.sample(0, 0).inputs.shape
         if self.lengths is None:
             return shape
@@ -148,9 +148,9 @@ class Ragged:
     Attributes:
         inputs: any object. Tensors in it are moved to the device: those in lists, tuples, dicts and dataclasses, and
             objects with a method ``to``.
-        targets: the same; None: the same object as ``inputs``.
+        targets: any object, which is moved like ``inputs``; None uses the object ``inputs``.
         items: the number of items, which the collate function does not set. 0 marks a micro-batch without samples: it
-            is made of another item, and its loss does not count.
+            is built from an item of another micro-batch, and its loss does not count.
     """
 
     inputs: Any

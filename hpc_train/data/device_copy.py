@@ -1,10 +1,10 @@
 """Copies micro-batches to a device, normalizes their pixels there, and gives floats the dtype of the model.
 
 On a GPU the copies run in a separate stream, one step before they are used, so that they overlap with computation.
-Pixels travel as 8-bit integers where the dataset has them, a quarter of the bytes of float32.
+Pixels are copied as 8-bit integers if the dataset provides them, which takes a quarter of the bytes of float32.
 
-Attention kernels for packed documents need on the device where each document ends, and the number of documents, which
-is part of a shape. The host finds both before the copy, so that no step waits for a value of the device.
+Attention kernels for packed documents need the ends of the documents on the device, and the number of documents as part
+of a shape. The host computes both before the copy, so that no step waits for a value from the device.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _ends(ids: Array, counted: Array) -> Indices | None:
 def with_equal_numbers(contexts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Returns ``contexts`` with the same number of documents in each, so that they can be joined.
 
-    None has ``DOCUMENT_ENDS`` if one lacks them.
+    If any of them lacks ``DOCUMENT_ENDS``, none of the returned contexts has them.
     """
     present = [context[DOCUMENT_ENDS] for context in contexts if DOCUMENT_ENDS in context]
     if len(present) < len(contexts):

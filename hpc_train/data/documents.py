@@ -134,7 +134,7 @@ def _json_lines(stream: IO[bytes], raw: IO[bytes], file: InputFile, field: str, 
             raise UserError(
                 f"{file.path}:{number + 1} is not a JSON object: {problem}",
                 where="INPUT",
-                fix="write one JSON object per line; jq -c '.[]' FILE writes those of a list so",
+                fix="write one JSON object per line; jq -c '.[]' FILE converts a list",
             )
         text = value.get(field)
         if not isinstance(text, str):
@@ -195,7 +195,7 @@ class Encoder(ABC):
 
     @abstractmethod
     def encode(self, pieces: list[Piece]) -> list[NDArray[np.uint32]]:
-        """Returns the token ids of each piece; together those of a document are the ids of its text."""
+        """Returns the token ids of each piece; the pieces of a document together have the ids of its text."""
 
 
 class ByteEncoder(Encoder):
@@ -232,8 +232,8 @@ class FileEncoder(Encoder):
     def encode(self, pieces: list[Piece]) -> list[NDArray[np.uint32]]:
         """Returns the token ids of each piece.
 
-        A piece is encoded with some text before and after it, and has the tokens that begin in its own text. So a
-        tokenizer that adds a space to the beginning of a text adds none between two pieces.
+        A piece is encoded with some text before and after it, and gets the tokens that begin in its own text. Therefore
+        a tokenizer that adds a space to the beginning of a text adds none between two pieces.
         """
         texts = [piece.before + piece.text + piece.after for piece in pieces]
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)

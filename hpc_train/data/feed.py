@@ -49,8 +49,8 @@ class LocalBatch:
 def loader_workers(batch: BatchConfig, dataset: Dataset, local_ranks: int) -> int:
     """Returns the number of loader processes of this rank, of ``local_ranks`` that share this process's cores.
 
-    ``auto`` uses none for a dataset that loads cheaply or that has opened a file which they would share, else this
-    rank's share of its cores, at most ``MOST_LOADER_WORKERS``. Raises UserError if a number of loader processes is
+    ``auto`` uses none for a dataset that loads cheaply or has opened a file that they would share, and otherwise this
+    rank's share of the cores, at most ``MOST_LOADER_WORKERS``. Raises UserError if a number of loader processes is
     invalid, or they would share an open file.
     """
     chosen = batch.loader_workers
@@ -164,8 +164,8 @@ class TrainFeed:
         return self._dataset.identity
 
     def state(self, step: int) -> dict[str, Any] | None:
-        """Returns where the shards of a stream continue after ``step`` steps, those that this rank reads; None for
-        other data, which needs no state. Only the states of the newest steps are known."""
+        """Returns where the shards that this rank reads continue after ``step`` steps of a stream; None for other data,
+        which needs no state. Only the states of the newest steps are available."""
         if self._order is not None:
             return None
         texts = next((texts for after, texts in self._states if after == step), ())
@@ -227,7 +227,8 @@ class EvalFeed:
     def limited(self, samples: int) -> EvalFeed:
         """Returns a feed that reads at most ``samples`` samples, evenly spaced over the dataset.
 
-        Which ones depends only on the sizes of both, so that runs of equal length read the same under any layout.
+        The choice depends only on the size of the dataset and on ``samples``, so that runs of equal length evaluate the
+        same samples under any layout.
         """
         if samples >= len(self.dataset):
             return self

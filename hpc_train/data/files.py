@@ -105,7 +105,7 @@ _FIXES = {
 
 
 def suffix_of(path: Path, reads_gzip: bool = False) -> str:
-    """Returns the suffix in lower case; with ``reads_gzip`` that before ``.gz``."""
+    """Returns the suffix in lower case; with ``reads_gzip`` the suffix before ``.gz``."""
     name = path.name.lower()
     return Path(name.removesuffix(GZIP) if reads_gzip else name).suffix
 
@@ -116,7 +116,7 @@ def is_text(path: Path, reads_gzip: bool = False) -> bool:
 
 
 def check_is_text(path: Path, where: str, otherwise: str, reads_gzip: bool = False) -> None:
-    """Raises UserError if not ``is_text``; ``otherwise`` is the fix for those who do not want this file."""
+    """Raises UserError if not ``is_text``; ``otherwise`` is a second fix, for a user who does not want this file."""
     if not is_text(path, reads_gzip):
         suffix = suffix_of(path, reads_gzip)
         raise UserError(

@@ -2,7 +2,7 @@
 
 A directory contains ``train-000000.tar`` …, ``validation-000000.tar`` …, an index of each split and ``shards.json``.
 The member ``0000042.jpg`` of a shard is an image and ``0000042.cls`` its label. Until all shards are finished, the
-directory ``.image-shards`` has the rows of the index of each finished one, which an interrupted build keeps.
+directory ``.image-shards`` holds the index rows of each finished shard, with which an interrupted build continues.
 ``shards.json`` is written last and commits the directory; a directory that is complete is not changed.
 """
 

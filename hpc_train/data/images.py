@@ -128,7 +128,7 @@ class NameList:
 
     @property
     def parts(self) -> tuple[bytes, Array]:
-        """Returns the bytes of all names and, for each, the end of the one before, for a hash."""
+        """Returns the bytes of all names and the start of each name, for a hash."""
         return self._text, self._ends
 
     def __getitem__(self, index: int) -> str:
@@ -309,5 +309,5 @@ def _orientation(image: Any) -> int:
     """Returns the EXIF orientation; 1, upright, if there is none or it cannot be read."""
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # Pillow raises what it likes for damaged metadata, which must not make the pixels unreadable
+    except Exception:  # Pillow raises arbitrary exceptions for damaged metadata, in spite of which the pixels are read
         return 1

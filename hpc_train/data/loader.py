@@ -42,9 +42,9 @@ class Stacked(NamedTuple):
 
     Attributes:
         target_count: the number of targets that count.
-        state: of a stream, where its shards continue after the step, as JSON.
-        ended: of a stream, whether there was no item for this micro-batch.
-        items: of a stream, the number of items in the micro-batch.
+        state: where the shards of a stream continue after the step, as JSON.
+        ended: whether a stream had no item for this micro-batch.
+        items: the number of items of a stream in the micro-batch.
         samples: see ``Batch``.
     """
 
@@ -309,9 +309,10 @@ def _init_loader_process(parent: int, number: int) -> None:
 
 @contextmanager
 def _on_exit_of_a_child(handler: Callable[..., None] | signal.Handlers) -> Iterator[None]:
-    """Handles SIGCHLD with ``handler`` meanwhile; only the main thread can.
+    """Handles SIGCHLD with ``handler`` inside the ``with`` block, if this is the main thread.
 
-    A handler that raises must not stay: it would interrupt the process at any point, for example within a save.
+    A handler that raises must not remain installed: it would interrupt the process at any point, for example within a
+    save.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

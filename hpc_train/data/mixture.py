@@ -49,7 +49,7 @@ def counts(shares: Shares, positions: int) -> Indices:
 
 
 def _near(shares: Shares, first: int, last: int) -> tuple[int, Indices, Indices]:
-    """Returns sources and numbers in the order of their turns around [``first``, ``last``), and the first's position.
+    """Returns sources and numbers in the order of their turns around [``first``, ``last``), and their first position.
 
     Until the time t a source has had floor(w * t + 1/2) turns, so all K sources have had between t - K / 2 and
     t + K / 2. The samples with turns until first - K are therefore before ``first``, and so on.
@@ -107,7 +107,7 @@ class MixedOrder(Order):
 
 @dataclass(frozen=True)
 class SourceSeen:
-    """Says how much of a source was used: samples, their share in the mixture, and epochs of the source."""
+    """Holds how much of a source was used: samples, their share in the mixture, and epochs of the source."""
 
     samples: int
     share: float

@@ -31,7 +31,7 @@ from hpc_train.run.files import read_json, write_json
 _SHARDS = ".shards"
 _FORMAT = 4  # version of the shards; a change of their format or content makes those of an older version unused
 _BATCH = 1 << 20  # characters encoded in one call
-SHARD_BYTES = 32 << 20  # of input; a larger input is a shard by itself
+SHARD_BYTES = 32 << 20  # bytes of input per shard; a larger input is a shard by itself
 
 
 @dataclass(frozen=True)
@@ -269,8 +269,8 @@ def _join_documents(shards: list[_Shard], out: Path, train: int) -> None:
     parts = [np.fromfile(documents_file(Path(s.directory), split), LENGTHS) for split in SPLITS for s in shards]
     lengths = np.concatenate(parts)
     ends = np.cumsum(lengths, dtype=np.int64)
-    last = int(np.searchsorted(ends, train))  # the document that contains the border
-    rest = int(ends[last]) - train  # its tokens behind the border
+    last = int(np.searchsorted(ends, train))  # the document that contains the boundary
+    rest = int(ends[last]) - train  # its tokens after the boundary
     sides = {"train": lengths[: last + 1].copy(), "validation": lengths[last:].copy()}
     sides["train"][-1] -= rest
     sides["validation"][0] = rest

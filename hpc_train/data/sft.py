@@ -1,6 +1,6 @@
 """Encodes the records of ``data=sft`` as token ids, keeps them in a cache, and reads them as samples.
 
-Training learns the answers:
+Only the tokens of the answers are trained on:
 
 - ``text``: every token.
 - ``prompt`` and ``completion``: the tokens of the completion and the token that ends the text (EOS).
@@ -13,8 +13,8 @@ Each text is encoded as a whole, as in the use of the model, and a token that is
 
 All processes that need the tokens share the work: each takes a part of the input that no other process has locked, each
 process in a different order, until all parts exist. A part is committed by renaming its directory, so an interrupted
-start continues with the other parts. The lock file of a process that has died is found unlocked after some seconds; on
-file systems without locks its age decides, and a part that takes long is computed twice.
+start continues with the other parts. The lock file of a dead process is found to be unlocked after some seconds. File
+systems without locks rely on the age of the file, so a part that takes long may be computed twice.
 
 A record has at most ``sequence_length`` inputs: the tokens after the first ``sequence_length + 1`` are not read.
 Records without an answer token among the targets that are left are dropped. Without ``data.validation_path`` a hash of
@@ -61,7 +61,7 @@ from hpc_train.data.tokens import PackedDataset
 from hpc_train.errors import UserError
 from hpc_train.users import user_cache
 
-ANSWER = 1 << 31  # this bit of a stored token marks a token that is learnt
+ANSWER = 1 << 31  # this bit of a stored token marks a token that is trained on
 Tokens = NDArray[np.uint32]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COLUMNS = "data.path"
@@ -77,8 +77,9 @@ class Encoder:
         self._template = None if template is None else template_text(template)
 
     def encode(self, record: Record) -> Tokens:
-        """Returns the token ids of a record, with ``ANSWER`` set in those that are learnt; raises UserError if a column
-        has another type, the chat template does not fit, or the tokenizer has no end token for a text or completion."""
+        """Returns the token ids of a record, with ``ANSWER`` set in those that are trained on; raises UserError if a
+        column has another type, the chat template does not fit, or the tokenizer has no end token for a text or
+        completion."""
         values = record.values
         form = form_of([name for name in values if values[name] is not None], record.name)
         if form == "messages":
@@ -116,7 +117,7 @@ class Encoder:
                 where=_COLUMNS,
                 fix='"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
             )
-        # a table has every key in every message, None where a message lacks it
+        # in a table every message has every key, with None for a key that the message lacks
         messages = [{key: value for key, value in m.items() if value is not None or key == "content"} for m in messages]
         tools = record.values.get("tools") or None
         try:
@@ -129,7 +130,7 @@ class Encoder:
             text, spans = self._spans(messages, tools, template, record)
         except UserError:
             raise
-        except Exception as error:  # Jinja and the template raise what they like
+        except Exception as error:  # Jinja and the template raise arbitrary exceptions
             raise UserError(
                 f"{record.name}: the chat template failed: {type(error).__name__}: {error}",
                 where="data.chat_template",
@@ -230,20 +231,20 @@ TOKENS, RECORDS = "tokens.bin", "records.npy"
 RECORD = np.dtype([("length", "<u4"), ("first", "<u4"), ("hash", "<f8"), ("largest", "<u4")])
 NO_ANSWER = 0xFFFFFFFF
 _FORMAT = 2
-_WAITS_S = 0.1, 5.0  # the first and the longest
-_WITHOUT_LOCKS_S = 120.0  # an older lock file is that of a process that has died, on file systems without locks
-_TRIED = 4  # lock files of other processes after each of the longest waits
+_WAITS_S = 0.1, 5.0  # the first and the longest wait
+_WITHOUT_LOCKS_S = 120.0  # on file systems without locks, an older lock file belongs to a dead process
+_TRIED = 4  # the number of lock files of other processes that are tried after each of the longest waits
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The files of one part.
+    """Locates the files of one part.
 
     Attributes:
         part: the input.
         directory: has ``tokens.bin``, the tokens of all records as little-endian uint32, and ``records.npy``: for each
-            record the number of its tokens, the index of the first one that is learnt (or ``NO_ANSWER``), a hash of its
-            tokens in [0, 1), and its largest token id.
+            record the number of its tokens, the index of the first one that is trained on (or ``NO_ANSWER``), a hash of
+            its tokens in [0, 1), and its largest token id.
     """
 
     part: Part
@@ -328,7 +329,7 @@ def _key(part: Part, settings: str) -> str:
 
 @contextmanager
 def _claimed(lock: Path) -> Iterator[bool]:
-    """Yields whether this process has the lock; that of a process that dies is released."""
+    """Yields whether this process has the lock, which is released if the process dies."""
     try:
         file = lock.open("x")
         new = True
@@ -388,7 +389,7 @@ def build_sft(config: SFTDataConfig, split: str, seed: int) -> Dataset:
 
 
 def answer_sample(tokens: Array) -> Sample:
-    """Returns the sample of S + 1 stored tokens: S inputs, with the next token as target where it is learnt."""
+    """Returns the sample of S + 1 stored tokens: S inputs, with the next token as target where it is trained on."""
     ids = tokens.astype(np.int64) & (ANSWER - 1)
     targets = np.where(tokens[1:] >= ANSWER, ids[1:], IGNORED)
     return Sample(inputs=ids[:-1], targets=targets)
@@ -476,7 +477,7 @@ class AnswersDataset(Dataset):
 
 
 class PackedAnswers(PackedDataset):
-    """Packs whole records into sequences; targets that are not learnt are ``IGNORED``."""
+    """Packs whole records into sequences; targets that are not trained on are ``IGNORED``."""
 
     def piece(self, start: int, size: int) -> Sample:
         return answer_sample(self.documents.window(start, size + 1))

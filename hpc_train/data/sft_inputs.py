@@ -172,7 +172,7 @@ def form_of(columns: list[str], name: str) -> str:
         if set(form.split(" and ")) <= set(columns):
             return form
     raise UserError(
-        f"{name} has the columns {', '.join(columns) or 'none'}, none of which is learnt",
+        f"{name} has the columns {', '.join(columns) or 'none'}, none of which can be trained on",
         where="data.path",
         fix="rename the columns to messages, to prompt and completion, or to text",
     )
@@ -276,7 +276,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def fingerprint(tokenizer: str, template: str | None) -> str:
-    """Returns a hash of everything besides the text that the token ids depend on."""
+    """Returns a hash of everything, apart from the text, on which the token ids depend."""
     file = tokenizer_file(tokenizer)
     files = sorted(file.parent.iterdir()) if (file.parent / SETTINGS).is_file() else [file]
     digest = hashlib.blake2b((template or "").encode(), digest_size=16)

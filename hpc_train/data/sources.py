@@ -1,4 +1,4 @@
-"""Describes the built-in data sources: keys, kind of samples, builder and input check of each, without torch.
+"""Describes the built-in data sources: their keys, kind of samples, builder and input check; without torch.
 
 The input checks read only names and sizes of files.
 """
@@ -142,7 +142,7 @@ def _check_mixture(data: MixtureDataConfig) -> None:
         )
     if data.weights and set(data.weights) != set(names):
         raise UserError(
-            f"the weights are those of {', '.join(data.weights)}, but the sources are {', '.join(names)}",
+            f"data.weights names {', '.join(data.weights)}, but the sources are {', '.join(names)}",
             where="data.weights",
             fix=" ".join(f"+data.weights.{name}=W" for name in names),
         )
@@ -187,8 +187,8 @@ def _check_mixture(data: MixtureDataConfig) -> None:
 
 
 def _mixed_kind(data: Any) -> str | None:
-    """Returns the kind of samples that all sources of a mixture that is not typed yet give; None if it is unknown;
-    raises UserError if the sources give different kinds."""
+    """Returns the kind of samples that all sources of a mixture give, before its config is typed; None if it is
+    unknown. Raises UserError if the sources give different kinds."""
     sources = data.sources.items()
     kinds = {name: load_source(source.kind).sample_kind(source) for name, source in sources}
     known_kinds = {kind for kind in kinds.values() if kind is not None}

@@ -57,7 +57,7 @@ class ShardState:
     """Describes where a shard continues.
 
     Attributes:
-        taken: the positions that were taken from the shard, in all epochs; those after its end count.
+        taken: the number of positions taken from the shard in all epochs, including positions after its end.
         within: the items that were read in this epoch.
         user: what ``state_dict`` returned; None if the class has none, and the items are read again and skipped.
     """
@@ -185,7 +185,7 @@ class ShardReader:
                 f"state_dict of {self._shards.name(self._shard)} returned {described(state)}, which JSON cannot hold: "
                 f"{error}",
                 where="data._target_",
-                fix="return numbers, texts, and lists and dicts of them with texts as keys",
+                fix="return numbers, strings, and lists and dicts of them with strings as keys",
             ) from None
 
     def _open(self, state: Any = None) -> None:
@@ -215,7 +215,7 @@ class ShardReader:
 
 
 def _failed(which: str, error: Exception) -> UserCodeError:
-    if "nodesplitter" in str(error):  # of webdataset
+    if "nodesplitter" in str(error):  # an error of webdataset
         error.add_note(_SPLITTERS)
     return SampleError.of(which, error)
 
@@ -294,7 +294,7 @@ class StreamReader:
 
     def __call__(self, request: StreamRequest) -> Stacked:
         # Iterables such as those of webdataset divide their items among the ranks and loader processes that they see.
-        # The shards of a stream are divided already, so this process looks like the only one of a training.
+        # The shards of a stream are divided already, so this process acts as the only process of the run.
         if get_worker_info() is not None:
             worker._worker_info = None
             os.environ.update(RANK="0", WORLD_SIZE="1")

@@ -128,8 +128,8 @@ def _stat(name: str, path: Path) -> TextFile:
 def split_files(files: list[TextFile], share: float) -> dict[str, list[TextFile]]:
     """Assigns files to ``train`` and ``validation`` by a hash of their names.
 
-    If a split would be empty, the file whose hash is nearest to the border moves there. A single file is split, and its
-    end becomes the validation split.
+    If a split would be empty, the file whose hash is nearest to the boundary moves there. A single file is split, and
+    its end becomes the validation split.
     """
     if not 0 < share < 1:
         raise UserError(
@@ -217,9 +217,9 @@ class TextDataset(Dataset):
             piece = self._map(number)[file.start + skip : file.start + skip + size]
             if len(piece) < size:
                 raise UserError(
-                    f"{self.files[number].path} has become shorter since the training started",
+                    f"{self.files[number].path} has become shorter since training started",
                     where="data.path",
-                    fix="copy the files before the training, so that they do not change",
+                    fix="copy the files before training, so that they do not change",
                 )
             pieces.append(piece)
             start = start + len(piece)

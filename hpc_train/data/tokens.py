@@ -45,7 +45,7 @@ class TokensMeta:
         vocab_size: the token ids are below it.
         counts: the number of tokens in ``train.bin`` and ``validation.bin``.
         separator: the token id that ends each document; None if there is none.
-        source: the inputs and settings from which the files were built, for people.
+        source: the inputs and settings from which the files were built, for information.
     """
 
     dtype: str
@@ -181,7 +181,7 @@ class TokensDataset(Dataset):
 
 
 class Documents(Protocol):
-    """A dataset that knows the lengths of the documents in its sequence of tokens."""
+    """Interface of a dataset that knows the lengths of the documents in its sequence of tokens."""
 
     def document_lengths(self) -> NDArray[Any]:
         """Returns the number of tokens of each document, in order."""

@@ -224,7 +224,7 @@ def test_a_wrong_source_of_a_mixture_is_named(sources: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("weights", "message", "where"),
     [
-        ({"two": 1.0}, "the weights are those of two, but the sources are one", "data.weights"),
+        ({"two": 1.0}, "data.weights names two, but the sources are one", "data.weights"),
         ({"one": 0.0}, "the weight of one is 0.0, but must be positive", "data.weights.one"),
     ],
 )
