@@ -34,7 +34,7 @@ _SHAPES = (("channels", "image_size", "image_size"), ("sequence_length",))  # ke
 
 @dataclass(frozen=True)
 class Block:
-    """The operations and the kept elements of the stem, a layer or the head for one sample.
+    """Counts the operations of the stem, a layer or the head for one sample, and the elements that it keeps.
 
     Attributes:
         parameters, trained: the number of parameters, and the number of parameters that train.

@@ -142,7 +142,7 @@ def _group(name: str, values: Any) -> ParameterGroup:
 
 
 def check_optimizers(optim: OptimConfig, in_container: bool = False) -> None:
-    """Checks the optimizers, groups and schedule of a config as far as possible without torch.
+    """Checks the optimizers, groups and schedule of a config where that is possible without torch.
 
     Args:
         in_container: whether the user's code may be installed only in a container, so that its source cannot be read.

@@ -10,7 +10,7 @@ memory.
 The budget limits the bytes that ``kept_by_layers`` counts. The memory estimate adds the logits of the loss, the layer
 that is being recomputed, and the gradients that a split backward keeps between its two parts.
 
-With ``train.activation_offload``, the module ``parallel.activation_offload`` moves the kept activations to host memory
+With ``train.activation_offload``, the module ``parallel.activation_offload`` moves activations that are kept to host memory
 and back.
 """
 

@@ -22,8 +22,8 @@ from hpc_train.telemetry.progress import speed
 from hpc_train.units import format_bytes, format_duration, format_metric, milliseconds
 
 LIST_S = 30.0
-EVENTS = 40  # the newest of a run
-STAGES = 11  # as many lines as the view has for them
+EVENTS = 40  # the newest events of a run that are shown
+STAGES = 11  # the number of lines that the view has for stages
 SHARES = {
     "data_wait_share": "data",
     "comm_share": "communication",
@@ -109,11 +109,11 @@ def _key(item: RunHandle) -> tuple[Path, str]:
 
 @dataclass
 class Details:
-    """Follows one run; each look reads only what was appended since the last one.
+    """Follows one run; each call of ``look`` reads only what was appended since the last one.
 
     Attributes:
-        losses: of the logged steps, in the order of the steps.
-        rates: samples per second of the logged steps.
+        losses: the losses of the logged steps, in the order of the steps.
+        rates: the samples per second of the logged steps.
         stages: a line for each pipeline stage with its times in the newest recorded step; empty without a pipeline.
     """
 
@@ -125,7 +125,7 @@ class Details:
     _readers: dict[Path, NewLines] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Reads what is new."""
+        """Reads the new lines and events."""
         for path in sorted(self.run.run.metrics.glob("attempt-*.jsonl")):
             for line in self._new(path):
                 for values, key in ((self.losses, "loss"), (self.rates, "samples_per_s")):
@@ -141,7 +141,7 @@ class Details:
         self.events = sorted([*self.events, *shown], key=attrgetter("time"))[-EVENTS:]
 
     def lines(self, view: View) -> list[str]:
-        """Returns what the newest step says about time and memory, a line each."""
+        """Returns lines about the time and memory of the newest step."""
         newest = view.metrics or self.run.run.newest_metrics(max(0, self.run.run.newest_attempt()))
         values = {key: value for key, value in newest.items() if value is not None}
         shares = [f"{word} {100 * values[key]:.0f} %" for key, word in SHARES.items() if key in values]

@@ -14,7 +14,7 @@ NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "gradients of weights
 
 @dataclass(frozen=True)
 class Chunk:
-    """Holds one forward or backward of a micro-batch on a stage, in seconds from the beginning of the step."""
+    """Holds one forward or backward pass of a micro-batch on a stage, in seconds from the start of the step."""
 
     kind: str
     stage: int
@@ -47,7 +47,7 @@ def stage_times(rows: Rows, total: float) -> Iterator[StageTimes]:
     """Yields the times of each stage by rank.
 
     Args:
-        total: the seconds of the step.
+        total: the duration of the step in seconds.
     """
     for rank in sorted(rows):
         waited = 1 - sum(chunk.seconds for chunk in rows[rank]) / total

@@ -1,4 +1,4 @@
-"""Plots with matplotlib: curves over the steps, a sweep over each varied key, and how a training scales."""
+"""Plots with matplotlib: curves over the steps, a sweep over each varied key, and how training scales."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_plot(path: Path, option: str) -> None:
 
 @dataclass(frozen=True)
 class Curves:
-    """The logged steps of one run. ``name`` is its label."""
+    """Holds the logged steps of one run. ``name`` is the label of the run."""
 
     name: str
     lines: Sequence[Line]
@@ -82,7 +82,7 @@ class Curves:
 
     @property
     def marker(self) -> str:
-        """The marker of points: a line of one point would not be visible without."""
+        """Returns the marker of points; a line with one point would not be visible without a marker."""
         return "." if len(self.lines) <= FEW_POINTS else ""
 
     def has(self, key: str) -> bool:
@@ -96,7 +96,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Results:
-    """The final value of a metric of each run of a sweep, and the keys that were varied.
+    """Holds the final value of a metric for each run of a sweep, and the keys that were varied.
 
     Attributes:
         values: NaN for a run without the metric.
@@ -110,7 +110,7 @@ class Results:
     best: int | None
 
     def compares(self, key: str) -> bool:
-        """Whether runs with different values of ``key`` have the metric."""
+        """Returns whether runs with different values of ``key`` have the metric."""
         finite = zip(self.varied[key], map(math.isfinite, self.values), strict=True)
         return len({str(value) for value, known in finite if known}) > 1
 
@@ -128,10 +128,10 @@ def draw(path: Path, curves: Sequence[Curves], over: str, results: Results | Non
     from matplotlib import colormaps, rc_context
 
     colors: Any = {}
-    if len(curves) > COLORS:  # no two runs in one color
+    if len(curves) > COLORS:  # no two runs share a color
         spread = [colormaps["turbo"](index / (len(curves) - 1)) for index in range(len(curves))]
         colors = {"axes.prop_cycle": cycler(color=spread)}
-    with rc_context(colors):  # also while it is saved: only then the color of a line is looked up
+    with rc_context(colors):  # includes saving, which is when the color of a line is looked up
         figure = _figure(curves, over, results)
         try:
             figure.savefig(path, dpi=120)
@@ -274,7 +274,7 @@ def _speed_up(axes: Axes, gpus: Sequence[int], points: Sequence[Mapping[str, Any
     _band(axes, gpus, [{name: value / first for name, value in point["samples_per_s"].items()} for point in points])
     axes.plot(gpus, [count / gpus[0] for count in gpus], color="black", linestyle=":", label="ideal")
     axes.set_yscale("log", base=2)
-    axes.set_title(f"speed over that of {gpus[0]} GPUs", fontsize="medium")
+    axes.set_title(f"speed-up over {gpus[0]} GPUs", fontsize="medium")
     axes.legend()
 
 

@@ -1,6 +1,6 @@
-"""Model registries, W&B's and MLflow's: what they store of a checkpoint, and where it came from.
+"""Stores checkpoints, with their lineage, in the model registries of W&B and MLflow, and imports them again.
 
-Checkpoints are promoted after every byte was verified.
+A checkpoint is promoted only after every byte of it was verified.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Model:
         name: the name of the model in the registry.
         folder: the directory of the checkpoint.
         notes: a directory with the config and the lineage.
-        about: see ``lineage``.
+        about: the lineage; see ``lineage``.
     """
 
     run: RunDirectory
@@ -69,7 +69,7 @@ class Promoted:
 
 
 class Registry(Protocol):
-    """Stores versions of models, each with aliases."""
+    """Interface of a registry, which stores versions of models, each with aliases."""
 
     name: ClassVar[str]
 
@@ -80,7 +80,7 @@ class Registry(Protocol):
         """Downloads a version into the directory ``to``.
 
         Args:
-            reference: without the name of the registry, e.g. NAME@ALIAS.
+            reference: the reference without the name of the registry, e.g. NAME@ALIAS.
         """
 
 
@@ -125,7 +125,9 @@ TAG_CHARACTERS = 5000
 
 
 class MlflowRegistry:
-    """Keeps models in the registry of an MLflow server. The files are artifacts of the MLflow run of the training."""
+    """Keeps models in the registry of an MLflow server. The files are artifacts of the MLflow run of the checkpoint's
+    run.
+    """
 
     name: ClassVar[str] = "mlflow"
 
@@ -201,7 +203,7 @@ NOT_IN_NAMES = re.compile(r"[^\w\-.]")
 
 
 class WandbRegistry:
-    """The artifacts of a W&B project. Each belongs to the W&B run of the training."""
+    """Keeps models as artifacts of a W&B project. Each artifact belongs to the W&B run of the checkpoint's run."""
 
     name: ClassVar[str] = "wandb"
 
@@ -259,12 +261,13 @@ def promote(
 ) -> dict[str, Any]:
     """Verifies a checkpoint and uploads it as a version of the model ``name``.
 
-    It gets the alias last if it is the newest one of the run, best if it is the best one, and those in ``also``.
+    The version gets the alias ``last`` if the checkpoint is the newest one of the run, ``best`` if it is the best one,
+    and the aliases in ``also``.
 
     Args:
         to: wandb or mlflow.
         choice: newest, best, or a step.
-        metric: that of the best checkpoint.
+        metric: the metric of the best checkpoint.
 
     Returns:
         A dict of ``step``, ``name``, ``version``, ``aliases``, ``reference`` (for ``checkpoint import``) and ``url``.
@@ -305,7 +308,7 @@ def is_reference(source: str) -> bool:
 
 
 def import_reference(source: str, name: str, root: Path, config: Config) -> dict[str, Any]:
-    """Downloads a version, verifies every byte of it, and makes the run ``root``/``name`` of it.
+    """Downloads a version, verifies every byte of it, and creates the run ``root``/``name`` from it.
 
     Args:
         config: gives the address of the registry.

@@ -17,7 +17,7 @@ from hpc_train.run.streams import escaped
 
 COLUMNS = ("run", "state", "step", "loss", "speed", "GPU", "time left", "restarts")
 RIGHT = COLUMNS[2:]
-POINTS = 200  # of a curve
+POINTS = 200  # the largest number of points of a curve
 
 
 class Top(App[None]):
@@ -67,7 +67,7 @@ class Top(App[None]):
             self.action_refresh_now()
 
     def action_refresh_now(self) -> None:
-        """Reads the runs; ``_show`` follows when they are read."""
+        """Starts to read the runs; ``_show`` shows them when they have been read."""
         self._read()
 
     @work(thread=True, exclusive=True, group="read")
@@ -104,7 +104,7 @@ class Top(App[None]):
 
 
 def escape(text: str) -> str:
-    """Returns ``text`` as the widgets show it as it is, with control characters made visible."""
+    """Returns ``text`` escaped so that the widgets show it unchanged, with control characters made visible."""
     return escape_markup(escaped(text))
 
 

@@ -1,8 +1,8 @@
 """Exports the metrics of a run to a file and an HTTP endpoint for Prometheus, and by OTLP over HTTP.
 
 There is one endpoint per run, in the agent of node 0. The file in ``telemetry.prometheus.targets_dir``, by which
-Prometheus finds it, sets the label ``instance`` to the id of the run: the series continue when the job starts again on
-another node or port.
+Prometheus finds it, sets the label ``instance`` to the id of the run. The series therefore continue when the job starts
+again on another node or port.
 
 The address, headers and time limits of OTLP come from the environment variables that OpenTelemetry defines, e.g.
 OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4318.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 TOKEN_FILE = "~/.config/hpc_train/prometheus.token"
-REQUEST_S = 2.0  # for a client to send its request; the endpoint serves one at a time
+REQUEST_S = 2.0  # the time that a client has to send its request; the endpoint serves one request at a time
 
 
 @dataclass
@@ -97,7 +97,9 @@ class MetricsFile:
         write_text(self.path, text_of(snapshot)[0].decode())
 
     def close(self) -> None:
-        """Removes the file from a directory of other files: the node exporter would show its values for ever."""
+        """Removes the file from a directory of other files: otherwise the node exporter would export its values
+        forever.
+        """
         if self._is_shared:
             self.path.unlink(missing_ok=True)
 
@@ -179,7 +181,7 @@ class _Server(HTTPServer):
         self.server_port = self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores clients that are too slow or leave; they are not the run's concern."""
+        """Ignores clients that are too slow or disconnect, since they do not concern the run."""
 
 
 def _listen(
@@ -187,7 +189,7 @@ def _listen(
 ) -> tuple[HTTPServer, str]:
     """Returns a server on the first usable address, and its host name or address.
 
-    In a job that is the address at which the nodes meet, or the name of the only node; elsewhere loopback.
+    In a job, this is the address at which the nodes connect, or the name of the only node; elsewhere it is loopback.
     """
     port = 0
     if settings.port not in (AUTO, None):
@@ -267,7 +269,7 @@ class Otlp:
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it prints every failed export with a traceback
         try:
             collect = self._start()
-        except Exception as error:  # of the many packages below
+        except Exception as error:  # from any of the packages that it uses
             self._notify(f"OTLP: {type(error).__name__}: {error}; continuing without it")
             return
         while True:

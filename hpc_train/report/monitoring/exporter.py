@@ -1,4 +1,4 @@
-"""Shows a run to the monitoring of a site while it runs: as a file, by an HTTP endpoint and through OTLP.
+"""Exports the metrics of a live run to the monitoring of a site: to a file, at an HTTP endpoint and through OTLP.
 
 It works in the agent of node 0, in separate threads. The agent outlives the workers, and no step waits for it: the
 metrics come from the files of the run directory.
@@ -23,21 +23,21 @@ from hpc_train.run.event_log import EventLog
 from hpc_train.telemetry.sinks.tracker import name_of
 from hpc_train.users import own_name
 
-CLOSE_S = 10.0  # for the last snapshot; a file system may hang
+CLOSE_S = 10.0  # the time limit of the last snapshot; a file system may hang
 
 
 class Exit(Protocol):
-    """A way out for the metrics. All calls come from one thread, which waits for them."""
+    """Interface of an export of the metrics. All calls come from one thread, which waits for them."""
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Takes a snapshot.
+        """Exports a snapshot.
 
         Raises:
-            OSError: it cannot be written; the next one is tried again.
+            OSError: the snapshot cannot be written; the caller tries again with the next one.
         """
 
     def close(self) -> None:
-        """Ends in bounded time, after the last snapshot."""
+        """Ends the export in bounded time, after the last snapshot."""
 
 
 Opener = Callable[[], Exit]
@@ -50,7 +50,7 @@ def monitored(run: RunDirectory, config: TelemetryConfig, allocation: Allocation
     reported as warnings. Only the agent of node 0 calls it.
 
     Args:
-        events: where problems are reported, and the address in ``run.json``.
+        events: the log in which problems are reported; it also records the address in ``run.json``.
     """
     identity = identity_of(run, allocation)
     openers = list(_openers(run, config, allocation, events, identity))
@@ -80,7 +80,10 @@ def _openers(
     settings = config.prometheus
     if settings.file is None and settings.port is None and not config.otlp:
         return
-    from hpc_train.report.monitoring.exits import MetricsFile, Otlp  # with an HTTP server, which other runs do not need
+    from hpc_train.report.monitoring.exits import (
+        MetricsFile,
+        Otlp,
+    )  # needs an HTTP server; other runs do not
 
     if settings.file is not None:
         yield partial(MetricsFile, settings.file, run, run_id)
@@ -91,7 +94,7 @@ def _openers(
 
 
 class _Recorded:
-    """An endpoint whose address is recorded in ``run.json`` as long as it is open."""
+    """Wraps an endpoint and records its address in ``run.json`` as long as it is open."""
 
     def __init__(
         self, run: RunDirectory, config: TelemetryConfig, allocation: Allocation, events: EventLog, run_id: str
@@ -127,7 +130,7 @@ class Exporter:
         self._interval_s = interval_s
         self._notify = notify
         self._exits: list[Exit] = []
-        self._failing: set[str] = set()  # classes of those whose last call failed
+        self._failing: set[str] = set()  # the classes of the exports whose last call failed
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._work, name="monitoring", daemon=True)
 
@@ -159,7 +162,7 @@ class Exporter:
                 self._try(exit, partial(exit.publish, snapshot))
 
     def _try(self, owner: object, call: Callable[[], Result]) -> Result | None:
-        """Returns the result of ``call``; None after an error, of which only the first in a row is reported."""
+        """Returns the result of ``call``; None after an error; only the first of consecutive errors is reported."""
         who = type(owner).__name__
         try:
             result = call()

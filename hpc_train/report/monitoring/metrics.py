@@ -1,4 +1,4 @@
-"""The metrics that a run shows to the monitoring of a site: the table of their names, and their values.
+"""Defines the metrics that a run exports to the monitoring of a site, and computes their values.
 
     python -m hpc_train.report.monitoring.metrics    prints the table in Markdown, as in docs/howto/monitoring.md
 
@@ -30,10 +30,10 @@ from hpc_train.version import __version__
 
 PREFIX = "hpc_train_"
 GAUGE, COUNTER = "gauge", "counter"
-RUN_LABELS = {  # of every metric
+RUN_LABELS = {  # the labels of every metric
     "run": "the name of the run; SWEEP/NUMBER in a sweep",
-    "run_id": "its id, which stays the same in all jobs and attempts",
-    "user": "the user who runs it",
+    "run_id": "the id of the run, which stays the same in all jobs and attempts",
+    "user": "the user who started the run",
 }
 INFO_LABELS = ("job_id", "partition", "node", "version")
 
@@ -48,10 +48,10 @@ class Metric:
     """Holds a row of the table.
 
     Attributes:
-        name: without ``PREFIX``; a counter is shown with the suffix ``_total``.
+        name: the name without ``PREFIX``; a counter is shown with the suffix ``_total``.
         unit: empty for numbers without a unit.
         key: the key of a line of metrics (``metrics/attempt-NNN.jsonl``) with its value; None if it has another source.
-        labels: besides ``RUN_LABELS``.
+        labels: the labels in addition to ``RUN_LABELS``.
         choices: the values of the only label in ``labels``; empty if they are not known in advance.
     """
 
@@ -65,7 +65,7 @@ class Metric:
 
     @property
     def shown(self) -> str:
-        """Returns the name in a query."""
+        """Returns the name to use in a query."""
         name = PREFIX + self.name
         return f"{name}_total" if self.kind == COUNTER else name
 
@@ -93,7 +93,7 @@ METRICS = (
     Metric("samples", "The samples since step 0.", key="samples"),
     Metric("tokens", "The targets since step 0 that count in the loss.", key="tokens"),
     Metric("skipped_steps", "The steps skipped because their gradients were not finite.", kind=COUNTER),
-    Metric("rollbacks", "The rollbacks to an earlier checkpoint because the training diverged.", kind=COUNTER),
+    Metric("rollbacks", "The rollbacks to an earlier checkpoint because training diverged.", kind=COUNTER),
     # speed
     Metric("step_duration_seconds", "The time per step.", "seconds", key="step_s"),
     Metric("tokens_per_second", "The targets per second.", "1/second", key="tokens_per_s"),
@@ -106,7 +106,7 @@ METRICS = (
     Metric("communication_ratio", "The share of the time spent in communication.", "ratio", key="comm_share"),
     Metric("pipeline_bubble_ratio", "The share of the time spent in pipeline bubbles.", "ratio", key="bubble_share"),
     Metric("peak_memory_bytes", "The largest peak memory of a rank.", "bytes", key="peak_memory_bytes"),
-    Metric("memory_imbalance_ratio", "That over the mean of all ranks.", "ratio", key="memory_imbalance"),
+    Metric("memory_imbalance_ratio", "The largest peak memory over the mean.", "ratio", key="memory_imbalance"),
     # goodput
     Metric("goodput_ratio", "The share of the allocated time in steps and evaluations that were kept.", "ratio"),
     Metric(
@@ -127,8 +127,8 @@ METRICS = (
     Metric("checkpoint_failures_in_a_row", "The saves that failed since the last one that succeeded."),
     Metric("last_checkpoint_step", "The step of the newest checkpoint."),
     Metric("last_checkpoint_timestamp_seconds", "When the newest checkpoint was saved, since 1970.", "seconds"),
-    Metric("last_checkpoint_bytes", "Its size.", "bytes"),
-    Metric("last_checkpoint_duration_seconds", "The time to write it.", "seconds"),
+    Metric("last_checkpoint_bytes", "The size of the newest checkpoint.", "bytes"),
+    Metric("last_checkpoint_duration_seconds", "The time to write the newest checkpoint.", "seconds"),
     # fabric
     Metric(
         "network_transmit_bytes_per_second", "The bytes that all nodes send.", "bytes/second",
@@ -169,12 +169,12 @@ Samples = dict[tuple[str, ...], float]
 WORKING = ("starting", "training", "evaluating", "restarting")
 FAILURES = "failures"  # the counter that has the class of the failure as a label
 COUNTERS = {kind.counter for kind in EVENTS.values() if kind.counter} - {FAILURES}
-STALL_MIN_S = 300.0  # without progress while it trains
-STALL_OTHER_MIN_S = 1800.0  # likewise while it starts or evaluates
+STALL_MIN_S = 300.0  # time without progress while the run trains
+STALL_OTHER_MIN_S = 1800.0  # time without progress while the run starts or evaluates
 STALL_FACTOR = 10  # or this many times the longest recent time between two lines of metrics
 RECENT_LINES = 20
 LEDGER_EVERY_S = 60.0
-LEDGER_COST = 50  # and at least this many times as long as it took to read it
+LEDGER_COST = 50  # the pause is also at least this many times as long as reading the ledger took
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Identity:
     Attributes:
         labels: the values of ``RUN_LABELS``, in their order.
         job_id, partition: empty outside of Slurm.
-        node: that of the agent which reports.
+        node: the node of the agent that reports.
     """
 
     labels: Mapping[str, str]
@@ -212,8 +212,8 @@ class RunReader:
     _line_times: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LINES), init=False)
     _counts: Counter[str] = field(default_factory=Counter, init=False)
     _failures: Counter[str] = field(default_factory=Counter, init=False)
-    _events: dict[str, Event] = field(default_factory=dict, init=False)  # the newest of each name
-    _failed_saves: int = field(default=0, init=False)  # since the last one that succeeded
+    _events: dict[str, Event] = field(default_factory=dict, init=False)  # the newest event of each name
+    _failed_saves: int = field(default=0, init=False)  # failures since the last save that succeeded
     _state: str = field(default="starting", init=False)
     _state_since: float = field(default=0.0, init=False)
     _progress: float = field(default=0.0, init=False)
@@ -238,7 +238,7 @@ class RunReader:
         return Snapshot(self.identity.labels, samples | self._labeled() | self._read_ledger(now))
 
     def _new(self, folder: Path, pattern: str) -> Iterator[Any]:
-        """Yields the new lines of all files in ``folder`` that have the time that all whole lines have."""
+        """Yields the new lines of all files in ``folder`` that have a time, as every complete line has."""
         for path in sorted(folder.glob(pattern)):
             lines = self._files.setdefault(path, self.run.follow(path))
             yield from (line for line in lines.read() if "time" in line)
@@ -329,7 +329,7 @@ class RunReader:
         return now - self._progress > max(least, STALL_FACTOR * usual)
 
     def _read_ledger(self, now: float) -> dict[str, Samples]:
-        """Returns what the time ledger says; it is read rarely, because it reads the whole run."""
+        """Returns the values from the time ledger, which is read rarely, because it reads the whole run."""
         began = time.monotonic()
         is_over = self._state not in WORKING
         if began < self._ledger_due and not is_over:

@@ -121,7 +121,7 @@ def write_page(target: str, out: Path | None = None, machine: Machine | None = N
     Args:
         out: the file; by default ``report.html`` in the directory of the run or sweep, or in ``.others`` below the
             run root for those of another user.
-        machine: that on which the runs were, to record how far off its prediction was.
+        machine: the machine on which the runs were executed; the error of its prediction is recorded.
     """
     handles = find_runs(target, "report")
     folder = handles[0].run.path
@@ -144,25 +144,25 @@ def write_page(target: str, out: Path | None = None, machine: Machine | None = N
 
 
 def write_at_end(run: RunDirectory) -> None:
-    """Writes the page of a run whose agent ends now, and prints its path, or why it cannot be written.
+    """Writes the page of a run whose agent is about to end, and prints its path, or why it cannot be written.
 
-    It also records how far off the prediction was, if there is one. It neither raises nor waits long, and asks Slurm
-    nothing, for the job still holds its nodes.
+    It also records the error of the prediction, if there is one. It neither raises nor waits long, and does not query
+    Slurm, since the job still holds its nodes.
     """
     _print_path(lambda: _write_run(run, in_job=True))
 
 
 def write_after(run: RunDirectory) -> None:
-    """Writes the page of a run that was waited for, unless its agent has, and prints its path.
+    """Writes the page of a run after a command has waited for it, unless the agent has written it; prints the path.
 
-    Agents that were killed have not. Nothing is written for a run of another user.
+    An agent that was killed has not written the page. Nothing is written for a run of another user.
     """
     if is_own(run.path):
         _print_path(lambda: run.path / PAGE if _is_current(run) else _write_run(run, in_job=False))
 
 
 def write_sweep_at_end(sweep: Path, views: Mapping[Path, View]) -> None:
-    """Writes the page of a sweep that was waited for, as ``write_at_end`` does.
+    """Writes the page of a sweep after a command has waited for it, and prints the path.
 
     Args:
         views: the states of its runs by directory; the states of missing runs are read.
@@ -172,7 +172,7 @@ def write_sweep_at_end(sweep: Path, views: Mapping[Path, View]) -> None:
 
 
 def _is_current(run: RunDirectory) -> bool:
-    """Returns whether the page is newer than the beginning of the newest attempt."""
+    """Returns whether the page is newer than the start of the newest attempt."""
     try:
         started = (run.attempts / f"{run.newest_attempt():03d}.json").stat().st_mtime
         return (run.path / PAGE).stat().st_mtime > started
@@ -186,7 +186,7 @@ def _write_run(run: RunDirectory, *, in_job: bool) -> Path:
     comparison = None
     if in_job:
         statuses = dict.fromkeys(handle.job_ids, PRESENT)
-        with suppress(Exception):  # whatever the prediction lacks, the page is written
+        with suppress(Exception):  # the page is written even if the prediction fails
             comparison = compare(run)
     write_text(run.path / PAGE, page_of_run(handle, statuses))
     if comparison is not None:
@@ -202,10 +202,10 @@ def _write_sweep(sweep: Path, views: Mapping[Path, View]) -> Path:
 
 
 def _print_path(write: Callable[[], Path]) -> None:
-    """Writes in another thread, for a file system may hang, and prints one line about it."""
+    """Writes in another thread, since a file system may hang, and prints one line about the result."""
     try:
         print(f"report: {BackgroundCall(write).result(END_S)}", flush=True)
-    except Exception as error:  # whatever is wrong with the page, the run has ended as it has
+    except Exception as error:  # an error of the page must not change how the run ends
         print(f"the report could not be written: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
@@ -216,11 +216,11 @@ NAMES = {
 
 
 def compare(run: RunDirectory, machine: Machine | None = None) -> dict[str, Any] | None:
-    """Records what was predicted and measured for the newest attempt in ``run.json`` and returns it.
+    """Records the predicted and the measured values of the newest attempt in ``run.json`` and returns them.
 
     Args:
-        machine: that of the run; by default that of ``cluster.machine``, which is a shipped one if the GPUs of the
-            run are called like its device.
+        machine: the machine of the run; by default ``cluster.machine``, or the shipped machine whose device matches the
+            GPUs of the run.
 
     Returns:
         None if there is no prediction, or fewer than three lines of metrics.
@@ -239,7 +239,7 @@ def compare(run: RunDirectory, machine: Machine | None = None) -> dict[str, Any]
     try:
         layout = Layout(**meeting["layout"] | {"notes": ()})
         check_fields(layout)
-    except TypeError:  # that of another version, or damaged
+    except TypeError:  # the record is damaged or of another version
         return None
     lines = [line for line in run.read_all_metrics() if line.attempt == attempt]
     measured = measured_values(lines, layout.cp * layout.tp, on_gpu=meeting.get("gpus_per_node", 0) > 0)
@@ -295,7 +295,7 @@ def prediction(facts: RunFacts) -> Html | None:
         if predicted is not None and measured is not None:
             ratio = f"{measured / predicted:.2f}" if predicted else ""
             rows.append([name, _shown(key, predicted), _shown(key, measured), ratio])
-    words = f"Per step, as predicted for the machine {comparison['machine']} without what earlier runs have taught."
+    words = f"Per step, as predicted for the machine {comparison['machine']} without the corrections from earlier runs."
     columns = ("", "predicted", "measured", "measured / predicted")
     return section("Prediction", block("paragraph", words), table("Predicted and measured", columns, rows, numbers=3))
 

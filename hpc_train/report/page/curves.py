@@ -10,9 +10,9 @@ from hpc_train.report.page.markup import Html, Point, Series, block, joined, lin
 from hpc_train.telemetry.progress import speed
 from hpc_train.units import counted, format_metric, milliseconds
 
-LOST = "lost work, done again or to be done again"
-CHARTS = 8  # of metrics; the table has all
-EVALUATED = "val_"  # the prefix of what evaluations add to the metrics
+LOST = "lost work, which was or must be repeated"
+CHARTS = 8  # the largest number of charts of metrics; the table has all metrics
+EVALUATED = "val_"  # the prefix of the metrics of evaluations
 
 
 def losses(facts: RunFacts) -> Html:
@@ -55,7 +55,7 @@ def _kept(facts: RunFacts, key: str) -> list[Point]:
 
 
 def _lost_parts(facts: RunFacts) -> Iterator[list[Point]]:
-    """Yields the lost parts of the curve, each with the point before it, from which it went on."""
+    """Yields the lost parts of the curve, each preceded by the point from which it continued."""
     part: list[Point] = []
     before: Point | None = None
     for line, is_lost in zip(facts.lines, facts.lost, strict=True):
@@ -74,7 +74,7 @@ def _lost_parts(facts: RunFacts) -> Iterator[list[Point]]:
 
 
 def evaluated(facts: RunFacts) -> Iterator[tuple[str, list[Point]]]:
-    """Yields the name of each metric of the evaluations but the loss, without ``val_``, with its points by step."""
+    """Yields the name of each metric of the evaluations except the loss, without ``val_``, and its points by step."""
     names = dict.fromkeys(key for line in facts.kept for key in line if key.startswith(EVALUATED))
     for key in names:
         points = _kept(facts, key)

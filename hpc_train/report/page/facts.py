@@ -22,7 +22,7 @@ from hpc_train.runs.lookup import RunHandle, statuses_of
 
 @dataclass(frozen=True)
 class _ReadOnce(RunDirectory):
-    """A run directory whose events and metrics are read once: those of a long run take a while."""
+    """A run directory whose events and metrics are read only once, since reading those of a long run takes a while."""
 
     @cached_property
     def _events_read(self) -> list[Event]:
@@ -41,7 +41,7 @@ class _ReadOnce(RunDirectory):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Holds what the page shows of a run.
+    """Holds the data that the page shows about a run.
 
     Attributes:
         lines: the metrics of all attempts in the order of their times, including those of repeated steps.
@@ -80,12 +80,12 @@ class RunFacts:
 
     @cached_property
     def kept(self) -> list[Line]:
-        """The logged steps that count, in order: of a repeated step the last line."""
+        """Returns the logged steps that count, in order; a repeated step has only its last line."""
         return [line for line, lost in zip(self.lines, self.lost, strict=True) if not lost]
 
     @cached_property
     def lost(self) -> list[bool]:
-        """Tells whether the work of each of ``lines`` was done again, or has to be."""
+        """Returns for each of ``lines`` whether its work was repeated, or has to be."""
         begins = [(stretch.time, stretch.step) for attempt in self.attempts for stretch in attempt.stretches]
         if self.diagnosis.exit_code is not None and not (self.attempts and self.attempts[-1].closed):
             begins.append((float("inf"), newest_checkpoint_step(self.events)))
@@ -111,7 +111,7 @@ class RunFacts:
 
     @property
     def shown(self) -> Sequence[Line]:
-        """The lines whose rates and shares are shown: those that count, or all if every step was lost."""
+        """Returns the lines whose rates and shares are shown: those that count, or all if every step was lost."""
         return self.kept or self.lines
 
     @cached_property
@@ -129,7 +129,7 @@ class RunFacts:
 def secrets_of(handle: RunHandle) -> Iterator[str]:
     """Yields the values of the frozen config that may be secrets (see ``config.secrets``), long ones first.
 
-    A traceback or the output of a program may repeat them. Directories above the run directory are none.
+    A traceback or the output of a program may repeat them. Directories above the run directory do not count as secrets.
     """
     cluster = handle.plain_config.get("cluster") or {}
     values = {str(value) for value in (cluster.get("env") or {}).values()}

@@ -46,7 +46,7 @@ def printable(value: Any) -> Any:
 
 
 def text(value: object) -> Html:
-    """Returns ``value`` as markup: markup itself unchanged, everything else escaped."""
+    """Returns ``value`` as markup: markup is unchanged, everything else is escaped."""
     return Html.escape(printable(value))
 
 
@@ -68,7 +68,7 @@ def commands(lines: Sequence[str], label: str) -> Html:
     """Returns command lines as a block; what follows three spaces in a line is a comment.
 
     Args:
-        label: what the block is for, unlike the labels of all other blocks of the page.
+        label: the purpose of the block, which must differ from the labels of all other blocks of the page.
     """
     return block("preformatted", "\n".join(line.replace("   ", "   # ", 1) for line in lines), label)
 
@@ -104,7 +104,7 @@ Point = tuple[float, float]
 WIDTH, HEIGHT = 640.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 28.0, 12.0, 52.0
 WIDE = 7
-POINTS = 400  # of a line; more would not be seen
+POINTS = 400  # the largest number of points of a line; more would not be visible
 LOG_FROM = 30.0  # ratio of the largest to the smallest value from which the axis is logarithmic
 
 
@@ -114,7 +114,7 @@ class Series:
 
     Attributes:
         color: a color of the style sheet, such as ``c0``.
-        wide: whether the line shows on both sides of another one that covers it.
+        wide: whether the line is so wide that it remains visible on both sides of a line that covers it.
     """
 
     name: str

@@ -28,8 +28,8 @@ def held(account: Account) -> list[tuple[str, str]]:
     return rows
 
 
-LEFT, WIDTH = 92.0, 640.0  # of pictures with bars: where the bars begin, and the width of all
-Area = tuple[float, float, str, str]  # of a bar: position, width, color and description
+LEFT, WIDTH = 92.0, 640.0  # pictures with bars: the position at which the bars begin, and the width of the picture
+Area = tuple[float, float, str, str]  # position, width, color and description of an area of a bar
 
 
 def _bars(title: str, description: str, rows: Sequence[tuple[str, Sequence[Area]]], height: float, gap: float) -> Html:
@@ -195,7 +195,7 @@ MOST_NODES = 128
 
 @dataclass
 class NodeMark:
-    """Counts what happened on a node: how often each event, and to which ranks."""
+    """Counts the events of a node, and lists their ranks."""
 
     ranks: Sequence[int] = ()
     failed: Counter[str] = field(default_factory=Counter)
@@ -278,15 +278,15 @@ CHUNK_COLORS = {FORWARD: "c0", BACKWARD: "c2", WEIGHT: "c3", "": "wait"}
 
 
 def pipeline(facts: RunFacts) -> Html | None:
-    """Returns the section with a step of the pipeline: when each rank ran forward and backward, next to the same order
-    without waiting; None for a run without one.
+    """Returns the section with a step of the pipeline: when each rank ran forward and backward passes, next to the same
+    order without waiting; None for a run without a pipeline.
     """
     title = "Pipeline step"
     steps = facts.of_event("pipeline_step")
     if not steps:
         if (facts.newest_attempt.get("layout") or {}).get("pp", 1) < 2:
             return None
-        return section(title, block("paragraph", "No step was recorded: the fifth step of an attempt is."))
+        return section(title, block("paragraph", "No step was recorded yet; the fifth step of an attempt is recorded."))
     event = steps[-1]
     measured = rows_of(event)
     total = event.seconds
@@ -318,9 +318,10 @@ def _waiting(rows: Rows, total: float) -> float:
 
 
 def ideal_rows(measured: Rows) -> Rows:
-    """Returns the chunks of each rank in the measured order, each begun as soon as its inputs exist.
+    """Returns the chunks of each rank in the measured order, each of which starts as soon as its inputs exist.
 
-    All stages take the mean time of all, and messages none. The n-th chunk of a kind on a stage is micro-batch n.
+    Every stage takes the mean time of all stages, and messages take no time. The n-th chunk of a kind on a stage is
+    micro-batch n.
     """
     times = defaultdict(list)
     for chunks in measured.values():
@@ -348,7 +349,7 @@ def ideal_rows(measured: Rows) -> Rows:
 def _inputs(
     chunk: Chunk, counts: dict[tuple[str, int], int], last: int, done: dict[tuple[str, int, int], float]
 ) -> float | None:
-    """Returns when the inputs of the next micro-batch of this kind exist; None if one is not computed yet."""
+    """Returns when the inputs of the next micro-batch of this kind exist; None if an input is not computed yet."""
     stage = chunk.stage
     number = counts[chunk.kind, stage]
     if chunk.kind == FORWARD:

@@ -76,7 +76,7 @@ def _described(group: Mapping[str, Any]) -> str:
 
 
 def settings(facts: RunFacts) -> Html | None:
-    """Returns the section with the differences to the parent of a fork, and to earlier submissions; None without."""
+    """Returns the section with the differences from the parent of a fork and from earlier submissions, or None."""
     parts = []
     parent = facts.record.get("forked_from")
     if parent:
@@ -99,7 +99,7 @@ def _differences(parent: str, before: Mapping[str, Any], after: Mapping[str, Any
     keys = [key for key in {**old, **new} if not key.startswith(UNCOMPARED)]
     rows = [[key, _value(key, old), _value(key, new)] for key in keys if old.get(key, "") != new.get(key, "")]
     if not rows:
-        return block("paragraph", f"The config is that of {parent}, from which the run was forked.")
+        return block("paragraph", f"The config equals that of {parent}, from which the run was forked.")
     return table(f"Compared with {parent}, from which it was forked", ("key", "before", "now"), rows)
 
 

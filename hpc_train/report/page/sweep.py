@@ -31,11 +31,11 @@ from hpc_train.runs.job_table import common_directory, is_unfinished, retry_line
 from hpc_train.runs.lookup import RunHandle
 from hpc_train.units import counted, format_metric
 
-ROWS = 1000  # of the table
-LINES = 300  # of the picture
-NAMED = 20  # runs of one cause
+ROWS = 1000  # the largest number of rows of the table
+LINES = 300  # the largest number of lines of the picture
+NAMED = 20  # the largest number of runs that are listed for one cause
 HEIGHT, TOP, BOTTOM, LEFT, RIGHT = 330.0, 58.0, 16.0, 20.0, 100.0
-FEW, LABEL = 5, 22.0  # values that are all written beside an axis; the height of one on a phone
+FEW, LABEL = 5, 22.0  # up to this many values are all written beside an axis; the height of a label on a phone
 LEAST_WIDTH, AXIS = 560.0, 150.0
 NAME, WORD = 26, 11  # the most characters of a key and of a value that have room on a phone
 
@@ -103,7 +103,7 @@ def sweep_failed(sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Html | 
         blocks.append(block("heading", f"{failure.kind} in {counted(len(failure.runs), 'run', 'runs')}"))
         blocks.append(block("preformatted", failure.message, f"message of cause {number}"))
         names = []
-        for index in failure.runs[:NAMED]:  # what tells it apart, and where and when it failed
+        for index in failure.runs[:NAMED]:  # the settings that distinguish the run, and where and when it failed
             run = sweep.handles[index].run
             names.append(f"{run.path.name}  {sweep.compared.words(run)}".rstrip())
             cause = find_cause(run.read_events())
@@ -120,7 +120,7 @@ def sweep_failed(sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Html | 
 
 
 def _cost(sweep: SweepFacts) -> Html:
-    """Returns what all runs together have held, from their events alone: those of many runs are read at once."""
+    """Returns the resources that all runs together have held, from their events alone, which are quick to read."""
     spent = Account()
     for item, view in zip(sweep.handles, sweep.views, strict=True):
         now = time.time() if view.exit is None else None

@@ -25,7 +25,7 @@ TODO = "what to do"  # the title of the section with the advice
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    """Returns the run and how it stands, in one line."""
+    """Returns the run and its state, in one line."""
     head = f"{shown(Path(diagnosis.run))}: {diagnosis.state}"
     if diagnosis.waiting is not None or ended_badly(diagnosis) or diagnosis.state == TO_BE_REQUEUED:
         return head
@@ -43,7 +43,7 @@ def ended_badly(diagnosis: Diagnosis) -> bool:
 
 
 def sections(diagnosis: Diagnosis) -> Iterator[tuple[str, list[str]]]:
-    """Yields titles with lines of text; a section without lines says nothing."""
+    """Yields titles with lines of text; a section without lines is not shown."""
     yield "why the job is pending", _waiting(diagnosis)
     yield "failure" if ended_badly(diagnosis) else "earlier failure", _cause(diagnosis)
     yield "Slurm", _slurm(diagnosis)
@@ -126,8 +126,8 @@ def _checkpoint(diagnosis: Diagnosis) -> list[str]:
 
 
 def _actions(diagnosis: Diagnosis) -> list[str]:
-    """Returns a line for each event: when, in which attempt, what, where, at which step, and why, unless the section of
-    the failure says so.
+    """Returns a line for each event: its time, attempt, name, place, step and reason; the reason is omitted if the
+    section of the failure states it.
     """
     lines = []
     for event in diagnosis.done:
