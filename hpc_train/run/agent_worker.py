@@ -1,9 +1,9 @@
-"""The interface between an agent and its workers: the worker's specification, and shared memory with heartbeat and
-answers.
+"""Defines the interface between an agent and its workers: the worker's specification, and shared memory with the
+heartbeat and answers.
 
 The shared memory is anonymous (memfd), is accessed without locks, system calls or files, and disappears with the two
-processes. Its first page holds the heartbeat. After it come the answers of a worker that hangs: its collectives, and
-its stacks, which faulthandler writes even if the interpreter lock is held forever.
+processes. Its first page holds the heartbeat. The answers of a hanging worker follow: its collectives, and its stacks,
+which faulthandler writes even if the GIL is never released.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class WorkerSpec:
     cuda_device: int = 0  # index among the devices that the worker sees
     environment: dict[str, str] = field(default_factory=dict)
     cpus: tuple[int, ...] | None = None
-    store_prefix: str = "attempt"  # of this attempt's keys in the store
-    stop_grace_s: float = 60.0  # from a stop request until the agent kills this worker
+    store_prefix: str = "attempt"  # prefix of this attempt's keys in the store
+    stop_grace_s: float = 60.0  # time from a stop request until the agent kills this worker
     checked: bool = False  # a preflight of this start of the job has checked all of these nodes
     config: bytes | None = field(default=None, repr=False)  # pickled, as the agent has read it; None: read the file
     heartbeat: int | None = None  # in the worker: the file descriptor of its shared memory
@@ -123,7 +123,7 @@ class Heartbeat:
 
 
 class SharedBlock:
-    """The shared memory as an open file, which can be sent to a process that is being started."""
+    """Wraps the shared memory as an open file, which can be sent to a process that is being started."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -184,7 +184,7 @@ class SharedBlock:
         os.lseek(self.descriptor, STACKS_AT, os.SEEK_SET)
 
     def stacks(self) -> str:
-        """Returns what faulthandler has written so far."""
+        """Returns the text that faulthandler has written so far."""
         size = os.fstat(self.descriptor).st_size - STACKS_AT
         return os.pread(self.descriptor, size, STACKS_AT).decode(errors="replace")
 

@@ -21,12 +21,12 @@ from hpc_train.run.record import RECORD
 
 @dataclass(frozen=True)
 class FrozenCode:
-    """A snapshot and its origin, as recorded in ``run.json``.
+    """Describes a snapshot and its origin, as recorded in ``run.json``.
 
     Attributes:
         work_tree: the root of the user's git work tree.
         snapshot: the copy of the work tree.
-        paths: directories of the copy that come first on ``sys.path``, the copies of those that were on it.
+        paths: directories of the copy that come first on ``sys.path``; each replaces a work-tree directory on it.
         commit: None in a repository without commits.
         diff: a file with the diff of tracked files to the commit; None without changes.
         content: the digest of the copied files; None for a copy of an earlier version.
@@ -69,7 +69,7 @@ class FrozenCode:
         return {"PYTHONPATH": os.pathsep.join(self.search_path(before)), "PYTHONSAFEPATH": "1"}
 
     def from_work_tree(self, files: Iterable[str]) -> list[str]:
-        """Returns those of ``files`` that are in the work tree although the snapshot holds a copy."""
+        """Returns the ``files`` that are in the work tree although the snapshot holds a copy of them."""
         return [file for file in files if self.copied_path(file) is not None]
 
 

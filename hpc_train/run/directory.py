@@ -5,7 +5,7 @@ job.sbatch                   the batch script of the last submission; that of an
 job.sh                       commands that a batch script written by hand sources
 gpus.sh                      passes the GPUs of a job on to its steps, for scripts that start the agents themselves
 run.json                     run id, config hash, code version, W&B id, every submission (see record.py)
-run.copy.json                its copy until the first start, which replaces it if it is damaged; then events/ have it
+run.copy.json                a copy that replaces a damaged run.json until the first start; then events/ has it
 metrics/attempt-NNN.jsonl    one object per logged step
 texts/attempt-NNN.jsonl      one object per text of a hook, for trackers
 events/<writer>-NNN.jsonl    the event log, one file per writing process and attempt
@@ -26,7 +26,7 @@ code/HASH/                   the frozen copy of the user's code with run.snapsho
                              share one in its directory. Otherwise those of a run root share it in .code/UID/HASH
 report.html                  the report page, written at the end of each job; a sweep's directory has one as well
 wandb/                       files of the W&B client, if W&B is enabled
-tracking/wandb.json          up to which step a tracker has the metrics (see telemetry/sinks/tracker.py)
+tracking/wandb.json          the step up to which a tracker has the metrics (see telemetry/sinks/tracker.py)
 tracking/output.log          what the tracking process and its clients print
 """
 
@@ -49,17 +49,17 @@ from hpc_train.run.files import NewLines, last_line, read_json
 from hpc_train.run.record import FORMAT, read_record, write_record
 from hpc_train.run.rows import ATTEMPT, Line, config_sections, failure_row, metrics_row, text_row, typed
 
-OUTPUT_BYTES = 1 << 20  # of the end of the output of a job
+OUTPUT_BYTES = 1 << 20  # the number of bytes that are read from the end of the output of a job
 PIPELINE_SPLIT = "pp_split.json"
 SECTION = re.compile(r"^(?=\w)", re.MULTILINE)  # begins at a line that is not indented
 _ATTEMPT_FILE = re.compile(r"([0-9]{3,9})\.json")
-RUN_DIRECTORY = "HPC_TRAIN_RUN_DIR"  # names the run directory to commands of the user
-PAGE = "report.html"  # of a run, and of a sweep
+RUN_DIRECTORY = "HPC_TRAIN_RUN_DIR"  # the variable with the run directory for commands of the user
+PAGE = "report.html"  # the report page of a run or a sweep
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where PyYAML has it, is eight times as fast
 
 
 class _Path:
-    """Returns the path of a file or folder, by its name in the run directory."""
+    """Is a descriptor that returns the path of a file or folder, given by its name in the run directory."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -70,7 +70,7 @@ class _Path:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths and small files of one run."""
+    """Gives access to the paths and the small files of one run."""
 
     path: Path
 
@@ -226,7 +226,7 @@ class RunDirectory:
         return next(filter(None, lines), Line())
 
     def attempt_record(self, attempt: int) -> dict[str, Any]:
-        """Returns what ``attempts/NNN.json`` says; {} until the attempt has started, or if it is damaged."""
+        """Returns the content of ``attempts/NNN.json``; {} until the attempt has started, or if the file is damaged."""
         try:
             record = self.json(self.attempts / f"{attempt:03d}.json")
         except (FileNotFoundError, DamagedFile):  # it is empty until then
@@ -280,7 +280,7 @@ def parsed_config(text: str) -> Any:
     """Returns the value of the YAML of a config.
 
     Raises:
-        ValueError: it has aliases. hpc_train writes none, and a few lines with them stand for values without end.
+        ValueError: it has aliases. hpc_train writes none, and a few lines of aliases can expand to a huge value.
         RecursionError, yaml.YAMLError: it is not YAML.
     """
     if "&" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, _LOADER)):

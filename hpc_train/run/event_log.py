@@ -2,9 +2,10 @@
 
 No two processes share a file, because two clients of a network file system that append to one file lose lines.
 
-Times are in seconds since 1970 as the job's first agent saw them when it started, plus the seconds that have passed
-since then, so that a clock that is wrong or is set meanwhile is not taken for work in the time ledger. The processes of
-a node share the count of seconds since its boot; the agents of other nodes take over the clock with the first order.
+A time is the wall-clock time at the start of the job's first agent plus the seconds that have passed since then. A
+clock of another node that is wrong, or a clock that is set meanwhile, therefore does not distort the time ledger. The
+processes of a node share the count of seconds since its boot; the agents of other nodes receive the clock with their
+first order.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hpc_train.run.exits import Failure, classify_message
 from hpc_train.run.file_writer import FileWriter, Outage
 from hpc_train.run.processes import boot_id
 
-CLOCK = "HPC_TRAIN_CLOCK"  # in the environment of workers: the boot of their node, and the offset
+CLOCK = "HPC_TRAIN_CLOCK"  # in the environment of workers: the boot id of their node, and the offset
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Clock:
         return time.time() if self.offset is None else self.offset + _since_boot()
 
     def of_wall(self, then: float) -> float:
-        """Returns what this clock showed at ``then`` of the wall clock, which has not been set since."""
+        """Returns the time of this clock at the wall-clock time ``then``, if that clock has not been set since."""
         return then if self.offset is None else then + self.now() - time.time()
 
     def environment(self) -> dict[str, str]:
@@ -121,7 +122,7 @@ class EventLog:
         return replace(self, hear=hear)
 
     def close(self) -> None:
-        """Waits a few seconds for what is pending, if the file system does not respond."""
+        """Waits for pending lines, but only a few seconds if the file system does not respond."""
         self.writer.close()
 
     def record(self, run: RunDirectory, **fields: Any) -> None:

@@ -1,6 +1,6 @@
-"""Defines the table of events: what each one means, which fields it has, and what the readers of a run derive from it.
+"""Defines the table of events: their meanings, their fields, and what the readers of a run derive from them.
 
-``docs/events.md`` is generated from it. The table also defines which events are failures, end a job, or begin a state.
+``docs/events.md`` is generated from it. The table also defines which events are failures, end a job, or start a state.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ _NAMES = {  # the fields of each type
     "object or null": "record even",
     "GB/s of nodes, rails and world": "bus_gb_per_s",
 }
-HEAD = ("time", "event", "rank", "node", "attempt", "step")  # of every event
+HEAD = ("time", "event", "rank", "node", "attempt", "step")  # the fields of every event
 FIELDS = {"event": "text"} | {name: of for of, names in _NAMES.items() for name in names.split()}
 
 
 class Level(IntEnum):
-    """Says where an event is shown: a level also where those below it are."""
+    """Defines where an event is shown; a level includes the places of the levels below it."""
 
     DETAIL = 0  # in the live view only
     MARK = 1  # on the report page
@@ -95,9 +95,9 @@ class EventKind:
     """Holds a row of the table.
 
     Attributes:
-        meaning: for the documentation.
-        fields: the names of its fields besides those of every event, separated by spaces. A line without a field that
-            has ``!`` is damaged. ``*`` allows any others.
+        meaning: the sentence in the documentation.
+        fields: the names of its fields besides those of every event, separated by spaces. A line that lacks a field
+            marked with ``!`` is damaged. ``*`` allows any other fields.
         types: the fields whose type is not that of ``FIELDS``.
         ends: what it ends: the training, reported by rank 0, or the job, reported by an agent with its exit code.
         state: the state that the run is in from then on, for monitoring.
@@ -106,10 +106,10 @@ class EventKind:
         account: the account of the time ledger that gets its ``seconds``.
         continues_from: the field with the step from which training continues.
         is_progress: whether it shows that the run makes progress.
-        is_late: whether an agent that did not execute writes it when it wakes up. Its job may have been requeued
+        is_late: whether an agent that was suspended writes it when it resumes. Its job may have been requeued
             meanwhile, so the time of the event is not a sign of life.
-        is_of_attempt_before: whether it reports the failure of the attempt before it, of which no agent was left.
-        node_failed, node_slow: what the report page says of its node.
+        is_of_attempt_before: whether it reports the failure of the previous attempt, which left no agent.
+        node_failed, node_slow: the words of the report page about its node.
         in_top: whether the live view lists it.
     """
 
@@ -140,7 +140,7 @@ class EventKind:
 
     @property
     def is_open(self) -> bool:
-        """Whether it may have fields that the row does not name."""
+        """Returns whether it may have fields that the row does not name."""
         return "*" in self.fields.split()
 
     @cached_property
@@ -160,7 +160,7 @@ _CAUSE = "class message exit_code"
 EVENTS = {
     # a job and its attempts
     "submitted": EventKind(
-        "Versions before 0.9: the job was handed to its executor. `run.json` has `submissions`.",
+        "Only in versions before 0.9: the job was passed to its executor. Now `run.json` has `submissions`.",
         "job_id executor layout",
     ),
     "started": EventKind(
@@ -200,7 +200,7 @@ EVENTS = {
         level=Level.REACTION, counter="restarts", is_progress=True,
     ),
     "shrunk": EventKind(
-        "The job goes on with fewer nodes.", "nodes before without", {"nodes": "count"}, level=Level.REACTION
+        "The job continues with fewer nodes.", "nodes before without", {"nodes": "count"}, level=Level.REACTION
     ),
     "spare_used": EventKind("A spare node replaces another.", "nodes instead_of", level=Level.REACTION),
     "suspended": EventKind(
@@ -240,25 +240,25 @@ EVENTS = {
         "message stacks ranks", node_failed="timed out",
     ),
     "agents_killed": EventKind(
-        "All agents of a step of the job were killed by a signal; the next step writes it.", "class message",
+        "All agents of a step of the job were killed by a signal; the next step writes the event.", "class message",
         level=Level.REACTION, is_of_attempt_before=True,
     ),
     "file_system_failed": EventKind(
-        "Files of the run directory could not be written for some seconds, which are over now.",
+        "Files of the run directory could not be written for some seconds; now they can be written again.",
         "class message began seconds", level=Level.REACTION,
     ),
     "gpu_memory_awaited": EventKind(
-        "After a failure for lack of GPU memory, the agent waited until it was free.", "seconds free message",
+        "After a failure due to a lack of GPU memory, the agent waited until memory was free.", "seconds free message",
         level=Level.REACTION,
     ),
     "gpu_idle": EventKind(
         "GPUs were idle for `telemetry.gpu_idle_minutes`.", "gpus message", level=Level.REACTION
     ),
-    # what is noticed
-    "no_progress": EventKind("Nothing was done for a minute or more; nothing is killed.", "phase message"),
+    # observations
+    "no_progress": EventKind("The run has made no progress for a minute or more; nothing is killed.", "phase message"),
     "slow_step": EventKind("A step was so slow that its stacks were saved.", "phase seconds message stacks"),
     "straggler": EventKind(
-        "The other ranks often wait for one.", "share late_s message",
+        "The other ranks often wait for one rank.", "share late_s message",
         level=Level.MARK, counter="stragglers", node_slow="slow",
     ),
     "warning": EventKind("Something that the user should know.", "message!", level=Level.MARK),
@@ -275,19 +275,19 @@ EVENTS = {
         counter="checkpoint_saves", is_progress=True, in_top=False,
     ),
     "checkpoint_failed": EventKind(
-        "A save has failed, `final` the last one.", "message! final",
+        "A save has failed; `final`: the last save of the run.", "message! final",
         level=Level.REACTION, counter="checkpoint_failures",
     ),
     "save_deferred": EventKind(
         "The last save waits for free disk space.", "path! seconds! message!", level=Level.REACTION
     ),
     "checkpoint_set_aside": EventKind(
-        "A checkpoint is damaged, or of the steps that a rollback undoes.", "path! message! rolled_back",
-        level=Level.REACTION,
+        "A checkpoint was set aside, because it is damaged or a rollback undoes its steps.",
+        "path! message! rolled_back", level=Level.REACTION,
     ),
     # training
     "first_step": EventKind(
-        "The first step of the attempt is done; `cache_loaded`: with graphs compiled earlier.",
+        "The first step of the attempt is done; `cache_loaded`: it used graphs compiled earlier.",
         "seconds compiled reused cache_loaded", is_progress=True,
     ),
     "evaluation_started": EventKind("An evaluation begins.", state="evaluating", is_progress=True),
@@ -295,18 +295,19 @@ EVENTS = {
         "Steps were skipped on all ranks because the gradient was not finite.", "steps in_a_row", level=Level.MARK
     ),
     "rolled_back": EventKind(
-        "Training has diverged and goes on from an earlier checkpoint, without some samples.",
+        "Training has diverged and continues from an earlier checkpoint, without some samples.",
         "to_step! bad_steps skipped_windows reason",
         level=Level.REACTION, counter="rollbacks", continues_from="to_step", is_progress=True,
     ),
     "stream_ended": EventKind("The data has ended before `train.steps`.", level=Level.MARK),
-    "ended_early": EventKind("A hook has ended the training before its last step.", "reason", level=Level.MARK),
+    "ended_early": EventKind("A hook has ended training before the last step.", "reason", level=Level.MARK),
     "training_finished": EventKind(
-        "Rank 0 has done the last step. It has the result and the time ledger.", _CLOSING,
+        "Rank 0 has completed the last step. The event has the result and the time ledger.", _CLOSING,
         level=Level.MARK, ends="training",
     ),
     "training_stopped": EventKind(
-        "Rank 0 has stopped after a checkpoint. It has the time ledger.", _CLOSING, level=Level.MARK, ends="training"
+        "Rank 0 has stopped after a checkpoint. The event has the time ledger.", _CLOSING,
+        level=Level.MARK, ends="training",
     ),
     "pipeline_split": EventKind(
         "The layers of each pipeline stage and their predicted costs.", "how layers blocks predicted even"

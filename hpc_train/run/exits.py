@@ -1,4 +1,4 @@
-"""Exit codes, the classes of failure, and the response to each class."""
+"""Defines exit codes, the classes of failure, and the response to each class."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Exit(IntEnum):
 
 
 def worst_exit(codes: Iterable[int | None]) -> Exit:
-    """Returns the exit code for several jobs, the worst of theirs.
+    """Returns the exit code for several jobs: the worst of their exit codes.
 
     None stands for a job that was not started. It counts as failed, unless other jobs were stopped and can continue.
     """
@@ -83,7 +83,7 @@ EXITS: dict[Action, Exit] = {
 
 @dataclass(frozen=True)
 class Response:
-    """The response to a class of failure. ``advice`` is the next step for the user."""
+    """Describes the response to a class of failure. ``advice`` is the next step for the user."""
 
     action: Action
     advice: str = ""
@@ -156,10 +156,10 @@ RESPONSES: dict[Failure, Response] = {
 }
 
 
-HOST_MEMORY = "out of host memory according to the kernel"  # of a process that the kernel has killed
+HOST_MEMORY = "out of host memory according to the kernel"  # for a process that the kernel has killed
 CRASHED_IMPORT = "importing torch crashed"
 
-# Advice for causes that a message names, which takes precedence over that for the class of the failure.
+# Advice for causes that a message names, which takes precedence over the advice for the class of the failure.
 NAMED_CAUSES: dict[str, str] = {
     r"ulimit -t": "raise the limit of CPU time: `ulimit -t unlimited` in the shell that starts the run, or in "
     "cluster.setup. If the hard limit is as low, ask the site's support or submit a job",
@@ -176,10 +176,10 @@ NAMED_CAUSES: dict[str, str] = {
 }
 
 
-FIX = re.compile(r"^  fix:    (.*)$", re.MULTILINE)  # of ``UserError``
+FIX = re.compile(r"^  fix:    (.*)$", re.MULTILINE)  # the line of ``UserError.fix`` in a message
 
 
-# After a failure of the disk the advice says what is left, by whether there is a checkpoint; None: unknown.
+# Whether the run has a checkpoint (None: unknown) -> the end of the advice after a failure of the disk.
 OF_DISKS = (Failure.DISK_FULL, Failure.FILE_SYSTEM)
 _LEFT: dict[bool | None, str] = {
     True: "earlier checkpoints are intact",
@@ -252,15 +252,15 @@ class Diverged(CollectiveFailure, FloatingPointError):
     """Raised when the loss or the gradients are permanently not finite."""
 
 
-# Errors of a file system or its server. The second line is of Lustre, NFS and FUSE whose server is gone, the third of
-# AFS and NFS for a user whose ticket (Kerberos) has expired.
+# Errors of a file system or its server. Second line: Lustre, NFS or FUSE whose server is gone. Third line: AFS or NFS
+# after the user's Kerberos ticket has expired.
 FILE_SYSTEM = frozenset(
     {errno.EIO, errno.ESTALE, errno.EROFS, errno.EREMOTEIO}
     | {errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.EHOSTDOWN}
     | {errno.ENOKEY, errno.EKEYEXPIRED, errno.EKEYREVOKED}
 )
-# Errors that may pass for the files that hpc_train writes and only the file system can take away: a mount is missing,
-# or an NFS server refuses an expired ticket. For other files they are the user's.
+# Errors that are transient for files of hpc_train, which only the file system can take away: a mount is missing, or an
+# NFS server refuses an expired ticket. For other files they are mistakes of the user.
 PASSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}) | FILE_SYSTEM
 OWN_FILES = ("config.yaml", "run.json", "attempts", "checkpoints", "events", "metrics", "logs", ".locks")
 

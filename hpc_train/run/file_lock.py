@@ -1,4 +1,4 @@
-"""A lock on a directory that machines share, implemented with files alone.
+"""Implements a lock on a directory that machines share, with files alone.
 
 ``flock`` does not reach across machines everywhere (NFS without lockd, Lustre with ``localflock``). Each acquisition
 creates a numbered file such as ``00000007`` with O_EXCL; it names the owner, and a second line marks the release. The
@@ -6,8 +6,8 @@ highest number is the current lock. A process that finds the owner dead creates 
 succeeds, and an owner that was merely suspended notices that its lock was superseded. The lock of a short block
 (``exclusive``) leaves nothing behind: its files are removed, so that its numbers begin again.
 
-On the same machine the process table shows whether an owner is alive. On another machine Slurm decides where it knows
-that the job has ended; otherwise an owner counts as dead after ``STALE_S`` without a heartbeat. It may only be
+On the same machine the process table shows whether an owner is alive. On another machine Slurm decides if it knows that
+the job has ended; otherwise an owner counts as dead after ``STALE_S`` without a heartbeat. It may only be
 suspended, so everything it changes must be fenced.
 """
 
@@ -29,7 +29,7 @@ from hpc_train.run.files import patiently
 from hpc_train.run.processes import boot_id, started
 from hpc_train.schedulers.slurm import client
 
-LOCKS = ".locks"  # of several locks
+LOCKS = ".locks"  # a folder with the folders of several locks
 BEAT_S = 15.0
 STALE_S = 180.0  # well above the attribute cache time of network file systems (60 s) plus some missed heartbeats
 _DONE = b"\ndone\n"
@@ -214,7 +214,7 @@ def heartbeats(lock: Lock, on_loss: Callable[[], None] = lambda: None, beat_s: f
 
 
 def _make(folder: Path) -> None:
-    """Creates the folder of a lock, in ``.locks`` also that one; a deleted run directory is not created again."""
+    """Creates the folder of a lock and ``.locks`` above it; does not recreate a deleted run directory."""
     for path in (folder.parent, folder):
         if path is folder or path.name == LOCKS:
             with suppress(FileExistsError):
@@ -257,7 +257,7 @@ def _server_time(folder: Path) -> float:
 
 @dataclass(frozen=True)
 class LockOwner:
-    """A process that holds a lock, with its machine and job.
+    """Identifies a process that holds a lock, with its machine and job.
 
     Attributes:
         machine: boot id and process namespace; process ids are comparable where both are equal.

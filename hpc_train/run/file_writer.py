@@ -22,12 +22,12 @@ from hpc_train.run.files import append_line, append_text, json_line
 
 Write = Callable[[bool], object]  # its argument says whether an earlier write has failed
 
-LIMIT_BYTES = 8 << 20  # of the writes in memory; beyond it the oldest ones are dropped
-ENTRY_BYTES = 200  # of memory for one write besides its text
+LIMIT_BYTES = 8 << 20  # memory for pending writes; beyond it the oldest ones are dropped
+ENTRY_BYTES = 200  # memory for one write besides its text
 FIRST_TRY_S = 1.0  # a caller waits at most this long for its write, and not at all while the file system hangs
 HANGS_S = 10.0  # a write that takes longer is reported
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0  # between two tries, doubled after each
-CLOSE_S = 5.0  # for a file system that does not respond when the process ends
+CLOSE_S = 5.0  # the longest wait for a file system that does not respond when the process ends
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class FileWriter:
     """Makes the writes of one log. Any thread may use it.
 
     Args:
-        name: what is written, for the messages about an outage.
+        name: the name of the log, for the messages about an outage.
         limit_bytes: the memory for writes that are pending.
     """
 
@@ -64,7 +64,9 @@ class FileWriter:
         self._outage_began: float | None = None  # seconds since 1970
         self._outage_failure = ""
         self._thread: threading.Thread | None = None
-        self.on_outage: Callable[[Outage], object] | None = None  # called when one is over, in the thread of the writes
+        self.on_outage: Callable[[Outage], object] | None = (
+            None  # called in the thread of the writes when an outage is over
+        )
 
     def append(self, path: Path, value: dict[str, Any], wait: bool = True) -> None:
         """Appends one JSON object as a line to ``path``, in a separate line after a write that was cut short.

@@ -1,4 +1,4 @@
-"""Small files on shared file systems: atomic JSON writes, appended lines, and group permissions for ``run.group``.
+"""Handles small files on shared file systems: atomic JSON writes, appended lines, and permissions for ``run.group``.
 
 With ``run.group`` all members of a Unix group may read, resume and remove a run. Directories pass the group on (setgid)
 and the processes of the run write for the group whatever the umask; without it the user's umask applies. Under a umask
@@ -27,7 +27,7 @@ from hpc_train.opening import DamagedFile, open_file, open_to_append, read_file,
 __all__ = ["DamagedFile"]
 
 TAIL_BYTES = 8192  # longer than a line of metrics
-BLOCK_BYTES = 256 << 10  # of lines that are decoded together
+BLOCK_BYTES = 256 << 10  # the size of the lines that are decoded together
 LINE_BYTES = 16 << 20  # longest line
 # shorter than the timeout of the rendezvous server's clients (elastic/rendezvous/client.py)
 PATIENCE_S = 8.0
@@ -55,7 +55,7 @@ def patiently(operation: Callable[[], Result], seconds: float = PATIENCE_S) -> R
 
 
 def is_present(path: Path) -> bool:
-    """Returns whether ``path`` exists; raises OSError if that cannot be known.
+    """Returns whether ``path`` exists; raises OSError if that cannot be determined.
 
     ``Path.exists`` and ``Path.is_dir`` of newer Python versions return False for any error, so that a stale handle of
     a network file system would look like an empty run.
@@ -147,7 +147,8 @@ def write_text(path: Path, text: str, mode: int = 0o666, *, flush: bool = True) 
 
     Args:
         mode: the permissions of the file, which the umask reduces.
-        flush: the text is on the disk before it replaces the content, which a crash of the machine otherwise loses.
+        flush: whether the text is written to disk before it replaces the content. Otherwise a crash of the machine may
+            lose the content.
     """
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # left by a process that was killed; it may have other permissions
@@ -215,7 +216,7 @@ def line_end(path: Path) -> str:
 
 
 def read_lines(path: Path, below: Path | None = None) -> Iterator[dict[str, Any]]:
-    """Yields what ``NewLines`` reads of a file."""
+    """Yields the JSON objects in a file, as ``NewLines`` reads them."""
     yield from NewLines(path, below).read()
 
 

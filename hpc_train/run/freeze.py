@@ -67,7 +67,7 @@ def freeze(
     """Writes ``config.yaml`` and ``run.json`` of ``run``.
 
     Args:
-        claim: this process will work on the run; while it lives, no other process may freeze it.
+        claim: whether this process will work on the run; while it lives, no other process may freeze the run.
         code: the snapshot from which agents and workers start.
         overrides: the overrides on the command line, which ``run.json`` records.
         options: the options on the command line that choose config files, which it also records.
@@ -144,7 +144,7 @@ def _freeze(
             "claimed_by": this_process() if claim else {},
             "stop_requested": 0.0,
             "submissions": record.get("submissions", []),
-            # custom code, which runs instead of the trainer
+            # the key of the user's code that runs instead of the trainer
             "own_code": next((name for name in ("entry", "command") if getattr(config.run, name) is not None), None),
             "overrides": [shown_override(override) for override in overrides],
             "options": [*options],
@@ -154,7 +154,7 @@ def _freeze(
         if plan is not None:
             write_text(run.plan, plan, file_mode(config))
         _write(config, run, facts)
-        if config.run.group is not None:  # gets the run, the code, and the directories between them and run.root
+        if config.run.group is not None:  # the group gets the run, the code, and the directories up to run.root
             if code is not None:
                 share(Path(code.snapshot).parent, config.run.group)
             share(run.path, config.run.group)
@@ -446,13 +446,13 @@ def environment_versions() -> dict[str, str]:
     return versions
 
 
-# keys of optim that decide how an update is computed and stored, and not what
+# keys of optim that decide how an update is computed and stored, but not its value
 _HOW_OPTIMIZED = ("moments", "elementwise", "state_per_parameter", "in_backward")
 
 
 def identity(config: Config) -> dict[str, Any]:
     """Returns the identity keys, flat: model, data, global batch, optimizer, seed, reproducibility, z-loss, and the
-    user's function; of a command only that there is one, as its arguments may say how far to train.
+    user's function. A command counts only as set or not, since its arguments may contain the length of training.
     """
     nested = {
         "model": asdict(config.model),

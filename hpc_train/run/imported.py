@@ -20,7 +20,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_json
 
 _IMPORTED = "imported.json"
-PUBLISHED = "published"  # the key of ``Others``, there and in the record of a run that was forked from it
+PUBLISHED = "published"  # the key of ``Others`` in the import, and in the record of a run that was forked from it
 Others = Mapping[str, Mapping[str, Any]]  # file name -> values of published files that an export writes again
 _FREE = ("dropout",)  # affects training, not what the weights compute
 
@@ -44,9 +44,9 @@ def write_imported(directory: RunDirectory, model: GPTConfig, source: str, other
 
 
 def published(directory: RunDirectory) -> Others | None:
-    """Returns what an import, or a run that descends from one, exports again of the published files.
+    """Returns the values of published files that an import, or a run that descends from one, exports again.
 
-    It is None for a run that began from scratch, or from an import of an earlier version.
+    Returns None for a run that started from scratch, or from an import of an earlier version.
     """
     path = directory.path / _IMPORTED
     record = directory.json(path) if path.exists() else directory.record()
@@ -104,8 +104,8 @@ def with_imported_model(arguments: Sequence[str]) -> list[str]:
 def check_start(config: Config, source: RunDirectory) -> None:
     """Raises UserError if a run of ``config`` cannot start from the imported weights in ``source``.
 
-    Shapes alone are not enough: with another rotary base or number of heads the weights load and compute something
-    else.
+    Equal shapes are not enough: with another rotary base or number of heads, the weights load, but the model computes
+    different results.
     """
     imported = imported_model(source)
     if imported is None:

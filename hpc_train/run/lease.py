@@ -117,8 +117,8 @@ def refuse_live(
 
     Args:
         is_ending: whether the live job of the run is about to end. By default, it is if a user has stopped it.
-        until: of ``time.monotonic()``, until when to wait; ``ENDING_JOB_WAIT_S`` from now by default.
-        notify: gets a line before a wait.
+        until: the value of ``time.monotonic()`` at which the wait ends; by default ``ENDING_JOB_WAIT_S`` from now.
+        notify: called with a message before a wait.
     """
     if until is None:
         until = time.monotonic() + ENDING_JOB_WAIT_S

@@ -43,13 +43,13 @@ class Interval(NamedTuple):
         return self.time - self.steps_s - self.evaluation_s - self.checkpoint_s
 
     def without(self, seconds: float) -> Interval:
-        """Returns the interval without a time in which nothing executed, which made one of its parts so long."""
+        """Returns the interval without ``seconds`` in which nothing executed, taken from the longest part."""
         parts = {name: getattr(self, name) for name in ("steps_s", "evaluation_s", "checkpoint_s")}
         longest = max(parts, key=lambda name: parts[name])
         return self._replace(**{longest: max(0.0, parts[longest] - seconds)})
 
     def useful_share(self, limit: float) -> float:
-        """Returns the share of its steps that is useful if work up to the step ``limit`` is."""
+        """Returns the share of its steps that is useful if all work up to the step ``limit`` is useful."""
         steps = self.last - self.first
         if not steps:
             return 1.0
@@ -175,18 +175,19 @@ class Account:
     """Holds the seconds of one attempt, or of several attempts together.
 
     Attributes:
-        queue_s: from a submission or requeue until an agent started; no device is held.
-        start_up_s: from the agent's start to the first step, at each start of a job.
-        steps_s: in steps whose result was kept.
-        evaluation_s: in evaluations whose result was kept.
-        checkpoint_s: during which saves blocked training.
-        lost_s: in steps that were or will be repeated, and until their failure was noticed.
-        restart_s: from a failure to the first step of the next attempt in the same start of a job.
-        frozen_s: in which the batch host did not execute, or a frozen node held the job after its last attempt.
-        other_s: the remainder, mostly shutdown.
-        suspended_s: in which Slurm had suspended the job and may have given its devices to other jobs.
-        gpu_s: the seconds above except the queue and the suspended ones, times the GPUs that were held; 0 without GPUs.
-        rank_s: the same times the number of ranks, for runs without GPUs.
+        queue_s: the time from a submission or requeue until an agent started; no device is held.
+        start_up_s: the time from the agent's start to the first step, at each start of a job.
+        steps_s: the time in steps whose result was kept.
+        evaluation_s: the time in evaluations whose result was kept.
+        checkpoint_s: the time for which saves blocked training.
+        lost_s: the time in steps that were or will be repeated, and the time until their failure was noticed.
+        restart_s: the time from a failure to the first step of the next attempt in the same start of a job.
+        frozen_s: the time in which the batch host did not execute, or a frozen node held the job after its last
+            attempt.
+        other_s: the remaining time, mostly shutdown.
+        suspended_s: the time in which Slurm had suspended the job and may have given its devices to other jobs.
+        gpu_s: the time above, except ``queue_s`` and ``suspended_s``, times the GPUs that were held; 0 without GPUs.
+        rank_s: the same time, times the number of ranks, for runs without GPUs.
     """
 
     queue_s: float = 0.0
@@ -207,7 +208,7 @@ class Account:
 
     @property
     def held_s(self) -> float:
-        """Seconds with an allocation that could be used: all but the queue and the suspended ones."""
+        """Returns the seconds with a usable allocation: all except ``queue_s`` and ``suspended_s``."""
         parts = (self.start_up_s, self.steps_s, self.evaluation_s, self.checkpoint_s, self.frozen_s)
         return sum(parts) + self.lost_s + self.restart_s + self.other_s
 
@@ -286,7 +287,8 @@ def ledger(
     Args:
         metrics: lines of all attempts, including those of repeated steps.
         submitted: the times of the submissions.
-        now: seconds since 1970 if the run is live; None otherwise, and then an attempt without a recorded end has died.
+        now: seconds since 1970 if the run is live; otherwise None, in which case an attempt without a recorded end has
+            died.
         frozen: until when a frozen node held a job after its last attempt, by job and restart.
     """
     return account_for(attempts_of(events, metrics, frozen), submitted, now)

@@ -40,7 +40,7 @@ from hpc_train.run.files import is_present
 from hpc_train.run.record import RECORD
 
 TRUST = "--trust-owner"
-OF_OTHERS = ".others"  # below the run root: what commands write about runs of other users
+OF_OTHERS = ".others"  # the folder below the run root for files that commands write about runs of other users
 
 
 def check_owner(files: Iterable[Path], path: Path, trust_owner: bool = False) -> bool:
@@ -48,8 +48,8 @@ def check_owner(files: Iterable[Path], path: Path, trust_owner: bool = False) ->
     caller's.
 
     Args:
-        files: what decides which code runs and which weights are loaded. Reading ends at the first file of an owner who
-            is not trusted.
+        files: the files that decide which code runs and which weights are loaded. Reading ends at the first file of an
+            owner who is not trusted.
         path: the run directory, or the directory that holds the weights.
         trust_owner: whether the caller has passed ``--trust-owner``.
 
@@ -109,9 +109,9 @@ def foreign_files(files: Iterable[Path], path: Path) -> Iterator[tuple[Path, int
 def deciding_files(run: RunDirectory) -> Iterator[Path]:
     """Yields the files and directories that decide which code a run executes and which weights it loads.
 
-    The directory and its entries come first: the record, which names the others, is read only after that. A directory
-    in which nobody else can write has the files of its owner only, so checking the directory is enough, since every
-    agent of a job calls this.
+    The directory and its entries come first: the record, which names the others, is read only after that. If nobody
+    else can write to a directory, all files in it belong to its owner, so only the directory is checked. This keeps
+    the check cheap, since every agent of a job makes it.
     """
     yield run.path
     yield from map(Path, _listed(run.path))
@@ -122,7 +122,7 @@ def deciding_files(run: RunDirectory) -> Iterator[Path]:
     code = frozen_code(run)
     if code is not None:
         for path in map(Path, dict.fromkeys((code.snapshot, *code.paths))):
-            yield path.parent  # of shared copies: only their owner can enter it
+            yield path.parent  # the parent of shared copies, which only their owner can enter
             yield from files_below(path)
     source = run.record().get("forked_from")
     if isinstance(source, str) and not any(run.checkpoints.glob("step-*")):
@@ -143,7 +143,7 @@ def files_below(directory: Path) -> Iterator[Path]:
 
 
 def _entries(directory: Path) -> Iterator[Path]:
-    """Yields the entries of a directory, and what lies in those directories that others than their owner can write."""
+    """Yields the entries of a directory, and the content of those directories that other users can write."""
     for entry in _listed(directory):
         path = Path(entry.path)
         yield path
@@ -178,9 +178,10 @@ def _is_private(group: int) -> bool:
 
 
 def output_directory(directory: Path) -> Path:
-    """Returns where commands write what they make of the run or sweep in ``directory``: there if the caller owns it.
+    """Returns the directory for files that commands write about the run or sweep in ``directory``: itself if the caller
+    owns it.
 
-    For those of other users it is ``.others/NAME-HASH`` below the run root of the caller, which this creates.
+    For a run of another user, it is ``.others/NAME-HASH`` below the run root of the caller, which this creates.
 
     Raises:
         UserError: ``.others`` belongs to another user.
@@ -280,7 +281,7 @@ TRUST_EXAMPLE = "trust: {owners: [alice], groups: [vision]}"
 
 @dataclass(frozen=True)
 class Trust:
-    """The ids of trusted users and groups."""
+    """Holds the ids of trusted users and groups."""
 
     owners: frozenset[int] = frozenset()
     groups: frozenset[int] = frozenset()
@@ -341,7 +342,7 @@ class Access(StrEnum):
     """The three classes of access to a run."""
 
     READS = "reads"  # allowed for every run; files are written to a directory of the caller
-    ACTS = "acts"  # on processes and jobs of the caller that belong to the run
+    ACTS = "acts"  # acts on processes and jobs of the caller that belong to the run
     EXECUTES = "executes"  # runs code of the run or loads its weights, so the caller must trust the owner
 
 

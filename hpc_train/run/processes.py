@@ -66,7 +66,7 @@ def process_state(pid: int) -> str:
 
 
 def _stat(path: Path) -> list[str]:
-    """Returns the fields of a file stat of the kernel after the name of the program, the first of which is the state.
+    """Returns the fields after the program name in a ``stat`` file of the kernel; the first one is the state.
 
     Raises:
         OSError: the process or thread is gone.
@@ -114,7 +114,7 @@ class Activity:
 
 
 def activity(pid: int) -> Activity:
-    """Returns what a process and its children do at this moment."""
+    """Returns the current activity of a process and its children."""
     ready = False
     ticks = 0
     for path in Path(f"/proc/{pid}/task").glob("*/stat"):
@@ -185,7 +185,7 @@ def out_of_descriptors(error: BaseException) -> UserError | None:
     return _few_descriptors(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
-NO_THREAD = "can't start new thread"  # of a RuntimeError of Python
+NO_THREAD = "can't start new thread"  # the message of Python's RuntimeError
 
 
 def out_of_resources(error: BaseException) -> UserError | None:
@@ -202,7 +202,7 @@ def out_of_resources(error: BaseException) -> UserError | None:
     return UserError(
         "the system starts no more threads or processes of this user",
         where=f"the limit of processes and threads (ulimit -Su: {soft}, ulimit -Hu: {hard}), or that of a container",
-        fix=f"{PROCESS_LIMIT_FIX}; or end other processes of yours",
+        fix=f"{PROCESS_LIMIT_FIX}; or end some of your other processes",
     )
 
 
@@ -242,7 +242,7 @@ def can_listen(port: int) -> bool:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Suspends the collector, which would visit all new objects again and again."""
+    """Disables the garbage collector inside the ``with`` block, since it would visit all new objects repeatedly."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The record of a run, ``run.json``, with a checksum of itself and a copy, from which a damaged one is restored.
+"""Reads and writes the record of a run, ``run.json``, which has a checksum, and a copy from which it is restored.
 
 ``run.json`` identifies the run (its id, the run it was forked from, the SHA-256 of its config), so a record that is
 wrong, or silently empty, would continue another run or begin at step 0. A record is therefore used only if its checksum
@@ -23,7 +23,7 @@ from hpc_train.run.files import NewLines, is_present, patiently, write_text
 from hpc_train.run.rows import record_of_run
 from hpc_train.version import __version__
 
-FORMAT = 1  # of the run directory; directories without a number have this format
+FORMAT = 1  # the format of the run directory; directories without a number have this format
 RECORD = "run.json"
 COPY = "run.copy.json"
 _DIGEST = "digest"

@@ -1,9 +1,10 @@
-"""Requests to a run: stop requests, which arrive as signals, and requests for stack dumps, which are files in
+"""Handles requests to a run: stop requests, which arrive as signals, and requests for stack dumps, which are files in
 ``logs/stacks``.
 
 A signal handler only sets a flag; the main loop acts on it. ``logs/stacks/request`` holds the number of the newest
 request for stacks. The agent of node 0 polls it, and the rendezvous server notifies the others, because thousands of
-nodes that poll a file keep a shared file system busy. Each agent writes its answer to ``logs/stacks/NNN-<node>.txt``.
+nodes that poll a file would keep a shared file system busy. Each agent writes its answer to
+``logs/stacks/NNN-<node>.txt``.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class StacksRequests:
 
     @classmethod
     def of(cls, run: RunDirectory) -> StacksRequests:
-        """Returns requests from now on: earlier ones were for earlier jobs."""
+        """Returns a reader of the requests from now on; earlier ones were for earlier jobs."""
         return cls(run, stacks_requested(run))
 
     def new(self, now: float) -> int | None:
@@ -105,7 +106,7 @@ class StacksRequests:
         self._next_look = now + REQUESTS_EVERY_S
         try:
             number = self._reading.poll(REQUEST_S)
-        except TimeoutError:  # the file system hangs; nobody's request can be read
+        except TimeoutError:  # the file system hangs, so no request can be read
             return None
         if number == self._newest:
             return None
@@ -129,7 +130,7 @@ def _folder(run: RunDirectory) -> Path:
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
-# besides USR2, what a batch script may request before its limit; the others come from a terminal
+# besides USR2, the signals that a batch script may request before its time limit; the others come from a terminal
 ANNOUNCING = (signal.SIGUSR1.name, signal.SIGTERM.name)
 DUPLICATE_SIGINT_S = 0.3  # some wrappers forward a Ctrl-C that the terminal already sent to the whole group
 

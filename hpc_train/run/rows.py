@@ -1,7 +1,7 @@
-"""Checks the types of what a run directory says: lines of metrics, events, the record and other small records.
+"""Checks the types of the data in a run directory: lines of metrics, events, the record and other small records.
 
-Anybody may have written them. A line that lacks what all of its kind have is left out, and any other field of a wrong
-type counts as absent, so that their readers need no checks.
+Anybody may have written them. A line without a required field is left out, and any other field of a wrong type counts
+as absent, so that the readers need no checks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Row = dict[str, Any]
 Check = Callable[[Any], bool]
 T = TypeVar("T")
 
-LATEST = 1e11  # seconds since 1970; a date can still be made of it
-HIGHEST = 1e100  # of a number: the product of two is still finite
-MOST = 1 << 53  # of a count
-MOST_JOBS = 1000  # of a chain: squeue gets all their ids
+LATEST = 1e11  # the latest time in seconds since 1970, which still converts to a date
+HIGHEST = 1e100  # the largest number; the product of two such numbers is finite
+MOST = 1 << 53  # the largest count
+MOST_JOBS = 1000  # the longest chain of jobs, since squeue is called with all their ids
 _JOB_ID = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")  # 12 or, of an array, 12_3
 
 
@@ -82,9 +82,9 @@ def _plain(value: Any) -> bool:
 
 
 def typed(row: Row, checks: Mapping[str, Check], required: tuple[str, ...] = ()) -> Row | None:
-    """Returns ``row`` without the fields that fail their check, or ``row`` itself if all is right.
+    """Returns ``row`` without the fields that fail their check, or ``row`` itself if all pass.
 
-    None if a ``required`` field is among them, null or absent.
+    Returns None if a ``required`` field fails its check, is null or is absent.
     """
     wrong = {name for name in checks.keys() & row.keys() if not checks[name](row[name])}
     if any(name in wrong or row.get(name) is None for name in required):
@@ -117,7 +117,7 @@ class Field(Generic[T]):
 
 
 class Line(dict[str, Any]):
-    """Holds a line of metrics: numbers, texts and null by name, the usual ones are also attributes."""
+    """Holds a line of metrics: numbers, texts and null by name; the usual ones are also attributes."""
 
     time = Field("time", 0.0)
     attempt = Field("attempt", 0)
@@ -155,7 +155,7 @@ def text_row(row: Row) -> Row | None:
     return typed(row, {"step": count, "name": text, "text": text}, ("step", "name", "text"))
 
 
-CLAIM: dict[str, Check] = {  # of a submission, or of a process that works on the run
+CLAIM: dict[str, Check] = {  # the fields of a submission, or of a process that works on the run
     **dict.fromkeys(("clusters", "output", "host", "executor", "pid_started"), or_none(text)),
     "job_id": or_none(job_id),
     "time": seconds,
@@ -185,7 +185,7 @@ RECORD: dict[str, Check] = {
     "snapshot": or_none(group),
     "submissions": list_of(group),
 }
-INSIDE: dict[str, dict[str, Check]] = {  # of the objects in a record, whose wrong fields count as absent
+INSIDE: dict[str, dict[str, Check]] = {  # the fields of the objects in a record; wrong ones count as absent
     "claimed_by": CLAIM,
     "code": {"commit": or_none(text), "dirty": or_none(flag)},
     "wandb": dict.fromkeys(("url", "problem", "mode", "id"), or_none(text)),
@@ -194,7 +194,7 @@ INSIDE: dict[str, dict[str, Check]] = {  # of the objects in a record, whose wro
 
 
 def record_of_run(record: Row) -> Row:
-    """Returns the content of ``run.json`` without the fields of a wrong type; it is ``record`` if all is right."""
+    """Returns the content of ``run.json`` without the fields of a wrong type; ``record`` itself if all are right."""
     checked = typed(record, RECORD) or {}
     for name, checks in INSIDE.items():
         inner = checked.get(name)
@@ -220,7 +220,9 @@ is_profile = record_of(first=count, last=count, ranks=dict_of(dict_of(number))) 
 _PRICE = {"currency": text} | dict.fromkeys(
     ("per_gpu_hour", "purchase", "years", "use", "upkeep", "spot", "preemptions_per_day"), or_none(number)
 )
-CONFIG: dict[str, dict[str, Check]] = {  # by section: what is read of a config without converting it to the schema
+CONFIG: dict[
+    str, dict[str, Check]
+] = {  # section -> the fields that are read from a config without converting it to the schema
     "elastic": {"exclude_hours": seconds},
     "strategy": {"name": text},
     "model": {"kind": text},
@@ -241,7 +243,7 @@ def config_sections(config: Row) -> Row:
 
 
 def check_fields(value: Any) -> None:
-    """Checks all fields of the dataclass ``value``, and of those in it. Numbers must be finite.
+    """Checks all fields of the dataclass ``value`` and of the dataclasses in it. Numbers must be finite.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -251,7 +253,7 @@ def check_fields(value: Any) -> None:
         if not check(field):
             for inner in field if isinstance(field, tuple) else (field,):
                 if is_dataclass(inner):
-                    check_fields(inner)  # names the field of it that is wrong
+                    check_fields(inner)  # raises with the name of the wrong field in it
             raise TypeError(f"{type(value).__name__}.{name} is {field!r:.100}")
 
 

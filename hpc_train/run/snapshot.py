@@ -2,7 +2,7 @@
 
 The copy holds all files that git tracks or does not ignore, except files that hold secrets and the tests and docs of
 hpc_train itself, with the modes of the work tree. Copies are named by their content and lie in
-``<run.root>/.code/<uid>``, which only the user can enter and where the runs of a root share them. With
+``<run.root>/.code/<uid>``, which only the user can enter; the runs of a root share them. With
 ``run.snapshot=copy`` or ``run.group``, which lets the group in, the directory of the run or sweep holds the copy.
 Outside a work tree nothing is copied. A copy is used only if the user owns it and its content is the expected one; a
 copy that no run below the root names is removed, at most once a day, when a new one is written.
@@ -48,7 +48,7 @@ from hpc_train.units import format_bytes
 LIMIT_BYTES = 50 * 2**20
 LISTED = 8  # files and folders named in a refusal
 NAME_LENGTH = 16  # hexadecimal digits of the SHA-256
-OWN_COPY = "copy"  # of run.snapshot
+OWN_COPY = "copy"  # the value of run.snapshot
 OF_DEVELOPERS = ("tests", "docs", "notebooks", "benchmarks", "gpu_checks")  # directories of the work tree of hpc_train
 SAMPLE = 20  # files that are written first, which shows how fast the file system is
 
@@ -131,8 +131,7 @@ def _listed_code(root: Path, config: Config, into: Path) -> dict[str, int]:
 
 
 def _without_tests_of_hpc_train(root: Path, names: dict[str, int]) -> dict[str, int]:
-    """Returns the files of a work tree, in the work tree of hpc_train without tests and docs, which jobs do not
-    need."""
+    """Returns ``names``; in the work tree of hpc_train without its tests and docs, which jobs do not need."""
     if root != Path(__file__).resolve().parents[2]:
         return names
     return {name: size for name, size in names.items() if name.partition("/")[0] not in OF_DEVELOPERS}
@@ -186,13 +185,13 @@ def _check_size(root: Path, sizes: Mapping[str, int]) -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A file, link or directory of the work tree.
+    """Describes a file, link or directory of the work tree.
 
     Attributes:
-        mode: type and permissions.
-        content: of a file, or the target of a link.
-        modified_ns: of a file.
-        bytecode: of a Python file, from the cache of this interpreter; None if it is missing or out of date.
+        mode: its type and permissions.
+        content: the content of a file, or the target of a link.
+        modified_ns: the modification time of a file.
+        bytecode: the bytecode of a Python file in the cache of this interpreter; None if it is missing or out of date.
     """
 
     mode: int
@@ -228,12 +227,12 @@ def _entries(root: Path, names: Iterable[str]) -> dict[str, Entry]:
 
 
 def _bytecode(path: str, source: os.stat_result) -> bytes | None:
-    """Returns the bytecode of a Python file if Python would use it, which compares time and size of the source."""
+    """Returns the bytecode of a Python file if it matches the time and size of the source, as Python requires."""
     try:
         cached = Path(importlib.util.cache_from_source(path)).read_bytes()
     except (OSError, NotImplementedError):  # an interpreter may write no bytecode
         return None
-    flags = 0  # it is compared by time and not by hash
+    flags = 0  # the bytecode is validated by time and not by hash
     numbers = struct.pack("<3I", flags, int(source.st_mtime) & 0xFFFFFFFF, source.st_size & 0xFFFFFFFF)
     return cached if cached.startswith(importlib.util.MAGIC_NUMBER + numbers) else None
 
@@ -264,13 +263,13 @@ def _write(entries: Mapping[str, Entry], snapshot: Path) -> None:
 
 
 def _write_files(files: Sequence[tuple[str, Entry]]) -> None:
-    """Writes files and links, several at a time if the file system is a remote one: then the first ones mostly wait."""
+    """Writes files and links; several at a time if the file system is remote, where the first ones mostly wait."""
     began = time.perf_counter()
     cpu = time.thread_time()
     for file in files[:SAMPLE]:
         _write_file(file)
     waits = time.perf_counter() - began > 5 * (time.thread_time() - cpu)
-    write = concurrently if waits else map  # threads would only wait for each other on a local one
+    write = concurrently if waits else map  # on a local file system, threads would only wait for each other
     for _ in write(_write_file, files[SAMPLE:]):
         pass
 
@@ -304,7 +303,7 @@ def _write_diff(root: Path, changed: Sequence[str], path: Path) -> str | None:
     without = [f":(top,exclude,literal){name}" for name in changed if is_secret_file(name)]
     if not changed or not (text := git(root, "diff", "--binary", "--no-renames", "HEAD", "--", ".", *without)):
         return None
-    path.touch(mode=0o600)  # it may contain lines of files that only their owner may read
+    path.touch(mode=0o600)  # the diff may contain lines of files that only their owner may read
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
     return str(path)
 
@@ -320,8 +319,8 @@ def _secrets_note(secrets: Sequence[str]) -> str:
 
 
 def code_note(code: FrozenCode | None, configs: Sequence[Config]) -> str | None:
-    """Returns a line for the user about the code that ``configs`` train: its commit, or that no snapshot keeps modules
-    in the current directory; None without such modules.
+    """Returns a line for the user about the code of ``configs``: its commit, or a note that modules in the current
+    directory are not in a snapshot; None without such modules.
     """
     if code is None:
         return _unfrozen_note(configs)
@@ -403,13 +402,13 @@ def has_changed(code: FrozenCode, config: Config) -> bool:
 
 
 SHARED = ".code"
-CACHE = "__pycache__"  # the folder of bytecode, which does not belong to the content
+CACHE = "__pycache__"  # the folder of bytecode, which is not part of the content
 UNUSED_S = 24 * 3600.0  # a submission uses a copy before the records of its runs name it
 _NAME = re.compile(r"[0-9a-f]{16}")
 
 
 def shared_copies(root: Path) -> Path | None:
-    """Returns the directory of the caller's copies below a run root, which this creates.
+    """Creates the directory of the caller's copies below a run root and returns it.
 
     Returns:
         None, after a note on standard error, if another user could replace it, or it cannot be created.
@@ -440,7 +439,7 @@ def content_digest(files: Iterable[tuple[str, int, bytes]]) -> str:
     """Returns the SHA-256 of files and links, which does not depend on the umask.
 
     Args:
-        files: their names in the copy, modes and contents; the content of a link is its target.
+        files: names in the copy, modes and contents; the content of a link is its target.
     """
     digest = hashlib.sha256()
     for name, mode, content in sorted(files):
@@ -482,9 +481,9 @@ def _raise(error: OSError) -> None:
 
 
 def use_copy(copy: Path, content: str) -> bool:
-    """Returns whether a copy exists and may be used, and keeps it from being removed for a day.
+    """Returns whether a copy exists and may be used, and prevents its removal for a day.
 
-    One that another user owns, or with other content, is set aside.
+    A copy that another user owns, or that has other content, is set aside.
     """
     if not os.path.lexists(copy):
         return False
@@ -501,9 +500,9 @@ def use_copy(copy: Path, content: str) -> bool:
 
 
 def remove_unnamed(copies: Path) -> None:
-    """Removes shared copies that were not used for a day and that no run below the run root names.
+    """Removes shared copies that were not used for a day and that no record of a run below the run root names.
 
-    It is safe during other submissions and live runs. Nothing is removed if a record cannot be read.
+    The call is safe during other submissions and live runs. Nothing is removed if a record cannot be read.
 
     Args:
         copies: the directory of the caller's copies.
@@ -512,7 +511,7 @@ def remove_unnamed(copies: Path) -> None:
     with suppress(OSError):
         before = stamp.stat().st_mtime if stamp.exists() else 0.0
         stamp.touch()
-        now = stamp.stat().st_mtime  # of the file server's clock
+        now = stamp.stat().st_mtime  # the time of the file server's clock
         if now - before < UNUSED_S:
             return
         unused = [path for path in copies.iterdir() if path.is_dir() and _is_unused(path, now)]
@@ -575,14 +574,14 @@ def _run_directories(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Path]
 
 
 def check_copy(run: RunDirectory) -> None:
-    """Raises UserError if the content of the frozen code of ``run`` is not that with which it was frozen.
+    """Raises UserError if the frozen code of ``run`` has changed since the run was frozen.
 
     Copies of earlier versions have no recorded content.
     """
     code = frozen_code(run)
     if code is None or code.content is None:
         return
-    fix = f"restore it, or run the present code of {code.work_tree}: python -m hpc_train resume --code now {run.path}"
+    fix = f"restore it, or run the current code of {code.work_tree}: python -m hpc_train resume --code now {run.path}"
     try:
         digest = digest_of_copy(Path(code.snapshot))
     except OSError as error:

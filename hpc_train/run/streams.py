@@ -1,6 +1,6 @@
-"""Standard streams that never end a process: closed streams, streams of a closed terminal, and ASCII-only streams.
+"""Keeps closed standard streams, streams of a closed terminal and ASCII-only streams from ending a process.
 
-They show the control characters of what is printed instead of sending them to the terminal (``escape_controls``).
+The streams also show control characters in the output instead of sending them to the terminal (``escape_controls``).
 
 A daemon or ``>&-`` starts a process with closed standard streams. The next files that it opens then get the numbers 0
 to 2, and its children write their output into them. An ASCII-only stream raises UnicodeEncodeError at the first other
@@ -45,7 +45,7 @@ CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 
 def escaped(text: str) -> str:
-    """Returns ``text`` with its control characters as Python writes them: a bell is ``\\x07``."""
+    """Returns ``text`` with control characters replaced with their Python escapes: a bell becomes ``\\x07``."""
     return CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -53,7 +53,7 @@ class _EscapingStream:
     """Writes text as ``escaped`` returns it, except the carriage return before a line of progress.
 
     Attributes:
-        unescaped: the stream itself, for colors and movements of the cursor.
+        unescaped: the wrapped stream, for colors and cursor movements.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -74,7 +74,7 @@ class _EscapingStream:
 def escape_controls() -> None:
     """Makes stdout and stderr show control characters, which directories, events and logs of any user may contain.
 
-    A terminal would obey them: hide text, change its title, or print what was never written. Tables and colors are
+    With them, another user could hide text, change the title of the terminal, or forge output. Tables and colors are
     printed with ``telemetry.terminal.Terminal``, which escapes the text in them.
     """
     for name in ("stdout", "stderr"):
@@ -84,7 +84,7 @@ def escape_controls() -> None:
 
 
 def unescaped(stream: TextIO) -> TextIO:
-    """Returns the stream that takes colors and movements of the cursor, where ``stream`` escapes them."""
+    """Returns the stream that accepts colors and cursor movements, which ``stream`` itself may escape."""
     plain: TextIO = getattr(stream, "unescaped", stream)
     return plain
 
@@ -117,8 +117,8 @@ class _NonFailingStream:
 
 
 def _send_nowhere(stream: TextIO) -> None:
-    """Redirects a stream and so discards its buffered output, which would fail at the end of the process."""
-    with suppress(ValueError):  # it has no descriptor any more
+    """Redirects a stream to the null device, which discards its buffered output: writing it at exit would fail."""
+    with suppress(ValueError):  # it no longer has a descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
@@ -132,7 +132,7 @@ def reader_is_gone(stream: TextIO) -> bool:
 
 
 def flush_output() -> None:
-    """Writes what is buffered for stdout and stderr; discards it if the reader has exited."""
+    """Writes the buffered output of stdout and stderr; discards it if the reader has exited."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -142,7 +142,7 @@ def flush_output() -> None:
 
 @contextmanager
 def stdout_for_results() -> Iterator[TextIO]:
-    """Yields a stream to standard output, and sends to standard error what this process and its children print."""
+    """Yields a stream to standard output; redirects the output of this process and its children to standard error."""
     sys.stdout.flush()
     descriptor = os.dup(1)
     os.dup2(2, 1)
