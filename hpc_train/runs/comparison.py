@@ -14,12 +14,12 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 
 Settings = dict[str, str]  # override key -> value, as on the command line
-UNCOMPARED = ("run.name", "run.root", "run.fork", "launch.")  # they say nothing about the training
+UNCOMPARED = ("run.name", "run.root", "run.fork", "launch.")  # keys that do not affect training
 DEFAULT = "default"  # the value in a table of a key that another run overrides
 
 
 class View(Protocol):
-    """Holds what is compared of a run: its newest logged step, and its exit code, None while it has not ended."""
+    """Interface of the compared data of a run: its newest logged step, and its exit code, None until it has ended."""
 
     @property
     def metrics(self) -> dict[str, Any]: ...
@@ -85,7 +85,7 @@ class Comparison:
 
     @classmethod
     def of(cls, runs: Iterable[RunDirectory], metric: BestMetric | None = None) -> Comparison:
-        """Reads the overrides from the records of ``runs``, and what only some of them override from their configs.
+        """Reads the overrides from the records of ``runs``, and keys that only some runs override from their configs.
 
         A run that was continued with other overrides than the rest of its sweep lacks some of theirs.
         """
@@ -101,7 +101,7 @@ class Comparison:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The keys that have a separate column; tables show the strategy anyway."""
+        """Returns the keys that have a separate column; tables always show the strategy."""
         return tuple(key for key in self.keys if key != "strategy")
 
     def row(self, run: RunDirectory) -> list[str]:
@@ -126,7 +126,7 @@ class Comparison:
         return BestMetric("val_loss" if evaluated else "loss", highest=False)
 
     def values(self, views: Sequence[View]) -> list[float | None]:
-        """Returns the metric of each run that has ended; None if it is not known or not finite."""
+        """Returns the metric of each run that has ended; None if it is unknown or not finite."""
         name = self.ranked_by(views).name
         values = (view.metrics.get(name) for view in views)
         return [

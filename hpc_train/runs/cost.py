@@ -1,6 +1,6 @@
-"""Computes what a GPU-hour costs, rented or on purchased GPUs, and from when buying is cheaper than renting.
+"""Computes the cost of a GPU-hour on rented and on purchased GPUs, and when buying becomes cheaper than renting.
 
-``cluster.price`` sets the prices. The sums leave out interest and what the GPUs are sold for in the end.
+``cluster.price`` sets the prices. The sums ignore interest and the resale value of the GPUs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from hpc_train.config.schema import PriceConfig
 from hpc_train.units import format_hours
 
 HOURS_PER_YEAR = 8766
-ON_SPOT = Saves(every_s=600.0, blocked_s=5.0, durable_s=30.0, restart_s=300.0)  # of a training on spot GPUs
+ON_SPOT = Saves(every_s=600.0, blocked_s=5.0, durable_s=30.0, restart_s=300.0)  # for a run on spot GPUs
 
 
 @dataclass(frozen=True)
 class Prices:
-    """The values of ``cluster.price``, where they are explained; those of a GPU are None if unknown."""
+    """Holds the values of ``cluster.price`` (see its schema); the prices of a GPU are None if unknown."""
 
     per_gpu_hour: float | None = None
     currency: str = ""
@@ -64,8 +64,8 @@ class Prices:
     def spot_gpu_hour(self) -> float | None:
         """Returns the price of a GPU-hour on spot GPUs, with the work that preemptions lose; None if it is unknown.
 
-        The share of useful time follows ``failures.shares`` for a training that saves every ten minutes and takes five
-        to restart.
+        The share of useful time follows ``failures.shares`` for a run that saves every ten minutes and takes five
+        minutes to restart.
         """
         if self.spot is None:
             return None
@@ -99,14 +99,14 @@ class Prices:
         return f"{format_hours(amount)} {self.currency}".strip()
 
     def bill(self, gpu_hours: float) -> str | None:
-        """Returns what ``gpu_hours`` have cost; None if the price is unknown."""
+        """Returns the cost of ``gpu_hours``; None if the price is unknown."""
         price = self.gpu_hour
         if price is None or not gpu_hours:
             return None
         return f"{self.money(gpu_hours * price)} ({format_hours(gpu_hours)} GPU-hours at {self.money(price)})"
 
     def compared(self, gpu_hours: float) -> list[str]:
-        """Returns lines that compare what ``gpu_hours`` cost rented, on purchased GPUs and on spot GPUs."""
+        """Returns lines that compare the cost of ``gpu_hours`` on rented, purchased and spot GPUs."""
         prices = {
             "rented": self.per_gpu_hour,
             f"on purchased GPUs, written off over {self.years:g} years, {self.use:.0%} in use": self.own_gpu_hour,

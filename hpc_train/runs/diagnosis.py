@@ -27,13 +27,13 @@ from hpc_train.telemetry.progress import ended_early
 from hpc_train.telemetry.tracebacks import own_place
 
 WITH_STACKS = ("hang_detected", "collective_timed_out")
-AFTER_OUTAGE_S = 30.0  # until it is noticed that nodes or ranks stood still
+AFTER_OUTAGE_S = 30.0  # time within which a standstill of nodes or ranks is noticed
 LAST_STEPS = 15
 TAIL_LINES = 25
-# failures that come again with the same code and settings
+# failures that recur with the same code and settings
 SAME_AGAIN = (Failure.USER_ERROR, Failure.KERNEL, Failure.REFUSED, Failure.NAN)
 
-# Advice for ends that the agents could not report, by the state that Slurm gives the job
+# Slurm's state of a job -> the advice for an end that the agents could not report
 BY_STATE = {
     "OUT_OF_MEMORY": "Slurm killed it for exceeding its memory: increase cluster.mem, or reduce batch.loader_workers",
     "TIMEOUT": "it did not stop before its time limit: increase cluster.time or elastic.stop_grace_s",
@@ -51,9 +51,10 @@ NOT_LAUNCHED_ADVICE = (
 
 @dataclass(frozen=True)
 class FailureCause:
-    """The failure that caused the others. ``rank`` is None if no rank is responsible; ``stacks`` is a path.
+    """Describes the failure that caused the others. ``rank`` is None if no rank is responsible; ``stacks`` is a path.
 
-    ``nccl`` has the last warnings that NCCL printed on that rank, ``gpus`` what the GPUs of its node reported.
+    ``nccl`` has the last warnings that NCCL printed on that rank, ``gpus`` the errors that the GPUs of its node
+    reported.
     """
 
     kind: str
@@ -69,7 +70,7 @@ class FailureCause:
 
     @property
     def nccl_problem(self) -> NcclProblem | None:
-        """Returns what NCCL's messages mean; None without a known one."""
+        """Returns the explanation of NCCL's messages; None without a known one."""
         return explain_nccl("\n".join((*self.nccl, self.message, self.traceback)))
 
     @property
@@ -89,7 +90,7 @@ class LastCheckpoint:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Why a job is pending, when it is expected to start, and which changes would start it sooner."""
+    """Describes why a job is pending, when it is expected to start, and which changes would start it sooner."""
 
     reason: str
     words: str
@@ -102,7 +103,7 @@ class Waiting:
 class Diagnosis:
     """Holds the result of ``diagnose``. ``cause`` is None if nothing failed; ``advice`` has the best step first.
 
-    ``ended_early`` is why a hook has ended the run before its last step.
+    ``ended_early`` is the reason for which a hook has ended the run before its last step.
     """
 
     run: str
@@ -132,8 +133,8 @@ def diagnose(
     """Diagnoses a run.
 
     Args:
-        statuses: the states of Slurm jobs; None asks Slurm for them.
-        asks_slurm: whether to ask Slurm for the facts of the job, if the run was submitted to it.
+        statuses: the states of Slurm jobs; None queries Slurm.
+        asks_slurm: whether to query Slurm for the facts of the job, if the run was submitted to Slurm.
         spent: the time account of the run; None reads it.
     """
     if statuses is None:
@@ -172,9 +173,9 @@ def diagnose(
 
 @dataclass(frozen=True)
 class SweepFailure:
-    """Describes what runs of a sweep failed from, with the first one's message; ``runs`` are indices.
+    """Describes a cause of failed runs of a sweep, with the message of the first one; ``runs`` are indices.
 
-    ``place`` is the line of the user's code, such as ``net.py:14 in forward``; empty if it is not known.
+    ``place`` is the line of the user's code, such as ``net.py:14 in forward``; empty if it is unknown.
     """
 
     kind: str
@@ -187,7 +188,7 @@ class SweepFailure:
 def sweep_failures(found: Sequence[RunHandle], views: Sequence[View]) -> list[SweepFailure]:
     """Returns why runs of a sweep did not finish; runs whose messages differ only in numbers form one group.
 
-    Unlike ``diagnose`` it asks Slurm nothing.
+    Unlike ``diagnose``, this does not query Slurm.
     """
     groups: dict[tuple[str, str], SweepFailure] = {}
     for index, (item, view) in enumerate(zip(found, views, strict=True)):
@@ -205,8 +206,8 @@ def sweep_failures(found: Sequence[RunHandle], views: Sequence[View]) -> list[Sw
 
 
 def _why_ended(run: RunDirectory, view: View) -> tuple[str, str, str, str]:
-    """Returns the class, or the state, of a run that did not finish, the line of its message that says most, and the
-    line of the user's code, and the whole message.
+    """Returns facts about a run that did not finish: the class of its failure or its state, the most informative line
+    of its message, the line of the user's code, and the whole message.
     """
     cause = None if view.exit == Exit.STOPPED else find_cause(run.read_events())
     if cause is None:
@@ -223,8 +224,8 @@ def _why_ended(run: RunDirectory, view: View) -> tuple[str, str, str, str]:
 def find_cause(events: Sequence[Event]) -> FailureCause | None:
     """Returns the first failure of the newest failed attempt, leaving out the secondary failures that it caused.
 
-    A file system that could not be written is the cause of a hang or a loss of a node meanwhile, and otherwise counts
-    only if nothing failed.
+    An outage of the file system is the cause of a hang or of a lost node during the outage; otherwise it counts only if
+    nothing else failed.
     """
     failed = [event for event in events if event.kind.is_failure]
     late = [event for event in events if event.kind.is_of_attempt_before and event.failure is not None]
@@ -235,7 +236,7 @@ def find_cause(events: Sequence[Event]) -> FailureCause | None:
         return None
     newest = max(event.attempt for event in failed)
     first = min((event for event in failed if event.attempt == newest), key=_weight)
-    if _kind(first) in (Failure.HANG, Failure.NODE_LOST, Failure.COMMUNICATION):  # something stood still
+    if _kind(first) in (Failure.HANG, Failure.NODE_LOST, Failure.COMMUNICATION):  # ranks or nodes stood still
         for outage in outages:
             began = outage.time if outage.began is None else outage.began
             if began <= first.time <= outage.time + AFTER_OUTAGE_S:
@@ -275,7 +276,7 @@ def _checkpoint(
     newest = CheckpointStore(run.checkpoints).newest()
     if newest is not None:
         checkpoint = LastCheckpoint(newest.step, str(newest.path), 0, None)
-    if cause is None or run.record().get("own_code") == "command":  # a script saves where only it knows
+    if cause is None or run.record().get("own_code") == "command":  # only the script knows where it saves
         return checkpoint
     saved = [event for event in events if event.name == "checkpoint_saved" and event.time < cause.time]
     last = max(saved, key=lambda event: (event.step or 0, event.time), default=Event())
@@ -301,7 +302,7 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, item
         lines += FIX.findall(view.message)
     elif cause.kind not in list(Failure):
         lines += FIX.findall(cause.message)
-    elif facts is not None and HOST_MEMORY in cause.message:  # the memory of the job is that of cluster.mem
+    elif facts is not None and HOST_MEMORY in cause.message:  # cluster.mem sets the memory of the job
         lines.append(more_memory(item.config.cluster.mem))
     else:
         lines.append(advice_for(Failure(cause.kind), cause.message, None if item.config.run.command else saved))
@@ -350,7 +351,7 @@ def _waiting(found: RunHandle, status: JobStatus, view: View) -> Waiting:
 
 @dataclass(frozen=True)
 class ExcludedNode:
-    """A node that the run excludes, with its recent failures. ``until``: when it is allowed again, as Unix time."""
+    """Describes a node that the run excludes, with its recent failures; ``until`` is the Unix time of its return."""
 
     node: str
     failures: tuple[str, ...]
@@ -358,7 +359,7 @@ class ExcludedNode:
 
     @property
     def words(self) -> str:
-        """One line with the failures and the command that drains the node."""
+        """Returns a line with the failures and the command that drains the node."""
         classes = ", ".join(self.failures)
         times = f"{len(self.failures)} times"
         reason = f"{len(self.failures)} failures"
@@ -391,7 +392,7 @@ _STATUS = r"[Gg]ot completion from peer .*?(?:with (?:error|status=)\s*{0}\b|sta
 
 @dataclass(frozen=True)
 class NcclProblem:
-    """The meaning of a message of NCCL, and what to do."""
+    """Explains a message of NCCL and how to fix the problem."""
 
     pattern: str
     meaning: str
@@ -522,7 +523,7 @@ PROBLEMS = (
     NcclProblem(
         r"ncclInternalError|NCCL.*internal error|Internal check failed",
         "NCCL found an inconsistent state",
-        "the warning before it has the cause; another rank's failure or different versions of NCCL lead here. Set "
+        "the warning before it has the cause, such as another rank's failure or different versions of NCCL. Set "
         "NCCL_DEBUG=INFO (cluster.env) for details",
     ),
 )  # fmt: skip

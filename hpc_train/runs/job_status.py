@@ -1,4 +1,4 @@
-"""The state of submitted jobs: what their scheduler reports, and their progress as the run directory records it.
+"""Determines the state of submitted jobs from their scheduler, and their progress from the run directory.
 
 Slurm is queried rarely, once for all jobs together. The progress is read in the same way for every executor.
 """
@@ -33,7 +33,7 @@ HELD = re.compile("[Hh]eld|Hold")  # in Slurm's reasons: JobHeldUser, JobHoldMax
 
 @dataclass(frozen=True)
 class JobStatus:
-    """The status of one job: its ``state`` as Slurm names it, empty outside of Slurm, and why it is pending."""
+    """Holds the status of one job: its ``state`` as Slurm names it, empty outside of Slurm, and why it is pending."""
 
     state: str = ""
     reason: str = ""
@@ -44,7 +44,7 @@ class JobStatus:
 
     @property
     def present(self) -> bool:
-        """Whether the job is pending or running."""
+        """Returns whether the job is pending or running."""
         return state_of(self.state).is_alive
 
     def _is_in(self, phase: Phase) -> bool:
@@ -56,7 +56,7 @@ class JobStatus:
 
     @property
     def is_held(self) -> bool:
-        """Whether the job starts only after ``scontrol release``."""
+        """Returns whether the job starts only after ``scontrol release``."""
         return self.is_pending and (state_of(self.state).held or HELD.search(self.reason) is not None)
 
     @property
@@ -65,12 +65,12 @@ class JobStatus:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the processes of the job are stopped (scontrol suspend, gang scheduling)."""
+        """Returns whether the processes of the job are stopped (scontrol suspend, gang scheduling)."""
         return self._is_in(Phase.STOPPED)
 
     @property
     def words(self) -> str:
-        """One phrase for users: "pending (Priority), starts about 01-31 12:00"."""
+        """Returns a phrase for users: "pending (Priority), starts about 01-31 12:00"."""
         text = self.state.lower() or "waiting"
         if self.is_held:
             text = "held"
@@ -89,14 +89,14 @@ PRESENT = JobStatus()
 
 
 class SlurmStatuses:
-    """The status of Slurm jobs, queried at most every 30 s (every 60 s for many jobs).
+    """Provides the status of Slurm jobs, queried at most every 30 s (every 60 s for many jobs).
 
     Args:
-        silent: whether Slurm has just not responded, so that it is not queried again for that long.
+        silent: whether Slurm has just failed to respond, so that it is not queried again within that time.
     """
 
     def __init__(self, *, silent: bool = False) -> None:
-        # by clusters: the jobs that Slurm has listed last, and the ids that it was asked for
+        # clusters -> (the jobs that Slurm listed last, the ids for which it was queried)
         self._jobs: dict[str | None, dict[str, JobStatus]] = {}
         self._asked: dict[str | None, frozenset[str]] = {}
         self._first = time.monotonic() if silent else float("-inf")
@@ -106,7 +106,7 @@ class SlurmStatuses:
         """Returns the status of the jobs that Slurm knows; a job counts as present until Slurm has responded about it.
 
         Args:
-            clusters: the clusters that the jobs were submitted to; None for that of this machine.
+            clusters: the clusters that the jobs were submitted to; None for the cluster of this machine.
         """
         pause = ASK_MANY_EVERY_S if len(ids) > MANY else ASK_EVERY_S
         if ids and time.monotonic() - self._queried_at.get(clusters, self._first) >= pause:
@@ -168,7 +168,7 @@ USER_SIGNALS = ("SIGUSR1", "SIGINT", "SIGHUP")
 
 NOT_LAUNCHED = "JobLaunchFailure"  # Slurm's reason, e.g. if a node cannot create the job's output file
 NOT_STARTED = "not started"  # the user has ended the submission before
-TO_BE_REQUEUED = "to be requeued"  # the agents have asked for it, and Slurm has not requeued the job yet
+TO_BE_REQUEUED = "to be requeued"  # the agents have requested it, and Slurm has not requeued the job yet
 STATES: dict[int, str] = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.REFUSED: "refused", Exit.GAVE_UP: "given up"}
 
 
@@ -248,7 +248,7 @@ def _view_of(run: RunDirectory, first_attempt: int, status: JobStatus | None, ou
             view = replace(view, state="stopping", is_working=False)
         if not present:
             return _lost(run, view, status, output)
-        # what the agents said last of a job without progress, unless a step was logged since then
+        # the last message of the agents about missing progress, unless a step was logged since then
         silent = [event for event in run.events_of("agent-*", attempt) if event.name == "no_progress"]
         last = max(silent, key=attrgetter("time"), default=None)
         if last is not None and view.metrics.get("time", 0.0) <= last.time:
@@ -286,8 +286,9 @@ def outcome(run: RunDirectory, view: View) -> str:
 def final_code(code: int, run: RunDirectory) -> int:
     """Returns the exit code of a command for a run that has ended with ``code``.
 
-    75 says that the same command continues from a checkpoint. Without one it is 1, or a script that repeats the command
-    as long as it returns 75 would never end. A custom command (``run.command``) saves where only it knows.
+    75 means that the same command continues from a checkpoint. Without a checkpoint the code is 1; otherwise a script
+    that repeats the command as long as it returns 75 would never end. A custom command (``run.command``) is assumed to
+    have saved, since only it knows where it saves.
     """
     if code != Exit.STOPPED or any(run.checkpoints.glob("step-*")) or run.record().get("own_code") == "command":
         return code
@@ -313,7 +314,7 @@ def how_stopped(code: int, run: RunDirectory, state: str = "stopped") -> str:
 
 def _was_requeued(run: RunDirectory, attempt: int, status: JobStatus) -> bool:
     """Returns whether Slurm has put the job back into the queue after ``attempt`` started: no agent recorded its end,
-    as when its nodes failed. A state that was queried earlier is the state before its start.
+    as when its nodes failed. A state that was queried before the attempt started does not count.
     """
     try:
         started = (run.attempts / f"{attempt:03d}.json").stat().st_mtime
@@ -326,7 +327,7 @@ def _between_starts(ended: str, status: JobStatus | None) -> str:
     """Returns the state of a job that may be started again without the user."""
     if status is None:
         return ended
-    if status.is_pending and ended != "requeued":  # after a requeue that the agents did not ask for
+    if status.is_pending and ended != "requeued":  # after a requeue that the agents did not request
         return status.words
     if status.is_pending:
         return f"{ended}, {status.words}"

@@ -32,7 +32,7 @@ ROWS = 30  # a terminal shows no more; jobs that have ended are counted instead
 
 
 class TableRow(Protocol):
-    """Holds what the table shows of a job besides its view."""
+    """Interface of the data of a job that the table shows besides its view."""
 
     @property
     def number(self) -> int: ...
@@ -51,7 +51,7 @@ class TableRow(Protocol):
 
 
 class JobTable:
-    """A live table of jobs. ``show`` updates it; ``close`` leaves the last state on the screen."""
+    """Shows a live table of jobs. ``show`` updates it; ``close`` leaves the last state on the screen."""
 
     def __init__(self, jobs: Sequence[TableRow], console: Console, comparison: Comparison | None = None) -> None:
         self._jobs = jobs
@@ -130,7 +130,7 @@ MESSAGES = 5  # failures that are printed whole; the others are left to the comm
 
 
 def print_messages(jobs: Sequence[TableRow], views: Sequence[View]) -> None:
-    """Prints why jobs have failed, to standard error; messages that differ only in numbers once."""
+    """Prints to standard error why jobs have failed; messages that differ only in numbers are printed once."""
     failed: dict[str, tuple[str, list[TableRow]]] = {}
     for job, view in zip(jobs, views, strict=True):
         if view.message:
@@ -156,7 +156,7 @@ def print_results(
     """Prints the table of the jobs of a sweep, the best of them, and what to do about those that did not finish.
 
     Args:
-        comparison: that of the whole sweep, if the jobs are a part of one.
+        comparison: the comparison of the whole sweep, if the jobs are only a part of it.
         live: whether a terminal shows a live table of the jobs already.
     """
     comparison = comparison or Comparison.of((job.run for job in jobs), metric_of(jobs[0].config))
@@ -201,7 +201,7 @@ def rows_of(
 
     Args:
         shown: the indices of the jobs in the table.
-        ended: the jobs have ended: leave out their speed.
+        ended: whether the jobs have ended; then their speed is left out.
     """
     metric = comparison.ranked_by(views).name
     best = comparison.best(views)
@@ -267,7 +267,7 @@ def is_unfinished(view: View) -> bool:
 
 
 def short_path(path: Path) -> str:
-    """Returns the path, or that from the current directory if it is shorter."""
+    """Returns the path, or the path relative to the current directory if it is shorter."""
     return min(str(path), os.path.relpath(path), key=len)
 
 

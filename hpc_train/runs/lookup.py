@@ -43,17 +43,17 @@ class RunHandle:
 
     @property
     def job_id(self) -> str | None:
-        """The Slurm job; None for a run that was not submitted to Slurm."""
+        """Returns the id of the Slurm job; None for a run that was not submitted to Slurm."""
         return self.submission.get("job_id")
 
     @property
     def job_ids(self) -> list[str]:
-        """The Slurm jobs: one, or those of a chain; empty for a run that was not submitted to Slurm."""
+        """Returns the Slurm jobs: one, or those of a chain; empty for a run that was not submitted to Slurm."""
         return job_ids(self.submission)
 
     @property
     def clusters(self) -> str | None:
-        """The clusters that the job was submitted to (``cluster.clusters``); None for that of this machine."""
+        """Returns the clusters of the job (``cluster.clusters``); None for the cluster of this machine."""
         return self.submission.get("clusters")
 
     @property
@@ -74,18 +74,18 @@ class RunHandle:
 
     @property
     def strategy(self) -> str:
-        """The name of the strategy in the frozen config; empty if it is not readable."""
+        """Returns the name of the strategy in the frozen config; empty if it is not readable."""
         return str((self._sections.get("strategy") or {}).get("name", ""))
 
     @property
     def asked_nodes(self) -> int | str:
-        """The nodes that the frozen config requests; empty if it is not readable."""
+        """Returns the nodes that the frozen config requests; empty if it is not readable."""
         nodes: int | str = (self._sections.get("cluster") or {}).get("nodes", "")
         return nodes
 
     @property
     def choice(self) -> str | None:
-        """What ``strategy=auto`` has chosen, in one line; None with another strategy."""
+        """Returns the choice of ``strategy=auto`` in one line; None with another strategy."""
         if self.strategy == AUTO:
             with suppress(OSError, ValueError, KeyError, TypeError):
                 return str(self.run.json(self.run.plan)["chosen"])
@@ -114,7 +114,7 @@ def find_runs(target: str, command: str, *, trust_owner: bool = False, unreadabl
         unreadable: whether to return directories that cannot be read, with their ``error``, instead of raising it.
 
     Raises:
-        UserError: there is no run or sweep, ``target`` is empty, or the command may not use the runs of their owner.
+        UserError: there is no run or sweep, ``target`` is empty, or the command may not use runs of this owner.
     """
     refuse_empty_name(target)
     root = Path(default_root())
@@ -145,7 +145,7 @@ def find_run(target: str, command: str, *, trust_owner: bool = False) -> RunHand
     """Returns the one run in ``target``; see ``find_runs``.
 
     Raises:
-        UserError: there is no run, or several, or the command may not use a run of its owner.
+        UserError: there is no run, or several, or the command may not use a run of this owner.
     """
     runs = find_runs(target, command, trust_owner=trust_owner)
     if len(runs) > 1:
@@ -155,12 +155,12 @@ def find_run(target: str, command: str, *, trust_owner: bool = False) -> RunHand
 
 @dataclass(frozen=True)
 class Overview:
-    """The runs below a root, and the runs of this user with jobs in Slurm: the runs of a sweep together, the newest
-    last.
+    """Holds the runs below a root, and the runs of this user with jobs in Slurm. The runs of a sweep are adjacent, and
+    the newest run is the last.
 
     Attributes:
         older: the number of older runs that were left out.
-        silent: whether this machine has Slurm, which did not respond.
+        silent: whether this machine has Slurm and it did not respond.
     """
 
     runs: list[RunHandle]
@@ -255,7 +255,7 @@ def stop_runs(runs: Collection[RunHandle], number: signal.Signals = signal.SIGTE
 
 
 def unreadable(run: RunDirectory, error: Exception) -> UserError:
-    """Returns why a run cannot be shown. Whatever is wrong with its files, the other runs are listed."""
+    """Returns the error for a run that cannot be shown, in spite of which the other runs are listed."""
     if isinstance(error, UserError):
         return error
     what = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
@@ -264,7 +264,7 @@ def unreadable(run: RunDirectory, error: Exception) -> UserError:
 
 
 def statuses_of(runs: Iterable[RunHandle], slurm: SlurmStatuses) -> dict[str, JobStatus]:
-    """Returns the status of the runs' jobs by job id; that of a chain by the id of its first job."""
+    """Returns the status of the runs' jobs by job id; a chain has the id of its first job."""
     items = list(runs)
     jobs: dict[str, JobStatus] = {}
     for clusters in {item.clusters for item in items}:
