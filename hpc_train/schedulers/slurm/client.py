@@ -26,7 +26,7 @@ from hpc_train.schedulers.slurm.records import NODE_STATES, JobRecord, NodeRecor
 from hpc_train.schedulers.slurm.states import FORGOTTEN, JobState, Phase, state_of
 from hpc_train.schedulers.slurm.variables import Receiver, environment_for, withheld
 
-BRIEF_S = 5.0  # for a query inside a job that has little time left, or that is merely nice to have
+BRIEF_S = 5.0  # for an optional query, or a query inside a job that has little time left
 QUERY_S = 20.0  # for any other query: a controller under load takes seconds
 PATIENT_S = 120.0  # for a submission, a cancellation, a requeue, and for watching jobs: giving up early gains nothing
 REPEAT_AFTER_S = 5.0
@@ -38,17 +38,17 @@ UNREACHABLE = (
     "Connection timed out",
     "Zero Bytes were transmitted",
 )
-# the connection has failed, so the controller has not got the request
+# the connection has failed, so the controller has not received the request
 NOT_SENT = ("connect failure", "Unable to establish controller", "Connection refused")
-LOOKS = 3  # for a job whose submission was not answered; the controller may still be busy with it
-CLOCKS_S = 60.0  # by which the clocks of two machines may differ
+LOOKS = 3  # searches for a job whose submission was not answered; the controller may still be busy with it
+CLOCKS_S = 60.0  # the largest assumed difference between the clocks of two machines
 UNKNOWN_JOB = "Invalid job id"
 
 Query = Callable[[Sequence[str]], str | None]
 
 
 class Problem(StrEnum):
-    """Says why a command of Slurm gave no answer."""
+    """Names the reason why a command of Slurm failed."""
 
     MISSING = "missing"  # the command is not on the PATH
     SILENT = "silent"  # the controller, or the database, does not respond
@@ -63,11 +63,11 @@ FIXES = {
 
 
 class SlurmError(UserError):
-    """A command of Slurm that failed.
+    """Reports that a command of Slurm failed.
 
     Attributes:
-        said: what it wrote to standard error.
-        output: what it wrote to standard output nevertheless.
+        said: the standard error of the command.
+        output: the standard output of the command.
     """
 
     def __init__(self, command: str, problem: Problem, said: str, output: str = "") -> None:
@@ -87,7 +87,7 @@ def run(
     """Runs a command of Slurm and returns its standard output.
 
     Raises SlurmError if it is missing, takes longer than ``timeout_s`` seconds, or exits with another code than 0.
-    Without ``environment`` it gets the variables of this process that reach a query.
+    Without ``environment``, the command gets the variables of this process that may reach a query (``variables.py``).
     """
     return _completed(command, stdin, environment, timeout_s).stdout
 
@@ -105,7 +105,7 @@ def _completed(
             env=environment,
             capture_output=True,
             encoding="utf-8",
-            errors="replace",  # comments on jobs are in any encoding
+            errors="replace",  # comments on jobs may be in any encoding
             timeout=timeout_s,
             check=False,
         )
@@ -138,7 +138,7 @@ NO_CONFIGURATION = "Could not establish a configuration source"  # neither slurm
 
 
 class Controller(Enum):
-    """Whether this machine has a Slurm controller."""
+    """Describes whether this machine has a Slurm controller."""
 
     UP = auto()
     ABSENT = auto()  # there is no sbatch
@@ -147,7 +147,7 @@ class Controller(Enum):
 
 
 def find_controller() -> tuple[Controller, str]:
-    """Asks for the controller of this machine; returns its state, and what Slurm's commands say if it is not up.
+    """Finds the controller of this machine; returns its state, and the messages of Slurm's commands if it is not up.
 
     Some sites do not allow users ``scontrol ping``. ``sinfo`` and ``squeue`` then decide.
     """
@@ -174,7 +174,7 @@ def find_controller() -> tuple[Controller, str]:
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job as ``squeue`` prints it. ``starts`` is empty if no start is expected: 2026-01-31T12:00:00."""
+    """Describes a job as ``squeue`` prints it. ``starts`` is empty if no start is expected: 2026-01-31T12:00:00."""
 
     job_id: str
     state: str
@@ -251,7 +251,7 @@ def is_suspended() -> bool:
 
 
 def own_job_record() -> JobRecord:
-    """Returns what ``scontrol`` shows of the job of this process; empty if Slurm does not respond."""
+    """Returns the record of the job of this process in ``scontrol``; empty if Slurm does not respond."""
     return show_job(own_job(), timeout_s=BRIEF_S)
 
 
@@ -278,7 +278,7 @@ def node_states(selection: Sequence[str], timeout_s: float = BRIEF_S) -> list[No
 
 
 def unavailable_nodes(names: Sequence[str]) -> dict[str, str]:
-    """Returns those of ``names`` that are down, with their state and its reason; {} if Slurm does not respond."""
+    """Returns the nodes in ``names`` that are down, with state and reason; {} if Slurm does not respond."""
     down = (node for node in node_states([f"--nodes={','.join(names)}"]) if node.state.startswith("down"))
     return {node.node: f"{node.state.rstrip('*')} ({node.reason or 'none'})" for node in down}
 
@@ -290,7 +290,7 @@ def usable_nodes(partition: str) -> set[str] | None:
 
 
 def extend_comment(text: str, replaced: re.Pattern[str]) -> None:
-    """Appends ``text`` to the comment of the job of this process. Without an answer of Slurm it changes nothing.
+    """Appends ``text`` to the comment of the job of this process. Changes nothing if Slurm does not respond.
 
     ``text`` replaces what an earlier start of the job has appended, which matches ``replaced``.
     """
@@ -307,7 +307,7 @@ def may_requeue(job_id: str) -> bool:
 
 
 def show_job(job_id: str, *options: str, timeout_s: float = QUERY_S) -> JobRecord:
-    """Returns what ``scontrol`` shows of the job; empty if it fails."""
+    """Returns the record of the job in ``scontrol``; empty if ``scontrol`` fails."""
     return JobRecord.read(query(["scontrol", "show", "job", *options, job_id], timeout_s) or "")
 
 
@@ -350,7 +350,7 @@ def cancel(ids: Collection[str], *, signal: str | None = None, clusters: str | N
 def submit(options: Sequence[str], script: str, comment: str, clusters: str | None = None) -> str:
     """Submits a batch script and returns the id of the job.
 
-    Raises SlurmError if Slurm does not take it. No other job has this ``comment``.
+    Raises SlurmError if Slurm rejects it. No other job has this ``comment``.
     """
 
     def send() -> str:
@@ -364,9 +364,9 @@ PARSABLE = re.compile(r"^\s*(\d+)(?:;\S*)?\s*$", re.MULTILINE)
 
 
 def job_in_answer(printed: str) -> str:
-    """Returns the id of the job in what ``sbatch --parsable``, or a site's wrapper of it, prints among other lines.
+    """Returns the id of the job in the output of ``sbatch --parsable``, to which a site's wrapper may add lines.
 
-    Raises SlurmError if there is none, or it is not clear which number it is.
+    Raises SlurmError if there is no id, or it is ambiguous which number is the id.
     """
     ids = set(SENTENCE.findall(printed)) or set(PARSABLE.findall(printed))
     if len(ids) != 1:
@@ -376,7 +376,7 @@ def job_in_answer(printed: str) -> str:
 
 
 class LostAnswer(SlurmError):
-    """A submission whose answer is lost, and whose job is not in the queue, or the queue cannot be read."""
+    """Reports a submission whose answer is lost, and whose job is not in the queue, or whose queue cannot be read."""
 
     def __init__(self, said: str, comment: str, *, queue_is_known: bool) -> None:
         super().__init__("sbatch", Problem.SILENT, said)
@@ -403,8 +403,8 @@ def submitted_job(
         others: the ids of other jobs with this comment.
 
     Raises:
-        SlurmError: Slurm does not take the job.
-        LostAnswer: it is unknown whether Slurm has taken the job.
+        SlurmError: Slurm rejects the job.
+        LostAnswer: it is unknown whether Slurm has accepted the job.
     """
     try:
         return send()
@@ -449,10 +449,10 @@ ESTIMATE = re.compile(r"^sbatch: Job \S+ to start at (\S+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Check:
-    """Holds what ``sbatch --test-only`` answers for a job that the controller would take.
+    """Holds the answer of ``sbatch --test-only`` for a job that the controller would accept.
 
     Attributes:
-        lines: what sbatch and the submit plugins of the site print, without the expected start.
+        lines: the output of sbatch and of the site's submit plugins, without the expected start.
         starts: the expected start in seconds since 1970; None if Slurm does not report it.
     """
 
@@ -461,7 +461,7 @@ class Check:
 
 
 def check_submission(options: Sequence[str], timeout_s: float = PATIENT_S) -> Check:
-    """Asks the controller whether it would take a job with these options, and when the job would start.
+    """Asks the controller whether it would accept a job with these options, and when the job would start.
 
     Raises SlurmError if it would not.
     """
@@ -493,9 +493,10 @@ def in_allocation() -> bool:
 
 
 def check_shell(cluster: ClusterConfig) -> None:
-    """Raises UserError for the shell of a job that has ended, as one of tmux, if ``cluster=auto`` would use the job.
+    """Raises UserError in the shell of an ended job, such as a shell of tmux, if ``cluster=auto`` would use the job.
 
-    With another kind, the variables of the job are removed from this process, since a run would take it for its own.
+    With another ``cluster.kind``, the variables of the job are removed from this process, since a run would otherwise
+    treat the job as its own.
     """
     if not _has_job() or not _job_has_ended():
         return
@@ -543,7 +544,7 @@ def _note_once(text: str, path: str | None, conf: str | None) -> None:
 
 
 def uses_slurm() -> bool:
-    """Returns whether ``cluster=auto`` submits to Slurm outside of an allocation: a controller responds.
+    """Returns whether ``cluster=auto`` submits to Slurm outside of an allocation, because a controller responds.
 
     Raises UserError if there is a cluster whose controller does not respond, so that this may be a login node.
     """

@@ -1,8 +1,8 @@
-"""The cores and the memory that a job requests, and the limits of the site that it must meet.
+"""Computes the cores and the memory that a job requests, and checks the job against the limits of the site.
 
-Jobs are checked before submission, since many sites accept jobs that never start. A limit that is unknown refuses
-nothing. Each error names the limit and the fix. Where several are set, the first in the order of
-https://slurm.schedmd.com/resource_limits.html counts.
+Jobs are checked before submission, since many sites accept jobs that never start. An unknown limit refuses no job. Each
+error names the limit and the fix. If several limits are set, the first in the order of
+https://slurm.schedmd.com/resource_limits.html applies.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from hpc_train.schedulers.slurm.variables import preset
 
 
 class JobRequest(Protocol):
-    """A job whose resources are requested.
+    """Interface of a job whose resources are requested.
 
     Attributes:
-        gpus: per node.
-        workers: per node.
+        gpus: the number of GPUs per node.
+        workers: the number of workers per node.
     """
 
     @property
@@ -46,9 +46,9 @@ class JobRequest(Protocol):
 
 
 def cores(job: JobRequest, partition: Partition | None) -> int | None:
-    """Cores per node; None on exclusive nodes, where the job gets all cores.
+    """Returns the cores per node; None on exclusive nodes, where the job gets all cores.
 
-    Without the option a task on a shared node gets one core.
+    Without the option for cores, a task on a shared node gets one core.
     """
     per_rank = job.config.cluster.cpus_per_gpu
     if isinstance(per_rank, int):
@@ -64,7 +64,7 @@ def cores(job: JobRequest, partition: Partition | None) -> int | None:
 
 
 def memory(job: JobRequest, partition: Partition | None) -> str | None:
-    """Returns memory per node; None for the default of the partition."""
+    """Returns the memory per node; None for the default of the partition."""
     cluster = job.config.cluster
     if cluster.mem is not None:
         return cluster.mem
@@ -92,7 +92,7 @@ def _with_gpus(job: JobRequest, partition: Partition) -> list[NodeKind]:
 
 SIZE_MB = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)  # sbatch --mem
 UNIT_MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
-FALLBACK_QOS = "normal"  # of jobs without a QOS whose association has several and no default
+FALLBACK_QOS = "normal"  # for jobs without a QOS whose association has several QOS and no default
 
 NamedLimits = tuple[str, PartitionLimits]  # with the name of the QOS or account that sets them
 
@@ -280,21 +280,21 @@ def _check_gpus(job: JobRequest, partition: Partition) -> None:
             where="cluster.nodes, cluster.gpus_per_node",
             fix=f"cluster.nodes={nodes} or fewer, another cluster.partition, or cluster.gpus_per_node=0 for CPUs",
         )
-    # several MIG slices of a node may be of one GPU; the full GPUs of the partition may be enough
+    # several MIG slices of a node may belong to one GPU; the full GPUs of the partition may suffice
     slices = max(kind.slices_of(gpu_type) for kind in partition.kinds)
     full = max(kind.gpus_of(gpu_type) - kind.slices_of(gpu_type) for kind in partition.kinds)
     if job.gpus > 1 and slices and full < job.gpus:
         types = sorted({name for kind in partition.kinds for name in kind.gpus if name and not MIG.search(name)})
         raise UserError(
-            f"{job.gpus} GPUs per node are requested, but partition {partition.name} has only MIG slices as many, and "
-            "NCCL cannot connect two slices of one GPU",
+            f"{job.gpus} GPUs per node are requested, but partition {partition.name} has so many only as MIG slices, "
+            "and NCCL cannot connect two slices of one GPU",
             where="cluster.gpus_per_node",
             fix="cluster.gpus_per_node=1" + (f", or the whole GPUs of cluster.gpu_type={types[0]}" if types else ""),
         )
 
 
 def _check_cores_and_memory(job: JobRequest, partition: Partition) -> None:
-    """Compares with what Slurm may give to jobs; of memory that is ``RealMemory - MemSpecLimit`` of slurm.conf, MiB."""
+    """Compares the request with what jobs can get; for memory, ``RealMemory - MemSpecLimit`` of slurm.conf in MiB."""
     cluster = job.config.cluster
     nodes = f"nodes of partition {partition.name}"
     most = max(kind.cores for kind in partition.kinds)
@@ -319,7 +319,7 @@ def _check_cores_and_memory(job: JobRequest, partition: Partition) -> None:
 
 
 def _check_time(job: JobRequest, limits: Sequence[NamedLimits], partition: Partition | None) -> None:
-    """Checks the time limit of the job, with that of ``partition`` unless it is None."""
+    """Checks the time limit of the job, also against the limit of ``partition`` unless that is None."""
     time = job.config.cluster.time_min or job.config.cluster.time
     requested_s = seconds(time)
     spans = _first(limits, "max_time_s")

@@ -1,4 +1,4 @@
-"""Asks Slurm when jobs would start, and reports how far off its earlier answers were.
+"""Asks Slurm when jobs would start, and reports the error of its earlier answers.
 
 ``sbatch --test-only`` plans with the time limits of the jobs that run and wait now, so a start is an estimate: jobs
 that end early make it earlier, and jobs of a higher priority that are submitted later make it later. An answer is kept
@@ -28,16 +28,16 @@ from hpc_train.users import user_cache
 
 ESTIMATES = ".queue-estimates.jsonl"  # in the run root
 FRESH_S = 300.0
-NEWEST = 20  # jobs that count
+NEWEST = 20  # the number of jobs that are compared
 FEWEST = 3
 LEAST_S = 60.0  # a shorter wait counts as this one: Slurm starts jobs at intervals
 SUBMITTED_WITHIN_S = 120.0  # a job with another time of submission was requeued, or its id was used again
-TAIL_BYTES = 1 << 16  # of the file with estimates that are read, about 400 submissions
+TAIL_BYTES = 1 << 16  # the part of the file with estimates that is read, about 400 submissions
 
 
 @dataclass(frozen=True)
 class Start:
-    """When a job would start, in seconds since 1970; None with the words of Slurm, which refuses it."""
+    """Holds when a job would start, in seconds since 1970; or None and Slurm's message if Slurm refuses the job."""
 
     at: float | None
     refusal: str = ""
@@ -45,7 +45,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A job with the times, in seconds since 1970, of its submission and of the start that Slurm expected then."""
+    """Describes a job with the times, in seconds since 1970, of its submission and of the start that Slurm expected."""
 
     cluster: str
     partition: str | None
@@ -98,7 +98,7 @@ def _ask(shape: Sequence[str]) -> Start:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How many times as long as Slurm had said the user's jobs waited: the median and the middle half."""
+    """Holds the ratio of the waiting times of the user's jobs to Slurm's estimates: the median and the middle half."""
 
     jobs: int
     times: float

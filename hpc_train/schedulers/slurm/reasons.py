@@ -1,4 +1,4 @@
-"""Explains why a job is pending, suggests changes that start it sooner, and reads what Slurm knows of a job.
+"""Explains why a job is pending, suggests changes that start it sooner, and reads what Slurm knows about a job.
 
 ``scontrol`` knows a job until some minutes after its end; ``sacct`` knows it for longer, on sites with accounting.
 Values that neither has stay empty.
@@ -33,7 +33,7 @@ from hpc_train.units import format_bytes
 
 @dataclass(frozen=True)
 class Reason:
-    """One of Slurm's reasons. ``fix`` is a change or command that helps, where ``{job}`` is the id of the job.
+    """Explains one of Slurm's reasons. ``fix`` is a change or command that helps, where ``{job}`` is the id of the job.
 
     Attributes:
         by_size: whether a smaller or shorter job, or another partition, would start sooner.
@@ -153,10 +153,10 @@ def explain(reason: str) -> Reason:
 
 
 def sooner(cluster: ClusterConfig, gpus: int, free: Iterable[Free], needed_s: float | None = None) -> list[str]:
-    """Changes of the config with which the job would start sooner, given the idle nodes.
+    """Returns changes of the config with which the job would start sooner, given the idle nodes.
 
     Args:
-        gpus: per node.
+        gpus: the number of GPUs per node.
         needed_s: the estimated duration of the rest of the run, if known.
     """
     partitions = {partition.partition: partition for partition in free}
@@ -199,7 +199,8 @@ def _configured(cluster: ClusterConfig, partitions: Iterable[Free]) -> Sequence[
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Holds what Slurm knows of a job. Exit codes are ``code:signal``; ``max_rss_bytes`` belongs to the largest task.
+    """Holds what Slurm knows about a job. Exit codes are ``code:signal``; ``max_rss_bytes`` belongs to the largest
+    task.
 
     ``use`` is what the monitoring of the site has measured (``describe_use``).
     """
@@ -221,7 +222,7 @@ SACCT = ("JobID", "State", "ExitCode", "DerivedExitCode", "MaxRSS", "NodeList", 
 
 
 def read_facts(job_id: str, ask: Query = query) -> JobFacts | None:
-    """Returns what Slurm knows of a job; None if Slurm does not respond or no longer knows the job."""
+    """Returns what Slurm knows about a job; None if Slurm does not respond or no longer knows the job."""
     job = JobRecord.read(ask(["scontrol", "show", "job", "--oneliner", job_id]) or "")
     facts = None
     if job.state:
@@ -255,7 +256,7 @@ PREFIX = "JS1:"
 
 
 def describe_use(admin_comment: str) -> tuple[str, ...]:
-    """Returns what Jobstats, the monitoring of some sites, says about the use of GPUs, CPUs and memory; else nothing.
+    """Returns lines about the use of GPUs, CPUs and memory from Jobstats, the monitoring of some sites; or nothing.
 
     The comment is ``JS1:`` and base64 of compressed JSON. For each node it has ``gpu_utilization`` (percent, the mean
     over the job), ``gpu_used_memory`` and ``gpu_total_memory`` (bytes, the highest use) by GPU, ``used_memory`` and

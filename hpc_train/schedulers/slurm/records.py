@@ -1,6 +1,6 @@
-"""Reads what Slurm's commands print of a job, of nodes and of partitions, as typed rows.
+"""Parses the output of Slurm's commands about jobs, nodes and partitions into typed rows.
 
-Each kind of record is parsed here and nowhere else. What a version of Slurm does not print is empty or None.
+Each kind of record is parsed only here. A value that a version of Slurm does not print is empty or None.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def size_bytes(text: str) -> int:
 
 
 def gpus_of(gres: str) -> dict[str, int]:
-    """GPUs by type in a GRES text: ``gpu:a100:4(S:0-1),gpu:2``."""
+    """Returns the GPUs by type in a GRES text: ``gpu:a100:4(S:0-1),gpu:2``."""
     gpus: Counter[str] = Counter()
     for kind, count in re.findall(r"(?:^|,)(?:gres/)?gpu:(?:([^:,()]+):)??(?:no_consume:)?(\d+)", gres):
         gpus[kind] += int(count)
@@ -71,12 +71,12 @@ def gpus_of(gres: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A job in ``scontrol show job``, on one line or several.
+    """Describes a job in the output of ``scontrol show job``, on one line or several.
 
     Attributes:
         suspended_at: when it was last suspended or resumed, in seconds since 1970.
-        limit_s: None without a limit.
-        tres: what it requests per job, node, socket or task, by Slurm's name: ``TresPerNode``.
+        limit_s: its time limit; None without a limit.
+        tres: its requests per job, node, socket or task, by Slurm's names such as ``TresPerNode``.
         node_gres: the GRES of each of its nodes, with ``--details``.
     """
 
@@ -120,12 +120,12 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """A node in ``scontrol show node``.
+    """Describes a node in the output of ``scontrol show node``.
 
     Attributes:
-        cores, memory_mb: without what Slurm reserves for the system.
-        features: those for ``--constraint``.
-        booted: in seconds since 1970.
+        cores, memory_mb: its size without the part that Slurm reserves for the system.
+        features: its features for ``--constraint``.
+        booted: the time of its boot in seconds since 1970.
     """
 
     name: str
@@ -176,7 +176,7 @@ _UNUSABLE = ("down", "drain", "fail", "unknown")
 
 @dataclass(frozen=True)
 class NodeState:
-    """A node as ``NODE_STATES`` prints it, with the reason why it is down or drained."""
+    """Describes a node as ``NODE_STATES`` prints it, with the reason why it is down or drained."""
 
     node: str
     state: str
@@ -199,7 +199,7 @@ FREE = ("sinfo", "--noheader", "--format=%R|%a|%F|%l|%G|%P")
 
 @dataclass(frozen=True)
 class Free:
-    """The idle nodes of a partition."""
+    """Counts the idle nodes of a partition."""
 
     partition: str
     idle: int

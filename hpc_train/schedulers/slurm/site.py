@@ -1,7 +1,7 @@
-"""The partitions, nodes and limits of the Slurm cluster of this machine.
+"""Reads the partitions, nodes and limits of the Slurm cluster of this machine.
 
-They are parsed from plain text, since ``--json`` is missing or different in many versions. What is unknown, as on a
-site without accounting, is None and refuses nothing.
+They are parsed from plain text, since ``--json`` is missing or different in many versions. An unknown value, as on a
+site without accounting, is None and refuses no job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIG = re.compile(r"\d+g\.\d+gb")  # NVIDIA's names of profiles
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Identical nodes of a partition. ``gpus`` maps type to count, with type "" if the site names none.
+    """Describes identical nodes of a partition. ``gpus`` maps type to count, with type "" if the site names none.
 
     ``cores`` and ``memory_mb`` count what jobs may use, if Slurm reports it. ``features`` are the features for
     ``--constraint``.
@@ -51,9 +51,9 @@ class NodeKind:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition and its limits; None for no limit.
+    """Describes a partition and its limits; None for no limit.
 
-    ``accounts`` and ``qos`` are those that may use it. The limits of ``own_qos`` apply to all its jobs.
+    Only ``accounts`` and ``qos`` may use it. The limits of ``own_qos`` apply to all its jobs.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class PartitionLimits:
-    """Limits of an association or a QOS, which also has ``flags`` such as ``PartitionTimeLimit``."""
+    """Holds the limits of an association or a QOS, which also has ``flags`` such as ``PartitionTimeLimit``."""
 
     max_jobs: int | None = None  # in the queue at the same time
     max_time_s: int | None = None
@@ -83,7 +83,7 @@ class PartitionLimits:
 
 @dataclass(frozen=True)
 class Association:
-    """The association of this user with one account, in all partitions or in one.
+    """Describes the association of this user with one account, in all partitions or in one.
 
     If ``default``, jobs without an account are charged to this account.
     """
@@ -132,7 +132,7 @@ def read_site(ask: Query = query) -> Site:
 
 @cache
 def begun_site(path: str | None, conf: str | None) -> Callable[[], Site]:
-    """Returns what waits for the site of this machine; the first call asks Slurm. Cached per process.
+    """Returns a function that waits for the site of this machine; the first call queries Slurm. Cached per process.
 
     PATH and SLURM_CONF select the commands and the controller.
     """
@@ -140,9 +140,9 @@ def begun_site(path: str | None, conf: str | None) -> Callable[[], Site]:
 
 
 def begin_site(ask: Query = query) -> Callable[[], Site]:
-    """Starts the queries of ``read_site``, all at once; returns what waits for their answers.
+    """Starts the queries of ``read_site``, all at once; returns a function that waits for their answers.
 
-    A process that ends before that does not wait for them.
+    A process that ends earlier does not wait for the answers.
     """
     user = own_name()
     commands = {
@@ -243,8 +243,8 @@ def _node_kinds(sizes: str, nodes: Iterable[NodeRecord]) -> dict[str, list[NodeK
     """Returns the kinds of nodes of each partition.
 
     Args:
-        sizes: of ``sinfo``, which includes the cores and the memory that Slurm reserves for the system.
-        nodes: their records, which do not include these, but which some sites do not show.
+        sizes: the output of ``sinfo``, which includes the cores and the memory that Slurm reserves for the system.
+        nodes: the records of the nodes, which do not include these, but which some sites do not show.
     """
     totals: Counter[tuple[str, int, int, str, frozenset[str]]] = Counter()
     for line in sizes.splitlines():

@@ -1,4 +1,4 @@
-"""The states of Slurm jobs, in one table: which jobs are alive, which hold nodes, and which have ended well.
+"""Defines the table of the states of Slurm jobs: which jobs are alive, which hold nodes, and which have ended well.
 
 See https://slurm.schedmd.com/job_state_codes.html.
 """
@@ -27,7 +27,7 @@ class JobState:
     Attributes:
         held: the job starts only after ``scontrol release``.
         ended_well: the job's script has ended with exit code 0.
-        by_itself: the job's script has run to its own end, so whatever it writes at its end has been written.
+        by_itself: the job's script has run to its end, so everything that it writes at its end has been written.
     """
 
     name: str
@@ -52,7 +52,7 @@ class JobState:
         return self.holds_nodes and self.phase is not Phase.STOPPED
 
 
-FORGOTTEN = "ENDED"  # not a state of Slurm's: its controller responds and no longer knows the job
+FORGOTTEN = "ENDED"  # not a state of Slurm: the controller responds and no longer knows the job
 
 STATES = {
     state.name: state

@@ -1,9 +1,9 @@
-"""The table of the environment variables that reach Slurm's commands, batch scripts, steps and W&B, with the reasons.
+"""Defines which environment variables reach Slurm's commands, batch scripts, steps and W&B, and why.
 
 The shell of a submission may hold variables of another job, of its user's habits, or of a wrapper. Slurm's commands
 read most of them as options: a filter of ``squeue`` hides live jobs, an option of ``sbatch`` turns one run into an
-array, and one of ``srun`` pins all ranks to a core. The first rule that matches a variable counts. A variable that no
-rule matches reaches all.
+array, and one of ``srun`` pins all ranks to a core. The first rule that matches a variable applies. A variable that no
+rule matches reaches all receivers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 
 
 class Receiver(Enum):
-    """What reads the environment."""
+    """Lists the programs that read the environment."""
 
     QUERY = auto()  # squeue, sinfo, sacct, sacctmgr, scontrol and scancel, as Python runs them
     SBATCH = auto()  # sbatch, and the environment of the job, which sbatch copies
@@ -28,12 +28,12 @@ class Receiver(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """Variables that are treated alike.
+    """Defines how a group of variables is treated.
 
     Attributes:
         names: names, or prefixes that end with ``*``.
         reaches: the receivers that get them.
-        reason: why only these, as the end of a sentence.
+        reason: the reason for this choice, as the end of a sentence.
         instead: what replaces a variable that does not reach sbatch.
     """
 
@@ -140,7 +140,7 @@ def withheld(receiver: Receiver, environment: Mapping[str, str] = os.environ) ->
 
 
 def unset_lines() -> list[str]:
-    """Returns bash lines that remove from a batch script what must not reach its commands."""
+    """Returns bash lines that unset the variables that must not reach the commands of a batch script."""
     names = [name for rule in RULES if Receiver.SCRIPT not in rule.reaches for name in rule.names]
     words = [
         f'"${{!{name[:-1]}@}}"' if name.endswith("*") else name for name in names if not name.startswith("SBATCH_")
@@ -159,7 +159,7 @@ def preset(option: str, environment: Mapping[str, str] = os.environ) -> str | No
 
 
 def preset_clusters(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Returns the clusters to which the shell sends jobs; None for that of this machine."""
+    """Returns the clusters to which the shell sends jobs; None for the cluster of this machine."""
     return environment.get("SBATCH_CLUSTERS") or environment.get("SLURM_CLUSTERS") or None
 
 
