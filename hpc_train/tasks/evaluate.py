@@ -35,7 +35,7 @@ OF_RUN = (
     *("model", "strategy", "optim", "precision", "batch", "data", "train", "checkpoint", "elastic"),
     *("metrics", "eval_sets"),
 )
-# What only backward passes do, and may not fit the layout and the batch of an evaluation.
+# Settings that only affect backward passes, and may not fit the layout and the batch of an evaluation.
 WITHOUT_BACKWARD = {
     "optim.in_backward": False,
     "train.activation_checkpointing": "none",
@@ -70,8 +70,8 @@ def evaluation_config(run: Config, arguments: Sequence[str]) -> Config:
         group = re.split(r"[./]", choice.package or choice.key_or_group)[0]  # eval_sets of +data@eval_sets.a=text
         if group not in groups:  # such as an experiment, whose keys the groups of the run would replace
             raise UserError(
-                f"{choice.input_line} has no effect: {group} is not a group of the config, whose groups are those of "
-                "the run",
+                f"{choice.input_line} has no effect: {group} is not a group of the config, and the settings of "
+                "the run are used",
                 where="the command line",
                 fix="give the settings of that file themselves, e.g. precision=bf16 batch.micro_size=2",
             )
@@ -98,7 +98,7 @@ def _check(line: CommandLine) -> None:
         )
     if (line.config_name, line.config_path) != (PRIMARY, None):
         raise UserError(
-            "another primary config has no effect: the settings are those of the run",
+            "another primary config has no effect: the settings of the run are used",
             where="-cn, -cp",
             fix="give the settings that differ as overrides, e.g. precision=bf16",
         )
@@ -107,12 +107,12 @@ def _check(line: CommandLine) -> None:
             raise UserError(
                 f"{override} changes the model, but a checkpoint fits only the model that was trained",
                 where="the command line",
-                fix="leave it out; the model is that of the run",
+                fix="leave it out; the model of the run is used",
             )
     for override in line.overrides:
         if TRAINING_ONLY.match(override):
             raise UserError(
-                f"{override} has no effect: it is a setting of the training, and the checkpoint is trained",
+                f"{override} has no effect: it is a setting of training, and the checkpoint is already trained",
                 where="the command line",
                 fix="leave it out; data, strategy, batch and precision can be changed",
             )

@@ -69,7 +69,7 @@ def generation_config(run: Config, overrides: Sequence[str]) -> Config:
     if on_one_worker and not any(key in ("cluster.gpus_per_node", "cluster.cpu_workers") for key in keys):
         gpus = min(1, workers_per_node(config.cluster)[0])
         config = replace(config, cluster=replace(config.cluster, gpus_per_node=gpus, cpu_workers=1))
-    # one row at a time is computed, whose length grows: neither a batch nor compiled code of one shape is of use
+    # rows are computed one at a time and grow, so neither a batch nor code compiled for one shape helps
     strategy = replace(config.strategy, async_tp=False)
     return replace(config, strategy=strategy, train=replace(config.train, compile=False), metrics={}, eval_sets={})
 
@@ -87,7 +87,7 @@ def check_prompts(config: Config, prompts: Sequence[Sequence[int]], max_tokens: 
         raise UserError(f"--max-tokens is {max_tokens}, but must be at least 1", where="--max-tokens", fix="32")
     model = config.model
     data = config.data
-    positions = None  # of a published model
+    positions = None  # the positions of a published model
     if isinstance(model, HFModelConfig):
         values = hf_config.read(model.name_or_path, model.revision, model.config)
         vocabulary = hf_config.number(values, "vocab_size")

@@ -45,7 +45,7 @@ class MetricsLog:
         self._writer.append(self._texts, head | {"name": name, "text": text})
 
     def close(self) -> None:
-        """Waits in bounded time for lines that the file system does not accept."""
+        """Waits, for a bounded time, until the pending lines are written."""
         self._writer.close()
 
 

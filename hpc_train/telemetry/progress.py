@@ -1,6 +1,6 @@
 """Shows the progress of a run from its run directory: a live line, notices, and a summary; without torch.
 
-Each look reads only what was written since the last one.
+Each read covers only what was written since the last one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KIND_OF_ERROR = re.compile(r"(OSError: )?\[Errno \d+\] ")
 
 @dataclass
 class Notices:
-    """Follows the events of rank 0. Of failed saves it reports the first of a series; it counts the saves.
+    """Follows the events of rank 0. It reports only the first of consecutive failed saves, and counts the saves.
 
     Attributes:
         kept: the step of the newest checkpoint; 0 before the first.
@@ -192,7 +192,7 @@ class Progress:
 
     def finish(self, failed: bool = False) -> None:
         """Prints the last state, and the summary if the run is done and this attempt has not ``failed``."""
-        self._take(self._look.result, PATIENCE_S)  # it may have begun before the last line was written
+        self._take(self._look.result, PATIENCE_S)  # a look may have started before the last line was written
         self._looked = float("-inf")
         self.tick()
         if self._live is not None:
@@ -207,7 +207,7 @@ class Progress:
         self._say(end)
 
     def _take(self, look: Callable[[float], Look], seconds: float) -> None:
-        """Takes what was written since the last look, if the file system responds within ``seconds``."""
+        """Processes what was written since the last look, if the file system responds within ``seconds``."""
         try:
             lines, events = look(seconds)
         except OSError:
@@ -225,7 +225,7 @@ class Progress:
                 self._say(message)
 
     def _read(self) -> Look:
-        """Reads the new metrics and events. A file system that hangs blocks it, and so it runs in a thread."""
+        """Reads the new metrics and events. It runs in a thread, since a hanging file system blocks it."""
         record = self._run.record()
         self._total = record.get("total_steps")
         self._is_command = record.get("own_code") == "command"
@@ -249,7 +249,7 @@ class Progress:
 
     @property
     def _state(self) -> tuple[Any, ...]:
-        """Returns what distinguishes the line that is shown from the one before."""
+        """Returns the state that the line shows; the line is printed again only if it changes."""
         return self._recent[-1].attempt, self._recent[-1].step, self._evaluating
 
     def _say(self, text: str) -> None:
@@ -263,7 +263,7 @@ class Progress:
 
     @property
     def _evaluating(self) -> int | None:
-        """The step after which an evaluation runs; None if its line of metrics was read."""
+        """Returns the step after which an evaluation runs; None if its line of metrics was read."""
         step = self._notices.evaluating
         if step is None or (self._recent and self._recent[-1].step >= step):
             return None
@@ -275,7 +275,7 @@ def progress_line(
 ) -> str:
     """Formats the newest of the ``recent`` lines of metrics, with the remaining time, restarts and failed saves.
 
-    Without a line it shows what the run is waiting for; ``built``: the model is built and has its weights.
+    Without a line it shows what the run is waiting for. ``built`` says whether the model is built and has its weights.
     """
     if not recent and built:
         return "starting: first step"
@@ -337,7 +337,7 @@ def speed_column(lines: Iterable[dict[str, Any]]) -> tuple[str, list[str]]:
 
 
 NEXT = "for a sweep, change run.name and add +strategy={strategies} optim.lr=1e-3,3e-4 -m; --cfg job prints the config"
-STRATEGIES = dict.fromkeys(("custom", "hf"), "dp,zero1,zero3")  # of kinds of models that have no pipeline stages
+STRATEGIES = dict.fromkeys(("custom", "hf"), "dp,zero1,zero3")  # for the kinds of models that have no pipeline stages
 
 
 def ended_early(run: RunDirectory) -> str | None:

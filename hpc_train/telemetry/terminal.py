@@ -1,4 +1,4 @@
-"""Prints tables, colors and live lines in a terminal or a pipe, in which the text of others is only text."""
+"""Prints tables, colors and live lines to a terminal or a pipe, and makes control characters in texts harmless."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpc_train.run.streams import CONTROLS, escaped, unescaped
 
 
 class Terminal(Console):
-    """A console that shows the control characters in what it prints. Its own colors reach the terminal."""
+    """Console that makes the control characters in its output visible. Its own colors reach the terminal."""
 
     def __init__(self, *, stderr: bool = False, file: IO[str] | None = None, **options: Any) -> None:
         stream = sys.stderr if stderr else sys.stdout
@@ -25,7 +25,7 @@ class Terminal(Console):
         super().__init__(stderr=stderr, file=file, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yields the segments of ``renderable``; all that is printed passes here, also the cells of tables."""
+        """Yields the segments of ``renderable``; all output passes through here, including the cells of tables."""
         for segment in super().render(renderable, options):
             if segment.control is None and CONTROLS.search(segment.text):
                 yield Segment(escaped(segment.text), segment.style)

@@ -10,15 +10,15 @@ from pathlib import Path
 from hpc_train.units import counted
 
 FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>.+)')
-STACK = "(most recent call first)"  # of a process that was looked at, not of an exception
+STACK = "(most recent call first)"  # the heading of the stack of a live process, not of an exception
 PACKAGE = f"{Path(__file__).parent.parent}/"
 LIBRARY = re.compile(r"^<frozen |^<string>|/(site|dist)-packages/|/lib(64)?/python3[.\d]*/|/code/[0-9a-f]+/hpc_train/")
 
 
 def own_frames(traceback: str) -> str:
-    """Returns ``traceback`` with only the own frames, each with its lines of source, and the numbers of the others.
+    """Returns ``traceback`` with only the user's frames, each with its source lines, and the number of other frames.
 
-    A traceback without an own frame stays as it is.
+    A traceback without a frame of the user is returned unchanged.
     """
     blocks = list(_blocks(traceback))
     if not any(is_users for is_users, _ in blocks):
@@ -34,7 +34,7 @@ def own_frames(traceback: str) -> str:
 
 
 def own_place(traceback: str) -> str | None:
-    """Returns ``net.py:14 in forward``, the innermost own frame; None without one."""
+    """Returns ``net.py:14 in forward``, the innermost frame of the user's code; None without one."""
     frames = [match for line in traceback.splitlines() if (match := FRAME.match(line)) and _is_own(match["file"])]
     if not frames:
         return None
@@ -42,7 +42,9 @@ def own_place(traceback: str) -> str | None:
 
 
 def stack_place(stacks: str) -> str | None:
-    """Returns where the main thread is in the output of faulthandler: the innermost own frame, else the innermost."""
+    """Returns the place of the main thread in the output of faulthandler: the user's innermost frame, or the innermost
+    frame.
+    """
     threads = re.split(r"^(?=(?:Current thread|Thread) 0x)", stacks, flags=re.MULTILINE)
     main = next((thread for thread in threads if thread.startswith("Current thread")), threads[-1])
     place = own_place(main)

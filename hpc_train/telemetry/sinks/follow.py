@@ -29,7 +29,7 @@ from hpc_train.search_path import shadowing_file
 from hpc_train.telemetry.sinks.replay import BACKENDS, Replay, Session
 from hpc_train.telemetry.sinks.tracking import advice, tracking_events, wanted
 
-FIRST_EVERY_S = 1.0  # until there is a line
+FIRST_EVERY_S = 1.0  # the interval until there is a line
 EVERY_S = 5.0
 LOW_PRIORITY = 10  # a tenth of a core that ranks keep busy: W&B starts in seconds, and with 19 it took minutes
 
@@ -39,7 +39,7 @@ class Order:
     """Tells the tracking process that the job ends.
 
     Attributes:
-        seconds: the time in which to send the rest.
+        seconds: the time limit for sending the remaining metrics.
         checkpoint: the directory of the newest checkpoint; None uploads nothing.
     """
 
@@ -73,7 +73,7 @@ class Follower:
             self.give_up(f"it did not finish in {limit_s:g} s")
 
     def give_up(self, reason: str) -> None:
-        """Tells the user once that the tracker does not get the rest."""
+        """Reports once that the tracker does not get the remaining metrics."""
         if self._problem is None:
             self._problem = reason
             backend = self._replay.backend
@@ -152,7 +152,7 @@ def _followers(run: RunDirectory, first_attempt: int, events: EventLog, orders: 
 
 
 def _end(followers: list[Follower], seconds: float, priority: int) -> None:
-    """Sends the rest in at most ``seconds``, with the priority of the agent where the limits allow it."""
+    """Sends the remaining metrics in at most ``seconds``, with the priority of the agent if the limits allow it."""
     for thread in Path("/proc/self/task").iterdir():
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, int(thread.name), priority)

@@ -32,7 +32,7 @@ class Mlflow(Tracker):
         live: as for ``Tracker``; without it, a server that does not respond is an error at once.
 
     Raises:
-        UserError: the extra ``hpc_train[mlflow]`` is not installed, or the address is not that of a server.
+        UserError: the extra ``hpc_train[mlflow]`` is not installed, or the address names no server.
     """
 
     name = "mlflow"

@@ -1,6 +1,6 @@
 """Sends the metrics and texts of a run to a tracker from the files of its directory, after the run or while it trains.
 
-Of steps that were done twice, only the newest line is sent. A tracker continues where it stopped (see ``tracker.py``).
+If a step was repeated, only its newest line is sent. A tracker continues where it stopped (see ``tracker.py``).
 A new tracker is a class and a line in ``BACKENDS``.
 """
 
@@ -67,7 +67,7 @@ class Replay:
 
         Raises:
             UserError: the tracker cannot be reached, or another process sends the metrics.
-            Exception: that of the tracker's client. The tracker is abandoned.
+            Exception: the exception of the tracker's client. The tracker is abandoned.
         """
         try:
             newest = {line["step"]: line for line in self._metrics.read()}
@@ -134,9 +134,9 @@ class Session:
 
     Attributes:
         notify: called with each message for the user.
-        first_attempt: of the job that trains; None for ``sync``.
+        first_attempt: the first attempt of the job that trains; None for ``sync``.
         checkpoint: returns the directory of a checkpoint to upload at the end, if there is one.
-        output: where files about the run are written; None is the run directory.
+        output: the directory for files about the run; None is the run directory.
     """
 
     config: Config
@@ -155,7 +155,7 @@ class Session:
         return Identity.of(self.config, self.run, self.output)
 
 
-# whether or not the config asks for them
+# whether or not the config requests them
 BACKENDS: dict[str, Callable[[Session], Tracker]] = {
     Wandb.name: lambda session: Wandb(
         session.config.telemetry.wandb, session.identity, session.notify, session.first_attempt, session.checkpoint

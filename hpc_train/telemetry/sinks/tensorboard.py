@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Tracker):
-    """Writes the numbers of each line as scalars. Lines of steps that are done again hide the earlier ones.
+    """Writes the numbers of each line as scalars. The lines of repeated steps hide the earlier ones.
 
     It writes the files with the package tensorboard alone, because ``torch.utils.tensorboard`` imports torch.
 
@@ -69,7 +69,7 @@ class TensorBoard(Tracker):
         self._writer.close()
 
     def _opened(self, step: int) -> EventFileWriter:
-        """Returns a writer that hides what was written of ``step`` and later ones."""
+        """Returns a writer that hides the earlier values of ``step`` and later steps."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 

@@ -1,8 +1,8 @@
 """Continues the one run of a tracker where the last job or ``sync`` has stopped sending.
 
-The run directory remembers for each tracker up to which step it has the metrics: ``tracking/wandb.json`` and so on. A
+The run directory records for each tracker the step up to which it has the metrics: ``tracking/wandb.json`` and so on. A
 lock lets one process send at a time. A tracker that cannot replace values gets each step once: if training goes back to
-a checkpoint, the steps that it does again are not sent again.
+a checkpoint, the repeated steps are not sent again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Position:
-    """Tells what a tracker has of a run.
+    """Holds the position up to which a tracker has a run.
 
     Attributes:
         where: the server and project.
@@ -44,7 +44,7 @@ class Position:
 
     @classmethod
     def read(cls, run: RunDirectory, name: str, where: str) -> Position:
-        """Returns the position at ``where``; that of another server or project does not count."""
+        """Returns the position at ``where``; a position on another server or in another project does not count."""
         path = _file(run, name)
         record: Any = run.json(path) if path.exists() else None
         if not is_position(record) or record["where"] != where:
@@ -62,7 +62,7 @@ def _file(run: RunDirectory, name: str) -> Path:
 
 
 class Tracker:
-    """The client of one tracker, which continues where the run has stopped sending.
+    """Base class of the client of a tracker, which continues where the run has stopped sending.
 
     One thread makes all calls, and each of them may block or raise any exception.
 
@@ -71,10 +71,10 @@ class Tracker:
             run: the last job may have been killed on another machine, which shows only after ``STALE_S``.
 
     Attributes:
-        name: its key in ``telemetry`` and in ``run.json``.
-        label: its name in messages.
-        replaces: whether the tracker can replace the values of steps that are done again.
-        acknowledges: whether lines have arrived when ``send`` returns, else when ``disconnect`` returns.
+        name: the key of the tracker in ``telemetry`` and in ``run.json``.
+        label: the name of the tracker in messages.
+        replaces: whether the tracker can replace the values of repeated steps.
+        acknowledges: whether lines have arrived when ``send`` returns, rather than when ``disconnect`` returns.
     """
 
     name: ClassVar[str]
@@ -97,7 +97,7 @@ class Tracker:
         """Continues or creates the run of the tracker.
 
         Returns:
-            What the tracker has, which may be more than the run directory remembers.
+            The position of the tracker, which may be beyond the position that the run directory records.
         """
         raise NotImplementedError
 
@@ -113,11 +113,11 @@ class Tracker:
         """Ends the connection after the last line."""
 
     def outcome(self) -> dict[str, Any]:
-        """Returns what ``run.json`` records about it, such as the URL of the run."""
+        """Returns the facts that ``run.json`` records about the tracker, such as the URL of the run."""
         return {}
 
     def open(self) -> bool:
-        """Connects, when there is a first line. Returns whether lines are wanted.
+        """Connects when there is a first line. Returns whether the tracker accepts lines.
 
         Raises:
             UserError: another process sends the metrics of this run.
@@ -139,7 +139,7 @@ class Tracker:
         return True
 
     def write(self, lines: Sequence[Line]) -> None:
-        """Sends those of ``lines`` that the tracker does not have yet."""
+        """Sends the ``lines`` that the tracker does not have yet."""
         fresh: list[Line] = []
         for line in lines:
             last = fresh[-1]["step"] if fresh else self.position.step
@@ -192,9 +192,9 @@ class Identity:
     """Identifies a run on a tracker.
 
     Attributes:
-        run_id: the same for all attempts.
+        run_id: the id of the run, the same for all attempts.
         group: the name of the sweep.
-        directory: where files about the run are written, which is the run directory unless another user owns it.
+        directory: the directory for files about the run, which is the run directory unless another user owns it.
         config: the config without secrets, and the code version.
     """
 
@@ -218,7 +218,7 @@ class Identity:
 
 
 def name_of(run: RunDirectory) -> str:
-    """Returns the name of a run, with that of its sweep."""
+    """Returns the name of a run, with the name of its sweep."""
     if _in_sweep(run):
         return f"{run.path.parent.name}/{run.path.name}"
     return run.path.name

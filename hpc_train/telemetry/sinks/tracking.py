@@ -1,7 +1,7 @@
-"""Starts the tracking process of a job and bounds its end. The agent of node 0 uses it.
+"""Starts the tracking process of a job and limits the time that it takes to end. The agent of node 0 uses it.
 
-No rank has anything to do with trackers: rank 0 appends to the files in ``metrics/`` and ``texts/``, and the process
-follows them (see ``follow.py``). Whatever becomes of it, the training goes on.
+Ranks do not communicate with trackers: rank 0 appends to the files in ``metrics/`` and ``texts/``, and the process
+follows them (see ``follow.py``). Training continues even if the process fails.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hpc_train.run.requests import STOP_SIGNALS
 from hpc_train.search_path import safe_path
 from hpc_train.telemetry.sinks.wandb import requested_mode
 
-TRACKING = "tracking"  # its writer in the event log
+TRACKING = "tracking"  # the name of its writer in the event log
 FOLLOW = "hpc_train.telemetry.sinks.follow"
 FINISH_S = 30.0
-ARTIFACT_S = 240.0  # with the upload of a checkpoint; the rendezvous server waits for it, see FILES_S there
-STOPPED_S = 10.0  # of a job that stops early: its time may end, and the next job sends the rest
-MARGIN_S = 5.0  # for the process to tell which tracker did not finish
+ARTIFACT_S = 240.0  # including the upload of a checkpoint; the rendezvous server waits for it, see FILES_S there
+STOPPED_S = 10.0  # for a job that stops early: its time may run out, and the next job sends the remaining metrics
+MARGIN_S = 5.0  # for the process to report which tracker did not finish
 
 
 def wanted(telemetry: TelemetryConfig, run: RunDirectory) -> list[str]:
@@ -45,13 +45,13 @@ def wanted(telemetry: TelemetryConfig, run: RunDirectory) -> list[str]:
 
 
 def advice(run: RunDirectory, names: Sequence[str]) -> str:
-    """Returns how the trackers get what they did not get."""
+    """Returns how to send the missing metrics to the trackers."""
     commands = " and ".join(f"python -m hpc_train sync {run.path} --to {name}" for name in names)
     return f"The metrics are in {run.metrics}; the next job of the run sends them, or: {commands}"
 
 
 class TrackingProcess:
-    """The tracking process of a job."""
+    """Manages the tracking process of a job."""
 
     def __init__(self, run: RunDirectory, config: Config, names: Sequence[str]) -> None:
         self._run = run
@@ -67,11 +67,11 @@ class TrackingProcess:
         return self._process.pid
 
     def end(self, done: bool, checkpoint: Path | None) -> None:
-        """Lets it send the rest, in bounded time.
+        """Lets the process send the remaining metrics, in bounded time.
 
         Args:
-            done: whether the training is done.
-            checkpoint: the newest one, which is uploaded if the config requests it and the training is done.
+            done: whether training is done.
+            checkpoint: the newest checkpoint, which is uploaded if the config requests it and training is done.
         """
         limit_s = FINISH_S if done else STOPPED_S
         order: dict[str, Any] = {"seconds": limit_s}
@@ -93,7 +93,7 @@ class TrackingProcess:
         self._process.kill()
 
     def _started(self) -> subprocess.Popen[str]:
-        """Starts it with the signals blocked that ask the job to stop, which the agent handles.
+        """Starts the process with the job's stop signals blocked, since the agent handles them.
 
         The process of W&B that it starts inherits this.
         """

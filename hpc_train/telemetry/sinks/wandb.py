@@ -33,7 +33,8 @@ class Wandb(Tracker):
 
     Args:
         notify: called with each message for the user.
-        first_attempt: of the job that trains; None for ``sync``, which sends several runs and records nothing offline.
+        first_attempt: the first attempt of the job that trains; None for ``sync``, which sends several runs and records
+            nothing offline.
         checkpoint: returns the directory of a checkpoint to upload as an artifact at the end, or None.
 
     Attributes:
@@ -62,7 +63,7 @@ class Wandb(Tracker):
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self.mode: str | None = None
         self._record: Mapping[str, Any] = self.directory.record().get("wandb") or {} if self.is_live else {}
-        self.url: str | None = self._record.get("url")  # of the last job; one that cannot reach the service keeps it
+        self.url: str | None = self._record.get("url")  # of the last job; kept by a job that cannot reach the service
 
     @property
     def where(self) -> str:
@@ -84,7 +85,7 @@ class Wandb(Tracker):
         self._init()
         if not self._run.resumed:
             return replace(position, step=0)
-        step = self._run.summary.get("step")  # of the last line that has arrived
+        step = self._run.summary.get("step")  # the step of the last line that has arrived
         return replace(position, step=step if isinstance(step, int) else position.step)
 
     def _init(self) -> None:
@@ -119,7 +120,7 @@ class Wandb(Tracker):
                 x_stats_track_process_tree=self.is_live,
             ),
         )
-        self.url = self._run.url or self.url  # a run offline has none
+        self.url = self._run.url or self.url  # an offline run has no URL
         # use a custom step, because W&B drops lines with a smaller step, which a resume produces
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -175,7 +176,7 @@ class Wandb(Tracker):
 def _leave_sweep(notify: Callable[[str], object]) -> None:
     """Removes the variables of a sweep of W&B from this process, unless its agent has started the run.
 
-    An agent also sets the id of the run and writes a file with its parameters. The id is then the agent's.
+    An agent also sets the id of the run, which is then used, and writes a file with its parameters.
     """
     sweep = os.environ.get("WANDB_SWEEP_ID")
     parameters = os.environ.get("WANDB_SWEEP_PARAM_PATH")
@@ -202,7 +203,7 @@ def requested_mode(
 
     Args:
         setting: ``telemetry.wandb.mode``.
-        record: what ``run.json`` has about W&B.
+        record: the entry about W&B in ``run.json``.
     """
     if setting != "auto":
         return setting
