@@ -125,7 +125,7 @@ class Context:
         return self._mesh.group(axis)
 
     def resume(self, **objects: Registered) -> int:
-        """Registers what checkpoints hold, and loads the newest valid one.
+        """Registers the objects whose state checkpoints hold, and loads the newest valid checkpoint.
 
         Args:
             objects: by name, modules, optimizers, tensors, and objects with ``state_dict`` and ``load_state_dict``. A
@@ -175,10 +175,10 @@ class Context:
                 return
 
     def end_step(self, step: int) -> bool:
-        """Ends step ``step``: it is a sign of life, and saves if ``checkpoint.every`` says so.
+        """Ends step ``step``: shows that this rank is alive, and saves if a save is due by ``checkpoint.every``.
 
         Returns:
-            Whether the function is to return, because the run was asked to stop. Then a checkpoint was saved.
+            Whether the function must return, because the run was asked to stop; a checkpoint was then saved.
         """
         self.step = step
         self._heartbeat.enter(Phase.STEP, step)
@@ -201,14 +201,14 @@ class Context:
 
     @property
     def stop_requested(self) -> bool:
-        """Returns whether this rank was asked to stop; others may learn it later. ``end_step`` is the same on all."""
+        """Returns whether this rank was asked to stop, perhaps before others; ``end_step`` is the same on all ranks."""
         return self._stop.requested
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Saves the registered objects after ``step`` steps; a failed save is reported and the loop continues.
 
         Args:
-            metrics: for ``checkpoint.keep_best``.
+            metrics: the metrics of an evaluation, for ``checkpoint.keep_best``.
         """
         with self._saving(step):
             self._checkpoints.save(step, {"loop": self._state.values()}, metrics)
@@ -232,7 +232,7 @@ class Context:
         self._heartbeat.enter(Phase.STEP, self.step)
 
     def log(self, step: int, **values: float | Tensor) -> None:
-        """Writes a line of metrics of ``step`` on rank 0, in the steps that ``telemetry.log_every`` names.
+        """Writes a line of metrics of ``step`` on rank 0, in the steps that ``telemetry.log_every`` selects.
 
         Args:
             values: numbers, or tensors with one element, read only in these steps. The console shows ``loss``.
@@ -384,13 +384,13 @@ class LoopState:
         return ()
 
     def expect(self, stored: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
-        """Takes the names of the tensors that a load fills; an empty ``stored`` leaves the optimizers as they are."""
+        """Records the names of the tensors that a load fills; with an empty ``stored``, optimizers keep their state."""
         if stored:
             self.stored = set(stored)
         return {}
 
     def named_state(self) -> dict[str, dict[str, Tensor]]:
-        """Returns OPTIMIZER.PARAMETER -> key -> tensor; in a load, of exactly the tensors that the checkpoint has."""
+        """Returns OPTIMIZER.PARAMETER -> key -> tensor; during a load, for exactly the tensors in the checkpoint."""
         names = self._names()
         states = {}
         for name, optimizer in self._optimizers.items():
@@ -436,16 +436,16 @@ class LoopState:
         return {"optimizers": optimizers, "objects": objects}
 
     def load_values(self, values: Mapping[str, Any], with_optimizers: bool, forked: bool) -> list[str]:
-        """Takes over ``values`` of a checkpoint, after its tensors were loaded.
+        """Applies ``values`` of a checkpoint after its tensors were loaded.
 
         Args:
-            forked: whether the checkpoint is one of another run, which may have had other optimizers and objects.
+            forked: whether the checkpoint belongs to another run, which may have had other optimizers and objects.
 
         Returns:
-            In what they differ, each as a sentence. What the checkpoint lacks starts as it is.
+            A sentence for each difference. An object that the checkpoint lacks keeps its initial state.
 
         Raises:
-            UserError: they differ, and this is not a fork.
+            UserError: the objects differ, and this is not a fork.
         """
         changes = self._changes(values)
         if changes and not forked:
@@ -532,7 +532,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a group of parameters, with the number in place of a learning rate in a tensor."""
+    """Returns the options of a group of parameters, with a learning rate in a tensor converted to a number."""
     numbers = {key: value.item() for key, value in group.items() if isinstance(value, Tensor)}
     return {key: value for key, value in group.items() if key != "params"} | numbers
 

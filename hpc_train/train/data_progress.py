@@ -1,4 +1,4 @@
-"""Tracks the progress of a run in its data: its length, the end of a stream, and what a checkpoint states about
+"""Tracks the progress of a run in its data: its length, the end of a stream, and the entries of a checkpoint about
 both."""
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def has_ended(feed: TrainFeed, batch: LocalBatch, step: int, mesh: Mesh) -> bool
 
 
 def positions(feed: TrainFeed, step: int, mesh: Mesh) -> dict[str, Any]:
-    """Returns what a checkpoint of ``step`` holds: the positions of all shards of a stream, or which data it is.
-    Collective.
+    """Returns the entries for a checkpoint of ``step``: the positions of all shards of a stream, or the identity of the
+    data. Collective.
     """
     state = feed.state(step)
     if state is None:
@@ -88,13 +88,13 @@ def positions(feed: TrainFeed, step: int, mesh: Mesh) -> dict[str, Any]:
 
 
 def restored_positions(restored: RestoredState) -> States:
-    """Returns where a checkpoint says that the shards of a stream continue."""
+    """Returns where the shards of a stream continue according to a checkpoint."""
     states: States = restored.extra.get(_KEY, {})
     return states
 
 
 def skipped_data(restored: RestoredState) -> Skipped:
-    """Returns the data that a checkpoint says to skip."""
+    """Returns the data to skip according to a checkpoint."""
     return Skipped.parse(restored.extra.get("skipped_windows", ()))
 
 
@@ -123,7 +123,7 @@ def data_changes(restored: RestoredState, feed: TrainFeed) -> list[str]:
         if before["samples"] != after["samples"]:
             problem = f"has {samples}, but had {before['samples']:,} in the checkpoint of step {restored.step}"
         elif has_fingerprint and before != after:
-            problem = f"is not that of the checkpoint of step {restored.step}, although it also has {samples}"
+            problem = f"differs from that of the checkpoint of step {restored.step}, although it also has {samples}"
         else:
             continue
         message = (

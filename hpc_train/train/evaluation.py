@@ -23,7 +23,7 @@ TRAINED_PER_EVALUATED = 2  # with train.eval_samples=auto; a forward pass takes 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Holds what an evaluation computes.
+    """Holds the data sets and the metrics of an evaluation.
 
     Attributes:
         feeds: the data of each set by its name; ``MAIN`` is the validation split of ``data``.

@@ -1,20 +1,20 @@
-"""Tries custom code before the first step, and rejects code that would silently give wrong results.
+"""Tests custom code before the first step, and rejects code that would silently give wrong results.
 
 The results must be the same as in one process, however the work is split. The checks need a few passes over one
-micro-batch, so they run once for each code, config, layout and version of torch; ``run.json`` remembers them. What
-differs between ranks only with their own samples is found in the first step, by ``CheckedWrites``.
+micro-batch, so they run once for each code, config, layout and version of torch; ``run.json`` records them. State that
+differs between ranks only because of their different samples is found in the first step, by ``CheckedWrites``.
 
 The sum and the count of a loss must be sums over samples: then they are the same whether one rank computes them for the
-whole batch, or several ranks and micro-batches for parts of it. Those of one micro-batch are compared with those of its
-two halves. They differ for a contrastive loss, for a forward pass that attends across the batch, and for a mean with a
-count of 1.
+whole batch, or several ranks and micro-batches for parts of it. The check compares the sum and count of one micro-batch
+with the totals of its two halves. They differ for a contrastive loss, for a forward pass that attends across the batch,
+and for a mean with a count of 1.
 
 Padding fills up a batch whose samples do not divide over the ranks and micro-batches: copies of a sample whose targets
-are all ``IGNORED``. Micro-batches are compared that differ only in the inputs of such a row, or in having it.
+are all ``IGNORED``. The check compares micro-batches that differ only in the inputs of such a row, or in its presence.
 
-For this comparison the model is in evaluation mode. A loss that is random nevertheless draws from a generator, or
-differs between two passes over the same micro-batch; it is not compared with its halves. Nothing changes for the
-training: random state, buffers and plain attributes of the modules are restored, and there are no gradients.
+For this comparison the model is in evaluation mode. A loss that is still random draws from a generator, or differs
+between two passes over the same micro-batch; it is not compared with its halves. Training is not affected: random
+state, buffers and plain attributes of the modules are restored, and no gradients are left.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def check_user_code(
     """Checks the model of ``config``, unless that was done before. Collective.
 
     Raises:
-        UserError: the model would be trained or evaluated otherwise than in one process.
+        UserError: training or evaluation would give other results than in one process.
     """
     while isinstance(engine, WrappedEngine):  # hooks that observe the model would count the passes of the checks
         engine = engine._engine
@@ -90,7 +90,7 @@ def check_user_code(
         warnings.append(loss_warning)
     warnings += _warnings_of_targets(training, mesh)
     rehearsal = Rehearsal()
-    if config.train.debug:  # which looks at each step and names what is not finite
+    if config.train.debug:  # which checks each step and names the values that are not finite
         rehearsal.not_compared = "train.debug=true"
     elif not mesh.layout.logical_micro_batches and not engine.compressions():
         rehearsal = rehearse(config, mesh, engine, example_micro_batch(training, mesh.layout, mesh.device))
@@ -98,7 +98,7 @@ def check_user_code(
         warnings.append(
             f"the forward pass changes attributes that are neither parameters nor buffers: "
             f"{join_names(rehearsal.attributes)}. Checkpoints do not contain them, so a resumed run starts with their "
-            "first values; register_buffer keeps a tensor"
+            "initial values; register_buffer keeps a tensor"
         )
     if rehearsal.not_compared is not None and mesh.rank == 0:
         print(f"gradients are not compared with those of one process: {rehearsal.not_compared}")
@@ -134,14 +134,14 @@ _BUFFERS = {
 
 
 def is_user_code(config: Config, engine: Engine) -> bool:
-    """Returns whether the model or its loss is not hpc_train's."""
+    """Returns whether the model or its loss is not built in."""
     if isinstance(config.model, CustomModelConfig) or is_import_path(config.model.kind) or engine.check_loss:
         return True
     return any(isinstance(part, WrappedModel) for part in engine.parts)
 
 
 def _key(config: Config, run: RunDirectory, mesh: Mesh, engine: Engine) -> str:
-    """Returns a hash of what the results of the checks depend on, on the first rank."""
+    """Returns on the first rank a hash of everything on which the results of the checks depend."""
     if mesh.rank != 0:
         return ""
     code = frozen_code(run)
@@ -177,7 +177,7 @@ def _check_loss(config: Config, mesh: Mesh, engine: Engine, training: Dataset, e
 
 
 def check_evaluation_padding(config: Config, mesh: Mesh, engine: Engine, evaluation: Evaluation) -> None:
-    """Checks an evaluation that belongs to no training. Collective.
+    """Checks an evaluation without training. Collective.
 
     Raises:
         UserError: batches will be padded, and padding enters the loss.
@@ -198,9 +198,9 @@ def _padded(padded: str, problem: str, engine: Engine) -> UserError:
             where = f"model, {place(owner.loss)}"
             break
     return UserError(
-        f"{padded}, and the loss of the model does not leave out padded rows: {problem}",
+        f"{padded}, and the loss of the model does not ignore padded rows: {problem}",
         where=where,
-        fix="leave out of the sum and of the count the rows whose targets are all -100, as in kept = targets != -100; "
+        fix="exclude rows whose targets are all -100 from the sum and the count, as in kept = targets != -100; "
         "a forward pass must not mix the rows of a batch. train.check=off trains and evaluates with padding",
     )
 
@@ -210,7 +210,7 @@ def padding_of_training(config: Config, layout: Layout, training: Dataset) -> st
     size = config.batch.global_size
     places = layout.dp * layout.micro_batches * layout.micro_size
     if size != places:
-        return f"{size} samples of a step fill {places} places, of which the rest is padding"
+        return f"a step has {size} samples for {places} places, and the other places are padding"
     if isinstance(config.data, StreamDataConfig):
         is_short = not config.data.repeat
     else:
@@ -232,7 +232,7 @@ SCANNED = 64  # samples
 
 
 def _warnings_of_targets(training: Dataset, mesh: Mesh) -> Iterable[str]:
-    """Yields a warning if numbers that are measured may be taken for missing targets."""
+    """Yields a warning if measured values may be mistaken for missing targets."""
     size = min(len(training), SCANNED) if training.loads_cheaply else 2
     batch = example_micro_batch(training, replace(mesh.layout, micro_size=size), torch.device("cpu"))
     if isinstance(batch.inputs, Ragged):  # which has no targets that do not count
@@ -254,8 +254,8 @@ class CheckedWrites(WrappedEngine):
     """Wraps ``engine`` and compares the state of its replicas after the first training step of the attempt.
 
     A buffer or parameter that the forward pass changes is a function of the samples of its rank (a codebook, a queue,
-    rows of an embedding with ``max_norm``) or not (a counter, a momentum teacher). Only in the latter case the ranks
-    agree. ``train_step`` raises UserError on all ranks if the replicas differ in such a tensor.
+    rows of an embedding with ``max_norm``) or not (a counter, a momentum teacher). Only in the latter case do the
+    ranks agree. ``train_step`` raises UserError on all ranks if the replicas differ in such a tensor.
     """
 
     def __init__(self, engine: Engine, mesh: Mesh) -> None:
@@ -280,9 +280,9 @@ class CheckedWrites(WrappedEngine):
         if any(differing):
             names = join_names([name for name, differs in zip(before, differing, strict=True) if differs])
             raise UserError(
-                f"the forward pass changes the buffers {names}, and each of the {ranks} ranks gives them other values, "
-                "from its own samples: only those of one rank would be saved, and the results depend on the number of "
-                "ranks",
+                f"the forward pass changes the buffers {names}, and each of the {ranks} ranks sets them to other "
+                "values, from its own samples: only the values of one rank would be saved, and the results depend on "
+                "the number of ranks",
                 where="train.buffers=refuse, model",
                 fix="train.buffers=rank0 gives all ranks the values of rank 0 after each step, as DDP does; "
                 "train.buffers=mean averages them. strategy=single computes with all samples",
@@ -295,7 +295,7 @@ class CheckedWrites(WrappedEngine):
             names = join_names([name for name, differs in zip(sums, differing, strict=True) if differs])
             raise UserError(
                 f"the forward pass writes to the parameters {names}, and each of the {ranks} ranks writes other "
-                "values, from its own samples, so that the replicas come apart",
+                "values, from its own samples, so the replicas diverge",
                 where=f"strategy.data_parallel={self._kind}, model",
                 fix="strategy=single, or write values that do not depend on the samples, such as a function of other "
                 "parameters",
@@ -339,12 +339,12 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
 
 
-Sums = tuple[float, float]  # of the losses and of the counts, over all ranks
+Sums = tuple[float, float]  # the sums of the losses and of the counts over all ranks
 
 
 @dataclass(frozen=True)
 class LossCheck:
-    """Holds what was found.
+    """Holds the findings.
 
     Attributes:
         warning: the loss depends on the split of a batch, or was not compared; None if neither.
@@ -374,9 +374,9 @@ def check_loss(
 
 
 TOLERANCE = {"fp64": 1e-3, "fp32": 1e-3}  # relative; GPUs may round the products of fp32 matrices to TF32
-ROUGH = 0.02  # of losses in half precision
-REPEATED = 1e-5  # of two passes over rows that are equal where they count; only sums in another order differ
-FLOOR = 1e-6  # differences of a loss per sample that do not count
+ROUGH = 0.02  # relative, for losses in half precision
+REPEATED = 1e-5  # relative, for two passes over rows whose counted values are equal, which differ in the order of sums
+FLOOR = 1e-6  # smaller differences of the loss per sample are ignored
 
 
 class _Check:
@@ -410,7 +410,7 @@ class _Check:
             return f"the loss was not checked for a dependence on the split of a batch: half a micro-batch {problem}"
         if _equal(self._whole, halves, self._tolerance) or not self._is_repeatable():
             return None
-        # those of one of the ranks, which have all computed the same samples
+        # the values of one rank, since all ranks have computed the same samples
         dp = self._mesh.layout.dp
         whole, both = (f"{total / dp:.6g} with the count {count / dp:.6g}" for total, count in (self._whole, halves))
         return (
@@ -432,7 +432,7 @@ class _Check:
         if padded is None or other is None:
             return None
         counted = any(bool((value[last] != IGNORED).any()) for value in leaves(self._batch.targets))
-        if counted and padded[1] == self._whole[1] > self._mesh.layout.dp_cp:  # a count of 1 is that of a mean
+        if counted and padded[1] == self._whole[1] > self._mesh.layout.dp_cp:  # a count of 1 indicates a mean
             return f"its count is {padded[1] / dp:g} with and without the targets of a row"
         if not _equal(padded, other, REPEATED) and self._is_repeatable():
             sums = f"{padded[0] / dp:.6g} or {other[0] / dp:.6g}"
@@ -464,13 +464,13 @@ class _Check:
         return lowest(self._draws or None, self._mesh.control) is not None
 
     def _tried(self, *micro_batches: Batch) -> tuple[Sums | None, str]:
-        """Returns the sums, or what happens if the model does not accept these micro-batches."""
+        """Returns the sums, or the problem if the model does not accept these micro-batches."""
         problem = result = None
         try:
             result = self._pass(*micro_batches)
         except Exception as error:
             if classify(error) not in (Failure.USER_ERROR, Failure.REFUSED):
-                raise  # such as an error of the GPU, which no batch size cures
+                raise  # such as an error of the GPU, which no other batch size avoids
             # training may still succeed, since its micro-batches have their full size
             problem = f"fails: {type(error).__name__}: {error}"
         problem = lowest(problem, self._mesh.control)
@@ -479,7 +479,7 @@ class _Check:
         return self._global(result), ""
 
     def _pass(self, *micro_batches: Batch) -> StepResult:
-        seed_micro_batch(0, 0, 0, self._mesh.device)  # what is drawn is the same in each pass
+        seed_micro_batch(0, 0, 0, self._mesh.device)  # each pass draws the same random numbers
         return self._engine.eval_step(StepBatch(micro_batches, 1))
 
     def _global(self, result: StepResult) -> Sums:

@@ -1,4 +1,4 @@
-"""Restores what a pass through a model changes other than its parameters: random state, buffers and plain
+"""Restores the state, other than parameters, that a pass through a model changes: random state, buffers and plain
 attributes."""
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def kept_state(parts: Sequence[nn.Module], *, attributes: bool = True) -> Iterat
     """Restores the buffers of all modules.
 
     Args:
-        attributes: whether to restore as well their attributes that are plain values, tensors, arrays or generators of
-            random numbers, also in containers and in objects of users' classes; the tensors of modules that are not
-            registered; and what state dicts have beyond parameters and buffers. New attributes of these kinds are
+        attributes: whether to also restore attributes that are plain values, tensors, arrays or generators of random
+            numbers, also in containers and in objects of users' classes; the tensors of modules that are not
+            registered; and entries of state dicts beyond parameters and buffers. New attributes of these kinds are
             removed.
     """
     modules = [module for part in parts for module in all_modules(part)]
@@ -117,7 +117,7 @@ def _is_changeable(value: Any) -> bool:
 
 
 def _restorer(value: Any) -> Callable[[], object] | None:
-    """Returns a function that gives a container, an array or a generator its present content again."""
+    """Returns a function that restores the current content of a container, an array or a generator."""
     if isinstance(value, np.ndarray):
         return partial(np.copyto, value, value.copy()) if value.flags.writeable else None
     for generator, (get_state, set_state) in _GENERATORS.items():
@@ -165,7 +165,7 @@ def kept_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 def plain_attributes(parts: Sequence[nn.Module]) -> dict[str, Any]:
     """Returns name -> a copy of the attributes of all modules that ``kept_state`` restores.
 
-    Modules that decide themselves what their state contains are left out.
+    Modules that define the content of their state dict themselves are left out.
     """
     methods = ("get_extra_state", "_save_to_state_dict", "state_dict")
     attributes: dict[str, Any] = {}

@@ -126,7 +126,7 @@ def collectives() -> bytes:
     for name, function in RECORDERS.items():
         dump = getattr(distributed_c10d, function, None)
         if dump is not None:
-            with suppress(RuntimeError):  # a broken GPU, or a field that JSON cannot hold: the other recorder counts
+            with suppress(RuntimeError):  # a broken GPU, or a field that JSON cannot hold: the other recorder is used
                 text: bytes | str = dump(includeCollectives=True, onlyActive=False)
                 dumps.append(f'"{name}": {text if isinstance(text, str) else text.decode()}')
     return f"{{{', '.join(dumps)}}}".encode()

@@ -96,7 +96,7 @@ class TokenizerChoice:
     ends: tuple[int, ...] = ()
 
     def open(self) -> Codec:
-        """Raises UserError if the tokenizer cannot be loaded."""
+        """Opens the tokenizer; raises UserError if it cannot be loaded."""
         if self.name == BYTES:
             return ByteCodec()
         if self.name == IDS:

@@ -1,11 +1,11 @@
-"""Rehearses a step with a model that is not hpc_train's, before the first one, and compares it with one process.
+"""Rehearses a step with a model that is not built in before the first step, and compares it with one process.
 
 All ranks compute the same micro-batch of the first samples with the same random numbers, forward and backward. The mean
 over the ranks is then the gradient of that micro-batch, and the first rank computes it again with a plain copy of the
 model, without sharding, recomputation or compilation. Rounding is measured: where the gradients differ, the plain copy
 computes them again from parameters that are changed by one unit in the last place.
 
-Nothing stays of the rehearsal: random state, buffers and plain attributes are restored, gradients are freed, and no
+The rehearsal has no side effects: random state, buffers and plain attributes are restored, gradients are freed, and no
 optimizer sees them.
 """
 
@@ -48,16 +48,16 @@ from hpc_train.train.kept_state import (
 )
 from hpc_train.units import format_bytes
 
-EXACT = 1e-3  # relative difference of two gradients that is not looked into
-LARGE = 0.02  # that which is reported, if it is not rounding
+EXACT = 1e-3  # relative difference up to which two gradients count as equal
+LARGE = 0.02  # relative difference that is reported, if it is not rounding
 NOISE = 10.0  # how many times the measured rounding a difference must exceed
 NEGLIGIBLE = 1e-3  # norms of gradients relative to the largest one, below which they are not compared
-SCALE = 1024.0  # of the loss in fp16, whose gradients would underflow
+SCALE = 1024.0  # scale of the loss in fp16, whose gradients would otherwise underflow
 
 
 @dataclass
 class Rehearsal:
-    """Holds what the rehearsal has found.
+    """Holds the findings of the rehearsal.
 
     Attributes:
         attributes: plain attributes of modules that the forward pass changes.
@@ -97,9 +97,9 @@ def rehearse(config: Config, mesh: Mesh, engine: Engine, batch: Batch) -> Rehear
                 kind = mesh.layout.data_parallel
                 raise UserError(
                     f"the forward pass writes to the parameters {join_names(rehearsal.written)}, but {kind} computes "
-                    "with copies of them, so that what is written is lost",
+                    "with copies of them, so the written values are lost",
                     where=f"strategy.data_parallel={kind}, model",
-                    fix="strategy=dp or single, which keep what is written",
+                    fix="strategy=dp or single, which keep the written values",
                 )
             engine.read_anew(rehearsal.written)
             with kept_parameters(engine.named_parameters().values()), kept_state(engine.parts):
@@ -109,7 +109,7 @@ def rehearse(config: Config, mesh: Mesh, engine: Engine, batch: Batch) -> Rehear
         finally:
             _clear(engine)
         if changes_attributes:
-            # what a module only keeps of its last call, such as its outputs, is the same after a second one
+            # values that a module only keeps from its last call, such as its outputs, are the same after a second call
             after = []
             with kept_state(engine.parts):
                 for _ in range(2):
@@ -257,7 +257,7 @@ class _PlainModel:
 
 
 class _Alone(TorchDispatchMode):
-    """Refuses collectives, for which the first rank would wait without an end: the other ranks do not compute."""
+    """Refuses collectives, for which the first rank would wait forever, since the other ranks do not compute."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:

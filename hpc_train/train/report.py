@@ -33,7 +33,7 @@ from hpc_train.train.watch.suggestions import AdviceWatch
 from hpc_train.units import format_duration, format_metric
 
 RESULT = ("loss", "samples", "tokens", "mfu", "hfu")
-EVALUATED = "val_"  # begins the names of the metrics of evaluations
+EVALUATED = "val_"  # the prefix of the metrics of evaluations
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Report:
         self.events.write("first_step", step=step, **details)
 
     def evaluation_started(self, step: int) -> None:
-        """Tells those who watch the run that it evaluates, which may take longer than many steps."""
+        """Reports to observers of the run that an evaluation has started, which may take longer than many steps."""
         if self.metrics is not None:
             self.events.write("evaluation_started", step=step)
 
@@ -252,7 +252,7 @@ def open_report(run: RunDirectory, mesh: Mesh, events: EventLog, total: int) -> 
 def weights_sha256(engine: Engine) -> str:
     """Returns the SHA-256 over names and bytes of all parameters and buffers, on a rank that holds them unsharded.
 
-    Of parameters in bf16 it takes the masters.
+    For parameters in bf16 it uses the master weights.
     """
     digest = hashlib.sha256()
     for name, value in sorted([*engine.named_parameters().items(), *engine.named_buffers().items()]):
@@ -314,13 +314,14 @@ class Line:
     """Holds a line of metrics whose numbers are still being computed.
 
     On a GPU the host reads them when it has launched the next step, so that the device never waits for the host. A
-    save, an evaluation, a stop and the end of the run read them first: every checkpoint includes what its line has
-    changed, and after a failure no line is missing below the checkpoint. A divergence is then found one step later, but
+    save, an evaluation, a stop and the end of the run read them first: every checkpoint includes the changes by its
+    line, and after a failure no line is missing below the checkpoint. A divergence is then found one step later, but
     the step taken meanwhile counts as not taken, so the skipped data and the numbers are the same as on a CPU.
 
     Attributes:
-        totals: the samples and tokens of the run. scalars: the arguments of ``step_numbers``, ``grad_norm``, the
-        scalars of ``SkippedSteps`` and perhaps ``loss_scale``.
+        totals: the samples and tokens of the run.
+        scalars: the arguments of ``step_numbers``, ``grad_norm``, the scalars of ``SkippedSteps`` and perhaps
+            ``loss_scale``.
     """
 
     step: int

@@ -30,7 +30,7 @@ from hpc_train.train.report import Report
 from hpc_train.train.step import Control
 from hpc_train.units import format_duration
 
-FIRST_S = 300.0  # time to the first save with auto, which measures the cost of a save
+FIRST_S = 300.0  # time until the first save with auto, which measures the cost of a save
 LAST_S = 60.0  # training that an error in the first evaluation may lose, if it follows the last step
 
 
@@ -118,7 +118,7 @@ def save_schedule(config: Config, run: RunDirectory, mesh: Mesh) -> SaveSchedule
 
 @dataclass
 class BestSoFar:
-    """Tells at which evaluations to save a checkpoint, because they are better than all before.
+    """Decides at which evaluations to save a checkpoint, because they are better than all before.
 
     Attributes:
         value: the best value so far.
@@ -145,7 +145,7 @@ class BestSoFar:
     def load_state(self, state: Any) -> None:
         """Continues with the value of a checkpoint, unless it belongs to another metric or mode.
 
-        Checkpoints of earlier versions have a number alone, which does not count.
+        Checkpoints of earlier versions have only a number, which is ignored.
         """
         self.value = None
         if self.metric is not None and isinstance(state, Mapping) and state.items() >= asdict(self.metric).items():

@@ -91,7 +91,7 @@ class TrainStep:
             updates.begin(partial(self.optimizer.step_some, learning_rate))
         result = self._engine.train_step(step, batch, scale)
         for name, parameter in self._engine.named_parameters().items():
-            if parameter.requires_grad is not self._trains[name]:  # which the optimizer does not know
+            if parameter.requires_grad is not self._trains[name]:  # which the optimizer does not notice
                 raise changed_training(name, parameter.requires_grad)
         norm = self._engine.clip_grad_norm_(self._config.optim.clip_norm, scale)
         finite = norm.isfinite()

@@ -103,7 +103,7 @@ class Trainer:
         self._end = self.length.total_steps  # the step after which the run ends, which a hook may choose
 
     def resume(self, restored: RestoredState) -> None:
-        """Restores the state that is not stored in tensors, such as the step and what the hooks keep."""
+        """Restores the state that is not stored in tensors, such as the step and the states of the hooks."""
         extra = restored.extra
         self.step = restored.step
         self.tokens = extra["tokens"]
@@ -213,7 +213,7 @@ class Trainer:
         return weights_sha256(self.engine)
 
     def _announce(self, batch: LocalBatch | None, step: int | None = None) -> None:
-        """Posts what this rank knows before the step with ``batch`` that follows ``step``, by default ``self.step``."""
+        """Posts this rank's message before the step with ``batch`` that follows ``step``, by default ``self.step``."""
         if step is None:
             step = self.step
         count = items = 0
@@ -382,7 +382,7 @@ class Trainer:
         """Writes the line that was begun, after an error, without the metrics of other ranks, which may be gone."""
         begun = self._line
         self._line = None
-        with suppress(Exception):  # the error of the training is the one to report
+        with suppress(Exception):  # only the error of training is reported
             if begun is not None and begun.scalars.ready:
                 line, skipped = begun.content()
                 self.report.line(line | self.meter.read(), skipped)
@@ -508,7 +508,7 @@ IN_A_ROW = 3  # consecutive high losses, or skipped steps at the end of the run
 
 
 NO_LOSS = (
-    "the loss of the first step is exactly 0, so nothing is learnt: all targets may be ignored, or the loss may not "
+    "the loss of the first step is exactly 0, so nothing is learned: all targets may be ignored, or the loss may not "
     "fit the model, as the cross-entropy of a single class, which is always 0"
 )
 

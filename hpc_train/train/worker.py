@@ -100,7 +100,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
 
 def frozen_config(spec: WorkerSpec, run: RunDirectory) -> Config:
-    """Returns the frozen config: what the agent has passed on, since reading takes 0.1 s, or else the file."""
+    """Returns the frozen config that the agent has passed on, since reading takes 0.1 s, or else reads the file."""
     if spec.config is not None:
         return cast(Config, pickle.loads(spec.config))
     try:
@@ -130,7 +130,7 @@ def _build(
     engine = _build_engine(config, run, mesh, events, training)
     names = [name for part in engine.parts for name in parts_in_evaluation(part)]
     if names and mesh.rank == 0:
-        print(f"parts that stay in evaluation mode, as their constructor left them: {join_names(names)}")
+        print(f"modules that stay in evaluation mode, which their constructor has set: {join_names(names)}")
     check_groups(config.optim, engine, mesh)
     optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
 
@@ -198,7 +198,7 @@ def _build(
 
 
 def _training_data(config: Config, mesh: Mesh) -> Dataset:
-    """Opens the training data and prints what the user should know about it."""
+    """Opens the training data and prints notices about it."""
     training = build_dataset(config.data, "train", config.train.seed, config.precision.name)
     if training.notice and mesh.rank == 0:
         print(f"data: {training.notice}")

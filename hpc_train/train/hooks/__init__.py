@@ -1,4 +1,4 @@
-"""Runs code of a user at the events of a training: start, step, evaluation, checkpoint and end."""
+"""Runs code of a user at the events of a training run: start, step, evaluation, checkpoint and end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpc_train.train.metrics import named_errors
 
 @dataclass(frozen=True)
 class HookContext:
-    """Holds what a hook gets to know at an event. It is the same on every rank except for ``mesh`` and the tensors.
+    """Holds the facts that a hook gets at an event. They are the same on every rank except for ``mesh`` and tensors.
 
     Attributes:
         step: the number of completed optimizer steps.
@@ -82,8 +82,8 @@ class HookContext:
 class Hook:
     """A hook with methods that do nothing. Any object with some of these methods is a hook.
 
-    All ranks call the same methods at the same steps, so they may communicate. An error ends the attempt like one of
-    the model.
+    All ranks call the same methods at the same steps, so they may communicate. An error ends the attempt like an
+    error of the model.
     """
 
     def start(self, context: HookContext) -> None:
@@ -109,13 +109,13 @@ class Hook:
     def state_dict(self) -> Mapping[str, Any]:
         """Returns the state to save: JSON values, equal on all ranks, and tensors.
 
-        A tensor is a ``DTensor``, which each rank saves its shard of, or equal on all ranks that have its key. The
-        names, shapes and dtypes of tensors must not depend on the layout.
+        A tensor is a ``DTensor``, of which each rank saves its shard, or it is equal on all ranks that have its key.
+        The names, shapes and dtypes of tensors must not depend on the layout.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over a saved state, after ``start``. The tensors are the ones of ``state_dict``, with loaded values.
+        """Restores a saved state, after ``start``. The tensors are the ones of ``state_dict``, with loaded values.
 
         It is not called for a hook that the checkpoint does not contain, nor in a fork.
         """
@@ -158,7 +158,7 @@ class Hooks:
     """Calls hooks in the order of the config. All methods are collective.
 
     Attributes:
-        context: what does not change during the attempt, once the worker has set it.
+        context: the facts that do not change during the attempt; the worker sets it.
         end_reason: why a hook of this rank asks to end the run.
         values: the part of the states that is not tensors, by hook, since ``before_save``.
         tensors: the tensors of the states since ``before_save``, under their names in a checkpoint.

@@ -22,7 +22,7 @@ class EMA(Hook):
 
     Args:
         decay: in [0, 1).
-        evaluate: whether evaluations use the average. It takes the place of the weights meanwhile.
+        evaluate: whether evaluations use the average. It replaces the weights during an evaluation.
     """
 
     def __init__(self, decay: float = 0.999, evaluate: bool = True) -> None:

@@ -43,8 +43,8 @@ class Metric(ABC):
         """Returns the sums of one micro-batch: a tensor, or several numbers, of the same size in every call.
 
         Args:
-            outputs: what the model's loss gets: logits with the classes in the last dim, or the outputs of a custom
-                module.
+            outputs: the outputs that the model's loss gets: logits with the classes in the last dim, or the outputs of
+                a custom module.
             targets: the targets of the loss. Those that are -100 are padding and must not contribute.
         """
 

@@ -71,7 +71,7 @@ class Perplexity(Metric):
 
 
 class _ClassCounts(Metric):
-    """Counts for each class the targets that are predicted rightly, the predictions, and the targets."""
+    """Counts for each class the targets that are predicted correctly, the predictions, and the targets."""
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         logits, labels = kept(outputs, targets)

@@ -128,7 +128,7 @@ def _terms(steps: list[Tensor], group: Mapping[str, Any], finite: Tensor, dtype:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Flat views of a parameter or of a part of it."""
+    """Holds flat views of a parameter or of a part of it."""
 
     value: Tensor
     gradient: Tensor

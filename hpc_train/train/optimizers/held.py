@@ -28,7 +28,9 @@ from hpc_train.parallel.precision.masters import keep_master, like_shard, local_
 
 
 class Held(Protocol):
-    """Holds a parameter and what the optimizer of this rank updates. All methods but ``as_saved`` may be collective."""
+    """Interface of a parameter and its tensor in the optimizer of this rank. All methods but ``as_saved`` may be
+    collective.
+    """
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -36,30 +38,30 @@ class Held(Protocol):
 
     @property
     def local(self) -> nn.Parameter | None:
-        """Returns what the optimizer updates; None if another rank owns the parameter."""
+        """Returns the tensor that the optimizer updates; None if another rank owns the parameter."""
 
     def refresh(self) -> None:
         """Updates ``local`` and its gradient before an update."""
 
     def write_back(self) -> None:
-        """Takes over the updated value of ``local``."""
+        """Copies the updated value of ``local`` to the parameter."""
 
     def fetch(self) -> None:
-        """Takes over a value that was loaded into the parameter."""
+        """Copies a value that was loaded into the parameter to ``local``."""
 
     def as_saved(self, value: Tensor) -> Tensor:
         """Returns a tensor of the state in the form in which a checkpoint names and shapes it."""
 
 
 def hold(parameters: Mapping[str, nn.Parameter], elementwise: Mapping[str, bool], offload: bool) -> dict[str, Held]:
-    """Returns what the optimizer updates for each parameter, by name.
+    """Returns name -> the parameter with the tensor that the optimizer updates.
 
     Args:
         parameters: the trained parameters of this rank by name.
         elementwise: whether the optimizer of a parameter computes each element alone.
-        offload: whether what the optimizer updates is in host memory.
+        offload: whether the tensors that the optimizer updates are in host memory.
     """
-    elements: dict[Place, dict[Place, int]] = {}  # of each rank that shares parameters, by the sizes of their mesh
+    elements: dict[Place, dict[Place, int]] = {}  # sizes of a mesh -> place of a rank -> its elements
     held: dict[str, Held] = {}
     for name, parameter in parameters.items():
         dims = _sharded_dims(parameter)
@@ -79,14 +81,14 @@ def hold(parameters: Mapping[str, nn.Parameter], elementwise: Mapping[str, bool]
 
 @dataclass(frozen=True)
 class LocalShard:
-    """``local`` is the parameter itself, its local shard, or a copy of it on the host."""
+    """Holds as ``local`` the parameter itself, its local shard, or a copy of the shard on the host."""
 
     parameter: nn.Parameter
     local: nn.Parameter
     offloaded: bool
 
     def refresh(self) -> None:
-        """FSDP2 may replace a shard's memory, and makes new gradients."""
+        """Updates ``local`` and its gradient, since FSDP2 may replace a shard's memory and creates new gradients."""
         gradient = self.parameter.grad
         if gradient is not None:
             gradient = local_part(gradient)
@@ -100,7 +102,7 @@ class LocalShard:
         if self.offloaded:
             local_part(self.parameter.detach()).copy_(self.local, non_blocking=True)
         elif self.local is not self.parameter:
-            self.local.grad = None  # or the engine could not free it before the next step
+            self.local.grad = None  # otherwise the engine could not free it before the next step
 
     def fetch(self) -> None:
         if self.offloaded:
@@ -128,7 +130,7 @@ def local_shard(parameter: nn.Parameter, offload: bool) -> Held:
 
 @dataclass(frozen=True)
 class MasterShard(LocalShard):
-    """``local`` is the fp32 master of a shard in bf16, on the device or on the host."""
+    """Holds as ``local`` the fp32 master of a shard in bf16, on the device or on the host."""
 
     def refresh(self) -> None:
         if self.offloaded:
@@ -143,7 +145,7 @@ class MasterShard(LocalShard):
             self.local.grad = None  # a copy, which only the update needs
 
     def fetch(self) -> None:
-        """Returns the master itself, since a load writes into it."""
+        """Does nothing, since a load writes into the master itself."""
 
 
 def _copy_gradient(local: nn.Parameter, gradient: Tensor | None) -> None:
@@ -165,7 +167,7 @@ Place = tuple[int, ...]  # one coordinate for each dimension of the mesh over wh
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """``local`` is the whole parameter on its ``owner`` and None on other ranks."""
+    """Holds as ``local`` the whole parameter on its ``owner``, and None on other ranks."""
 
     parameter: nn.Parameter
     owner: Place
@@ -174,7 +176,7 @@ class WholeTensor:
 
     @classmethod
     def of(cls, parameter: nn.Parameter, owner: Place, offload: bool) -> WholeTensor:
-        """Collective over the ranks that share the parameter."""
+        """Builds it from the shards. Collective over the ranks that share the parameter."""
         whole = _gathered(parameter.detach(), parameter)
         if _own_place(parameter) != owner:
             return cls(parameter, owner, None, offload)

@@ -80,7 +80,7 @@ def _checked_factor(name: str, function: Callable[..., Any], step: int, argument
     ) from cause
 
 
-_MOMENTUM = 0.9  # of the optimizer that schedulers get
+_MOMENTUM = 0.9  # the momentum of the optimizer that schedulers get
 
 
 @dataclass

@@ -29,7 +29,7 @@ from hpc_train.train.optimizers.compact_adamw import CompactAdamW
 from hpc_train.train.optimizers.held import Held, MasterShard, hold
 from hpc_train.train.optimizers.own import OwnState, check_elementwise, flattened
 
-WIDENED = 2**26  # elements; the gradients of so many masters are in fp32 at once, 256 MiB, or those of a larger one
+WIDENED = 2**26  # elements (256 MiB) of master weights whose fp32 gradients exist at once; a larger one is alone
 
 
 class Optimizer:
@@ -50,7 +50,7 @@ class Optimizer:
         self._groups = parameter_groups(config)
         self._held = hold(trained, {name: self._target(name).elementwise for name in trained}, offload)
         self._together = [*_updated_together(self._held.values())]
-        members: dict[str, dict[str, ParameterGroup | None]] = {}  # by the place of the optimizer in the config
+        members: dict[str, dict[str, ParameterGroup | None]] = {}  # config key of the optimizer -> name -> group
         for name in trained:
             members.setdefault(self._target(name).where, {})[name] = self._group(name)
         self._parts = [_part(config, self._target(next(iter(some))), some, self._held) for some in members.values()]
@@ -92,12 +92,13 @@ class Optimizer:
         self._before_update.append(action)
 
     def expect(self, stored: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
-        """Makes room for the state of optimizers of the user, which the following load writes.
+        """Allocates the state of user-defined optimizers, which the following load fills.
 
         Args:
-            stored: all tensors of a checkpoint; an empty one discards that state.
+            stored: all tensors of a checkpoint; if it is empty, that state is discarded.
 
-        Returns: The tensors that are state of such optimizers, on any rank.
+        Returns:
+            The tensors that are state of such optimizers, on any rank.
         """
         states: dict[str, dict[str, TensorShape]] = {}
         for target in own_targets(self._config):
@@ -146,7 +147,7 @@ class Optimizer:
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """Takes over values that a checkpoint load has written to the parameters and to ``named_state``."""
+        """Applies values that a checkpoint load has written to the parameters and to ``named_state``."""
         for held in self._held.values():
             held.fetch()
         for part in self._parts:
@@ -180,7 +181,7 @@ class _Part:
         inner: None if other ranks own all these parameters.
         lr_factors: the factor of the learning rate for each of torch's parameter groups.
         user: names the state of an optimizer of the user; None for the built-in ones.
-        waits: whether the host reads whether the gradients are finite. It is the same on all ranks that share them.
+        waits: whether the host reads the flag that the gradients are finite; the same on all ranks that share them.
         updates: how often it has updated parameters.
         places: the number of torch's parameter group of each parameter, once ``only`` has asked for it.
     """

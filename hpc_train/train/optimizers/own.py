@@ -1,7 +1,7 @@
 """Builds the optimizers of a user by import path, and keeps their state in the form of a checkpoint.
 
-An optimizer makes its state in its first update, in any form. A load therefore takes the names and shapes from the
-checkpoint and not from the optimizer: before a load, ``OwnState.expect`` allocates what the checkpoint has.
+An optimizer creates its state in its first update, in any form. A load therefore takes the names and shapes from the
+checkpoint and not from the optimizer: before a load, ``OwnState.expect`` allocates the tensors of the checkpoint.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class OwnState:
     _values: dict[str, Any] | None = field(default=None, init=False)
 
     def named(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yields each parameter's name and its state by key, or what the next load writes into."""
+        """Yields each parameter's name and its state by key, or the tensors into which the next load writes."""
         for name, held in self.held.items():
             tensors = self._expected.get(name, {})
             if not self._expected:
@@ -170,7 +170,7 @@ class OwnState:
         )
 
     def expect(self, stored: Mapping[str, TensorShape]) -> None:
-        """Discards the state, and allocates tensors for what a checkpoint has stored of it on this rank.
+        """Discards the state, and allocates tensors for the stored state of this rank.
 
         Args:
             stored: the tensors of this optimizer in a checkpoint by name.
@@ -200,7 +200,7 @@ class OwnState:
         return held.as_saved(torch.zeros(shape, dtype=entry.dtype, device=held.local.device))
 
     def loaded(self) -> None:
-        """Makes the state from the values that a load has written."""
+        """Creates the state from the values that a load has written."""
         for name, tensors in self._expected.items():
             local = self.held[name].local
             assert self.optimizer is not None and local is not None
@@ -209,14 +209,14 @@ class OwnState:
         self._expected = {}
 
     def before_update(self) -> None:
-        """Remembers the values that ``check_update`` compares."""
+        """Records the values that ``check_update`` compares."""
         self._values = self._own_values()
 
     def check_update(self) -> None:
-        """Checks that a checkpoint can hold what the update after ``before_update`` has changed.
+        """Checks that a checkpoint can hold all values that the update after ``before_update`` has changed.
 
         Raises:
-            UserError: it cannot.
+            UserError: a value cannot be saved.
         """
         assert self._values is not None
         changed = [name for name, value in self._own_values().items() if self._values.get(name, value) != value]

@@ -35,7 +35,7 @@ from hpc_train.train.watch.utilization import (
 
 
 class Measures:
-    """Measures the steps of this rank and combines them with those of the other ranks at log steps.
+    """Measures the steps of this rank, and combines the values with those of the other ranks at log steps.
 
     Args:
         first_of_node: whether this rank reads the counters of its node's NICs.
@@ -214,7 +214,7 @@ class Meter:
 
     @property
     def mean_tokens_per_s(self) -> float:
-        """Returns the mean over all intervals that were read."""
+        """Returns the mean rate over all intervals that were read."""
         return self._all_tokens / max(self._all_seconds, 1e-9)
 
 

@@ -35,7 +35,7 @@ class RankMemory:
     Attributes:
         peak: peak of the GPU's allocator; on the CPU the peak resident set, including the interpreter and libraries.
         activations: the rest of the peak, i.e. activations and temporary buffers.
-        device: the memory of the GPU; on the CPU that of the machine, which all its processes share.
+        device: the memory of the GPU; on the CPU the memory of the machine, which all its processes share.
     """
 
     peak: int

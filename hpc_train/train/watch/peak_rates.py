@@ -1,11 +1,11 @@
-"""Peak FLOP/s of GPUs by the names that ``torch.cuda.get_device_name``, ``nvidia-smi`` and HIP give them.
+"""Provides the peak FLOP/s of GPUs by the names that ``torch.cuda.get_device_name``, ``nvidia-smi`` and HIP give them.
 
 A rate is from the vendor's data sheet, without sparsity: for bf16 and fp16 of the tensor (matrix) cores that accumulate
 in fp32, as torch's products do; for fp32 without TF32, whose rate is half that of bf16; for fp64 of the fastest units.
 Where a sheet gives rates with sparsity only, half of them is used. A name that is not in the table has no rate:
 variants with the same number differ by up to half (``H100 PCIe``, ``RTX 4090 Laptop GPU``), and a MIG slice or a vGPU
 is a part of a card. A partition of an MI300 (DPX, TPX, QPX or CPX mode) has the name of the whole GPU; its share of the
-compute units shows what it is.
+compute units identifies it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PeakRates:
-    """Peak rates of one device in 1e12 FLOP/s. None: the device has no units for it, or no sheet states the rate."""
+    """Holds the peak rates of one device in 1e12 FLOP/s; None if it has no such units, or no sheet states the rate."""
 
     bf16: float | None
     fp16: float | None

@@ -28,14 +28,14 @@ STAGE_WORK = {  # method of a stage -> the kind of its work
 
 WARMUP_STEPS = 2
 TIMED_STEPS = 3
-MOST_CHUNKS = 5000  # of all ranks in a picture, about 150 kB; a larger one would also be too fine to be seen
+MOST_CHUNKS = 5000  # chunks of all ranks in a picture, about 150 kB; more would also be too small to see
 
 
 @dataclass(frozen=True)
 class _RankTimes:
     """Holds what one rank has measured: seconds by stage, the elapsed seconds, and the chunks of the last step.
 
-    ``chunks`` are (kind, stage, begin, end), with the times in seconds from the beginning of the step.
+    ``chunks`` are (kind, stage, begin, end), with the times in seconds from the start of the step.
     """
 
     stage_s: dict[int, float]
@@ -150,7 +150,7 @@ class Chunk:
 
     Attributes:
         kind: ``forward``, ``backward``, or ``weight`` where the gradients of weights are computed separately.
-        begin: the seconds from the beginning of ``timed_stages`` to that of the chunk, once the device has finished.
+        begin: the seconds from the start of ``timed_stages`` to the start of the chunk, once the device has finished.
         seconds: its duration, once the device has finished.
     """
 

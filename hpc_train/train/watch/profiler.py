@@ -196,7 +196,7 @@ def communication_share(step: Callable[[], None], device: torch.device, stages: 
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:
-    """Returns what torch.profiler records on ``device``."""
+    """Returns the activities that torch.profiler records on ``device``."""
     if device.type == "cuda":
         return [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     return [ProfilerActivity.CPU]

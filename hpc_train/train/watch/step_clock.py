@@ -152,7 +152,7 @@ class StepClock:
         return bool(stream.cuda_stream == self._stream)
 
     def _timed(self, watch: Stopwatch, counts: bool) -> Wrap:
-        """Returns a wrapper that times a function with ``watch``, and meanwhile counts waits or not."""
+        """Returns a wrapper that times a function with ``watch``; ``counts`` says whether waits in it are counted."""
 
         def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
             def timed(*args: Any, **kwargs: Any) -> Any:
@@ -252,7 +252,7 @@ class _Period:
 
 
 class DeviceStopwatch:
-    """Does the same by reusable events in the current CUDA stream, without blocking the host."""
+    """Sums intervals like ``HostStopwatch``, with reusable events in the current CUDA stream; never blocks the host."""
 
     def __init__(self) -> None:
         self.stretches = 0

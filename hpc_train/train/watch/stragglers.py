@@ -114,7 +114,7 @@ def over_ranks(rows: Sequence[RankTimes], layout: Layout) -> dict[str, float]:
     - compute_imbalance: the longest computation time of a rank over the mean of all ranks.
     - arrival_skew_s: per step, the time between the first and the last rank of a stage entering collectives. Ranks
       leave a collective together, so it is the difference of their waiting times.
-    - peak_memory_bytes: the maximum over the ranks; memory_imbalance: that over the mean.
+    - peak_memory_bytes: the maximum over the ranks; memory_imbalance: the maximum over the mean.
     - gpu_util: the mean over the ranks.
     - host_share: the share of the time in which data was available and the GPU ran no kernel.
     - rdma_tx_bytes, rdma_rx_bytes, net_tx_bytes, net_rx_bytes: per step, summed over the nodes.

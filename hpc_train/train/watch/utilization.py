@@ -99,7 +99,7 @@ def describe_utilization(count: FlopCount, peak_flops: float, source: str) -> di
 
 
 def device_peak(device: torch.device, precision: str, tf32: bool) -> float | None:
-    """Returns the peak FLOP/s of a GPU according to its data sheet, of a partition its share; None if unknown."""
+    """Returns the peak FLOP/s of a GPU, or of a partition its share, according to the data sheet; None if unknown."""
     properties = torch.cuda.get_device_properties(device)
     return peak_flops(properties.name, precision, tf32, properties.multi_processor_count)
 
@@ -118,7 +118,7 @@ def peak_device_memory(device: torch.device) -> int | None:
 
 
 def device_memory(device: torch.device) -> int:
-    """Returns the memory of a GPU in bytes; on the CPU that of the machine."""
+    """Returns the memory of a GPU in bytes; on the CPU the memory of the machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
