@@ -46,7 +46,7 @@ def main() -> None:
         print("the working directory has been removed\n  fix:    cd to a directory that exists", file=sys.stderr)
         sys.exit(Exit.REFUSED)
     if not sys.flags.safe_path and here not in sys.path:
-        append_working_directory(here)  # of the console script; `python -m` has put it first
+        append_working_directory(here)  # only for the console script; `python -m` has put it first
     sys.exit(run(sys.argv[1:]))
 
 
@@ -95,7 +95,7 @@ def _mistake(error: Exception) -> UserError | None:
     from hpc_train.config.translate import translate  # imports Hydra, which many commands do not need
 
     mistake = translate(error) or out_of_resources(error)
-    if mistake is None and isinstance(error, ValueError):  # from an import of torch
+    if mistake is None and isinstance(error, ValueError):  # may come from an import of torch
         from hpc_train.machine.environment import rejected_variable  # imports psutil, which may be missing
 
         mistake = rejected_variable(error, os.environ)

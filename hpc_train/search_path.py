@@ -44,7 +44,7 @@ LIBRARIES = ("site-packages", "dist-packages")
 
 def shadowing_file(error: BaseException) -> str | None:
     """Returns what is wrong and the fix if ``error`` comes from a file that shadows a package; None otherwise."""
-    broken = getattr(error, "filename", None)  # of a SyntaxError
+    broken = getattr(error, "filename", None)  # a SyntaxError names its file
     files = [broken] if isinstance(broken, str) else []
     raised_in: list[str] = []
     frame = error.__traceback__

@@ -23,7 +23,7 @@ def name_of_user(uid: int) -> str:
 
 def own_name() -> str:
     """Returns the login name of the user of this process, or the number of the user id if it has none."""
-    for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):  # as getpass.getuser
+    for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):  # in the order of getpass.getuser
         if name := os.environ.get(variable):
             return name
     try:

@@ -92,7 +92,7 @@ class HostArena:
             self._clear_error()
 
     def release(self) -> None:
-        """Frees the memory when no tensor refers to it any more. All copies into it must be complete."""
+        """Frees the memory when no tensor refers to it. All copies into it must be complete."""
         if self._pinned:
             self._cuda.cudart().cudaHostUnregister(self._address)
         self._pinned = None

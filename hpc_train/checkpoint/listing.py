@@ -135,7 +135,7 @@ def choose_by_name(run: RunDirectory, name: str, metric: BestMetric) -> Checkpoi
         raise UserError(
             f"no checkpoint of {run.path} has a result for {metric.name}",
             where="--checkpoint best",
-            fix="--checkpoint newest or a step; train.eval_every=N evaluates during the training",
+            fix="--checkpoint newest or a step; train.eval_every=N evaluates during training",
         )
     return choose(run, step)
 

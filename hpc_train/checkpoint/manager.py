@@ -54,7 +54,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.units import format_bytes
 
-# A slow file system does not end the training. If a save hangs, the next one waits for it, and the agent sees the hang.
+# A slow file system does not end training. If a save hangs, the next one waits for it, and the agent sees the hang.
 SLOWEST_WRITE = timedelta(days=1)
 
 

@@ -59,8 +59,8 @@ def _fitting_keep(store: CheckpointStore, lacking: int, keep: int) -> str:
     return ""
 
 
-UNKNOWN_S = 120  # for the current step and the exit, before any step has been timed
-LEAVING_S = 30  # for the last values to reach the trackers and for processes to exit
+UNKNOWN_S = 120  # assumed time of the current step and the exit, before any step has been timed
+LEAVING_S = 30  # time for the last values to reach the trackers and for processes to exit
 LEAST_S = 60
 SAVE_SAFETY_FACTOR = 2  # the file system may be busy during the next save
 BYTES_PER_S = 0.5e9  # assumed write bandwidth per node on a shared file system
@@ -83,7 +83,7 @@ def stop_time(config: Config, run: RunDirectory, nodes: int) -> StopTime:
     save_s = _slowest_save(run)
     if save_s is not None:
         newest = (run.newest_metrics(attempt).step_s for attempt in range(run.newest_attempt(), -1, -1))
-        step_s = next((seconds for seconds in newest if seconds is not None), 0.0)  # of the newest attempt with a step
+        step_s = next((seconds for seconds in newest if seconds is not None), 0.0)  # newest attempt with a step
         reason = f"{SAVE_SAFETY_FACTOR} x the slowest save so far ({save_s:.3g} s) plus a step ({step_s:.3g} s)"
         return StopTime(_rounded(SAVE_SAFETY_FACTOR * save_s + step_s + LEAVING_S), reason)
     size = state_bytes(config)

@@ -51,7 +51,9 @@ from hpc_train.run.imported import (
 )
 
 SHARD_BYTES = 4 * 2**30  # largest safetensors file, and thereby the memory that an export needs
-TOKEN_IDS, POSITIONS = ("bos_token_id", "eos_token_id", "pad_token_id"), "max_position_embeddings"  # of config.json
+# keys of config.json
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+POSITIONS = "max_position_embeddings"
 GENERATION = "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TRIES = 5  # attempts to export while the run removes old checkpoints
@@ -196,7 +198,7 @@ def export_hf(
         )
     kind = dtype or next(iter(stored.model().values())).dtype
     config = hugging_face.config(model, positions, str(kind).removeprefix("torch."))
-    if others is not None:  # for an id that they lack, ``transformers`` has a default
+    if others is not None:  # ``transformers`` has a default for each missing id
         ids = {name: others[CONFIG][name] for name in TOKEN_IDS if name in others[CONFIG]}
         config = {name: value for name, value in config.items() if name not in TOKEN_IDS} | ids
     hf_name = partial(hugging_face.parameter_name, model)

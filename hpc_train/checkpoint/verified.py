@@ -1,7 +1,7 @@
-"""Finds the newest checkpoint that matches its manifest. Each rank verifies a part of its files before any load.
+"""Finds the newest checkpoint that matches its manifest. Before any load, each rank verifies a part of the files.
 
-Rank 0 reads the manifest and lists the directory once. Each of N ranks opens, measures and hashes 1/N of the bytes; no
-rank opens all files.
+Rank 0 reads the manifest and lists the directory once. Each of N ranks opens, measures and hashes files with 1/N of the
+bytes; no rank opens all files.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class VerifiedSearch:
 
         Raises:
             AllDamaged: all checkpoints are damaged.
-            UserError: this process has no permission to read them.
-            OSError: they cannot be read at the moment.
+            UserError: this process has no permission to read the checkpoints.
+            OSError: the checkpoints cannot be read at the moment.
         """
         while True:
             candidate: VerifiedCheckpoint | None = on_first(self._candidate, self.group)
@@ -111,9 +111,10 @@ class VerifiedSearch:
         return None
 
     def _file_state(self, candidate: VerifiedCheckpoint) -> str | None:
-        """Returns a digest of the attributes of all files that change with a write; None if it is not needed.
+        """Returns a digest of those attributes of all files that change with a write; None if it is not needed.
 
-        Each rank looks at its share. The digest is a sum, so it does not depend on the number of ranks. Collective.
+        Each rank reads the attributes of its share. The digest is a sum, so it does not depend on the number of ranks.
+        Collective.
         """
         if not (self.full and self.writable):
             return None
@@ -184,7 +185,7 @@ def _share(manifest: Manifest, group: dist.ProcessGroup) -> list[str]:
 
 
 def _memory(verified: VerifiedCheckpoint, state: str) -> dict[str, Any]:
-    """Returns what identifies a verified checkpoint, and this job by its agent."""
+    """Returns the facts that identify a verified checkpoint and, by its agent, this job."""
     return {"job": process(os.getppid()), "step": verified.checkpoint.step, "files": state}
 
 

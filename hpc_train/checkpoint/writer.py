@@ -1,9 +1,9 @@
-"""Writes tensors in the format of ``torch.distributed.checkpoint``, hashes the files, and checks that all is written.
+"""Writes tensors in the format of ``torch.distributed.checkpoint``, hashes the files, and checks that all was written.
 
-The ranks exchange little: the digests of what they hold, and after the write the digest of each file (see ``plan``).
-Where the parts are in the files changes only with the plan; so rank 0 keeps the bytes of ``.metadata`` and writes the
-same again. A rank fails the save unless it has written each planned part once, and rank 0 unless each file is as long
-as its parts need.
+The ranks exchange little data: the digests of their holdings, and after the write the digest of each file (see
+``plan``). The places of the parts in the files change only with the plan, so rank 0 keeps the bytes of ``.metadata``
+and writes them again. A save fails if a rank has not written each planned part exactly once, or if rank 0 finds a file
+that is shorter than its parts.
 
 A rank syncs its own files. Rank 0 syncs the directory once, after all ranks have closed theirs and before the commit
 (``CheckpointStore.commit``). That makes the entries of all ranks durable: on a local file system and on Lustre's
@@ -60,7 +60,7 @@ class SaveFailed(CollectiveFailure):
 
 @dataclass(frozen=True)
 class Answer:
-    """Holds a rank's message before a save: the serial of the plan that it knows, and the digest of what it holds."""
+    """Holds a rank's message before a save: the serial of the plan that it knows, and the digest of its holding."""
 
     serial: int | None
     digest: bytes
@@ -72,7 +72,7 @@ class Written:
 
     Attributes:
         files: its files by name.
-        places: where its parts are; None if they are where they were in the last save of this plan.
+        places: the places of its parts; None if they have not changed since the last save of this plan.
     """
 
     files: Mapping[str, FileEntry]
@@ -92,12 +92,12 @@ class RankWriter:
         self._single_file = single_file
         self._items: list[WriteItem] = []
         self._holding: Holding | None = None
-        self._planned: tuple[int, bytes, bytes] | None = None  # serial, digest of what is held, one bit per part
-        self._written: Places | None = None  # in the last write
-        self._known: Places | None = None  # what rank 0 knows
+        self._planned: tuple[int, bytes, bytes] | None = None  # serial, digest of the holding, one bit per part
+        self._written: Places | None = None  # the places of the last write
+        self._known: Places | None = None  # the places that rank 0 knows
 
     def describe(self, state: Mapping[str, Tensor]) -> Answer:
-        """Describes what this rank holds. It reads no values."""
+        """Describes the holding of this rank, without reading values."""
         planner = dcp.DefaultSavePlanner()
         planner.set_up_planner(dict(state), is_coordinator=self._rank == 0)
         self._items = planner.create_local_plan().items
@@ -113,14 +113,14 @@ class RankWriter:
         return self._holding.pack()
 
     def accept(self, serial: int, bits: bytes) -> None:
-        """Takes rank 0's plan for the described holding."""
+        """Accepts rank 0's plan for the described holding."""
         assert self._holding is not None, "nothing is described"
         self._planned = serial, self._holding.digest, bits
         self._known = None
 
     @property
     def items(self) -> list[WriteItem]:
-        """Returns what this rank writes of the described holding."""
+        """Returns the items of the described holding that this rank writes."""
         assert self._planned is not None, "nothing is planned"
         bits = np.unpackbits(np.frombuffer(self._planned[2], dtype=np.uint8), count=len(self._items))
         return [item for item, written in zip(self._items, bits.tolist(), strict=True) if written]
@@ -162,13 +162,13 @@ class Coordinator:
         self._metadata: bytearray | None = None
 
     def must_send(self, answers: Sequence[Answer]) -> list[int]:
-        """Returns the ranks that must send what they hold for a new plan; none if the last plan holds."""
+        """Returns the ranks that must send their holdings for a new plan; none if the last plan is still valid."""
         if self._plan is not None and all(answer.serial == self._plan.serial for answer in answers):
             return []
         return senders([answer.digest for answer in answers])
 
     def make_plan(self, answers: Sequence[Answer], packed: Sequence[bytes | None]) -> list[tuple[int, bytes]]:
-        """Returns for each rank the serial of a new plan and what it writes; see ``RankWriter.accept``."""
+        """Returns for each rank the serial of a new plan and the parts that it writes; see ``RankWriter.accept``."""
         self._plan = None
         self._places = [None] * self._ranks
         self._metadata = None
@@ -224,7 +224,7 @@ class TensorWriter:
     def names(self, state: Mapping[str, Tensor]) -> set[str]:
         """Returns the names of the tensors that this rank will write in a save of ``state``. Collective.
 
-        Ranks may hold the same tensor; the plan chooses which of them writes it. It reads no values.
+        Ranks may hold the same tensor; the plan chooses which of them writes it. This reads no values.
 
         Raises:
             SaveFailed: the plan failed on some rank; raised on all ranks.
@@ -247,8 +247,8 @@ class TensorWriter:
 
         Args:
             check_space: called on the first rank with the total bytes and the number of files before the first write.
-            host: name -> host copy of what this rank writes; ``state`` then only provides names and shapes. A copy is
-                read before the next one is requested, so that all of them may use the same memory.
+            host: name -> host copy of a tensor that this rank writes; ``state`` only provides names and shapes. A copy
+                is read before the next one is requested, so that all of them may use the same memory.
 
         Returns:
             All files on the first rank, an empty dict on the others. The files are on disk.
@@ -271,7 +271,7 @@ class TensorWriter:
         return files
 
     def _plan(self, state: Mapping[str, Tensor], check_space: Callable[[int, int], None] | None) -> None:
-        """Plans a save, and checks the space for it; the ranks send what they hold only if that has changed."""
+        """Plans a save, and checks the space for it; the ranks send their holdings only if these have changed."""
         answers: list[Answer] = []
 
         def ask(received: list[Answer]) -> list[int]:

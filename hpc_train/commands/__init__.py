@@ -14,7 +14,7 @@ class Words(Flag):
     """Names the kinds of positional arguments that a command takes."""
 
     RUNS = auto()  # the name or path of a run or sweep
-    OVERRIDES = auto()  # of the config
+    OVERRIDES = auto()  # overrides of the config
 
 
 class Command(NamedTuple):

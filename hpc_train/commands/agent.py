@@ -24,7 +24,7 @@ def start_agent(arguments: list[str], begun: HeadStart | None = None) -> int:
     parser.add_argument("run_dir", type=Path, help="the run directory that `python -m hpc_train freeze …` printed")
     parser.add_argument(TRUST, action="store_true", help="continue the run although it belongs to another user")
     parser.add_argument(
-        "--progress", action="store_true", help="print the training on the first node, as a run in the foreground does"
+        "--progress", action="store_true", help="print the progress on the first node, as a run in the foreground does"
     )
     parser.add_argument(
         "--json", action="store_true", help="print only one JSON object, on the first node at the end of the run"

@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=int, default=2, metavar="N", help="nodes of the job to check for (default: 2)")
     parser.add_argument("--submit", action="store_true", help="check the nodes of a short Slurm job")
     parser.add_argument("--measure", action="store_true", help="only run the preflight, which measures the speed")
-    parser.add_argument("--task", action="store_true", help=argparse.SUPPRESS)  # of --measure in an allocation
+    parser.add_argument("--task", action="store_true", help=argparse.SUPPRESS)  # a task of --measure in an allocation
     parser.add_argument("--sbatch", default="", metavar="OPTIONS", help="additional sbatch options for that job")
     parser.add_argument("--report-to", type=Path, help=argparse.SUPPRESS)  # a directory, for tasks of the job
     node = parser.add_argument_group("the hardware of this node, for the site's staff")

@@ -20,7 +20,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.snapshot import work_tree
 
 TEMPLATE = Path(__file__).parent / "project"
-FILES = {  # in the project, and in the template
+FILES = {  # name in the project -> name in the template
     "README.md": "README.md",
     "model.py": "model.py",
     "data.py": "data.py",

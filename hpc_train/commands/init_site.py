@@ -45,7 +45,7 @@ FILE = Path("site.yaml")
 TIME_S = 3600  # the default of cluster.time
 RUNTIMES = ("apptainer", "singularity", "enroot")
 MODULES = re.compile(r"^(cuda|cudatoolkit|nvhpc|rocm|nccl|rccl|aws-ofi|apptainer|singularity|python)\b", re.IGNORECASE)
-SHELL_S = 10.0  # for the module system
+SHELL_S = 10.0  # time limit of a query of the module system
 START_S = 120  # the time within which the job that tests the internet must start
 HOST = "api.wandb.ai"
 REACHES = f"curl -sS -o /dev/null -m 10 https://{HOST} || timeout 10 bash -c 'exec 3<>/dev/tcp/{HOST}/443'"
@@ -341,7 +341,7 @@ def _add_account(survey: Survey, chosen: Partition, site: Site, ask: Query) -> N
     if not own:
         needed = "associations" in site.enforced
         survey.missing.append(
-            "cluster.account: sacctmgr lists no association of yours"
+            "cluster.account: sacctmgr lists no association of this user"
             + (", and AccountingStorageEnforce requires one: ask the site" if needed else "")
         )
         return

@@ -102,7 +102,7 @@ def sweep_results(items: Sequence[RunHandle], curves: Sequence[Curves], metric: 
         raise UserError(f"no run has a value of {name}", where="--metric", fix=nearest(name, names))
     best = None
     mode = checkpoint.get("best_mode", "auto") if name == ranked else "auto"
-    with suppress(UserError):  # of some metrics it is unknown whether high values are good
+    with suppress(UserError):  # it is unknown for some metrics whether high values are good
         choose = max if highest_is_best(name, mode, "checkpoint.best_mode") else min
         best = choose(finite, key=lambda index: values[index])
     compared = Comparison.of(item.run for item in items)

@@ -38,9 +38,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object with the file")
     options = parser.parse_args(arguments)
     try:
-        with (
-            without_collector()
-        ):  # for a long run, the garbage collector would take a tenth of the time and find nothing
+        with without_collector():  # which, for a long run, would take a tenth of the time and find nothing
             machine = None if options.machine is None else read_machine(options.machine)
             path = write_page(options.target, options.out, machine)
     except OSError as error:

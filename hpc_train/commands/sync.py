@@ -104,7 +104,7 @@ class _Row:
         return path.name
 
     def send(self, progress: Progress | None = None) -> None:
-        """Sends what is new, and shows the lines sent if there is a ``progress``."""
+        """Sends the new lines, and shows their number if there is a ``progress``."""
         if self.error is not None:
             return
         try:

@@ -25,8 +25,8 @@ def main(arguments: list[str]) -> int:
     parser = OptionParser(
         prog="python -m hpc_train top",
         description="Shows runs live: progress, loss, speed, and for the chosen run its curves, waiting times, "
-        "pipeline stages and events. By default all runs below the run root and all of yours in Slurm. It needs "
-        "textual.",
+        "pipeline stages and events. By default it shows all runs below the run root and all your runs in Slurm. It "
+        "needs textual.",
     )
     parser.add_argument("targets", nargs="*", metavar="RUN|SWEEP", help="directories, or names (default: all)")
     parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds (default: %(default)g)")

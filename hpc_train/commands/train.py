@@ -50,7 +50,7 @@ def main(arguments: list[str], begun: HeadStart | None = None) -> int:
         begun: the head start of the warm parent, for a run in the foreground.
 
     Returns:
-        The exit code of the training. The launcher of a submission exits the process with its own code.
+        The exit code of training. The launcher of a submission exits the process with its own code.
 
     Raises:
         UserError, hydra.errors.HydraException, OmegaConfBaseException: a user's mistake.

@@ -147,7 +147,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def swept(overrides: Sequence[str]) -> list[str]:
-    """Returns those of ``overrides`` that list several values."""
+    """Returns the ``overrides`` that list several values."""
     return [text for text in overrides if parsed_override(text).is_sweep_override()]
 
 

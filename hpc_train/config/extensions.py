@@ -1,7 +1,8 @@
 """Model families and data sources: the facts about each that are known without importing torch.
 
-Built-in families and sources use the same descriptions as those of a user's package, which ``model.kind`` or
-``data.kind`` names as ``package.module:NAME``. A description that lacks a fact is refused when the config is composed.
+Built-in families and sources use the same descriptions as families and sources of a user's package, which
+``model.kind`` or ``data.kind`` names as ``package.module:NAME``. A description that lacks a fact is refused when the
+config is composed.
 """
 
 from __future__ import annotations

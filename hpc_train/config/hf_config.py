@@ -120,7 +120,7 @@ CLASSIFIERS = ("sequence_classification", "image_classification")
 REGRESSION, SINGLE, MULTI = "regression", "single_label_classification", "multi_label_classification"
 PROBLEM_TYPES = (REGRESSION, SINGLE, MULTI)
 SMOOTHING = "label_smoothing"
-COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # of the load-balancing loss, in different families
+COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # the key of the load-balancing loss depends on the family
 WHERE = "model.name_or_path, model.config"
 
 

@@ -191,7 +191,8 @@ def _check_missing(chosen: Mapping[str, Path], line: CommandLine) -> None:
 def _check_hydra(chosen: Mapping[str, Path], line: CommandLine) -> None:
     """Rejects settings of Hydra's launcher and choices of its groups in the chosen files, which Hydra drops silently.
 
-    The main config chooses these groups too, and its choice takes precedence over that of a file which it includes.
+    The main config chooses these groups too, and its choice takes precedence over the choice of a file that it
+    includes.
     """
     for group, path in chosen.items():
         entries = getattr(_find(read_yaml(path), "defaults"), "value", ())

@@ -25,8 +25,8 @@ SECRET_NAME = re.compile(
 )
 FROM_ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]+)")
 ASSIGNMENT = re.compile(r"""\b(\w+)=('[^']*'|"[^"]*"|[^\s;&|]+)""")
-PASSWORD = re.compile(r"(://[^\s:/@]*:)[^\s@/]+@")  # in an address
-TOKEN = re.compile(r"\b(Bearer\s+|hf_|gh[ps]_|sk-)[\w.~+/=-]{8,}")  # of widespread services
+PASSWORD = re.compile(r"(://[^\s:/@]*:)[^\s@/]+@")  # a password in an address
+TOKEN = re.compile(r"\b(Bearer\s+|hf_|gh[ps]_|sk-)[\w.~+/=-]{8,}")  # a token of a widespread service
 HIDDEN = "(hidden)"
 SHORTEST = 8  # characters; a shorter value would also occur in harmless text
 # Names of files in which tools keep keys, tokens and passwords, in lower case. Python modules are always copied.

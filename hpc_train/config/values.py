@@ -154,7 +154,7 @@ def parse_hang_timeout(text: str) -> float | None:
     )
 
 
-DEBUG_STEPS = 20  # counted from the newest checkpoint; learning rate and data are those of the whole run
+DEBUG_STEPS = 20  # counted from the newest checkpoint; learning rate and data are not changed
 
 
 def for_debugging(config: Config) -> Config:

@@ -113,7 +113,7 @@ class CustomDataset(Dataset):
         items: the user's dataset.
         config: names the keys of items that are dicts.
         seed: the seed of random augmentations.
-        name: the class, for messages; None: that of ``items``.
+        name: the class, for messages; None uses the class of ``items``.
 
     Raises:
         UserError: ``lengths`` does not have one positive number for each item.
@@ -276,8 +276,8 @@ class Collate:
         """Returns the micro-batch of ``items``, which have ``indices`` in the dataset, padded to ``size`` samples.
 
         Without indices, all samples are padding, for which the only item is the template. Raises UserError if the
-        function does not return a batch of these items, or returns another one each time. Raises UserCodeError if the
-        function raised an exception.
+        function does not return a batch of these items, or returns a different one each time. Raises UserCodeError if
+        the function raised an exception.
         """
         described_indices = indices or [0]
         which = f"{self._name}, called with {len(items)} items ({_listed(dataset, described_indices)}),"

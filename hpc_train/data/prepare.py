@@ -29,7 +29,7 @@ from hpc_train.errors import UserError
 from hpc_train.run.files import read_json, write_json
 
 _SHARDS = ".shards"
-_FORMAT = 4  # version of the shards; a change of their format or content makes those of an older version unused
+_FORMAT = 4  # version of the shards, which changes with their format or content; shards of other versions are not used
 _BATCH = 1 << 20  # characters encoded in one call
 SHARD_BYTES = 32 << 20  # bytes of input per shard; a larger input is a shard by itself
 
@@ -43,7 +43,7 @@ class Settings:
     bos: bool = True  # whether documents begin with the start tokens of the tokenizer
     jsonl_field: str = "text"
     encoding: str = "utf-8"
-    validation_share: float = 0.01  # of the documents
+    validation_share: float = 0.01  # share of the documents
 
 
 @dataclass(frozen=True)

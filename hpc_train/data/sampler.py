@@ -265,7 +265,7 @@ class StreamOrder:
                 yield StreamRequest(slots, size, lane, taken)
 
     def _rows(self) -> Iterator[tuple[int, int, int]]:
-        """Yields for each micro-batch its reader, its number among those of the reader, and their number."""
+        """Yields for each micro-batch its reader, its number within the reader, and the reader's micro-batches."""
         if self.layout.logical_micro_batches:  # the same micro-batches under any number of ranks
             for logical in self.layout.logical_of(self.dp_rank):
                 yield logical, 0, 1

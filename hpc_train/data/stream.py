@@ -120,7 +120,7 @@ class Shards:
 
 
 def merged_states(states: Sequence[States]) -> States:
-    """Returns the states of all shards from those of all ranks; several ranks may report the same."""
+    """Returns the states of all shards from the reports of all ranks; several ranks may report the same shard."""
     return {shard: state for rank_states in states for shard, state in rank_states.items()}
 
 

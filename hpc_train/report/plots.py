@@ -25,8 +25,8 @@ SHARES = {  # key of the metrics -> name and line style
     "host_share": ("host", ":"),
 }
 PANEL = (6.0, 3.6)  # inches
-COLORS = 10  # in matplotlib's default cycle
-MOST_LABELS = 12  # in a legend
+COLORS = 10  # colors in matplotlib's default cycle
+MOST_LABELS = 12  # the largest number of labels in a legend
 FEW_POINTS = 20
 WIDE = 20.0  # ratio of the largest to the smallest value of a key from which its axis is logarithmic
 WIDE_LOSS = 100.0  # the same ratio for the loss

@@ -1,7 +1,7 @@
 """Defines the run directory, the one interface between submitter, agents, workers, commands and notebooks.
 
 config.yaml                  the current frozen config; earlier ones are config-NNN.yaml
-job.sbatch                   the batch script of the last submission; that of an array is slurm/JOB.sbatch of the sweep
+job.sbatch                   the batch script of the last submission; for an array it is slurm/JOB.sbatch of the sweep
 job.sh                       commands that a batch script written by hand sources
 gpus.sh                      passes the GPUs of a job on to its steps, for scripts that start the agents themselves
 run.json                     run id, config hash, code version, W&B id, every submission (see record.py)
@@ -23,7 +23,7 @@ compiled/                    artifacts of torch.compile, which the next attempt 
 profile/                     traces of chosen steps and ranks, and the time breakdown of a step (telemetry.profile)
 .locks/                      locks that are held at this moment, such as the one on run.json (see file_lock.py)
 code/HASH/                   the frozen copy of the user's code with run.snapshot=copy or run.group; the runs of a sweep
-                             share one in its directory. Otherwise those of a run root share it in .code/UID/HASH
+                             share one in its directory. Otherwise the runs of a root share it in .code/UID/HASH
 report.html                  the report page, written at the end of each job; a sweep's directory has one as well
 wandb/                       files of the W&B client, if W&B is enabled
 tracking/wandb.json          the step up to which a tracker has the metrics (see telemetry/sinks/tracker.py)
@@ -288,7 +288,7 @@ def parsed_config(text: str) -> Any:
     return yaml.load(text, _LOADER)
 
 
-_CHECKS = {"metrics": metrics_row, "events": event_row, "texts": text_row}  # by folder
+_CHECKS = {"metrics": metrics_row, "events": event_row, "texts": text_row}  # folder -> check of its rows
 
 
 def refuse_empty_name(target: str) -> None:
@@ -312,7 +312,7 @@ def sweep_given(target: str, runs: Sequence[Path], command: str) -> UserError:
 
 def lease_folder(path: Path) -> Path:
     """Returns the folder with the lock files of a run's lease (see ``run.lease``), which also has its attempts."""
-    before = path / ".locks" / "lease"  # of versions before 0.9, of which one may be at work
+    before = path / ".locks" / "lease"  # the folder of versions before 0.9, one of which may be at work
     return before if before.is_dir() else path / "attempts"
 
 

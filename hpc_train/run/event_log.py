@@ -71,7 +71,7 @@ def _since_boot() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-STRICT = "HPC_TRAIN_STRICT_EVENTS"  # for development: an event that is not as its row says raises an error
+STRICT = "HPC_TRAIN_STRICT_EVENTS"  # for development: an event that does not match its row in the table raises an error
 
 
 def _writer() -> FileWriter:

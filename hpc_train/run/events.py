@@ -44,7 +44,7 @@ def _chunk(value: Any) -> bool:
 
 
 _RATES = record_of(nodes=dict_of(or_none(number)), rails=list_of(or_none(number)), world=or_none(number))
-TYPES: dict[str, Check] = {  # as the documentation calls them
+TYPES: dict[str, Check] = {  # the name of the type in the documentation -> its check
     "text": text,
     "text or null": or_none(text),
     "number": number,
@@ -84,7 +84,7 @@ FIELDS = {"event": "text"} | {name: of for of, names in _NAMES.items() for name 
 class Level(IntEnum):
     """Defines where an event is shown; a level includes the places of the levels below it."""
 
-    DETAIL = 0  # in the live view only
+    DETAIL = 0  # only in the live view
     MARK = 1  # on the report page
     REACTION = 2  # by the command why
     FAILURE = 3  # as the cause of an end
@@ -98,7 +98,7 @@ class EventKind:
         meaning: the sentence in the documentation.
         fields: the names of its fields besides those of every event, separated by spaces. A line that lacks a field
             marked with ``!`` is damaged. ``*`` allows any other fields.
-        types: the fields whose type is not that of ``FIELDS``.
+        types: the fields whose type differs from ``FIELDS``.
         ends: what it ends: the training, reported by rank 0, or the job, reported by an agent with its exit code.
         state: the state that the run is in from then on, for monitoring.
         counter: the counter of monitoring that it increases. ``hang_detected`` has none, because the
@@ -392,7 +392,7 @@ def event_row(row: Row) -> Event | None:
 
 
 def misfit(line: Row) -> str | None:
-    """Returns what is wrong with a line that is to be written, for tests; None if it is as the table says."""
+    """Returns what is wrong with a line to be written, for tests; None if it matches the table."""
     kind = EVENTS.get(line["event"])
     if kind is None:
         return f"the table of events lacks {line['event']}"

@@ -156,7 +156,7 @@ RESPONSES: dict[Failure, Response] = {
 }
 
 
-HOST_MEMORY = "out of host memory according to the kernel"  # for a process that the kernel has killed
+HOST_MEMORY = "out of host memory according to the kernel"  # the reason for a process that the kernel has killed
 CRASHED_IMPORT = "importing torch crashed"
 
 # Advice for causes that a message names, which takes precedence over the advice for the class of the failure.
@@ -285,9 +285,8 @@ def classify(error: BaseException, run: Path | None = None) -> Failure:
     for type_, failure in _TYPES.items():
         if isinstance(error, type_):
             return failure
-    if any(
-        type_.__name__ == "AcceleratorError" for type_ in type(error).__mro__
-    ):  # of torch 2.8, with a CUDA error code
+    # torch 2.8 raises AcceleratorError, which has a CUDA error code
+    if any(type_.__name__ == "AcceleratorError" for type_ in type(error).__mro__):
         for failure, codes in _CUDA_CODES.items():
             if getattr(error, "error_code", None) in codes:
                 return failure

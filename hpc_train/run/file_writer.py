@@ -50,9 +50,9 @@ class FileWriter:
         self._name = name
         self._limit = limit_bytes
         self._changed = threading.Condition()
-        self._files: dict[Path, deque[tuple[Write, int]]] = {}  # what has not been written and its size, oldest first
-        self._bytes = 0  # of these entries
-        self._pending = 0  # their number
+        self._files: dict[Path, deque[tuple[Write, int]]] = {}  # pending writes with their sizes, oldest first
+        self._bytes = 0  # the total size of the pending writes
+        self._pending = 0  # the number of pending writes
         self._lost = 0
         self._due = False  # whether to try now
         self._started = 0  # the number of tries, over all files

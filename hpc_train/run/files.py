@@ -227,7 +227,7 @@ class NewLines:
     note, as are lines and fields that ``check`` rejects.
 
     Args:
-        below: the run directory, below which no link of another user is followed; by default that of the file.
+        below: the run directory, below which no link of another user is followed; by default the directory of the file.
         check: returns the object, in any class, without its wrong fields; None to skip it.
     """
 
@@ -281,7 +281,7 @@ def last_line(path: Path, below: Path | None = None) -> Row:
 
 
 def _objects(lines: list[str]) -> list[dict[str, Any]]:
-    """Returns the JSON objects of ``lines``; those of damaged lines are empty.
+    """Returns the JSON objects of ``lines``; a damaged line yields an empty object.
 
     Intact lines are decoded together, as elements of one array, which takes two thirds of the time.
     """

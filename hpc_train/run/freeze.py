@@ -178,7 +178,7 @@ def check_freeze(config: Config, run: RunDirectory, trust_owner: bool = False) -
         _check_can_freeze(unforked, run, source)
     above = RunDirectory(run.path.parent)
     if not is_present(run.config) and is_present(above.config) and is_present(above.path / RECORD):
-        raise UserError(  # as for a job of a sweep
+        raise UserError(  # such as a job of a sweep
             f"{above.path} is a run, so {run.path} cannot be created inside it",
             where="run.name",
             fix="another run.name, which neither is a run nor lies inside one",

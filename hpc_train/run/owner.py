@@ -96,7 +96,7 @@ def foreign_files(files: Iterable[Path], path: Path) -> Iterator[tuple[Path, int
     of_new_files: set[int] | None = None
     for file in files:
         users = set()
-        with suppress(OSError):  # of the file and, if it is a symbolic link, of the link
+        with suppress(OSError):  # checks the file and, if it is a symbolic link, the link
             users.add(file.lstat().st_uid)
             users.add(file.stat().st_uid)
         for user in users - trusted:
@@ -357,7 +357,7 @@ ACCESS: Mapping[str, Access] = MappingProxyType(
         "compare --baseline": Access.READS,
         "plot": Access.READS,
         "report": Access.READS,
-        "support": Access.READS,  # and only of the caller's own runs
+        "support": Access.READS,  # only for the caller's own runs
         "wait": Access.READS,
         "sync": Access.READS,
         "checkpoint list": Access.READS,

@@ -274,7 +274,7 @@ def _check_of(hint: Any) -> Check:
         return _check_of_tuple(arguments) if origin is tuple else _check_of_mapping(*arguments)
     if is_dataclass(hint):
         return lambda value: type(value) is hint and _are_checked(value)
-    return _SPECIAL.get(hint, lambda value: type(value) is hint)  # by the type itself, so that True is not a number
+    return _SPECIAL.get(hint, lambda value: type(value) is hint)  # the exact type, so that True is not a number
 
 
 _PLAIN = (int, str, bool)

@@ -7,8 +7,8 @@ hpc_train itself, with the modes of the work tree. Copies are named by their con
 Outside a work tree nothing is copied. A copy is used only if the user owns it and its content is the expected one; a
 copy that no run below the root names is removed, at most once a day, when a new one is written.
 
-Bytecode of the work tree that is up to date is copied as well, except that of tests: without it, the first job would
-compile every module before its workers start.
+Up-to-date bytecode of the work tree is copied as well, except for tests. Without bytecode, the first job would compile
+every module before its workers start.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def snapshot_code(configs: Sequence[Config], own: Path, directory: Path | None =
         own.parent.mkdir(parents=True, exist_ok=True)
         own.mkdir(mode=0o700, exist_ok=True)
         if config.run.group is None and own.stat().st_uid == os.geteuid():
-            own.chmod(0o700)  # that of an earlier version
+            own.chmod(0o700)  # an earlier version may have created it with other permissions
     folder = shared or own
     snapshot = folder / digest
     if not use_copy(snapshot, content):
@@ -108,7 +108,7 @@ def snapshot_code(configs: Sequence[Config], own: Path, directory: Path | None =
             remove_unnamed(shared)
 
     commit = (git(root, "rev-parse", "--verify", "HEAD") or "").strip()
-    changed: list[str] = []  # also those removed from the work tree or from git's index
+    changed: list[str] = []  # includes files that were removed from the work tree or from git's index
     if commit:
         names_of_changed = git(root, "diff", "--name-only", "--no-renames", "-z", "HEAD") or ""
         changed += filter(None, names_of_changed.split("\0"))
@@ -171,7 +171,7 @@ def _check_size(root: Path, sizes: Mapping[str, int]) -> None:
     total = sum(sizes.values())
     if total <= LIMIT_BYTES:
         return
-    groups: Counter[str] = Counter()  # by large files and directories of small ones
+    groups: Counter[str] = Counter()  # sizes of large files, and of directories of small files
     for name, size in sizes.items():
         groups[name if size > LIMIT_BYTES // 10 else f"{name.rpartition('/')[0]}/"] += size
     listed = ", ".join(f"{name} ({format_bytes(size)})" for name, size in groups.most_common(LISTED))
@@ -428,7 +428,7 @@ def shared_copies(root: Path) -> Path | None:
     except OSError:
         pass
     print(
-        f"note: {above} cannot be used, or belongs to another user who could replace what is in it; the code is copied "
+        f"note: {above} cannot be used, or belongs to another user who could replace its content; the code is copied "
         "into the run directory",
         file=sys.stderr,
     )

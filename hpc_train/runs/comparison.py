@@ -137,7 +137,7 @@ class Comparison:
     def best(self, views: Sequence[View]) -> int | None:
         """Returns the index of the best of the runs that are done.
 
-        None if fewer than two of them have a value, or if ``views`` are only those of a part of the sweep.
+        None if fewer than two of them have a value, or if ``views`` cover only a part of the sweep.
         """
         if len(views) < len(self.settings):
             return None

@@ -399,8 +399,8 @@ class NcclProblem:
     fix: str
 
 
-# The messages are those of NCCL 2.9 to 2.30 (its source, June 2026, and the reports in its issue tracker) and of torch,
-# which quotes NCCL's last warning in the exception. Status numbers are those of ``enum ibv_wc_status`` of libibverbs.
+# The messages come from NCCL 2.9 to 2.30 (its source, June 2026, and the reports in its issue tracker) and from torch,
+# which quotes NCCL's last warning in the exception. Status numbers are values of ``enum ibv_wc_status`` of libibverbs.
 # The causes come first, then the errors that name no cause, then those that follow another rank's failure.
 PROBLEMS = (
     NcclProblem(

@@ -26,9 +26,9 @@ from hpc_train.schedulers.slurm.states import Phase, state_of
 from hpc_train.telemetry.tracebacks import own_frames
 
 ASK_EVERY_S = 30.0
-ASK_MANY_EVERY_S = 60.0  # with more than MANY jobs
+ASK_MANY_EVERY_S = 60.0  # the interval for more than MANY jobs
 MANY = 100
-HELD = re.compile("[Hh]eld|Hold")  # in Slurm's reasons: JobHeldUser, JobHoldMaxRequeue, job requeued in held state
+HELD = re.compile("[Hh]eld|Hold")  # matches Slurm's reasons JobHeldUser, JobHoldMaxRequeue, job requeued in held state
 
 
 @dataclass(frozen=True)
@@ -373,7 +373,7 @@ def _lost(run: RunDirectory, view: View, status: JobStatus | None, output: Path)
     if stop_was_requested(run) and not view.metrics:
         message = f"stopped before the first step ({run.record().get('stop_requested_by', 'cancel')})"
         return replace(view, state="cancelled", exit=final_code(Exit.STOPPED, run), message=message)
-    if not run.path.exists():  # and with it what the agent has written
+    if not run.path.exists():  # the records of the agent are gone, too
         message = f"the run directory {run.path} was deleted while the job was running"
         return replace(view, state="failed", exit=Exit.FAILED, message=message)
     message = "\n".join(run.end_of_output(output).strip().splitlines()[-30:])

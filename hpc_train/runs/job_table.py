@@ -246,7 +246,7 @@ BEST = " (best)"
 
 
 def retry_lines(sweep: str, run: RunDirectory, views: Sequence[View]) -> list[str]:
-    """Returns the commands that submit the runs of ``sweep`` that did not finish again, with what they do.
+    """Returns the commands that submit the unfinished runs of ``sweep`` again, with comments on what they do.
 
     Args:
         run: any of its runs, which all have the same frozen code.

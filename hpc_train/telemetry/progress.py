@@ -108,7 +108,7 @@ def failing(events: Iterable[Event]) -> int:
     return notices.failed
 
 
-WIDTH, HEIGHT = 56, 10  # of the chart
+WIDTH, HEIGHT = 56, 10  # size of the chart in characters
 TRAIN, VALIDATION = "•", "o"
 
 
@@ -441,7 +441,8 @@ def twice_as_long(command: str, steps: int) -> str:
     if epochs:
         return f"{command[: epochs.start()]}{2 * float(epochs[0]):g}{command[epochs.end() :]}"
     command = re.sub(r" train\.steps=\S+", "", command)
-    name = re.search(r" run\.name=\S+", command)  # beside it, as Hydra's parser requires overrides to be adjacent
+    # the new override goes beside run.name, since Hydra's parser requires overrides to be adjacent
+    name = re.search(r" run\.name=\S+", command)
     end = len(command) if name is None else name.end()
     return f"{command[:end]} train.steps={2 * steps}{command[end:]}"
 

@@ -51,8 +51,8 @@ def run_length(config: Config, feed: TrainFeed) -> Length:
     return Length(steps, feed.steps_per_epoch, size, feed.samples_per_epoch)
 
 
-IDENTITY = "data"  # in the checkpoint: ``Dataset.identity``
-_KEY = "stream"  # in the checkpoint
+IDENTITY = "data"  # the key of ``Dataset.identity`` in the checkpoint
+_KEY = "stream"  # the key of the positions of a stream in the checkpoint
 
 
 def has_ended(feed: TrainFeed, batch: LocalBatch, step: int, mesh: Mesh) -> bool:
@@ -127,7 +127,7 @@ def data_changes(restored: RestoredState, feed: TrainFeed) -> list[str]:
         else:
             continue
         message = (
-            f"the training data{which} {problem}; in the changed order some samples of the epoch repeat, others are "
+            f"the training data{which} {problem}; in the changed order some samples of the epoch repeat and others are "
             "missed"
         )
         if has_fingerprint:

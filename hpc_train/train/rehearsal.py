@@ -62,7 +62,7 @@ class Rehearsal:
     Attributes:
         attributes: plain attributes of modules that the forward pass changes.
         written: parameters that the forward pass writes to.
-        not_compared: why the gradients were not compared with those of one process; None if they were, or need not be.
+        not_compared: why the gradients were not compared with one process; None if they were, or need not be.
     """
 
     attributes: list[str] = field(default_factory=list)

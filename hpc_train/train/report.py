@@ -87,7 +87,7 @@ class Report:
         self.events.write("rolled_back", step=bad.stop, reason=reason, **details)
 
     def first_step(self, step: int, seconds: float, artifacts: KeptArtifacts | None) -> None:
-        """Reports the duration of the first step of an attempt, and what it has compiled."""
+        """Reports the duration of the first step of an attempt, and the number of graphs that it has compiled."""
         if self.metrics is None:
             return
         text = f"the first step took {seconds:.2f} s"
@@ -316,7 +316,7 @@ class Line:
     On a GPU the host reads them when it has launched the next step, so that the device never waits for the host. A
     save, an evaluation, a stop and the end of the run read them first: every checkpoint includes the changes by its
     line, and after a failure no line is missing below the checkpoint. A divergence is then found one step later, but
-    the step taken meanwhile counts as not taken, so the skipped data and the numbers are the same as on a CPU.
+    the step taken in between does not count, so the skipped data and the numbers are the same as on a CPU.
 
     Attributes:
         totals: the samples and tokens of the run.

@@ -177,7 +177,7 @@ class LastSave:
     _has_warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self._stopping_s = self.stop_grace_s - min(LEAVING_S, self.stop_grace_s / 4)  # until a rank must leave
+        self._stopping_s = self.stop_grace_s - min(LEAVING_S, self.stop_grace_s / 4)  # time until a rank must leave
 
     def warn_of_slow_steps(self, step: int, step_s: float) -> None:
         """Warns once if there is no time for a whole step after a stop request.

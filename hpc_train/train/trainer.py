@@ -88,7 +88,7 @@ class Trainer:
     skipped: Skipped = NOTHING
     rollbacks: int = 0
     _line: Line | None = field(default=None, init=False)
-    _divergence: tuple[int, Divergence] | None = field(default=None, init=False)  # and the step at which it was found
+    _divergence: tuple[int, Divergence] | None = field(default=None, init=False)  # (step at which it was found, it)
     _bad_end: Divergence | None = field(default=None, init=False)
     _save_due: bool = field(default=False, init=False)
     _is_first_step: bool = field(default=True, init=False)
@@ -555,7 +555,7 @@ class DivergenceWatch:
         """Returns a divergence after ``step`` steps, the last ``skipped`` of them skipped; reports each one once."""
         if skipped >= self._limit:
             reason = (
-                f"no gradient was finite in the last {skipped} steps: the training has diverged; try a smaller "
+                f"no gradient was finite in the last {skipped} steps: training has diverged; try a smaller "
                 "optim.lr or more optim.warmup_steps"
             )
             if self._is_fp16:

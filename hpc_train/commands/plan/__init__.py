@@ -212,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=X",
         help="override a number in the machine file",
     )
-    simulation = parser.add_argument_group("how the training scales")
+    simulation = parser.add_argument_group("how training scales")
     simulation.add_argument(
         "--simulate",
         nargs="?",

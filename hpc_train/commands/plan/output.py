@@ -25,7 +25,7 @@ from hpc_train.units import format_bytes, format_duration, format_hours
 
 WHY = "more than the row above"
 FOLDED = {"layout": 16, WHY: 13}  # continue in the next line on a narrow terminal
-KINDS = {"measured": "measured", "table": "from tables", "assumed": "assumed"}  # of the numbers of a machine
+KINDS = {"measured": "measured", "table": "from tables", "assumed": "assumed"}  # kind of a machine's number -> words
 LEAST_NEEDED = ("MFU", "recompute", "batches", "GPU-hours", "starts", "parameters", "time")  # the least first
 SCALING_COLUMNS = (
     "GPUs", "layout", "batch", "step, s", "samples/s", "speed-up", "efficiency", "failures a day", "save every",
@@ -206,7 +206,7 @@ def simulate(training: PlannedTraining, machine: Machine, counts: Sequence[int],
     """Prints a row for each number of GPUs, and writes the picture.
 
     Raises:
-        UserError: the training fits on no number of GPUs, or the picture cannot be written.
+        UserError: training fits on no number of GPUs, or the picture cannot be written.
     """
     out: Path | None = options.out
     if out is not None:

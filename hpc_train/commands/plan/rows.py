@@ -349,9 +349,9 @@ def nearest(layouts: Sequence[Candidate]) -> Candidate:
 
 
 def unknown_end() -> UserError:
-    """Returns the error for a deadline that cannot be compared with the end of the training."""
+    """Returns the error for a deadline that cannot be compared with the end of training."""
     return UserError(
-        "the end of the training cannot be predicted: its number of steps, or its start, is unknown",
+        "the end of training cannot be predicted: the number of steps, or the start of the job, is unknown",
         where="train.epochs, --within",
         fix="train.steps=N instead of train.epochs, and a queue that responds",
     )

@@ -154,7 +154,7 @@ class MlflowConfig:
     uri: str | None = key(
         None,
         "The address of the MLflow server, such as http://HOST:5000. auto takes MLFLOW_TRACKING_URI. null sends "
-        "nothing during the training.",
+        "nothing during training.",
     )
     experiment: str = key("hpc_train", "The MLflow experiment.")
 

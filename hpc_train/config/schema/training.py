@@ -1,4 +1,4 @@
-"""The keys of the groups ``strategy``, ``optim``, ``train`` and ``batch``, which decide what is computed."""
+"""The keys of the groups ``strategy``, ``optim``, ``train`` and ``batch``, which determine the computation."""
 
 from __future__ import annotations
 

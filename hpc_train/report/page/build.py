@@ -120,7 +120,7 @@ def write_page(target: str, out: Path | None = None, machine: Machine | None = N
 
     Args:
         out: the file; by default ``report.html`` in the directory of the run or sweep, or in ``.others`` below the
-            run root for those of another user.
+            run root for a run or sweep of another user.
         machine: the machine on which the runs were executed; the error of its prediction is recorded.
     """
     handles = find_runs(target, "report")

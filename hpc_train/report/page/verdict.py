@@ -248,7 +248,7 @@ def decisions(facts: RunFacts) -> Html | None:
     if len(events) > MOST_EVENTS:
         words.append(f"{len(events) - MOST_EVENTS} earlier events are left out.")
     rows = []
-    messages: set[str] = set()  # those of the rows above are not repeated
+    messages: set[str] = set()  # messages of the rows above, which are not repeated
     for event in events[-MOST_EVENTS:]:
         step = "" if event.step is None else f"{event.step:,}"
         texts = (event.failure, event.reason, event.message, event.layout)

@@ -183,7 +183,7 @@ def _partition(job: JobRequest, site: Site) -> Partition | None:
 def _association(job: JobRequest, site: Site, partition: Partition | None) -> Association | None:
     """Returns the association that the job is charged to; None if it is unknown or associations are not enforced.
 
-    An association with the partition of the job precedes that of the same account with all partitions.
+    An association for the partition of the job precedes an association of the same account for all partitions.
     """
     if site.associations is None or "associations" not in site.enforced:
         return None

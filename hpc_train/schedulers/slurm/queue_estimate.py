@@ -26,7 +26,7 @@ from hpc_train.schedulers.slurm.client import QUERY_S, Problem, SlurmError, chec
 from hpc_train.schedulers.slurm.records import rows, time_of
 from hpc_train.users import user_cache
 
-ESTIMATES = ".queue-estimates.jsonl"  # in the run root
+ESTIMATES = ".queue-estimates.jsonl"  # a file in the run root
 FRESH_S = 300.0
 NEWEST = 20  # the number of jobs that are compared
 FEWEST = 3

@@ -74,7 +74,7 @@ class Partition:
 class PartitionLimits:
     """Holds the limits of an association or a QOS, which also has ``flags`` such as ``PartitionTimeLimit``."""
 
-    max_jobs: int | None = None  # in the queue at the same time
+    max_jobs: int | None = None  # jobs in the queue at the same time
     max_time_s: int | None = None
     max_nodes: int | None = None
     max_gpus: int | None = None

@@ -52,7 +52,7 @@ def _rule(names: str, reaches: tuple[Receiver, ...], reason: str, instead: str =
 
 _ALL = tuple(Receiver)
 _OF_SLURM = (Receiver.QUERY, Receiver.SBATCH, Receiver.SCRIPT, Receiver.INNER_STEP)
-# The names are those of the manual pages (INPUT ENVIRONMENT VARIABLES) of Slurm 20.11 to 25.05.
+# The names are from the manual pages (INPUT ENVIRONMENT VARIABLES) of Slurm 20.11 to 25.05.
 RULES = (
     _rule("SLURM_CONF SLURM_CONF_SERVER", _ALL, "it selects the cluster of this machine"),
     _rule("SLURM_JWT SLURM_SACK_*", _ALL, "it authenticates the user"),

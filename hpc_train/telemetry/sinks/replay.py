@@ -115,7 +115,7 @@ class Replay:
         return self.is_open
 
     def _known(self) -> int:
-        """Returns the step up to which lines need not be sent; 0 for a tracker that replaces those of earlier steps."""
+        """Returns the step up to which lines need not be sent; 0 for a tracker that replaces earlier values."""
         if self.is_open and self.backend.replaces:
             return 0
         return self._position.step

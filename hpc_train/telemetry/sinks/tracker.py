@@ -158,7 +158,7 @@ class Tracker:
         self._advance(texts=self.position.texts + len(texts))
 
     def finish(self) -> None:
-        """Sends what is buffered and disconnects. It is not called after an error."""
+        """Sends the buffered lines and disconnects. It is not called after an error."""
         self.disconnect()
         self.position.write(self.directory, self.name)
         self.abandon()

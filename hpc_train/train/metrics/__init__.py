@@ -248,7 +248,7 @@ def named_errors(title: str, method: str, step: int | None = None) -> Iterator[N
         step: the number of completed steps.
 
     Raises:
-        CallFailed: an error of another type than those of ``_UNCHANGED`` was raised.
+        CallFailed: an error whose type is not in ``_UNCHANGED`` was raised.
     """
     try:
         yield

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hpc_train.parallel.compile import compile_in_turns
 
-PIECE = 2**22  # elements that an eager update changes at once, which bounds the temporary memory
+PIECE = 2**22  # elements that an eager update changes together, which bounds the temporary memory
 LARGE = 2**18  # elements; a compiled update of that size takes longer on a GPU than its launch
 MOST_GRAPHS = 64  # compiled updates, one for each size; dynamo's own limit is 8
 

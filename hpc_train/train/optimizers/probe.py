@@ -2,7 +2,7 @@
 
 ``python -m hpc_train.train.optimizers.probe`` reads a config as JSON from its standard input and prints the first
 mistake as JSON. For a family of models the small parameters have the names and the number of dimensions of the model's;
-those of a custom model are unknown without building it, so only the signatures are checked then.
+the parameters of a custom model are unknown without building it, so only the signatures are checked then.
 """
 
 from __future__ import annotations
