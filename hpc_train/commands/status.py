@@ -112,7 +112,7 @@ def _notes(overview: Overview) -> Iterator[str]:
     if overview.older:
         yield f"note: {counted(overview.older, 'older run is', 'older runs are')} not listed; --newest N lists more"
     if not overview.runs:
-        yield f"no run below {default_root()}/ and none of your jobs in Slurm; run.root or HPC_TRAIN_ROOT sets the place"
+        yield f"no run below {default_root()}/ and no job of yours in Slurm; run.root or HPC_TRAIN_ROOT sets the place"
 
 
 def _describe(
