@@ -310,7 +310,7 @@ def refuse_foreign_lease(run: RunDirectory) -> None:
         raise UserError(
             f"{run.path} belongs to {user_name(owner)}, and none of your processes works on it",
             where="RUN",
-            fix=f"ask {user_name(owner)}, or name one of your own runs",
+            fix=f"ask {user_name(owner)}, or name one of your runs",
         )
 
 

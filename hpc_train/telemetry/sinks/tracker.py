@@ -1,6 +1,6 @@
 """Continues the one run of a tracker where the last job or ``sync`` has stopped sending.
 
-The run directory records for each tracker the step up to which it has the metrics: ``tracking/wandb.json`` and so on. A
+The run directory records for each tracker the newest step that it has: ``tracking/wandb.json`` and so on. A
 lock lets one process send at a time. A tracker that cannot replace values gets each step once: if training goes back to
 a checkpoint, the repeated steps are not sent again.
 """
