@@ -10,8 +10,8 @@ memory.
 The budget limits the bytes that ``kept_by_layers`` counts. The memory estimate adds the logits of the loss, the layer
 that is being recomputed, and the gradients that a split backward keeps between its two parts.
 
-With ``train.activation_offload``, the module ``parallel.activation_offload`` moves activations that are kept to host memory
-and back.
+With ``train.activation_offload``, the module ``parallel.activation_offload`` moves activations that are kept to host
+memory and back.
 """
 
 from __future__ import annotations
