@@ -409,7 +409,7 @@ Curves = dict[str, list[tuple[float, float]]]
 
 
 def panels() -> list[dict[str, Any]]:
-    """Returns the panels of the dashboard of one run as far as its row about the speed."""
+    """Returns the panels of the dashboard of one run above its row about the speed."""
     everything = json.loads(DASHBOARD.read_text())["panels"]
     return everything[: [panel["title"] for panel in everything].index("Speed")]
 
