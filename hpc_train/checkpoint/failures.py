@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PublishedRate:
-    """The failures per GPU-hour that a publication reports."""
+    """Holds the failures per GPU-hour that a publication reports."""
 
     name: str
     per_gpu_hour: float

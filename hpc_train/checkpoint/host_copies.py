@@ -37,7 +37,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 class HostArena:
-    """One mapping of host memory, pinned for ``device`` if that is a GPU; forked processes do not inherit it.
+    """Holds one mapping of host memory, pinned for ``device`` if that is a GPU; forked processes do not inherit it.
 
     Args:
         cuda: the torch module of the device type, such as ``torch.cuda``.

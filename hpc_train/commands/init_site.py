@@ -53,7 +53,7 @@ REACHES = f"curl -sS -o /dev/null -m 10 https://{HOST} || timeout 10 bash -c 'ex
 
 @dataclass(frozen=True)
 class Value:
-    """A line of the file.
+    """Describes a line of the file.
 
     Attributes:
         key: the config key.

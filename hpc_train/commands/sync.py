@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Row:
-    """A run whose metrics are sent.
+    """Describes a run whose metrics are sent.
 
     Attributes:
         error: the error after which nothing is sent.

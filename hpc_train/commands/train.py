@@ -115,7 +115,7 @@ def _train(arguments: list[str], ended: Ended, begun: HeadStart | None, trust_ow
 
 @dataclass(frozen=True)
 class Training:
-    """Hydra's task function. The launcher of ``-m`` does not call it and uses only its attributes."""
+    """Implements Hydra's task function. The launcher of ``-m`` does not call it and uses only its attributes."""
 
     ended: Ended
     line: CommandLine

@@ -1,4 +1,4 @@
-"""The command line, which Hydra's own parser separates into options and overrides, and the composition of its jobs."""
+"""Separates the command line into options and overrides with Hydra's own parser, and composes its jobs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hpc_train.errors import UserError
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The command line, which Hydra's own parser has separated into options and overrides.
+    """Holds the command line, which Hydra's own parser has separated into options and overrides.
 
     Attributes:
         runs: False if the command only shows something: --help, --cfg, --info or completion.

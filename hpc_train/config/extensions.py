@@ -1,4 +1,4 @@
-"""Model families and data sources: the facts about each that are known without importing torch.
+"""Describes model families and data sources by facts that are known without importing torch.
 
 Built-in families and sources use the same descriptions as families and sources of a user's package, which
 ``model.kind`` or ``data.kind`` names as ``package.module:NAME``. A description that lacks a fact is refused when the

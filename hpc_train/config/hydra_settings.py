@@ -1,4 +1,4 @@
-"""Hydra's own settings (the ``hydra`` node): which of them hpc_train follows, and what replaces the others.
+"""Handles Hydra's own settings (the ``hydra`` node): follows some of them, and refuses the others with a replacement.
 
 The command line or a file of the user may set them. ``hydra.mode``, ``hydra.sweeper``, ``hydra.searchpath``, callbacks
 and the choice of a launcher or a sweeper are followed. A setting that would have no effect is refused.

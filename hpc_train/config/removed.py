@@ -1,4 +1,4 @@
-"""Config keys of earlier versions: what replaces them, and which of their values a frozen run may have had.
+"""Lists config keys of earlier versions, what replaces them, and the values that a frozen run may have had for them.
 
 A renamed key is read under its new name, with a notice. A config that sets a removed key is refused with the
 replacement. A run that an earlier version froze is read without the removed key, unless its value changed what the run

@@ -1,4 +1,4 @@
-"""The settings of the site and of the user, which are weaker than the files of a project and the command line.
+"""Reads the settings of the site and of the user, which are weaker than the files of a project and the command line.
 
 The order, weakest first: the defaults of the schema; the file of the site, ``$HPC_TRAIN_SITE`` or
 ``/etc/hpc_train/site.yaml``; the file of the user, ``~/.config/hpc_train/user.yaml`` (``$XDG_CONFIG_HOME`` replaces
@@ -46,7 +46,7 @@ TIMES = ("cluster.time", "cluster.time_min")  # keys whose limit is a time such 
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """The content of one file. A file that has not changed is the same object.
+    """Holds the content of one file. An unchanged file is the same object.
 
     Attributes:
         choices: the option of each config group that ``defaults`` chooses.

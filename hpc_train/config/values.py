@@ -76,7 +76,7 @@ class Profiled:
 
     @property
     def name(self) -> str:
-        """The name of the profile's files, without a suffix."""
+        """Returns the name of the profile's files, without a suffix."""
         return f"steps-{self.first}-{self.last}"
 
 

@@ -53,7 +53,7 @@ class PixelScale:
 
 
 class Dataset(ABC):
-    """A finite sequence of samples.
+    """Base class of a finite sequence of samples.
 
     Attributes:
         loads_cheaply: whether reading a sample takes so little time that loader processes do not help.
@@ -139,7 +139,7 @@ Nested = Any  # a Tensor, a Ragged, or a dict of names to Nested, which only a `
 
 @dataclass(frozen=True)
 class Ragged:
-    """A micro-batch whose tensors do not have one row per item: graphs, boxes, packed sequences.
+    """Holds a micro-batch whose tensors do not have one row per item: graphs, boxes, packed sequences.
 
     A collate function returns it for the items of one micro-batch of one rank. The model is called with ``inputs``, and
     its method ``loss`` with the outputs and ``targets``. An item is a sample: items are divided among ranks and

@@ -67,7 +67,7 @@ _QUESTION_AT = 512
 
 
 class Phase(IntEnum):
-    """The phase of work that a worker is in."""
+    """Names the phase of work of a worker."""
 
     STARTING = 0  # imports, rendezvous, model construction, restore
     FIRST_STEP = 1  # first step of the attempt, which may compile

@@ -59,7 +59,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where PyYAML
 
 
 class _Path:
-    """Is a descriptor that returns the path of a file or folder, given by its name in the run directory."""
+    """Returns, as a descriptor, the path of a file or folder by its name in the run directory."""
 
     def __init__(self, name: str) -> None:
         self._name = name

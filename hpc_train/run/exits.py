@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class Exit(IntEnum):
-    """Exit codes of every command."""
+    """Lists the exit codes of all commands."""
 
     DONE = 0
     FAILED = 1

@@ -416,7 +416,7 @@ def project_version(code: FrozenCode | None, directory: Path) -> dict[str, Any]:
 
 @cache
 def _version_of_tree(directory: Path) -> dict[str, Any]:
-    """Cached per process, since a sweep freezes a thousand runs."""
+    """Returns the version of a work tree; cached per process, since a sweep freezes a thousand runs."""
     ask = partial(git, directory, timeout_s=VERSION_S)
     work_tree = ask("rev-parse", "--show-toplevel")
     if not work_tree:

@@ -339,7 +339,7 @@ def _bad_trust(path: Path, what: str) -> UserError:
 
 
 class Access(StrEnum):
-    """The three classes of access to a run."""
+    """Names the three classes of access to a run."""
 
     READS = "reads"  # allowed for every run; files are written to a directory of the caller
     ACTS = "acts"  # acts on processes and jobs of the caller that belong to the run

@@ -181,7 +181,7 @@ LARGEST = 2**63 - 1  # torch has no larger integers; infinity is larger
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """The facts about one key.
+    """Holds the facts about one key.
 
     Attributes:
         meaning: one or two plain sentences.
@@ -201,12 +201,12 @@ class KeyInfo:
 
     @property
     def condition(self) -> str:
-        """The sentence that says when the key has an effect; empty if it always has one."""
+        """Returns the sentence that says when the key has an effect; empty if it always has one."""
         return f"Read if {', and if '.join(map(str, self.reads))}." if self.reads else ""
 
     @property
     def range(self) -> str:
-        """The accepted numbers as text; empty where any number is accepted."""
+        """Returns the accepted numbers as text; empty if any number is accepted."""
         bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
         return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
 
@@ -221,7 +221,7 @@ class KeyInfo:
 
 
 def key(default: Any, meaning: str, *, when: Condition | tuple[Condition, ...] = (), **facts: Any) -> Any:
-    """A dataclass field with its default and what ``KeyInfo`` says about it.
+    """Returns a dataclass field with its default and the facts of ``KeyInfo``.
 
     Args:
         when: the condition, or several of which all must hold, under which the key has an effect.
@@ -234,23 +234,23 @@ def key(default: Any, meaning: str, *, when: Condition | tuple[Condition, ...] =
 
 
 def required(meaning: str, **facts: Any) -> Any:
-    """A field that has no default: the user or a file of ``conf/`` sets it."""
+    """Returns a field without a default, which the user or a file of ``conf/`` must set."""
     return key(MISSING, meaning, **facts)
 
 
 def group(schema: type) -> Any:
-    """A field that holds a nested group of keys."""
+    """Returns a field that holds a nested group of keys."""
     return field(default_factory=schema)
 
 
 def info(field: Field[Any]) -> KeyInfo | None:
-    """The facts about a field; None where it was not made by ``key``."""
+    """Returns the facts about a field; None if ``key`` did not create it."""
     facts: KeyInfo | None = field.metadata.get(_METADATA)
     return facts
 
 
 def keys(node: Any, path: str = "") -> Iterator[tuple[str, Any, KeyInfo]]:
-    """Every key below the dataclass instance ``node`` that has metadata: its dotted name, its value and its facts."""
+    """Yields name (dotted), value and facts of every key with metadata below the dataclass instance ``node``."""
     for name, facts in _fields(node.__class__):
         value = getattr(node, name)
         full_name = f"{path}.{name}".lstrip(".")

@@ -187,7 +187,7 @@ class HFModelConfig(WrapKeys):
 
     @property
     def n_layers(self) -> int | None:
-        """The number of blocks; None if it is unknown."""
+        """Returns the number of blocks; None if it is unknown."""
         return hf_config.number(self._values(), "num_hidden_layers")
 
     @property

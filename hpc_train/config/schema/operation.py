@@ -171,7 +171,7 @@ class ProfileConfig:
 
 @dataclass
 class PrometheusConfig:
-    """How a run shows its metrics to Prometheus."""
+    """How a run exports its metrics to Prometheus."""
 
     file: str | None = key(
         None,

@@ -195,7 +195,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The values of all known metrics at one time: name -> values of the metric's own labels -> value."""
+    """Holds the values of all known metrics at one time: name -> values of the metric's own labels -> value."""
 
     labels: Mapping[str, str]
     samples: Mapping[str, Samples]

@@ -1,4 +1,4 @@
-"""The sections with curves over the steps: losses and other metrics, throughput and MFU, and shares of waiting."""
+"""Builds the sections with curves over the steps: losses and other metrics, throughput and MFU, shares of waiting."""
 
 from __future__ import annotations
 

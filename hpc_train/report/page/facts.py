@@ -22,7 +22,7 @@ from hpc_train.runs.lookup import RunHandle, statuses_of
 
 @dataclass(frozen=True)
 class _ReadOnce(RunDirectory):
-    """A run directory whose events and metrics are read only once, since reading those of a long run takes a while."""
+    """Reads the events and metrics of a run directory only once, which takes a while for a long run."""
 
     @cached_property
     def _events_read(self) -> list[Event]:

@@ -1,4 +1,4 @@
-"""The sections about what a run has used: the time of its jobs, memory, nodes, and one step of the pipeline."""
+"""Builds the sections about the resources of a run: the time of its jobs, memory, nodes, and a pipeline step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tracking process: sends the metrics of a run to its trackers while the run trains.
+"""Implements the tracking process, which sends the metrics of a run to its trackers while the run trains.
 
 The agent of node 0 starts one for all attempts of its job (``tracking.TrackingProcess``) and reports the end to it in
 one line on standard input. Each tracker has a thread, so that one that hangs does not delay the others; after an error
