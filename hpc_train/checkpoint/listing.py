@@ -124,13 +124,13 @@ def choose_by_name(run: RunDirectory, name: str, metric: BestMetric) -> Checkpoi
         raise UserError(
             f"unknown checkpoint {name!r}", where="--checkpoint", fix="newest, best, or the number of a step"
         )
-    kept = []
+    readable = []
     for item in list_checkpoints(run):
         if item.manifest is None:
             print(f"the checkpoint of step {item.checkpoint.step} is skipped: {item.problem}", file=sys.stderr)
         else:
-            kept.append(Kept(item.checkpoint.step, item.manifest.metrics))
-    step = best_step(kept, metric)
+            readable.append(Kept(item.checkpoint.step, item.manifest.metrics))
+    step = best_step(readable, metric)
     if step is None:
         raise UserError(
             f"no checkpoint of {run.path} has a result for {metric.name}",

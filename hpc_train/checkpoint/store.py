@@ -175,8 +175,8 @@ class CheckpointStore:
 
     def committed(self) -> list[Checkpoint]:
         """Returns all committed checkpoints, oldest first."""
-        found = ((_COMMITTED.fullmatch(path.name), path) for path in sorted(self._entries()))
-        steps = {int(match[1]): path for match, path in found if match and (match[2] is None or has_marker(path))}
+        matches = ((_COMMITTED.fullmatch(path.name), path) for path in sorted(self._entries()))
+        steps = {int(match[1]): path for match, path in matches if match and (match[2] is None or has_marker(path))}
         return [Checkpoint(step, path) for step, path in sorted(steps.items())]
 
     def newest(self) -> Checkpoint | None:
@@ -299,14 +299,16 @@ class CheckpointStore:
         if known is not None:
             known.clear()
             known.update(complete)
-        steps = removable([Kept(found.step, manifest.metrics) for found, manifest in complete.items()], retention)
+        steps = removable(
+            [Kept(checkpoint.step, manifest.metrics) for checkpoint, manifest in complete.items()], retention
+        )
         expired = [checkpoint.path for checkpoint in complete if checkpoint.step in steps] + self.bad()[:-1]
         for path in [*expired, *self._unfinished_before(attempt)]:
             self._remove(path)
 
     def _complete(self, known: Mapping[Checkpoint, Manifest]) -> dict[Checkpoint, Manifest]:
         """Returns the complete checkpoints, oldest first, with their manifests."""
-        found = {}
+        complete = {}
         for checkpoint in self.committed():
             with suppress(BadCheckpoint, OSError):
                 manifest = known.get(checkpoint)
@@ -315,13 +317,13 @@ class CheckpointStore:
                     verify(checkpoint.path, manifest, full=False)
                 else:
                     verify_listing(checkpoint.path, manifest)
-                found[checkpoint] = manifest
-        return found
+                complete[checkpoint] = manifest
+        return complete
 
     def _unfinished_before(self, attempt: int) -> list[Path]:
         """Returns unfinished saves of earlier attempts and unfinished removals."""
-        found = ((path, _UNFINISHED.fullmatch(path.name)) for path in self._entries())
-        old = (path for path, match in found if match and (match[1] is None or int(match[1]) < attempt))
+        matches = ((path, _UNFINISHED.fullmatch(path.name)) for path in self._entries())
+        old = (path for path, match in matches if match and (match[1] is None or int(match[1]) < attempt))
         return [path for path in old if not has_marker(path)]
 
     def _remove(self, path: Path) -> None:
@@ -373,7 +375,7 @@ class CheckpointStore:
 
     def _refuse_second_commit(self, step: int) -> None:
         final = self.root / f"step-{step:08d}"
-        if final.is_symlink() or any(found.step == step for found in self.committed()):
+        if final.is_symlink() or any(checkpoint.step == step for checkpoint in self.committed()):
             self.guard()
             raise FileExistsError(errno.EEXIST, "a checkpoint of this step is already committed", str(final))
 

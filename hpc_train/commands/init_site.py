@@ -173,8 +173,8 @@ def init_site(file: Path, *, overwrite: bool = False, internet: bool = False, as
         print(json.dumps({"file": str(path), "values": values, "missing": survey.missing}))
         return Exit.DONE
     verb = "is up to date" if old == text else "written"
-    found = sum(item.value is not None for item in survey.values)
-    print(f"{path} {verb}: {found} values with their sources; not found: {len(survey.missing)}")
+    count = sum(item.value is not None for item in survey.values)
+    print(f"{path} {verb}: {count} values with their sources; not found: {len(survey.missing)}")
     for line in survey.missing:
         print(f"  {line}")
     return _offer_check(path, survey)
@@ -261,7 +261,7 @@ def _own_groups() -> set[str]:
 def _accounts(partition: Partition, site: Site, record: Mapping[str, str]) -> list[Association]:
     """Returns the caller's associations with which the partition may be used, the default account first."""
     denied = set(record.get("DenyAccounts", "").split(","))
-    own = [
+    associations = [
         association
         for association in site.associations or ()
         if association.partition in (None, partition.name)
@@ -269,7 +269,7 @@ def _accounts(partition: Partition, site: Site, record: Mapping[str, str]) -> li
         and association.account not in denied
         and (partition.qos is None or association.qos & partition.qos)
     ]
-    return sorted(own, key=lambda association: not association.default)
+    return sorted(associations, key=lambda association: not association.default)
 
 
 def _preference(partition: Partition) -> tuple[bool, int, bool, int]:
@@ -337,8 +337,8 @@ def _add_account(survey: Survey, chosen: Partition, site: Site, ask: Query) -> N
     if site.associations is None:
         survey.missing.append("accounts and limits of accounts: sacctmgr does not respond; cluster.account if required")
         return
-    own = _accounts(chosen, site, {})
-    if not own:
+    associations = _accounts(chosen, site, {})
+    if not associations:
         needed = "associations" in site.enforced
         survey.missing.append(
             "cluster.account: sacctmgr lists no association of this user"
@@ -347,10 +347,10 @@ def _add_account(survey: Survey, chosen: Partition, site: Site, ask: Query) -> N
         return
     shares = rows(ask(["sshare", "-nP", "-U", "--format=Account,FairShare"]) or "", ("Account", "FairShare"))
     order = {row["Account"].strip(): float(row["FairShare"]) for row in shares if _is_number(row["FairShare"])}
-    own.sort(key=lambda association: (not association.default, -order.get(association.account, 0)))
-    names = _listed(list(dict.fromkeys(association.account for association in own)))
+    associations.sort(key=lambda association: (not association.default, -order.get(association.account, 0)))
+    names = _listed(list(dict.fromkeys(association.account for association in associations)))
     source = f"sacctmgr show assoc: {names}" + (" (ordered by sshare)" if order else "")
-    used = own[0]
+    used = associations[0]
     if used.default:
         why = f"jobs use your default account {used.account} without this key. {source}"
         survey.add("cluster.account", None, why)
@@ -397,11 +397,11 @@ def _add_federation(survey: Survey, text: str, site: Site) -> None:
 
 
 def _add_software(survey: Survey, ask: Query, environment: Mapping[str, str]) -> None:
-    found = [name for name in RUNTIMES if shutil.which(name, path=environment.get("PATH"))]
+    runtimes = [name for name in RUNTIMES if shutil.which(name, path=environment.get("PATH"))]
     if "--container-image" in (ask(["srun", "--help"]) or ""):
-        found.append("pyxis (srun --help)")
-    if found:
-        survey.add("cluster.container.image", None, f"FILE.sif or an image of a registry; here: {_listed(found)}")
+        runtimes.append("pyxis (srun --help)")
+    if runtimes:
+        survey.add("cluster.container.image", None, f"FILE.sif or an image of a registry; here: {_listed(runtimes)}")
     else:
         survey.missing.append(f"a container runtime: none of {', '.join(RUNTIMES)} on PATH, and srun has no pyxis")
     modules = [name for name in _modules(environment) if MODULES.search(name)]

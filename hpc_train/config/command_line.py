@@ -108,8 +108,8 @@ class CommandLine:
         """Returns the directories of the user's config groups, in the order in which Hydra searches them."""
         given = [_search_directories(override) for override in self.overrides if is_search_path(override)]
         listed = [Path(part.removeprefix("file://")) for parts in given for part in parts]
-        own = (self.primary_directory, self.config_directory)
-        return [*(directory for directory in own if directory is not None), *listed]
+        directories = (self.primary_directory, self.config_directory)
+        return [*(directory for directory in directories if directory is not None), *listed]
 
     @contextmanager
     def composer(self) -> Iterator[JobComposer]:
@@ -143,9 +143,9 @@ class CommandLine:
 
 def _refuse(message: str) -> NoReturn:
     fix = "`python -m hpc_train help` and --hydra-help list the options"
-    if found := re.match(r"unrecognized arguments: -+(\w[\w.-]*)(?:=(\S+))?(?:\s|$)", message):
-        name = found[1]
-        value = found[2] or "VALUE"
+    if match := re.match(r"unrecognized arguments: -+(\w[\w.-]*)(?:=(\S+))?(?:\s|$)", message):
+        name = match[1]
+        value = match[2] or "VALUE"
         known = "." in name or hasattr(Config(), name)
         override = f"{name}={value}" if known else meant(name, value)
         if override == "launch.dry_run=VALUE":

@@ -140,10 +140,10 @@ def _refuse_shadowed(settings: Settings, choices: Mapping[str, str]) -> None:
                 raise UserError(what, where=f"{key} in {settings.path}", fix=fix)
 
 
-def _keys_of_both(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    for name in one.keys() & other.keys():
-        if isinstance(one[name], Mapping) and isinstance(other[name], Mapping):
-            yield from (f"{name}.{key}" for key in _keys_of_both(one[name], other[name]))
+def _keys_of_both(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
+    for name in first.keys() & second.keys():
+        if isinstance(first[name], Mapping) and isinstance(second[name], Mapping):
+            yield from (f"{name}.{key}" for key in _keys_of_both(first[name], second[name]))
         else:
             yield name
 

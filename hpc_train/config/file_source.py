@@ -25,10 +25,10 @@ class FileConfigSource(file_config_source.FileConfigSource):
         if not isinstance(values, dict):
             return result
         package = result.header.get("package") or ".".join(PurePosixPath(config_path).parent.parts)
-        found = list(apply_new_names(values, "" if package == "_global_" else package))
-        if found:
+        renamed = list(apply_new_names(values, "" if package == "_global_" else package))
+        if renamed:
             result.config = OmegaConf.create(values)
-            for earlier in found:
+            for earlier in renamed:
                 tell_new_name(earlier, relative(Path(self.path, config_path).with_suffix(".yaml")))
         return result
 

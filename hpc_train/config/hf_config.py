@@ -80,8 +80,8 @@ def _from_hub(name: str, revision: str | None) -> str | None:
 
 def number(values: Mapping[str, Any] | None, key: str) -> int | None:
     """Returns an integer of the config; None if it is unknown."""
-    found = None if values is None else values.get(key)
-    return found if isinstance(found, int) and not isinstance(found, bool) else None
+    value = None if values is None else values.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def ties(values: Mapping[str, Any] | None) -> bool:
@@ -184,9 +184,9 @@ def balances_experts(values: Mapping[str, Any], task: str) -> bool:
     A config.json may lack the coefficient; whether its family has a default is only known to transformers.
     """
     parts = [values, values.get("text_config")]
-    found = [part for part in parts if isinstance(part, Mapping)]
-    asks = any(part.get("output_router_logits") for part in found)
-    return task == "causal_lm" and asks and any(part.get(name) for part in found for name in COEFFICIENTS)
+    tables = [part for part in parts if isinstance(part, Mapping)]
+    asks = any(part.get("output_router_logits") for part in tables)
+    return task == "causal_lm" and asks and any(part.get(name) for part in tables for name in COEFFICIENTS)
 
 
 def _refused(key: str, value: Any, why: str, inactive: Any) -> UserError:

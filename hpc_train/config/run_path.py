@@ -39,8 +39,8 @@ def default_root(scratch: str | None = None, project: str | None = UNSET) -> str
         )
     if root:
         return root
-    if scratch is None and (own := root_of_settings()) is not None:
-        return _resolved(*own)
+    if scratch is None and (setting := root_of_settings()) is not None:
+        return _resolved(*setting)
     if scratch is not None and project not in (None, UNSET):
         scratch = f"{scratch}/{project}"
     scratch = scratch or next((os.environ[name] for name in SCRATCH if os.environ.get(name)), None)

@@ -379,9 +379,9 @@ def meant(key: str, value: str, names: Sequence[str] = ()) -> str:
         keys.setdefault(name.rpartition(".")[2], []).append(name)
     if word not in keys and not group and closest(word, names) is None:
         word = next(iter(get_close_matches(word, keys, n=1, cutoff=0.85)), word)
-    found = keys.get(word, [])
-    depth = min((name.count(".") for name in found), default=0)
-    return " or ".join(f"{name}={value}" for name in found if name.count(".") == depth)
+    candidates = keys.get(word, [])
+    depth = min((name.count(".") for name in candidates), default=0)
+    return " or ".join(f"{name}={value}" for name in candidates if name.count(".") == depth)
 
 
 def _names(node: Any, path: str = "") -> Iterator[str]:

@@ -52,7 +52,7 @@ def stage_times(rows: Rows, total: float) -> Iterator[StageTimes]:
     for rank in sorted(rows):
         waited = 1 - sum(chunk.seconds for chunk in rows[rank]) / total
         for stage in sorted({chunk.stage for chunk in rows[rank]}):
-            own = [chunk for chunk in rows[rank] if chunk.stage == stage]
-            kinds = dict.fromkeys(chunk.kind for chunk in own)
-            means = {kind: fmean(chunk.seconds for chunk in own if chunk.kind == kind) for kind in kinds}
+            chunks = [chunk for chunk in rows[rank] if chunk.stage == stage]
+            kinds = dict.fromkeys(chunk.kind for chunk in chunks)
+            means = {kind: fmean(chunk.seconds for chunk in chunks if chunk.kind == kind) for kind in kinds}
             yield StageTimes(stage, rank, means, waited)

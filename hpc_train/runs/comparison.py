@@ -35,8 +35,8 @@ def metric_of(config: Config) -> BestMetric | None:
 
 def best_metric_of(config: Mapping[str, Any]) -> BestMetric | None:
     """Returns the same as ``metric_of`` for a config of plain values."""
-    kept = config.get("checkpoint") or {}
-    return best_metric(kept.get("keep_best"), kept.get("best_mode", "auto"))
+    settings = config.get("checkpoint") or {}
+    return best_metric(settings.get("keep_best"), settings.get("best_mode", "auto"))
 
 
 def settings_of(run: RunDirectory) -> Settings:

@@ -328,22 +328,22 @@ def shown(path: Path) -> str:
     return str(path)
 
 
-def _waiting(found: RunHandle, status: JobStatus, view: View) -> Waiting:
+def _waiting(item: RunHandle, status: JobStatus, view: View) -> Waiting:
     reason = explain(status.reason)
     if view.exit == Exit.DONE:
         words = f"the run is done, and Slurm has requeued its job: {reason.words}"
-        return Waiting(status.reason, words, f"scancel {found.job_id}", status.starts, ())
+        return Waiting(status.reason, words, f"scancel {item.job_id}", status.starts, ())
     changes: list[str] = []
     if reason.by_size:
-        gpus = found.config.cluster.gpus_per_node
+        gpus = item.config.cluster.gpus_per_node
         free = Free.read_all(query(FREE) or "")
         if not isinstance(gpus, int):
-            gpus = with_gpus(found.config.cluster, free)
-        changes = sooner(found.config.cluster, gpus, free, time_left(view))
+            gpus = with_gpus(item.config.cluster, free)
+        changes = sooner(item.config.cluster, gpus, free, time_left(view))
     return Waiting(
         reason=status.reason,
         words=reason.words,
-        fix=reason.fix.format(job=found.job_id),
+        fix=reason.fix.format(job=item.job_id),
         starts=status.starts,
         sooner=tuple(changes),
     )

@@ -202,8 +202,8 @@ def run_directories(folder: Path) -> Iterator[Path]:
             if (status.st_dev, status.st_ino) in listed:
                 continue
             listed.add((status.st_dev, status.st_ino))
-            with os.scandir(above) as found:
-                entries = [entry for entry in found if not entry.name.startswith(".") and entry.name != "code"]
+            with os.scandir(above) as listing:
+                entries = [entry for entry in listing if not entry.name.startswith(".") and entry.name != "code"]
         except OSError:  # it does not exist, or belongs to somebody else
             continue
         for entry in entries:

@@ -413,8 +413,8 @@ def _command(record: dict[str, Any], name: str) -> str | None:
     overrides = record.get("overrides")
     if overrides is None:
         return None
-    kept = [override for override in overrides if not override.startswith(("run.name=", "run.fork="))]
-    return shlex.join(["python", "-m", "hpc_train", *record.get("options", []), name, *kept])
+    others = [override for override in overrides if not override.startswith(("run.name=", "run.fork="))]
+    return shlex.join(["python", "-m", "hpc_train", *record.get("options", []), name, *others])
 
 
 def train_longer(record: dict[str, Any], command: str | None = None) -> str:

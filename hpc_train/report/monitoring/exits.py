@@ -59,8 +59,8 @@ class _Collector:
             if samples:
                 create = families[metric.kind]
                 family = create(PREFIX + metric.name, metric.meaning, labels=[*run_labels, *metric.labels])
-                for own, value in samples.items():
-                    family.add_metric([*run_labels.values(), *own], value)
+                for labels, value in samples.items():
+                    family.add_metric([*run_labels.values(), *labels], value)
                 yield family
 
 
@@ -311,8 +311,8 @@ class Otlp:
         snapshot = self._snapshot
         if snapshot is None:
             return
-        for own, value in snapshot.samples.get(metric.name, {}).items():
-            yield Observation(value, {**snapshot.labels, **dict(zip(metric.labels, own, strict=True))})
+        for labels, value in snapshot.samples.get(metric.name, {}).items():
+            yield Observation(value, {**snapshot.labels, **dict(zip(metric.labels, labels, strict=True))})
 
     def _report(self, succeeded: bool) -> None:
         if not succeeded and not self._failing:

@@ -23,12 +23,12 @@ def losses(facts: RunFacts) -> Html:
         if facts.record.get("own_code") == "command":
             words = "The command of the run has not reported a loss."
         return section("Loss", block("paragraph", words))
-    kept = _kept(facts, "loss")
+    points = _kept(facts, "loss")
     validation = _kept(facts, "val_loss")
 
     words = "No step was kept."
-    if kept:
-        (first, begin), (last, end) = kept[0], kept[-1]
+    if points:
+        (first, begin), (last, end) = points[0], points[-1]
         words = (
             f"The training loss went from {format_metric(begin)} at step {first} to {format_metric(end)} at step {last}"
         )
@@ -44,7 +44,7 @@ def losses(facts: RunFacts) -> Html:
         words += f" {skipped} of {len(facts.lines)} logged losses are missing or not finite, and are not drawn."
     series = [
         *(Series(LOST, part, "lost", wide=True) for part in _lost_parts(facts)),
-        Series("training loss", kept, "c0"),
+        Series("training loss", points, "c0"),
         Series("validation loss", validation, "c1", dots=True),
     ]
     return section("Loss", block("paragraph", words), line_chart("Loss over steps", words, series, "step"))

@@ -230,11 +230,11 @@ def resolve_mode(setting: str, record: Mapping[str, Any] | None, notify: Callabl
 
 def not_sent_notice(settings: WandbConfig, record: Mapping[str, Any] | None = None) -> str | None:
     """Returns a line for a user with a key whose run sends nothing to W&B by default; None for other users."""
-    told: list[str] = []
-    if settings.mode != "auto" or requested_mode("auto", record, told.append) != "disabled":
+    notices: list[str] = []
+    if settings.mode != "auto" or requested_mode("auto", record, notices.append) != "disabled":
         return None
-    if told:
-        return told[0]
+    if notices:
+        return notices[0]
     if os.environ.get("WANDB_MODE") or not _has_key(service()):
         return None
     return f"W&B: nothing is sent, although there is a key for {service()}; {ONLINE} sends {SENT}"

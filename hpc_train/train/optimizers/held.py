@@ -113,9 +113,9 @@ class LocalShard:
 
 
 def local_shard(parameter: nn.Parameter, offload: bool) -> Held:
-    found = master_of(parameter)
-    if found is not None:
-        master = local_part(found)
+    master_parameter = master_of(parameter)
+    if master_parameter is not None:
+        master = local_part(master_parameter)
         if offload:
             master = _on_host(master).copy_(master)
             keep_master(parameter, master)  # which frees the one on the device

@@ -130,11 +130,11 @@ def peak_flops(device_name: str, precision: str, tf32: bool = False, units: int 
     if rates is None:
         return None
     by_precision = {"bf16": rates.bf16, "fp16": rates.fp16, "fp32": rates.fp32, "fp64": rates.fp64}
-    found = by_precision.get(precision)
+    rate = by_precision.get(precision)
     if tf32 and precision == "fp32" and rates.has_tf32 and rates.bf16 is not None:
-        found = rates.bf16 / 2
+        rate = rates.bf16 / 2
     share = 1.0 if whole is None or units is None else min(1.0, units / whole)
-    return None if found is None else found * share * 1e12
+    return None if rate is None else rate * share * 1e12
 
 
 def chip(device_name: str) -> str:

@@ -71,7 +71,7 @@ class Profiler:
         dist.all_gather_object(gathered, breakdown, group=self._mesh.control)
         if self._mesh.rank == 0:
             self._report(
-                {rank: found for rank, found in enumerate(gathered) if found is not None}, self._request.first, step
+                {rank: each for rank, each in enumerate(gathered) if each is not None}, self._request.first, step
             )
 
     def _stop(self, profiler: profile, name: str, data_s: float) -> TimeBreakdown:
