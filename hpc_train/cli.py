@@ -104,8 +104,7 @@ def _mistake(error: Exception) -> UserError | None:
 
 def _print_as_json(error: UserError) -> None:
     mistakes = error.found if isinstance(error, UserErrors) else (error,)
-    errors = [{"what": mistake.what, "where": mistake.where, "fix": mistake.fix} for mistake in mistakes]
-    print(json.dumps({"errors": errors}))
+    print(json.dumps({"errors": [mistake.as_json() for mistake in mistakes]}))
 
 
 # modules of the dependencies of pyproject.toml

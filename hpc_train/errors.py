@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 class UserError(Exception):
@@ -16,13 +17,20 @@ class UserError(Exception):
         what: what is wrong, with the offending value.
         where: the config key, file or option that sets it, e.g. ``batch.global_size``.
         fix: what to change, concretely.
+        jobs: the numbers of the jobs of a sweep that are refused for it; empty if it concerns the whole command.
     """
 
-    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+    def __init__(self, what: str, *, where: str = "", fix: str = "", jobs: Sequence[int] = ()) -> None:
         super().__init__(what)
         self.what = what
         self.where = where
         self.fix = fix
+        self.jobs = jobs
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the object that ``--json`` prints."""
+        named = {"jobs": [*self.jobs]} if self.jobs else {}
+        return {"what": self.what, "where": self.where, "fix": self.fix, **named}
 
     def __str__(self) -> str:
         text = self.what
@@ -39,12 +47,14 @@ class UserErrors(UserError):
     Attributes:
         found: the mistakes, none of which is a ``UserErrors``.
         head: the first line of the message; None counts the mistakes.
+        most: the number of mistakes in the message.
     """
 
-    def __init__(self, found: Iterable[UserError], head: str | None = None) -> None:
+    def __init__(self, found: Iterable[UserError], head: str | None = None, most: int | None = None) -> None:
         self.found = tuple(found)
         self.head = head
-        super().__init__("\n".join([head or f"{len(self.found)} mistakes:", *map(str, self.found)]))
+        self.most = most
+        super().__init__("\n".join([head or f"{len(self.found)} mistakes:", *map(str, self.found[:most])]))
 
 
 class Mistakes:

@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -64,17 +65,19 @@ def main(arguments: list[str], begun: HeadStart | None = None) -> int:
         return start_agent(arguments, begun)
     ended = Ended()
     if JSON not in arguments:
-        return _train(others, ended, begun, trust_owner)
+        return _train(others, ended, begun, trust_owner, None)
     with stdout_for_results() as results:
         try:
-            return _train(others, ended, begun, trust_owner)
+            return _train(others, ended, begun, trust_owner, results)
         finally:
             for run, view in ended.runs:
                 print(outcome(run, view), file=results)
 
 
-def _train(arguments: list[str], ended: Ended, begun: HeadStart | None, trust_owner: bool) -> int:
-    """Passes the command line to Hydra, and adds its runs to ``ended``."""
+def _train(
+    arguments: list[str], ended: Ended, begun: HeadStart | None, trust_owner: bool, results: TextIO | None
+) -> int:
+    """Passes the command line to Hydra, adds its runs to ``ended``, and prints the JSON of a dry run to ``results``."""
     shows_origins = ORIGINS in arguments
     arguments = complete_arguments([argument for argument in arguments if argument != ORIGINS])
     line = CommandLine.parse(arguments)
@@ -92,7 +95,7 @@ def _train(arguments: list[str], ended: Ended, begun: HeadStart | None, trust_ow
         if line.runs and wants_dry_run(line.overrides):
             from hpc_train.launch.dry_run import dry_run
 
-            return dry_run(line, trust_owner)
+            return dry_run(line, trust_owner, results)
         before = sys.argv
         sys.argv = [before[0], *arguments]
         try:

@@ -79,7 +79,7 @@ def check_files(line: CommandLine) -> None:
 def with_file(mistake: UserError, line: CommandLine) -> UserError:
     """Returns ``mistake`` with the chosen files that set its keys, if there are any."""
     if isinstance(mistake, UserErrors):
-        return UserErrors((with_file(single, line) for single in mistake.found), mistake.head)
+        return UserErrors((with_file(single, line) for single in mistake.found), mistake.head, mistake.most)
     chosen = _chosen(line)
     fix = mistake.fix
     places = []
@@ -96,7 +96,7 @@ def with_file(mistake: UserError, line: CommandLine) -> UserError:
     where = ", ".join(places)
     if where == mistake.where:
         return mistake
-    return UserError(mistake.what, where=where, fix=fix)
+    return UserError(mistake.what, where=where, fix=fix, jobs=mistake.jobs)
 
 
 def _position(key: str, chosen: Mapping[str, Path], line: CommandLine) -> str | None:

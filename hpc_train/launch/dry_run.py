@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TextIO
 
 from omegaconf import DictConfig
 from rich.console import Console
@@ -16,7 +19,7 @@ from hpc_train.config.own_files import with_file
 from hpc_train.config.run_path import job_directory, run_directory
 from hpc_train.config.translate import of_several_values, translate
 from hpc_train.config.values import command_words, node_range, runs_own_code, saves_asynchronously
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, UserErrors
 from hpc_train.launch.continued import with_frozen_defaults
 from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.job import Job, with_memory_note
@@ -30,8 +33,43 @@ from hpc_train.telemetry.terminal import Terminal
 from hpc_train.units import counted, format_bytes
 
 
-def dry_run(line: CommandLine, trust_owner: bool = False) -> int:
-    """Prints the jobs of ``line``; returns exit code 2 if one of them would be refused."""
+@dataclass
+class Findings:
+    """What a dry run finds out.
+
+    Attributes:
+        plans: the descriptions of ``jobs``, which would be accepted.
+        submissions: the command line and batch script of each submission.
+    """
+
+    jobs: list[Job] = field(default_factory=list)
+    plans: list[str] = field(default_factory=list)
+    submissions: list[tuple[str, str]] = field(default_factory=list)
+    costs: list[str] = field(default_factory=list)
+    errors: list[UserError] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        if self.errors:
+            return "refused"
+        exceeds = any(job.memory is not None and job.memory.exceeds for job in self.jobs)
+        return "can be submitted" + (", but will probably run out of memory" if exceeds else "")
+
+    def refuse(self, mistake: UserError, jobs: Sequence[int] = ()) -> None:
+        """Adds the mistakes for which ``jobs`` are refused, or all jobs."""
+        for error in mistake.found if isinstance(mistake, UserErrors) else (mistake,):
+            self.errors.append(UserError(error.what, where=error.where, fix=error.fix, jobs=jobs))
+
+    def as_json(self) -> str:
+        jobs = [_as_json(job, plan) for job, plan in zip(self.jobs, self.plans, strict=True)]
+        submissions = [{"command": command, "script": script} for command, script in self.submissions]
+        errors = [error.as_json() for error in self.errors]
+        head = {"verdict": self.verdict, "jobs": jobs, "submissions": submissions}
+        return json.dumps({**head, "costs": self.costs, "errors": errors})
+
+
+def dry_run(line: CommandLine, trust_owner: bool = False, results: TextIO | None = None) -> int:
+    """Prints the jobs of ``line``, and to ``results`` a JSON object; returns exit code 2 if a job would be refused."""
     console = Terminal(soft_wrap=True)
     search = searches(line)
     jobs = [first_values(line.overrides)] if search else expand(line.overrides)
@@ -47,8 +85,7 @@ def dry_run(line: CommandLine, trust_owner: bool = False) -> int:
     run_config = valid[0].run
     directory = Path(run_directory(run_config.root, run_config.name, run_config.fork))
 
-    refused = 0
-    accepted: list[Job] = []
+    found = Findings()
     plans: dict[str, int] = {}
     for number, (overrides, config) in enumerate(zip(jobs, configs, strict=True)):
         try:
@@ -58,43 +95,62 @@ def dry_run(line: CommandLine, trust_owner: bool = False) -> int:
             kept = with_frozen_defaults(typed(config), run, line, overrides)
             job = check_job(kept, run, number=number, overrides=_submitted(overrides), trust_owner=trust_owner)
             job = with_memory_note(job)
-            text = _shortened(_plan(job), number, plans)
-            accepted.append(job)
+            plan = _plan(job)
+            text = _shortened(plan, number, plans)
+            found.jobs.append(job)
+            found.plans.append(plan)
         except UserError as error:
-            refused += 1
-            text = f"job {number}: {' '.join(_submitted(overrides))}\n  refused: {with_file(error, line)}"
+            mistake = with_file(error, line)
+            found.refuse(mistake, (number,))
+            text = f"job {number}: {' '.join(_submitted(overrides))}\n  refused: {mistake}"
         console.print(text, markup=False, highlight=False)
-    for text in notices_of(accepted, line):
+    for text in notices_of(found.jobs, line):
         console.print(text, markup=False, highlight=False)
 
-    if not refused:
-        refused = _show_submissions(accepted, directory, console, line)
-    verdict = "refused"
-    total = f"{counted(len(jobs), 'job', 'jobs')}, {refused} refused"
-    if not refused:
-        verdict = "can be submitted"
-        total = "nothing was written"
-        if any(job.memory is not None and job.memory.exceeds for job in accepted):
-            verdict += ", but will probably run out of memory"
-    console.print(f"verdict: {verdict}\ndry run: {total}", highlight=False)
-    return Exit.REFUSED if refused else Exit.DONE
+    total = "nothing was written"
+    if found.errors:
+        total = f"{counted(len(jobs), 'job', 'jobs')}, {len(jobs) - len(found.jobs)} refused"
+    elif not _show_submissions(found, directory, console, line):
+        total = f"{counted(len(jobs), 'job', 'jobs')}, {len(jobs)} refused"
+    console.print(f"verdict: {found.verdict}\ndry run: {total}", highlight=False)
+    if results is not None:
+        print(found.as_json(), file=results)
+    return Exit.REFUSED if found.errors else Exit.DONE
 
 
-def _show_submissions(jobs: list[Job], directory: Path, console: Console, line: CommandLine) -> int:
+def _show_submissions(found: Findings, directory: Path, console: Console, line: CommandLine) -> bool:
     """Prints commands and scripts as they would be submitted and the maximum cost, or why the site refuses the jobs.
 
-    Returns the number of refused jobs: none or all, because jobs are submitted together.
+    Returns whether it accepts them: all or none, because jobs are submitted together.
     """
-    executor = select_executor(jobs[0].config.cluster)
+    executor = select_executor(found.jobs[0].config.cluster)
     try:
-        costs = executor.check(jobs)
+        found.costs = executor.check(found.jobs)
     except UserError as error:
-        console.print(f"refused: {with_file(error, line)}", markup=False, highlight=False)
-        return len(jobs)
-    texts = [f"\n{command}\n\njob.sbatch:\n{script}" for command, script in executor.plan(jobs, directory)]
-    for text in (*texts, *costs):
+        mistake = with_file(error, line)
+        found.refuse(mistake)
+        console.print(f"refused: {mistake}", markup=False, highlight=False)
+        return False
+    found.submissions = executor.plan(found.jobs, directory)
+    texts = [f"\n{command}\n\njob.sbatch:\n{script}" for command, script in found.submissions]
+    for text in (*texts, *found.costs):
         console.print(text, markup=False, highlight=False)
-    return 0
+    return True
+
+
+def _as_json(job: Job, plan: str) -> dict[str, Any]:
+    need = job.memory
+    return {
+        "job": job.number,
+        "run": str(job.run.path),
+        "overrides": [*job.overrides],
+        "strategy": job.config.strategy.name,
+        "nodes": job.shape.nodes,
+        "workers": job.layout.world_size,
+        "memory": None if need is None else need.rank.total,
+        "fits": None if need is None or need.available is None else not need.exceeds,
+        "plan": plan,
+    }
 
 
 def _submitted(overrides: Sequence[str]) -> list[str]:

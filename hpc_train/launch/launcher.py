@@ -232,13 +232,14 @@ def refusal(refused: Sequence[RefusedJob], count: int) -> UserError:
         if len(jobs) > 1:
             numbers = ", ".join(str(job.number) for job in jobs[:NUMBERS]) + (", ..." if len(jobs) > NUMBERS else "")
             name = f"jobs {numbers} (the first: {jobs[0].overrides})"
-        mistakes.append(UserError(f"{name}: {error.what}", where=error.where, fix=error.fix))
+        refused_jobs = [job.number for job in jobs]
+        mistakes.append(UserError(f"{name}: {error.what}", where=error.where, fix=error.fix, jobs=refused_jobs))
     if len(refused) == 1:
         return mistakes[0]
     head = f"{len(refused)} of {count} jobs are refused, and none was submitted"
     if len(mistakes) > REASONS:
         head += f"; the first {REASONS} of {len(mistakes)} reasons"
-    return UserErrors(mistakes[:REASONS], f"{head}:")
+    return UserErrors(mistakes, f"{head}:", REASONS)
 
 
 def end(results: Sequence[JobReturn]) -> None:

@@ -19,7 +19,7 @@ from hpc_train.commands import COMMANDS
 from hpc_train.errors import UserError, UserErrors
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from tests.doors.command import environment
+from tests.doors.command import environment, hpc_train
 from tests.doors.recorded import recorded_run
 from tests.doors.schema import mismatch, tables
 
@@ -73,6 +73,29 @@ def test_a_mistake_is_the_last_object(called: Called, tmp_path: Path) -> None:
     found = [{"what": "first", "where": "a", "fix": ""}, {"what": "second", "where": "", "fix": "b"}]
     assert json.loads(several.stdout) == {"errors": found}
     assert called("status", "nope").stdout == ""
+
+
+SWEEP = ("+strategy=dp", "cluster=local", "cluster.cpu_workers=2", "data=synthetic", "run.name=sweep", "-m", "--json")
+
+
+def test_refused_jobs_of_a_sweep_are_numbered(called: Called) -> None:
+    refused = called(*SWEEP, "optim.lr=1e-3,-1,-2,-3,-4,-5,-6")
+    assert refused.returncode == 2, refused.stderr
+    errors = json.loads(refused.stdout)["errors"]
+    assert [error["jobs"] for error in errors] == [[1], [2], [3], [4], [5], [6]]
+    assert {error["where"] for error in errors} == {"optim.lr"}
+
+
+@pytest.mark.parametrize("second", ["3e-4", "-1"])
+def test_a_dry_run_describes_its_jobs(second: str, tmp_path: Path) -> None:
+    done = hpc_train(*SWEEP, f"optim.lr=1e-3,{second}", "launch.dry_run=true", cwd=tmp_path)
+    found = json.loads(done.stdout)
+    first = found["jobs"][0]
+    assert (first["job"], first["strategy"], first["workers"]) == (0, "dp", 2)
+    assert first["run"].endswith("outputs/sweep/0") and "optim.lr=0.001" in first["overrides"]
+    assert first["plan"] in done.stderr and f"verdict: {found['verdict']}\n" in done.stderr
+    assert [error["jobs"] for error in found["errors"]] == ([[1]] if done.returncode else [])
+    assert (done.returncode, found["verdict"]) == ((2, "refused") if second == "-1" else (0, "can be submitted"))
 
 
 def test_a_row_that_differs_from_its_table_is_noticed() -> None:
