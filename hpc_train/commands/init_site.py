@@ -20,7 +20,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -36,8 +36,16 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import write_text
 from hpc_train.schedulers.slurm.client import Controller, Query, SlurmError, find_controller, query, run
 from hpc_train.schedulers.slurm.limits import FALLBACK_QOS
-from hpc_train.schedulers.slurm.records import clock, rows, values_of
-from hpc_train.schedulers.slurm.site import MIG, Association, NodeKind, Partition, Site, begin_site
+from hpc_train.schedulers.slurm.records import clock, number, rows, size_bytes, values_of
+from hpc_train.schedulers.slurm.site import (
+    MIG,
+    Association,
+    NodeKind,
+    Partition,
+    PartitionLimits,
+    Site,
+    begin_site,
+)
 from hpc_train.telemetry.terminal import Terminal
 from hpc_train.units import counted
 
@@ -221,14 +229,21 @@ def examine(ask: Query = query, environment: Mapping[str, str] = os.environ, *, 
         for values in map(values_of, answers.get("scontrol --all show partition", "").splitlines())
     }
     nodes = [values_of(line) for line in answers.get("scontrol --all show node", "").splitlines()]
+    hidden = {name for name, partition in site.partitions.items() if not partition.kinds}
+    partitions = [
+        partition if partition.kinds else _summed(partition, records[partition.name])
+        for partition in site.partitions.values()
+    ]
+    site = replace(site, partitions={partition.name: partition for partition in partitions})
     usable = [partition for partition in site.partitions.values() if _may_use(partition, records, site)]
-    chosen = max(usable, key=_preference, default=None)
+    chosen = max(usable, key=lambda partition: _preference(partition, records[partition.name]), default=None)
     if chosen is None:
         survey.missing.append("cluster.partition: `scontrol show partition` lists none that is up and that you may use")
     else:
-        _add_partition(survey, chosen, usable, site, records[chosen.name])
-        _add_account(survey, chosen, site, ask)
-        _add_limits(survey, chosen, records[chosen.name])
+        gres = "scontrol show partition TRES" if chosen.name in hidden else "sinfo %G"
+        _add_partition(survey, chosen, usable, site, records[chosen.name], gres)
+        limits = _add_account(survey, chosen, site, records[chosen.name], ask)
+        _add_limits(survey, chosen, records[chosen.name], limits)
         _add_architecture(survey, chosen, nodes)
     _add_federation(survey, ask(["scontrol", "show", "federation"]) or "", site)
     _add_software(survey, ask, environment)
@@ -272,15 +287,38 @@ def _accounts(partition: Partition, site: Site, record: Mapping[str, str]) -> li
     return sorted(associations, key=lambda association: not association.default)
 
 
-def _preference(partition: Partition) -> tuple[bool, int, bool, int]:
+def _summed(partition: Partition, record: Mapping[str, str]) -> Partition:
+    """Returns a partition whose nodes Slurm does not show with one kind of nodes, by the sums over them; unchanged if
+    the nodes cannot be alike.
+    """
+    tres = _tres(record)
+    nodes = number(tres.get("node")) or 0
+    types = {name.partition(":")[2]: number(count) or 0 for name, count in tres.items() if name.startswith("gres/gpu")}
+    gpus = {name: count for name, count in types.items() if name} or types
+    if not nodes or sum(gpus.values()) != types.get("") or any(count % nodes for count in gpus.values()):
+        return partition
+    cores = (number(tres.get("cpu")) or 0) // nodes
+    memory_mb = size_bytes(tres.get("mem", "")) // nodes >> 20
+    each = {name: count // nodes for name, count in gpus.items()}
+    return replace(partition, kinds=(NodeKind(nodes, cores, memory_mb, each),))
+
+
+def _tres(record: Mapping[str, str]) -> dict[str, str]:
+    return dict(re.findall(r"([^,=]+)=([^,]+)", record.get("TRES", "")))
+
+
+def _preference(partition: Partition, record: Mapping[str, str]) -> tuple[bool, int, bool, int]:
     """Prefers whole GPUs, many of them, then the default partition, then long jobs."""
     whole = sum(kind.count * (kind.gpus_of(None) - kind.slices_of(None)) for kind in partition.kinds)
+    if not partition.kinds:
+        whole = number(_tres(record).get("gres/gpu")) or 0
     return (whole > 0, whole, partition.default, partition.max_time_s or sys.maxsize)
 
 
 def _add_partition(
-    survey: Survey, chosen: Partition, usable: Sequence[Partition], site: Site, record: Mapping[str, str]
+    survey: Survey, chosen: Partition, usable: Sequence[Partition], site: Site, record: Mapping[str, str], source: str
 ) -> None:
+    """Adds the partition and its GPUs, which ``source`` shows."""
     with_gpus = [kind for kind in chosen.kinds if kind.gpus]
     limit = "no time limit" if chosen.max_time_s is None else f"at most {clock(chosen.max_time_s)}"
     nodes = "" if chosen.max_nodes is None else f" and {chosen.max_nodes} nodes per job"
@@ -290,7 +328,11 @@ def _add_partition(
         why += f". Others that you may use: {_listed(others)}"
     survey.add("cluster.partition", chosen.name, why)
     if not with_gpus:
-        survey.missing.append(f"GPUs: sinfo lists no GRES gpu on the nodes of {chosen.name} (sinfo --format=%R|%G)")
+        tres = _tres(record)
+        count = f"; it has {tres['gres/gpu']} on {tres.get('node')} nodes by its TRES" if "gres/gpu" in tres else ""
+        survey.missing.append(
+            f"GPUs: sinfo lists no GRES gpu on the nodes of {chosen.name} (sinfo --format=%R|%G){count}"
+        )
         return
     counts: Counter[str] = Counter()
     for kind in with_gpus:
@@ -303,12 +345,12 @@ def _add_partition(
         types = ", ".join(
             f"{each or 'without a type'} on {counted(count, 'node', 'nodes')}" for each, count in counts.most_common()
         )
-        survey.add("cluster.gpu_type", gpu_type, f"sinfo %G: {types}; this is the most frequent type of whole GPUs")
+        survey.add("cluster.gpu_type", gpu_type, f"{source}: {types}; this is the most frequent type of whole GPUs")
     gpus = asked_gpus(ClusterConfig(partition=chosen.name, gpu_type=gpu_type), site)
     note = f". {gpus.note.removeprefix('note: ')}" if gpus.note else ""
-    survey.add("cluster.gpus_per_node", gpus.count, f"sinfo %G: {gres}{note}")
+    survey.add("cluster.gpus_per_node", gpus.count, f"{source}: {gres}{note}")
     if not any(counts):
-        survey.missing.append("the type of the GPUs: sinfo %G names none; cluster.machine names one for `plan`")
+        survey.missing.append(f"the type of the GPUs: {source} names none; cluster.machine names one for `plan`")
     features = sorted({feature for kind in with_gpus for feature in kind.features})
     if len({kind.features for kind in with_gpus}) > 1:
         survey.add("cluster.constraint", None, f"features of some of the nodes (sinfo %f): {_listed(features)}")
@@ -325,7 +367,9 @@ def _gres(kind: NodeKind) -> str:
 def _described(partition: Partition) -> str:
     gpus = sorted({_gres(kind).partition(" on ")[0] for kind in partition.kinds if kind.gpus})
     limit = "no limit" if partition.max_time_s is None else clock(partition.max_time_s)
-    return f"{counted(partition.nodes, 'node', 'nodes')}, {' or '.join(gpus) or 'no GPUs'}, {limit}"
+    fewer = partition.max_nodes is not None and partition.max_nodes < partition.nodes
+    per_job = f", at most {partition.max_nodes} per job" if fewer else ""
+    return f"{counted(partition.nodes, 'node', 'nodes')}{per_job}, {' or '.join(gpus) or 'no GPUs'}, {limit}"
 
 
 def _listed(items: Sequence[str], most: int = 8) -> str:
@@ -333,18 +377,21 @@ def _listed(items: Sequence[str], most: int = 8) -> str:
     return ", ".join(items[:most]) + more
 
 
-def _add_account(survey: Survey, chosen: Partition, site: Site, ask: Query) -> None:
+def _add_account(
+    survey: Survey, chosen: Partition, site: Site, record: Mapping[str, str], ask: Query
+) -> list[tuple[str, PartitionLimits]]:
+    """Adds the account and the QOS; returns the limits of jobs that use them, each with its source."""
     if site.associations is None:
         survey.missing.append("accounts and limits of accounts: sacctmgr does not respond; cluster.account if required")
-        return
-    associations = _accounts(chosen, site, {})
+        return []
+    associations = _accounts(chosen, site, record)
     if not associations:
         needed = "associations" in site.enforced
         survey.missing.append(
             "cluster.account: sacctmgr lists no association of this user"
             + (", and AccountingStorageEnforce requires one: ask the site" if needed else "")
         )
-        return
+        return []
     shares = rows(ask(["sshare", "-nP", "-U", "--format=Account,FairShare"]) or "", ("Account", "FairShare"))
     order = {row["Account"].strip(): float(row["FairShare"]) for row in shares if _is_number(row["FairShare"])}
     associations.sort(key=lambda association: (not association.default, -order.get(association.account, 0)))
@@ -357,23 +404,40 @@ def _add_account(survey: Survey, chosen: Partition, site: Site, ask: Query) -> N
     else:
         why = f"{source}; your default account cannot use {chosen.name}. In a file for all users, remove this line"
         survey.add("cluster.account", used.account, why)
-    allowed = sorted(used.qos if chosen.qos is None else used.qos & chosen.qos)
+    denied = set(record.get("DenyQos", "").split(","))
+    allowed = sorted((used.qos if chosen.qos is None else used.qos & chosen.qos) - denied)
     default = used.default_qos or FALLBACK_QOS
+    qos = default
     if allowed and default not in allowed:
+        qos = allowed[0]
         why = f"sacctmgr show assoc, scontrol show partition: {_listed(allowed)}, without the default {default}"
-        survey.add("cluster.qos", allowed[0], why)
+        survey.add("cluster.qos", qos, why)
     elif len(allowed) > 1:
         survey.add("cluster.qos", None, f"the default is {default}; sacctmgr show assoc: {_listed(allowed)}")
+    limits = [(f"sacctmgr show assoc, account {used.account}", used.limits)]
+    known = site.qos or {}
+    of_qos = [each for each in dict.fromkeys((qos, chosen.own_qos)) if each in known]
+    return limits + [(f"sacctmgr show qos, {each}", known[each]) for each in of_qos if each is not None]
 
 
 def _is_number(text: str | None) -> bool:
     return re.fullmatch(r"\d+(\.\d+)?", text or "") is not None
 
 
-def _add_limits(survey: Survey, chosen: Partition, record: Mapping[str, str]) -> None:
-    if chosen.max_time_s is not None and chosen.max_time_s < TIME_S:
-        source = f"scontrol show partition: MaxTime of {chosen.name}"
-        survey.add("cluster.time", clock(chosen.max_time_s), source)
+def _add_limits(
+    survey: Survey, chosen: Partition, record: Mapping[str, str], limits: Sequence[tuple[str, PartitionLimits]]
+) -> None:
+    times = {f"scontrol show partition: MaxTime of {chosen.name}": chosen.max_time_s}
+    times |= {f"{source}: MaxWall": limit.max_time_s for source, limit in limits}
+    known = {source: time for source, time in times.items() if time is not None}
+    source = min(known, key=lambda name: known[name], default="")
+    if source and known[source] < TIME_S:
+        survey.add("cluster.time", clock(known[source]), source)
+    for source, limit in limits:
+        counts = {"nodes per job": limit.max_nodes, "GPUs per job": limit.max_gpus, "in the queue": limit.max_jobs}
+        words = [f"{count} {what}" for what, count in counts.items() if count is not None]
+        if words:
+            survey.add("cluster.nodes", None, f"{source}: limits of {', '.join(words)}")
     defaults = record.get("JobDefaults", "")
     if defaults not in ("", "(null)"):
         survey.add("cluster.cpus_per_gpu", None, f"auto uses the JobDefaults of {chosen.name}: {defaults}")

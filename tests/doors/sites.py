@@ -179,7 +179,7 @@ SHAPES = {
         {"cluster": {"partition": "gpu", "gpus_per_node": 4, "account": "project_2001234"}},
         (
             "78 nodes, at most 3-00:00:00 and 20 nodes per job",
-            "small (682 nodes, no GPUs, 3-00:00:00), gputest (2 nodes, gpu:v100:4, 00:15:00)",
+            "small (682 nodes, at most 1 per job, no GPUs, 3-00:00:00), gputest (2 nodes, gpu:v100:4, 00:15:00)",
             "sacctmgr show assoc: project_2001234, project_2005678",
         ),
     ),

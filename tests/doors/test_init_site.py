@@ -1,4 +1,4 @@
-"""``init --site`` describes clusters of ten shapes; each value names its source."""
+"""``init --site`` describes clusters of ten shapes, and real ones as they were quoted; each value names its source."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from hpc_train.commands import init_site
 from hpc_train.config import settings
 from hpc_train.config.compose import register
 from hpc_train.schedulers.slurm.client import Controller
+from hpc_train.schedulers.slurm.records import gpus_of
+from tests.doors.recorded_sites import GRES, RECORDED
 from tests.doors.sites import SHAPES, Shape
 
 Called = Callable[..., CompletedProcess[str]]
@@ -29,9 +31,9 @@ def text_of(shape: Shape) -> str:
     return init_site.examine(shape.ask, shape.environment).text()
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *RECORDED])
 def test_the_file_describes_the_cluster(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = SHAPES[name]
+    shape = (SHAPES | RECORDED)[name]
     text = text_of(shape)
     content = yaml.safe_load(text)
     assert content.pop("defaults") == [{"cluster": "slurm"}]
@@ -49,6 +51,11 @@ def test_the_file_describes_the_cluster(name: str, tmp_path: Path, monkeypatch: 
     path.chmod(0o644)
     monkeypatch.setenv(settings.SITE, str(path))
     register()  # all keys and values are valid
+
+
+@pytest.mark.parametrize("gres", GRES)
+def test_the_gpus_of_a_recorded_gres(gres: str) -> None:
+    assert gpus_of(gres) == GRES[gres]
 
 
 def test_a_second_run_shows_what_has_changed(called: Called, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
