@@ -146,7 +146,8 @@ def acquire(folder: Path, owner: LockOwner, ask_slurm: bool = True) -> Lock:
         if lock.is_newest():
             for number in _lock_numbers(folder):
                 # since numbers begin again, a stale directory listing may have led to a higher one than the holder's
-                if number < lock.number and before != (other := Lock(folder, number)) and other.is_held(owner, False):
+                other = Lock(folder, number)
+                if number < lock.number and other != before and other.is_held(owner, ask_slurm):
                     lock.path.unlink(missing_ok=True)
                     raise LockHeld(other)
                 if number <= lock.number - _OLD_LOCKS:

@@ -17,7 +17,7 @@ import pytest
 from hpc_train.errors import UserError
 from hpc_train.run import file_lock, lease
 from hpc_train.run.directory import RunDirectory, lease_folder
-from hpc_train.run.file_lock import STALE_S, LockOwner, newest_lock
+from hpc_train.run.file_lock import STALE_S, LockOwner, newest_lock, superseded
 
 FORK = multiprocessing.get_context("fork")
 LIMIT_S = 100.0
@@ -63,6 +63,23 @@ def test_one_at_a_time(tmp_path: Path) -> None:
         child.join(LIMIT_S)
     assert (tmp_path / "count").read_text() == "40"
     assert {path.name for path in tmp_path.iterdir()} == {"count"}, "a short lock leaves nothing"
+
+
+def test_a_lease_leaves_nothing_unless_its_holder_was_passed_over(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    with lease.hold_lease(run):
+        assert [path.name for path in lease_folder(tmp_path).iterdir()] == ["00000001"]
+    assert not list(lease_folder(tmp_path).iterdir())
+    here = LockOwner.of_this_process()
+    lost = file_lock.acquire(lease_folder(tmp_path), elsewhere())
+    os.utime(lost.path, (time.time() - STALE_S - 1,) * 2)
+    with lease.hold_lease(run):
+        pass
+    lost.beat()  # it awakes
+    assert superseded(lease_folder(tmp_path), elsewhere()) == file_lock.Lock(lost.folder, 2)
+    assert newest_lock(lost.folder) == file_lock.Lock(lost.folder, 2)
+    with pytest.raises(file_lock.LockHeld):
+        file_lock.acquire(lost.folder, here)
 
 
 def test_a_holder_that_a_stale_list_hides_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

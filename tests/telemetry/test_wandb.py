@@ -153,6 +153,7 @@ def test_the_service_gets_each_step_of_two_attempts_and_a_rollback_once(
         check_output(["sync"], printed)
         assert json.loads(printed)["sent"] == 0
         assert receiver.steps() == [1, 2, 3, 4, 5, 6, 7]
+        assert not (run.path / "wandb").exists(), "only offline runs have files that are sent later"
 
 
 def logged(run: RunDirectory, attempt: int, steps: list[int], **values: float) -> None:
