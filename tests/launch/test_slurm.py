@@ -12,10 +12,10 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors import cost
 from hpc_train.launch.executors.allocation import _core_options
 from hpc_train.launch.executors.executor import select_executor
-from hpc_train.launch.executors.slurm import SlurmJobExecutor
+from hpc_train.launch.executors.slurm import SlurmJobExecutor, check_architecture
 from hpc_train.runs.job_status import JobStatus, SlurmStatuses, folded
 from hpc_train.schedulers.slurm import client
-from hpc_train.schedulers.slurm.site import Site
+from hpc_train.schedulers.slurm.site import Partition, Site
 from tests.launch.jobs import make_job
 from tests.schedulers.test_variables import command
 
@@ -296,3 +296,18 @@ def test_a_chain_stands_as_the_job_that_counts(states: str, words: str) -> None:
     known = {job_id: JobStatus(state) for job_id, state in zip(ids, states.split(), strict=True) if state != "?"}
     assert folded({"1": ids}, known)["1"].words == words
     assert folded({"1": ids}, {}) == {}
+
+
+def test_nodes_of_another_architecture_need_a_python_of_their_own(slurm: Path) -> None:
+    command(slurm, "sinfo", "echo 'gh01|idle|none'")
+    command(slurm, "scontrol", "echo 'NodeName=gh01 Arch=aarch64 CoresPerSocket=72 Gres=gpu:gh200:4'")
+    site = Site("eagle", partitions={"gh": Partition("gh", default=True)})
+    words = "the partition gh are aarch64, and this Python is built for x86_64"
+    for cluster in (ClusterConfig(kind="slurm", partition="gh"), ClusterConfig(kind="slurm")):
+        with pytest.raises(UserError, match=words) as raised:
+            check_architecture(cluster, site, "x86_64")
+        assert raised.value.fix.startswith("cluster.python=PATH")
+    check_architecture(ClusterConfig(kind="slurm", partition="gh"), site, "aarch64")
+    check_architecture(ClusterConfig(kind="slurm", partition="gh", python="/lustre/arm/bin/python"), site, "x86_64")
+    command(slurm, "scontrol", "false")  # unknown
+    check_architecture(ClusterConfig(kind="slurm", partition="gh"), site, "x86_64")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import re
 import stat
 import sys
@@ -62,7 +63,7 @@ from hpc_train.schedulers.slurm.client import (
 from hpc_train.schedulers.slurm.limits import check_limits, check_queue
 from hpc_train.schedulers.slurm.queue_estimate import ESTIMATES, Estimate
 from hpc_train.schedulers.slurm.site import Site, begun_site, other_clusters
-from hpc_train.schedulers.slurm.variables import Receiver, notes_of_withheld, preset_clusters, reaches, withheld
+from hpc_train.schedulers.slurm.variables import Receiver, notes_of_withheld, preset, preset_clusters, reaches, withheld
 
 # prefixes of node states; a suffix * means that a node does not respond
 AWAY = ("down", "drain", "fail", "maint", "reboot", "unknown", "inval")
@@ -139,6 +140,7 @@ class SlurmJobExecutor:
     def check(self, jobs: Sequence[Job]) -> list[str]:
         """Checks the jobs against the limits of the site, and each shape with ``sbatch --test-only``."""
         check_queue(jobs, self.site)
+        check_architecture(jobs[0].config.cluster, self.site)
         lines = [*cost_lines(jobs, self.site), *dict.fromkeys(map(stop_note, jobs))]
         lines += [*check_room(jobs), *check_shared(jobs[0].run.path), *notes_of_withheld()]
         for group in self._by_shape(jobs):
@@ -359,6 +361,27 @@ def slurm_shape(config: Config, site: Callable[[], Site]) -> JobShape:
         device_bytes=asked_gpu_memory(cluster, site()) if nodes > 1 and gpus else None,
         gpu_types=asked_gpu_types(cluster, site()) if depends_on_gpu_types(config, gpus) else frozenset(),
     )
+
+
+def check_architecture(cluster: ClusterConfig, site: Site, here: str = platform.machine()) -> None:
+    """Raises UserError if the nodes cannot run the Python that submits, which is built for ``here``, as those of a
+    partition of GH200 cannot run that of an x86 login node.
+    """
+    if cluster.python is not None or cluster.container.image is not None:
+        return
+    names = (cluster.partition or preset("partition") or "").split(",")
+    if other_clusters(cluster.clusters, site) is not None:
+        return
+    for name in names:
+        partition = site.partition(name or None)
+        architecture = client.architecture_of(partition.name) if partition is not None else None
+        if partition is not None and architecture not in (None, here):
+            raise UserError(
+                f"the nodes of the partition {partition.name} are {architecture}, and this Python is built for {here}",
+                where="cluster.partition, cluster.python",
+                fix=f"cluster.python=PATH of an interpreter in an environment that was installed on {architecture}, or "
+                "a container; conf/cluster/NAME.yaml with both keys is an option of cluster",
+            )
 
 
 def _array(group: Sequence[Job]) -> Options:
