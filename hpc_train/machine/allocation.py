@@ -1,7 +1,7 @@
-"""The allocation of this process: the nodes of its Slurm step or this machine, and the workers per node.
+"""Reads the allocation of this process: the nodes of its Slurm step, or this machine, and the workers per node.
 
-One process per node is required, because it starts a worker per GPU itself. ``expand`` reads Slurm's short form of node
-names: ``n[1-3,07],login`` is n1, n2, n3, n07 and login.
+hpc_train needs one process per node, which starts a worker for each GPU. ``expand`` parses Slurm's short form of node
+names: ``n[1-3,07],login`` means n1, n2, n3, n07 and login.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Allocation:
 
     Attributes:
         job_id: the scheduler's job id; None outside of a job.
-        launch_id: equal on all nodes of one start of a job, and different at the next start.
-        address: the address at which other nodes reach this one; loopback if there is only one.
+        launch_id: an id that is equal on all nodes of one start of a job, and different at the next start.
+        address: the address at which other nodes reach this node; loopback if the job has a single node.
         listen_address: the address on which this node listens for the others; "" for all interfaces.
         node_names: the names of all nodes, by node number.
     """
@@ -47,7 +47,7 @@ class Allocation:
 
 
 def current_allocation(environment: Mapping[str, str] = os.environ) -> Allocation:
-    """Reads the Slurm step that this process is a task of; any other process has one node."""
+    """Reads the Slurm step of this process. A process outside of a step has a single node."""
     if "SLURM_STEP_NUM_NODES" not in environment or "SLURM_NODEID" not in environment:
         name = socket.gethostname()
         job_id = environment.get("SLURM_JOB_ID") or environment.get("SUBMITIT_LOCAL_JOB_ID")
@@ -73,7 +73,7 @@ HOST = "{host}"
 
 
 def meeting_at(allocation: Allocation, interface: str | None) -> Allocation:
-    """Returns ``allocation`` with the address that ``cluster.interface`` requests; a single node stays on loopback.
+    """Returns ``allocation`` with the address that ``cluster.interface`` selects. A single node stays on loopback.
 
     Args:
         interface: an interface of this node, or a host name in which ``{host}`` stands for the node's name up to the
@@ -114,13 +114,14 @@ def meeting_at(allocation: Allocation, interface: str | None) -> Allocation:
 
 
 def listening_at(allocation: Allocation, is_chosen: bool) -> tuple[Allocation, str | None]:
-    """Returns ``allocation`` with the one address of this node that the others connect to, and on which it listens.
+    """Returns ``allocation`` with the address to which other nodes connect and on which this node listens.
 
-    If this address is in doubt, the node listens on all interfaces, and the second value says why.
+    If the address may be wrong, the node listens on all interfaces, and the second value is the reason.
 
     Args:
-        is_chosen: whether ``cluster.interface`` names the address. Otherwise it must be the one from which this node
-            sends to the others, because on a host with several networks, its name may belong to another address.
+        is_chosen: whether ``cluster.interface`` selects the address. Otherwise it must be the address from which this
+            node sends to other nodes, because on a host with several networks, the host name may belong to another
+            address.
     """
     if allocation.nodes == 1:
         return allocation, None
@@ -136,7 +137,7 @@ _LOOPBACK_NET = "127."  # some systems map the name of the host itself to 127.0.
 
 
 def _local_address(name: str) -> tuple[str, str | None]:
-    """Returns the IPv4 address of ``name``, and why it cannot be listened on."""
+    """Returns the IPv4 address of ``name``, and the reason why this node cannot listen on it, or None."""
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)})
     except OSError as error:
@@ -152,8 +153,8 @@ def _local_address(name: str) -> tuple[str, str | None]:
 
 
 def _doubt_about(address: str, others: Sequence[str]) -> str | None:
-    """Returns why ``address`` may not be the address at which ``others`` reach this node. Asks for two of them: each is
-    a query of the name service.
+    """Returns the reason why ``others`` may not reach this node at ``address``, or None. Checks only two of them, since
+    each check is a query of the name service.
     """
     for other in {*others[:1], *others[-1:]}:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -167,18 +168,18 @@ def _doubt_about(address: str, others: Sequence[str]) -> str | None:
     return None
 
 
-_ANY_PORT = 9  # nothing is sent; the kernel only looks up the route
+_ANY_PORT = 9  # no data is sent; the kernel only looks up the route
 
 
 def workers_per_node(cluster: ClusterConfig, visible: int | None = None) -> tuple[int, int]:
-    """Returns the GPUs and workers of a node: one worker per GPU, or ``cpu_workers`` without GPUs.
+    """Returns the numbers of GPUs and workers of a node: one worker per GPU, or ``cpu_workers`` without GPUs.
 
     Args:
         visible: the number of GPUs of the node, if the job will run on another machine.
 
     Raises:
-        UserError: more GPUs are requested than the node has. On this machine also ``UnusableGpus``: this process cannot
-            use them.
+        UserError: more GPUs are requested than the node has.
+        UnusableGpus: the job runs on this machine, but this process cannot use its GPUs.
     """
     requested = cluster.gpus_per_node
     if requested == 0:
@@ -223,12 +224,12 @@ def expand(text: str) -> list[str]:
     return names
 
 
-SILENCE_S = 1.0  # lets the first task print its error before srun kills it for the failure of another
+SILENCE_S = 1.0  # the first task prints its error before srun kills it because another task has failed
 
 
 @dataclass(frozen=True)
 class Misplaced:
-    """The error of a misplaced process, and whether this process reports it."""
+    """The error of a misplaced process, and whether this process is the one that reports it."""
 
     error: UserError
     first: bool
@@ -252,9 +253,9 @@ def misplaced(environment: Mapping[str, str] = os.environ) -> Misplaced | None:
             "torchrun or a similar launcher started this process as a rank, but hpc_train starts its ranks itself",
             where="RANK, LOCAL_RANK and WORLD_SIZE in the environment",
             fix="run python -m hpc_train … without torchrun, on several nodes through sbatch or -m. If the variables "
-            "are left over from something else: unset RANK LOCAL_RANK WORLD_SIZE TORCHELASTIC_RUN_ID",
+            "are left over from another program: unset RANK LOCAL_RANK WORLD_SIZE TORCHELASTIC_RUN_ID",
         )
-        # without torchrun's own variable they may be left over, and then there is no process of rank 0
+        # without torchrun's variable, RANK may be left over, so that no process has rank 0
         return Misplaced(error, not by_torchrun or environment.get("RANK", "0") == "0")
     return None
 
@@ -272,7 +273,8 @@ def refuse_misplaced(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def refuse_several_nodes(environment: Mapping[str, str] = os.environ) -> None:
-    """Ends this process if a step of several nodes was given a config, since every node would compose its own run.
+    """Ends this process if it is one of several nodes of a step that got a config, since every node would compose a
+    separate run.
 
     Raises:
         UserError: in the first process.
@@ -293,7 +295,7 @@ def refuse_components(environment: Mapping[str, str] = os.environ) -> None:
     components = int(environment.get("SLURM_HET_SIZE", "1"))
     if components > 1:
         raise UserError(
-            f"the job is a heterogeneous job of {components} components, and a run uses the nodes of the first only",
+            f"the job is a heterogeneous job of {components} components, but a run uses only the nodes of the first",
             where="SLURM_HET_SIZE in the environment",
             fix="submit a job of one component, without `#SBATCH hetjob` and `:`. To train on the first component "
             "while the others do something else: unset SLURM_HET_SIZE",

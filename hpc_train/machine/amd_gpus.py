@@ -1,11 +1,11 @@
-"""The AMD Instinct GPUs that this process may use, and why it cannot use them, found without torch or HIP.
+"""Finds the AMD Instinct GPUs that this process may use, or the reason why it cannot use them, without torch or HIP.
 
 The kernel driver amdgpu lists each device in ``/sys/class/kfd/kfd/topology/nodes``: an MI250X is two devices (GCDs),
-and a partitioned MI300X several. The ROCm runtime numbers the nodes with compute units that the job's control group
-lets the process read, and ROCR_VISIBLE_DEVICES selects and orders them. HIP then selects among these with
-HIP_VISIBLE_DEVICES, or if that is empty with CUDA_VISIBLE_DEVICES (sources: ROCR-Runtime's ``amd_filter_device.cpp``
-and clr's ``rocdevice.cpp``). Slurm sets ROCR_VISIBLE_DEVICES; without ``AutoDetect`` or ``Flags`` in gres.conf also
-CUDA_VISIBLE_DEVICES, with the same numbers.
+and a partitioned MI300X is several. The ROCm runtime numbers the topology nodes with compute units that the job's
+control group lets the process read; ROCR_VISIBLE_DEVICES selects and orders them. HIP then selects among these with
+HIP_VISIBLE_DEVICES or, if that is empty, with CUDA_VISIBLE_DEVICES (sources: ROCR-Runtime's ``amd_filter_device.cpp``
+and clr's ``rocdevice.cpp``). Slurm sets ROCR_VISIBLE_DEVICES. Without ``AutoDetect`` or ``Flags`` in gres.conf, it also
+sets CUDA_VISIBLE_DEVICES with the same numbers.
 
 Integrated GPUs and Radeon cards, which HIP also numbers, are not counted.
 """
@@ -25,7 +25,7 @@ NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 PCI = Path("/sys/bus/pci/devices")
 VENDOR = "0x1002"
 VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-NO_DEVICES = "NoDevFiles"  # the value of old versions of Slurm in a step without GPUs
+NO_DEVICES = "NoDevFiles"  # old versions of Slurm set this value in a step without GPUs
 
 # gfx_target_version of CDNA: gfx908, gfx90a, gfx940 to gfx942, gfx950. gfx909 and gfx90c are integrated GPUs.
 COMPUTE = {90008, 90010, 90400, 90401, 90402, 90500}
@@ -51,7 +51,7 @@ _PRODUCTS = {
     0x75B0: "MI350X VF",
     0x75B3: "MI355X VF",
 }
-# bytes of one device in AMD's data sheets; an MI250 or MI250X is two devices
+# bytes of one device according to AMD's data sheets; an MI250 or MI250X is two devices
 AMD_MEMORY = {
     "mi100": 32e9,
     "mi210": 64e9,
@@ -69,8 +69,8 @@ _XGMI = 11  # type of a link
 
 
 def amd_memory(kind: str) -> float | None:
-    """Returns the bytes of a device of the GRES type ``kind``, such as ``mi250x`` or ``amd_instinct_mi300x``; None if
-    it is not an Instinct GPU.
+    """Returns the bytes of memory of a device of the GRES type ``kind``, such as ``mi250x`` or ``amd_instinct_mi300x``;
+    None if it is not a known Instinct GPU.
     """
     match = re.search(r"(?<![a-z0-9])mi\d{3}[ax]?(?![0-9])", kind.lower())
     if match is None:
@@ -91,7 +91,7 @@ class AmdGpu:
         unique_id: its serial number; 0 if the driver does not report it.
         render: the number of its device file ``/dev/dri/renderD*``.
         memory: bytes of its memory.
-        peers: the topology numbers of the devices that it reaches over Infinity Fabric (xGMI).
+        peers: the topology numbers of the devices to which it is connected over Infinity Fabric (xGMI).
     """
 
     index: int
@@ -121,14 +121,14 @@ class AmdGpu:
 
     @property
     def uuid(self) -> str | None:
-        """Returns the name by which ROCR_VISIBLE_DEVICES may also select it."""
+        """Returns the UUID with which ROCR_VISIBLE_DEVICES may also select the device; None if it has none."""
         if self.unique_id:
             return f"GPU-{self.unique_id:016x}"
         return None
 
 
 def read_gpus(nodes: Path = NODES) -> tuple[AmdGpu, ...]:
-    """Returns all devices that the control group lets this process read, also integrated ones, in ROCm's order."""
+    """Returns all devices that the control group lets this process read, including integrated GPUs, in ROCm's order."""
     gpus: list[AmdGpu] = []
     for folder in _numbered(nodes):
         values = _properties(folder / "properties")
@@ -169,8 +169,8 @@ def _properties(path: Path) -> dict[str, int]:
 def selected(gpus: tuple[AmdGpu, ...], environment: Mapping[str, str]) -> tuple[AmdGpu, ...]:
     """Returns the devices that the variables leave visible, in HIP's order.
 
-    The ROCm runtime takes devices up to the first name that is unknown, ambiguous or a repetition. HIP takes them up to
-    the first invalid name; its numbers count within ROCR_VISIBLE_DEVICES, and repetitions count once.
+    The ROCm runtime takes devices up to the first name that is unknown, ambiguous or repeated. HIP takes devices up to
+    the first invalid name; its numbers index ROCR_VISIBLE_DEVICES, and it ignores repetitions.
     """
     visible = list(gpus)
     if (names := environment.get("ROCR_VISIBLE_DEVICES")) is not None:
@@ -178,7 +178,7 @@ def selected(gpus: tuple[AmdGpu, ...], environment: Mapping[str, str]) -> tuple[
         for name in map(str.strip, names.upper().split(",")):
             if name.isdigit():
                 matching = [gpu for gpu in gpus if gpu.index == int(name)]
-            else:  # may be the beginning of a UUID
+            else:  # the name may be a prefix of a UUID
                 matching = [
                     gpu for gpu in gpus if len(name) > len("GPU-") and (gpu.uuid or "").upper().startswith(name)
                 ]
@@ -197,7 +197,7 @@ def _for_hip(environment: Mapping[str, str]) -> str:
 
 
 def restrict_to(names: Sequence[str], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Leaves only the devices ``names`` of ROCR_VISIBLE_DEVICES visible to this process and its children."""
+    """Restricts this process and its children to the devices ``names``, as named in ROCR_VISIBLE_DEVICES."""
     for name in VISIBLE:
         environment.pop(name, None)
     environment[VISIBLE[0]] = ",".join(names)
@@ -208,11 +208,11 @@ class AmdNode:
     """Describes a node with Instinct GPUs.
 
     Attributes:
-        gpus: the devices of this job in ROCm's order, including those that are not counted.
-        installed: the number of Instinct devices of the node, also those of other jobs.
-        managed: how many of them the driver lists.
-        loaded: whether the driver amdgpu shows its topology.
-        devices: usually ``/dev``.
+        gpus: the devices of this job in ROCm's order, including integrated GPUs and display cards.
+        installed: the number of Instinct devices of the node, including devices of other jobs.
+        managed: the number of these that the driver lists.
+        loaded: whether the driver amdgpu is loaded and shows its topology.
+        devices: the directory of device files, usually ``/dev``.
     """
 
     gpus: tuple[AmdGpu, ...]
@@ -223,7 +223,8 @@ class AmdNode:
 
     @classmethod
     def read(cls, nodes: Path, pci: Path, devices: Path) -> AmdNode | None:
-        """Returns None for a node without Instinct GPUs: a laptop with an integrated GPU also has the driver."""
+        """Reads the node; returns None if it has no Instinct GPUs, such as a laptop with an integrated GPU and the same
+        driver."""
         gpus = read_gpus(nodes)
         plugged = len(instinct_on_bus(pci))
         counted = sum(gpu.compute for gpu in gpus)
@@ -233,8 +234,8 @@ class AmdNode:
         return cls(gpus, max(plugged, counted + others), counted + others, nodes.is_dir(), devices)
 
     def visible(self, environment: Mapping[str, str] = os.environ) -> tuple[AmdGpu, ...]:
-        """Returns the devices on which ranks can run, in HIP's order. Devices after one that is not counted are left
-        out, because local rank n uses HIP's device n.
+        """Returns the devices on which ranks can run, in HIP's order. The list ends before the first unusable device,
+        because local rank n uses HIP's device n.
         """
         if not _may_open(self.devices / "kfd"):
             return ()
@@ -246,7 +247,7 @@ class AmdNode:
     def named(self, environment: Mapping[str, str] = os.environ) -> int | None:
         """Returns the number of devices to which the user's variables limit the process; None without such
         variables."""
-        # HIP ignores an empty variable, by which users mean that no GPU is visible
+        # HIP ignores an empty variable, although users set it to hide all GPUs
         empty = environment.get("HIP_VISIBLE_DEVICES", environment.get("CUDA_VISIBLE_DEVICES"))
         counts = []
         for names in (environment.get("ROCR_VISIBLE_DEVICES"), _for_hip(environment) or empty):
@@ -259,7 +260,7 @@ class AmdNode:
         """Returns the reason why too few devices are visible, and the fix.
 
         Args:
-            staff: the fix of a fault of the node; None on a machine without Slurm.
+            staff: the fix if the node is faulty; None on a machine without Slurm.
         """
         if not self.loaded:
             return "the driver amdgpu is not loaded (/sys/class/kfd does not exist)", staff or "load the driver"
@@ -298,7 +299,7 @@ def _may_open(device: Path) -> bool:
 
 
 def instinct_on_bus(pci: Path) -> tuple[str, ...]:
-    """Returns the addresses of the Instinct GPUs on the PCI bus, which also shows them without a driver."""
+    """Returns the addresses of the Instinct GPUs on the PCI bus, which shows them even without a driver."""
     if not pci.is_dir():
         return ()
     devices = [path for path in sorted(pci.iterdir()) if read_text(path / "vendor") == VENDOR]

@@ -1,9 +1,9 @@
-"""Defines the environment variables of the workers, each with its reason, finds variables that torch rejects, and
-creates node-local caches.
+"""Defines the environment variables of the workers with their reasons, finds variables that torch rejects, and creates
+node-local caches.
 
 The user's settings take precedence. On a cluster the home directory has a quota and is slow for the thousands of small
-files of compilers, so caches go to node-local space for the lifetime of the agent. The next agent on the node removes
-what a killed one has left.
+files of compilers, so caches are in node-local space for the lifetime of the agent. The next agent on the node removes
+the caches of an agent that was killed.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Variable:
 
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_EXPORTED = "HPC_TRAIN_EXPORTED"  # the digest of what a batch script has exported
+_EXPORTED = "HPC_TRAIN_EXPORTED"  # the digest of the variables that a batch script has exported
 
 
 def job_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of ``cluster.env`` and one that marks them as exported; {} without any.
+    """Returns the variables of ``cluster.env`` and a variable that marks them as exported; {} if there are none.
 
     Raises:
-        UserError: a name is not that of a variable.
+        UserError: a name is not valid for a variable.
     """
     for name in variables:
         if not _VARIABLE.fullmatch(name):
@@ -63,10 +63,10 @@ def job_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def export_job_environment(variables: Mapping[str, str], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Exports ``cluster.env``, unless a batch script has done so: then ``cluster.setup`` may have changed it since.
+    """Exports ``cluster.env``, unless a batch script has done so: ``cluster.setup`` may have changed a value since.
 
     Raises:
-        UserError: a name is not that of a variable, or a value contains a NUL character.
+        UserError: a name is not valid for a variable, or a value contains a NUL character.
     """
     variables_to_export = job_environment(variables)
     if variables_to_export and environment.get(_EXPORTED) != variables_to_export[_EXPORTED]:
@@ -83,7 +83,8 @@ def node_environment(threads: int) -> tuple[Variable, ...]:
 
 
 def apply(variables: Iterable[Variable], environment: MutableMapping[str, str] = os.environ) -> list[dict[str, str]]:
-    """Sets variables that are not set yet; returns the effective values with reasons, for ``run.json``."""
+    """Sets those of ``variables`` that are not set yet; returns the effective values with their reasons, for
+    ``run.json``."""
     record = []
     for variable in variables:
         value = environment.get(variable.name)
@@ -97,8 +98,8 @@ def apply(variables: Iterable[Variable], environment: MutableMapping[str, str] =
 
 
 def threads_per_rank(requested: int | str, local_workers: int, bound_cores: int = 0) -> int:
-    """Returns the intra-op threads of a rank. ``auto`` means one per core that the rank is bound to, or, if it is not
-    bound, an equal share of the affinity mask of this process.
+    """Returns the number of intra-op threads of a rank. ``auto`` means one thread for each core to which the rank is
+    bound or, if it is not bound, an equal share of the affinity mask of this process.
 
     Raises:
         UserError: ``requested`` is neither ``auto`` nor a number of at least 1.
@@ -115,7 +116,7 @@ def threads_per_rank(requested: int | str, local_workers: int, bound_cores: int 
 
 
 def refuse_unknown_interface(environment: Mapping[str, str] = os.environ) -> None:
-    """Raises UserError if gloo would find no interface by the name that its variable has on this node."""
+    """Raises UserError if ``GLOO_SOCKET_IFNAME`` names an interface that does not exist on this node."""
     names = environment.get(GLOO_INTERFACE, "")
     present = psutil.net_if_addrs()
     unknown = [name for name in names.split(",") if name and name not in present]
@@ -132,7 +133,7 @@ def refuse_loopback_down() -> None:
     loopback = psutil.net_if_stats().get("lo")
     if loopback is not None and not loopback.isup:
         raise UserError(
-            f"the loopback interface lo of {socket.gethostname()} is down, so its processes cannot connect",
+            f"the loopback interface lo of {socket.gethostname()} is down, so processes on this node cannot connect",
             where="the network of this machine, or of this container",
             fix="ip link set lo up, as root; in a container, start it with a network",
         )
@@ -147,10 +148,10 @@ CACHES = {
     "WANDB_CACHE_DIR": "wandb",
     "WANDB_DATA_DIR": "wandb-data",
 }
-# AMD's MIOpen keeps databases that need file locks, which Lustre and NFS may not have (LUMI and OLCF set the same)
+# AMD's MIOpen has databases that need file locks, which Lustre and NFS may not support (LUMI and OLCF set the same)
 MIOPEN = {"MIOPEN_USER_DB_PATH": "miopen", "MIOPEN_CUSTOM_CACHE_DIR": "miopen"}
 HUGGING_FACE = {"HF_HUB_CACHE": "huggingface/hub", "HF_DATASETS_CACHE": "huggingface/datasets"}
-OF_CACHES = frozenset({*CACHES, *MIOPEN, *HUGGING_FACE})  # read when a cache is used, not by ``import torch``
+OF_CACHES = frozenset({*CACHES, *MIOPEN, *HUGGING_FACE})  # read on the first use of a cache, not by ``import torch``
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SHARED_MEMORY = Path("/dev/shm")
 TORCH = re.compile(r"torch_(\d+)_.*")
@@ -161,10 +162,11 @@ NCCL_SETUP_S = 600.0  # NCCL removes its files as soon as all ranks have opened 
 def node_local_caches(name: str, environment: Mapping[str, str] = os.environ) -> Iterator[tuple[Variable, ...]]:
     """Yields the variables that redirect caches to a directory of this job, which is removed at the end of the block.
 
-    Yields none outside of a Slurm job: a workstation keeps its caches.
+    Yields no variables outside of a Slurm job, since caches on a workstation are permanent.
 
     Args:
-        name: name of the job and node; agents of several test clusters may share one on one machine.
+        name: the name of the job and the node. It need not be unique: several test clusters may use the same name on
+            one machine.
     """
     parent = _parent(environment) if "SLURM_JOB_ID" in environment else None
     if parent is None:
@@ -180,7 +182,7 @@ def node_local_caches(name: str, environment: Mapping[str, str] = os.environ) ->
 
 
 def remove_shared_memory(directory: Path = SHARED_MEMORY) -> None:
-    """Removes this user's files of torch whose process is gone, and stale files of NCCL."""
+    """Removes the user's files of torch whose processes no longer exist, and stale files of NCCL."""
     for path in directory.glob("*"):
         with contextlib.suppress(OSError):
             status = path.stat()
@@ -193,19 +195,19 @@ def remove_shared_memory(directory: Path = SHARED_MEMORY) -> None:
 
 def _variables(directory: Path, environment: Mapping[str, str]) -> tuple[Variable, ...]:
     chosen = CACHES | (MIOPEN if NODES.is_dir() else {})
-    # keep an existing cache: it was filled on purpose, because compute nodes often cannot download
+    # do not redirect an existing cache: the user has filled it, because compute nodes often cannot download
     if "HF_HOME" not in environment and not (user_cache().parent / "huggingface").exists():
         chosen |= HUGGING_FACE
     return tuple(Variable(name, str(directory / folder), REASON) for name, folder in chosen.items())
 
 
 def _parent(environment: Mapping[str, str]) -> Path | None:
-    """Returns the directory of this user and this node in node-local space; None if there is none.
+    """Returns the directory of this user and this node in node-local space; None if another user owns it.
 
-    Its path has the name of the node, because all nodes may share TMPDIR.
+    Its path contains the name of the node, because all nodes may share TMPDIR.
     """
     named = (environment.get(name) for name in ("SLURM_TMPDIR", "TMPDIR"))
-    # a variable that a job inherits from the login node may name a directory that this node does not have
+    # a job may inherit a variable from the login node that names a directory which does not exist on this node
     base = next((base for base in named if base and Path(base).is_dir()), None) or tempfile.gettempdir()
     user_directory = Path(base) / f"hpc_train-{os.getuid()}"
     parent = user_directory / os.uname().nodename
@@ -215,7 +217,8 @@ def _parent(environment: Mapping[str, str]) -> Path | None:
 
 
 def _belongs_to_user(directory: Path) -> bool:
-    """Creates the directory if it is missing. Returns whether this user owns it: other users can write to /tmp."""
+    """Creates the directory if it is missing. Returns whether this user owns it, since other users can write to
+    /tmp."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         status = directory.lstat()
@@ -226,14 +229,14 @@ def _belongs_to_user(directory: Path) -> bool:
 
 READ_BY_TORCH = ("TORCH", "PYTORCH", "GLOO_", "TP_", "NCCL_", "CUDA_", "HIP_", "OMP_", "MKL_", "KMP_", "ATEN_")
 NAME = re.compile(r"\b[A-Z][A-Z0-9_]+\b")
-SHORTEST, LONGEST = 3, 80  # characters: of a value that identifies its variable, and of a value in the message
+SHORTEST, LONGEST = 3, 80  # characters: the fewest of a value that identifies its variable, the most in a message
 
 
 def rejected_variable(error: BaseException, environment: Mapping[str, str]) -> UserError | None:
     """Returns the ``UserError`` for a variable of ``environment`` whose value torch has rejected with ``error``.
 
-    Returns None if the error names no variable that is set, neither in its message nor in the line that raised it, and
-    no value of one.
+    Returns None if neither the message of the error nor the line that raised it names a variable that is set, and the
+    message contains no value of such a variable.
     """
     set_ = {name: value for name, value in environment.items() if name.startswith(READ_BY_TORCH)}
     message = str(error)
@@ -249,7 +252,7 @@ def rejected_variable(error: BaseException, environment: Mapping[str, str]) -> U
     return UserError(
         what,
         where=f"{name} in the environment, or cluster.env",
-        fix=f"unset {name}, or set it to a value that the documentation of torch names",
+        fix=f"unset {name}, or set it to a value that torch documents",
     )
 
 
@@ -258,17 +261,17 @@ INTEGERS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 def refuse_unreadable_sizes(environment: Mapping[str, str]) -> None:
     """Raises UserError for a variable of ``INTEGERS`` that is not an integer, since torch would abort the process
-    without a reason."""
+    without stating the reason."""
     for name in INTEGERS:
         value = environment.get(name)
-        if value is not None and re.fullmatch(r"\s*[+-]?\d+.*", value, re.DOTALL) is None:  # what std::stoi reads
+        if value is not None and re.fullmatch(r"\s*[+-]?\d+.*", value, re.DOTALL) is None:  # std::stoi accepts this
             raise UserError(
-                f"{name}={value[:LONGEST]} is not an integer, at which torch aborts",
+                f"{name}={value[:LONGEST]} is not an integer, so torch would abort",
                 where=f"{name} in the environment, or cluster.env",
                 fix=f"unset {name}, or set it to a number of collectives, such as 2000",
             )
 
 
 def _contains(message: str, value: str) -> bool:
-    """Returns whether ``message`` contains ``value``, and not only as a part of a longer word."""
+    """Returns whether ``message`` contains ``value`` as a separate word."""
     return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", message) is not None

@@ -1,7 +1,8 @@
-"""The GPUs that this process may use, why it cannot use allocated ones, and their memory, found without torch or CUDA.
+"""Finds the GPUs that this process may use, their memory, and why it cannot use allocated GPUs, without torch or CUDA.
 
-A CUDA call here would create a context and forbid forking. Training never falls back to the CPU silently: if Slurm has
-allocated GPUs, or the node has NVIDIA or AMD Instinct GPUs, a process that cannot use them reports why.
+A CUDA call would create a context, after which the process could not fork. Training never silently falls back to the
+CPU: if Slurm has allocated GPUs, or the node has NVIDIA or AMD Instinct GPUs, a process that cannot use them reports
+the reason.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 DEVICES = Path("/dev")
 MIG_PREFIX = "MIG-"
 UUID_PREFIXES = ("GPU-", MIG_PREFIX)
-NO_DEVICES = "NoDevFiles"  # CUDA_VISIBLE_DEVICES of a step without GPUs, from old versions of Slurm
+NO_DEVICES = "NoDevFiles"  # old versions of Slurm set CUDA_VISIBLE_DEVICES to this in a step without GPUs
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, driver: Path = DRIVER) -> int:
-    """Returns how many of the driver's GPUs CUDA_VISIBLE_DEVICES leaves visible; 0 without a driver."""
+    """Returns the number of GPUs of the driver that CUDA_VISIBLE_DEVICES leaves visible; 0 without a driver."""
     return len(visible_devices(environment, driver))
 
 
@@ -39,10 +40,10 @@ def visible_devices(
     kfd: Path = NODES,
     pci: Path = PCI,
 ) -> tuple[str, ...]:
-    """Returns the visible GPUs as CUDA_VISIBLE_DEVICES names them: numbers, or the UUIDs that it holds. AMD's GPUs are
+    """Returns the visible GPUs as CUDA_VISIBLE_DEVICES names them: numbers, or the UUIDs in the variable. AMD GPUs are
     named as in ROCR_VISIBLE_DEVICES.
 
-    As in CUDA, the list ends before the first device that does not exist, and a device that is listed twice hides all.
+    As in CUDA, the list ends before the first device that does not exist, and it is empty if a device is listed twice.
     """
     if not driver.is_dir() and (amd := AmdNode.read(kfd, pci, devices)) is not None:
         return tuple(str(gpu.index) for gpu in amd.visible(environment))
@@ -51,10 +52,10 @@ def visible_devices(
     if chosen is None or not present:
         return tuple(str(index) for index in range(present))
     parts = [part.strip() for part in chosen.split(",")]
-    names: dict[str, str] = {}  # by device
+    names: dict[str, str] = {}  # device -> name
     if not parts[0].startswith(UUID_PREFIXES):
         for part in parts:
-            number = re.match(r"\d+", part)  # all that CUDA reads
+            number = re.match(r"\d+", part)  # CUDA reads only the leading digits
             if number is None or int(number[0]) >= present:
                 break
             device = str(int(number[0]))
@@ -66,8 +67,8 @@ def visible_devices(
     for part in parts:
         if not part.startswith(UUID_PREFIXES):
             break
-        matches = [uuid for uuid in uuids if uuid.startswith(part)]  # it may be the beginning of a UUID
-        if not uuids:  # unknown: any is accepted
+        matches = [uuid for uuid in uuids if uuid.startswith(part)]  # the name may be a prefix of a UUID
+        if not uuids:  # the UUIDs are unknown, so any name is accepted
             matches = [part]
         if len(matches) != 1:
             break
@@ -81,7 +82,8 @@ def _uuids(driver: Path, devices: Path, with_slices: bool) -> list[str]:
     """Returns the UUIDs of the GPUs that this process may open, and of their MIG slices; [] if they are unknown."""
     texts = [read_text(driver / address / "information") for address in job_gpus(driver, devices)]
     matches = [re.search(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]+)$", text, re.MULTILINE) for text in texts]
-    known_uuids = [match[1] for match in matches if match is not None]  # question marks until the GPU is initialized
+    # the driver shows question marks until the GPU is initialized
+    known_uuids = [match[1] for match in matches if match is not None]
     if known_uuids and len(known_uuids) == len(texts) and not with_slices:
         return known_uuids
     return re.findall(r"\(UUID: ((?:GPU|MIG)-[^)]+)\)", print_listing())
@@ -90,7 +92,7 @@ def _uuids(driver: Path, devices: Path, with_slices: bool) -> list[str]:
 def job_gpus(driver: Path = DRIVER, devices: Path = DEVICES) -> tuple[str, ...]:
     """Returns the PCI addresses of the GPUs that the job's control group lets this process open, in CUDA's order.
 
-    CUDA counts only these, while ``/proc`` and ``/sys`` also show those of other jobs on the node.
+    CUDA counts only these GPUs, while ``/proc`` and ``/sys`` also show the GPUs of other jobs on the node.
     """
     addresses = []
     for path in sorted(_entries(driver)):
@@ -103,7 +105,7 @@ def job_gpus(driver: Path = DRIVER, devices: Path = DEVICES) -> tuple[str, ...]:
 
 
 def _present(driver: Path, devices: Path) -> int:
-    """Counts the GPUs that this process may open. Some containers show an empty ``driver``."""
+    """Counts the GPUs that this process may open. The directory ``driver`` is empty in some containers."""
     if _entries(driver):
         return len(job_gpus(driver, devices))
     return sum(line.startswith("GPU ") for line in print_listing().splitlines())
@@ -133,10 +135,11 @@ GPU_CLASSES = (DISPLAY, "0x0302")
 
 
 class UnusableGpus(UserError):
-    """This process cannot use the GPUs of its node. A job treats it as a fault of the node, unless all nodes report it.
+    """Reports that this process cannot use the GPUs of its node. A job treats it as a fault of the node, unless all
+    nodes report it.
 
     Args:
-        reason: how many GPUs are expected, how many this process can use, and the cause.
+        reason: the number of expected GPUs, the number of GPUs that this process can use, and the cause.
     """
 
     def __init__(self, reason: str, fix: str) -> None:
@@ -146,7 +149,8 @@ class UnusableGpus(UserError):
 
 @dataclass(frozen=True)
 class Machine:
-    """The paths at which a machine shows its GPUs. ``torch`` is the package's folder, None if not installed."""
+    """The paths at which a machine shows its GPUs. ``torch`` is the folder of the package; None if it is not
+    installed."""
 
     driver: Path = DRIVER
     devices: Path = DEVICES
@@ -156,7 +160,7 @@ class Machine:
 
     @classmethod
     def this(cls) -> Machine:
-        spec = find_spec("torch")  # imports nothing
+        spec = find_spec("torch")  # does not import torch
         folders = (spec.submodule_search_locations or []) if spec is not None else []
         return cls(torch=Path(folders[0]) if folders else None)
 
@@ -189,8 +193,8 @@ class Machine:
         return amd.installed
 
     def torch_without_gpus(self) -> str | None:
-        """Returns the version of a torch that was built without CUDA, or on a machine with AMD GPUs without ROCm; None
-        for any other.
+        """Returns the version of torch if it is built without CUDA, or without ROCm on a machine with AMD GPUs; None
+        otherwise.
         """
         text = "" if self.torch is None else read_text(self.torch / "version.py")
         platform = "cuda" if self.amd is None else "hip"
@@ -205,12 +209,12 @@ class Machine:
 def gpus_to_use(
     requested: int | str, environment: Mapping[str, str] = os.environ, machine: Machine | None = None
 ) -> int:
-    """Returns the number of GPUs to use: ``requested``; for ``auto`` those allocated by Slurm, otherwise all visible;
-    0: the CPU.
+    """Returns the number of GPUs to use: ``requested``, or for ``auto`` the GPUs that Slurm has allocated, or else all
+    visible GPUs. 0 means the CPU.
 
     Raises:
         UserError: more GPUs are requested than Slurm has allocated.
-        UnusableGpus: this process cannot use that many.
+        UnusableGpus: this process cannot use this number of GPUs.
     """
     machine = machine or Machine.this()
     allocated = allocated_gpus(environment)
@@ -227,7 +231,7 @@ def gpus_to_use(
     if usable >= needed:
         return needed
     if build is not None and machine.amd is not None:
-        cause = f"torch {build} is built without ROCm, and the GPUs are AMD's"
+        cause = f"torch {build} is built without ROCm, but the GPUs are from AMD"
         fix = "install a build of torch with ROCm: https://pytorch.org/get-started"
     elif build is not None:
         cause = f"torch {build} is built without CUDA"
@@ -240,11 +244,11 @@ def gpus_to_use(
 
 
 def allocated_gpus(environment: Mapping[str, str] = os.environ) -> int:
-    """Returns how many GPUs of this node Slurm has allocated to the step of this process, or to its job; 0 without
-    any.
+    """Returns the number of GPUs of this node that Slurm has allocated to the step of this process, or to its job; 0 if
+    there are none.
     """
     if _is_step_without_gpus(environment):
-        return _count(environment.get("SLURM_JOB_GPUS", ""))  # set on the batch host, whose environment srun passes on
+        return _count(environment.get("SLURM_JOB_GPUS", ""))  # srun passes on this variable of the batch host
     on_node = environment.get("SLURM_GPUS_ON_NODE", "")
     if on_node.isdigit():
         return int(on_node)
@@ -252,8 +256,8 @@ def allocated_gpus(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def _is_step_without_gpus(environment: Mapping[str, str]) -> bool:
-    """Returns whether Slurm gave the step none of its job's GPUs (the job has them by ``--exclusive``, srun requests
-    none).
+    """Returns whether the step has none of the GPUs of its job: the job has them through ``--exclusive``, and srun
+    requested none.
     """
     return "SLURM_STEP_NUM_NODES" in environment and not environment.keys() & {"SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"}
 
@@ -261,7 +265,7 @@ def _is_step_without_gpus(environment: Mapping[str, str]) -> bool:
 def _needed(
     requested: int | str, allocated: int, visible: int, environment: Mapping[str, str], machine: Machine
 ) -> tuple[int, str]:
-    """Returns how many GPUs this process should use, and the beginning of the error message if it cannot."""
+    """Returns the number of GPUs that this process should use, and the beginning of the error message if it cannot."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     amd = machine.amd
     if amd is not None:
@@ -274,10 +278,10 @@ def _needed(
         return requested, f"{requested} GPUs per node are requested"
     if allocated:
         owner = "step" if "SLURM_STEP_GPUS" in environment else "job"
-        # runs that share a job's GPUs have a subset each
+        # if several runs share the GPUs of a job, each has a subset
         return min(allocated, named or allocated), f"{allocated} are allocated to the {owner}"
     if named == 0 and chosen != NO_DEVICES:
-        return 0, ""  # hidden on purpose
+        return 0, ""  # the user has hidden all GPUs
     if visible:
         return visible, f"{visible} are visible"
     installed = machine.gpus()
@@ -304,7 +308,7 @@ def _why_not_visible(
 
 
 def _fault_of_node(needed: int, on_slurm: bool, machine: Machine) -> tuple[str, str]:
-    """Returns the cause and its fix if the driver or the device files are at fault."""
+    """Returns the cause and its fix if the driver or the device files are faulty."""
     listed = len(_entries(machine.driver))
     openable = len(job_gpus(machine.driver, machine.devices))
     if not machine.driver.is_dir() and not machine.nvidia_gpus:
@@ -322,7 +326,7 @@ def _fault_of_node(needed: int, on_slurm: bool, machine: Machine) -> tuple[str, 
 
 
 def _count(names: str) -> int:
-    """Counts the names in a list of devices; CUDA_VISIBLE_DEVICES may also state that there are none."""
+    """Counts the names in a list of devices. Values of CUDA_VISIBLE_DEVICES that mean no device count as 0."""
     return sum(name not in ("", NO_DEVICES) and not name.startswith("-") for name in map(str.strip, names.split(",")))
 
 
@@ -332,7 +336,7 @@ def _entries(folder: Path) -> list[Path]:
     return []
 
 
-# GPU models with a single memory size (from the vendors' data sheets); of those with several, the usual one
+# the memory of GPU models in bytes (from the vendors' data sheets); for models with several sizes, the most common one
 KINDS = {
     "h200": 141e9,
     "gh200": 96e9,
@@ -351,14 +355,14 @@ KINDS = {
     "5090": 32e9,
 }
 _SIZE = re.compile(r"(?:\d+g\.)?(\d+)gb")  # 80gb, or 10gb of the MIG slice 1g.10gb
-_GRACE = ("gh200", "gb200", "gb300")  # their names give the memory of the CPU
+_GRACE = ("gh200", "gb200", "gb300")  # the size in their names is the memory of the CPU
 
 
 def gpu_memory(kind: str | None) -> float | None:
-    """Returns the memory in bytes of a GPU of GRES type ``kind``, or of the smallest GPU of this machine if it is None.
+    """Returns the memory in bytes of a GPU of GRES type ``kind``; None means the smallest GPU of this machine.
 
-    The type is a short name (``h100``), or NVML's name, which Slurm's AutoDetect=nvml gives to it:
-    ``nvidia_h100_80gb_hbm3``. Returns None if unknown.
+    The type is a short name (``h100``), or the name that Slurm's AutoDetect=nvml derives from NVML's name
+    (``nvidia_h100_80gb_hbm3``). Returns None if the memory is unknown.
     """
     if kind is not None:
         words = re.split(r"[\s_-]+", kind.lower())

@@ -1,7 +1,7 @@
 """Reads kernel counters without privileges: free host memory, network traffic, and out-of-memory kills.
 
-Slurm's ``--mem`` and a container's limit are limits of control groups. A process that exceeds one is killed without a
-message, although the node has free memory; the counter of kills is the only trace.
+Slurm's ``--mem`` and the memory limit of a container are limits of control groups. The kernel kills a process that
+exceeds such a limit without a message, even if the node has free memory; only the counter of kills shows it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ GROUP = "the memory limit of the job or container"
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Holds the bytes that all processes under one bound may still allocate.
+    """Holds the bytes that the processes under a limit may still allocate together.
 
     Attributes:
-        bound: what sets the bound, ``NODE`` or ``GROUP``.
+        bound: the origin of the limit, ``NODE`` or ``GROUP``.
     """
 
     size: int
@@ -31,7 +31,7 @@ class FreeMemory:
 
 
 def free_memory(groups: Path = CGROUPS, processes: Path = PROCESSES) -> FreeMemory:
-    """Returns the smallest of MemAvailable and what each control group above this process leaves.
+    """Returns the minimum of MemAvailable and the memory that each control group above this process leaves.
 
     The page cache of a group counts as free, since the kernel drops it before it kills a process.
     """
@@ -48,7 +48,7 @@ def free_memory(groups: Path = CGROUPS, processes: Path = PROCESSES) -> FreeMemo
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """Names the control group that accounts the memory of this process.
+    """Names the control group that accounts for the memory of this process.
 
     Attributes:
         root: the top of the hierarchy: cgroup v1 has a hierarchy for memory, v2 one for all controllers.
@@ -106,11 +106,11 @@ LANES = 4  # port_xmit_data and port_rcv_data count in units of 4 bytes (InfiniB
 
 @dataclass(frozen=True)
 class Traffic:
-    """Counts bytes by kind of network; None if there is no such NIC or it has no counter.
+    """Holds the bytes sent and received by kind of network; None if there is no such NIC or it has no counter.
 
     Attributes:
-        rdma_sent: over RDMA ports (InfiniBand, RoCE), which the kernel's network counters do not include.
-        net_sent: over NICs through the kernel, without virtual interfaces.
+        rdma_sent: bytes over RDMA ports (InfiniBand, RoCE), which the kernel's network counters do not include.
+        net_sent: bytes over NICs through the kernel, without virtual interfaces.
     """
 
     rdma_sent: int | None = None
@@ -119,7 +119,7 @@ class Traffic:
     net_received: int | None = None
 
     def since(self, before: Traffic) -> Traffic:
-        """Returns the difference to ``before``; None if a counter was reset."""
+        """Returns the difference to ``before``; a value is None if its counter was reset."""
         names = self.__dataclass_fields__
         differences: dict[str, int | None] = {}
         for name in names:
@@ -142,7 +142,7 @@ def read_traffic(sysfs: Path = SYSFS) -> Traffic:
 
 
 def _total(files: list[Path], unit: int = 1) -> int | None:
-    """Returns the sum, or None if any file is unreadable, since a partial sum would look like all traffic."""
+    """Returns the sum; None if any file is unreadable, since a partial sum would look like the total."""
     texts = [read_text(file) for file in files]  # some drivers return EINVAL or N/A
     if texts and all(text.isdigit() for text in texts):
         return unit * sum(map(int, texts))
@@ -154,7 +154,7 @@ COUNTER = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class OomKills:
-    """The number of processes killed for memory so far, in this process's control group and on the node."""
+    """The number of out-of-memory kills so far, in the control group of this process and on the node."""
 
     group: int = 0
     node: int = 0

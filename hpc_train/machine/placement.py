@@ -1,11 +1,11 @@
-"""The placement of ranks on nodes: the order of the nodes, and whether the network between them suits the layout.
+"""Places ranks on nodes: orders the nodes, and checks whether the network between them suits the layout.
 
-Nodes are ordered so that neighbors in rank are neighbors in the network. The global rank counts tp fastest, then cp,
-then dp, then pp, and a node holds consecutive ranks. So tp stays inside a node, and cp if it fits; data-parallel groups
-are as close as possible, and mostly the light traffic between pipeline stages crosses switches.
+Nodes are ordered so that neighboring ranks are neighbors in the network. In the global rank, tp varies fastest, then
+cp, then dp, then pp, and a node holds consecutive ranks. Therefore tp stays inside a node, and so does cp if it fits.
+Data-parallel groups are as close as possible, and mainly the light traffic between pipeline stages crosses switches.
 
-Slurm describes the position of a node in SLURM_TOPOLOGY_ADDR (get_node_addr in the plugins of Slurm 26.05):
-``spine.rack1.n1`` in a tree of switches, ``b8.n1`` in a block, ``t1:0:3:2.n1`` in a 3D torus.
+SLURM_TOPOLOGY_ADDR contains the position of a node (get_node_addr in the plugins of Slurm 26.05): ``spine.rack1.n1`` in
+a tree of switches, ``b8.n1`` in a block, ``t1:0:3:2.n1`` in a 3D torus.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ TORUS = re.compile(r"(?P<name>.+):(?P<x>\d+):(?P<y>\d+):(?P<z>\d+)\..+")
 
 
 def switch_address(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Returns the position of this node in the network, ``spine.rack1.n1``; None if Slurm knows only its name."""
+    """Returns the position of this node in the network, such as ``spine.rack1.n1``; None if Slurm knows only its
+    name."""
     address = environment.get("SLURM_TOPOLOGY_ADDR", "")
     named_only = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN") == "node"  # the name may contain dots
     if "." in address and not named_only:
@@ -34,7 +35,8 @@ def switch_address(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def with_nvlink_domain(address: str | None, name: str, domain: str | None) -> str | None:
-    """Adds the NVLink domain of a node to its position, below the switch, since a domain is within a rack."""
+    """Returns the position of a node with its NVLink domain inserted below the switch, since a domain is within a
+    rack."""
     if domain is None:
         return address
     above, _, last = (address or name).rpartition(".")
@@ -42,10 +44,10 @@ def with_nvlink_domain(address: str | None, name: str, domain: str | None) -> st
 
 
 def node_order(addresses: Sequence[str]) -> tuple[int, ...]:
-    """Returns the indices of ``addresses`` in the order of rank.
+    """Returns the indices of ``addresses`` in the order of ranks.
 
-    In a tree or in blocks the nodes of a switch are adjacent at every level. In a torus the order follows a path along
-    neighboring coordinates. The first node stays first and its switches precede others, because it hosts the
+    In a tree or in blocks, the nodes of a switch are adjacent at every level. In a torus, the order follows a path
+    along neighboring coordinates. The first node stays first, and its switches precede the others, because it hosts the
     rendezvous.
     """
     tori = [TORUS.fullmatch(address) for address in addresses]
@@ -64,7 +66,7 @@ def node_order(addresses: Sequence[str]) -> tuple[int, ...]:
 
 
 def _torus_order(nodes: Sequence[re.Match[str]]) -> tuple[int, ...]:
-    """Returns the indices along a path that turns around at the end of each row; it is cut before the first node."""
+    """Returns the indices along a path that reverses at the end of each row and starts at the first node."""
 
     def position(index: int) -> tuple[bool, list[tuple[int, str]], int, int, int]:
         name = nodes[index]["name"]
@@ -104,14 +106,14 @@ def _span(values: set[int]) -> str:
 
 
 def parse_switch_sizes(text: str) -> dict[str, int]:
-    """Returns the nodes of each lowest switch, or of each block, in the output of ``scontrol show topology``."""
+    """Returns the number of nodes of each lowest switch or block in the output of ``scontrol show topology``."""
     lines = re.findall(r"^(?:SwitchName=(\S+) Level=0|BlockName=(\S+)).*?\bNodes=(\S+)", text, flags=re.MULTILINE)
     return {switch or block: len(expand(nodes)) for switch, block, nodes in lines}
 
 
 @dataclass(frozen=True)
 class Network:
-    """The lowest switch (or block) of each node in rank order, and the number of nodes that one of them holds."""
+    """The lowest switch (or block) of each node in rank order, and the number of nodes that a switch holds."""
 
     switches: tuple[str, ...]
     size: int
@@ -126,8 +128,8 @@ def network_of(addresses: Sequence[str], sizes: Mapping[str, int]) -> Network | 
     """Returns the switches of nodes in rank order; None if they are in a torus, or all on one switch.
 
     Args:
-        sizes: the nodes of each switch of the cluster. If it is unknown, a switch holds as many nodes as the fullest
-            one of ``addresses``.
+        sizes: the number of nodes of each switch of the cluster. If it is unknown, a switch holds as many nodes as the
+            fullest switch in ``addresses``.
     """
     if any(TORUS.fullmatch(address) for address in addresses):
         return None
@@ -145,10 +147,10 @@ def has_blocks(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def judge(network: Network, layout: Layout, workers_per_node: int, *, blocks: bool, switches: str | None) -> list[str]:
-    """Returns what is wrong with the placement of ``layout``; the last line suggests an improvement.
+    """Returns a line for each problem with the placement of ``layout``; the last line suggests an improvement.
 
     Args:
-        blocks: whether the site describes blocks, for which ``--segment`` replaces ``--switches``.
+        blocks: whether the site has a block topology, in which ``--segment`` replaces ``--switches``.
         switches: the value of ``cluster.extra.switches``.
     """
     kind = "blocks" if blocks else "switches"
@@ -178,7 +180,7 @@ def judge(network: Network, layout: Layout, workers_per_node: int, *, blocks: bo
 
 
 def _straddling(network: Network, layout: Layout, workers_per_node: int) -> list[str]:
-    """Returns a line for each data-parallel group that one switch could hold, but that is on several."""
+    """Returns a line for each data-parallel group that is on several switches, although one switch could hold it."""
     problems = []
     for stage in range(layout.pp):
         first, last = stage * layout.stage_ranks, (stage + 1) * layout.stage_ranks - 1

@@ -1,5 +1,5 @@
-"""Properties of the file system that holds a directory: its kind, whether other hosts can access it, and its free
-space.
+"""Determines the properties of the file system of a directory: its kind, whether other hosts can access it, and its
+free space.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "reiserfs", "bcachefs", "overlay"})
 # mounted object stores: renaming a directory copies and deletes its objects one by one
 BUCKETS = frozenset({"s3fs", "gcsfuse", "goofys", "geesefs", "rclone", "blobfuse", "blobfuse2", "ossfs", "cosfs"})
-FILE_SYSTEM = "the file system"  # the owner of a limit
+FILE_SYSTEM = "the file system"  # the owner of a limit, in messages
 QUOTA_TIMEOUT_S = 5.0
 KIB = 1024
 
@@ -34,12 +34,13 @@ class FileSystem:
 
     @property
     def in_memory(self) -> bool:
-        """Returns whether it is in memory, so that no other host can access it."""
+        """Returns whether the file system is in memory, so that no other host can access it."""
         return self.kind in MEMORY
 
     @property
     def on_a_disk_here(self) -> bool:
-        """Returns whether one host mounts this kind; other hosts can access it only if this one exports it."""
+        """Returns whether only one host can mount this kind of file system; other hosts can access it only if this host
+        exports it."""
         return self.kind in DISKS
 
     @property
@@ -50,7 +51,8 @@ class FileSystem:
 
 @dataclass(frozen=True)
 class Room:
-    """Holds the bytes and files that may still be written, and whose limit this is. None means unknown or unlimited."""
+    """Holds the number of bytes and of files that may still be written, and the owner of the limit. None means unknown
+    or unlimited."""
 
     free: int
     inodes: int | None
@@ -67,7 +69,7 @@ def file_system_of(path: Path, mounts: Path = MOUNTS) -> FileSystem | None:
     mounts_above = [
         mounted for line in lines if (mounted := _mounted(line)) and real.is_relative_to(mounted.mount_point)
     ]
-    # of several mounts on one point, the last one is visible
+    # if several file systems are mounted on the same path, the last one is visible
     if mounts_above:
         return max(enumerate(mounts_above), key=lambda item: (len(item[1].mount_point.parts), item[0]))[1]
     return None
@@ -90,9 +92,7 @@ def is_exported(path: Path, exports: Path = EXPORTS) -> bool:
 
 
 def room_in(path: Path, ask: Ask | None = None) -> list[Room]:
-    """Returns the limits on what may still be written below ``path``: the file system's, and this user's quota if
-    known.
-    """
+    """Returns the space that is left below ``path``: in the file system, and in this user's quota if known."""
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     status = os.statvfs(existing)
     rooms = [Room(status.f_bavail * status.f_frsize, status.f_favail if status.f_files else None, FILE_SYSTEM)]
@@ -126,8 +126,8 @@ def _quota(system: FileSystem, ask: Ask) -> Room | None:
 
 
 def _room(words: Sequence[str]) -> Room | None:
-    """Parses KiB used, soft limit, hard limit, grace, files used, soft limit, hard limit, grace; * marks an exceeded
-    limit.
+    """Parses the columns KiB used, soft limit, hard limit, grace, files used, soft limit, hard limit, grace; * marks an
+    exceeded limit.
     """
     if len(words) != 8:
         return None

@@ -1,4 +1,4 @@
-"""Small files of the kernel in ``/sys`` and ``/proc``, and the order of their numbered names."""
+"""Reads small files of the kernel in ``/sys`` and ``/proc``, and sorts their numbered names."""
 
 from __future__ import annotations
 

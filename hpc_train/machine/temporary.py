@@ -1,7 +1,8 @@
-"""Makes temporary directories that the next agent of the user removes if their process was killed.
+"""Creates temporary directories. If their process is killed, the next agent of the user removes them.
 
-A process that ends by itself removes its own. A lock, which the kernel releases with the process, marks a directory as
-in use. The name of its file has the name of the node, because other nodes may not see the lock.
+A process that ends normally removes its directories. A file lock, which the kernel releases when the process ends,
+marks a directory as in use. The name of the lock file contains the name of the node, because other nodes may not see
+the lock.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ SOCKETS, SCRIPTS, BENCH, TRACKING, JOB_CACHES = (
 
 @dataclass(frozen=True)
 class TemporaryDirectory:
-    """Represents a directory that is in use until it is removed or kept, or until this process ends."""
+    """A directory that is in use until ``remove`` or ``keep`` is called, or until this process ends."""
 
     path: Path
-    _lock: int | None  # descriptor of the lock; None on a file system without locks, where no other process removes it
+    _lock: int | None  # descriptor of the lock; None without locks on the file system: no process then removes it
 
     @classmethod
     def make(cls, prefix: str, parent: Path) -> TemporaryDirectory:
-        """Makes a directory in ``parent``, and removes those that are no longer in use."""
+        """Creates a directory in ``parent``, and removes directories that are no longer in use."""
         _remove_unused(parent)
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         try:
@@ -59,7 +60,7 @@ class TemporaryDirectory:
 def _remove_unused(parent: Path) -> None:
     for prefix in (SOCKETS, SCRIPTS, BENCH, TRACKING, JOB_CACHES):
         for lock in parent.glob(f"{prefix}*/{_lock_name()}"):
-            with contextlib.suppress(OSError):  # another user's, or in use
+            with contextlib.suppress(OSError):  # it belongs to another user, or is in use
                 descriptor = _lock(lock)
                 shutil.rmtree(lock.parent, ignore_errors=True)
                 os.close(descriptor)

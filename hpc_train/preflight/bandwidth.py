@@ -1,13 +1,13 @@
-"""Computes bandwidths of collectives as nccl-tests defines them, the bandwidths that a job should reach, and which
-nodes are slow. Imports no torch.
+"""Computes bandwidths of collectives as nccl-tests defines them, determines the bandwidths that a job should reach, and
+finds slow nodes. It does not import torch.
 
-With S bytes in t seconds over n ranks the algorithm bandwidth is S / t. The bus bandwidth is the algorithm bandwidth
+With S bytes in t seconds over n ranks, the algorithm bandwidth is S / t. The bus bandwidth is the algorithm bandwidth
 times a factor, the share of S that must cross the slowest link, so that it is comparable with the link's rate for any n
-(nccl-tests, doc/PERFORMANCE.md). For an all-gather and a reduce-scatter, S is the size of the whole buffer, not of one
-rank's part.
+(nccl-tests, doc/PERFORMANCE.md). For an all-gather and a reduce-scatter, S is the size of the full buffer, not of the
+part of one rank.
 
-One pair alone does not show which of its nodes is slow. Nodes therefore exchange data in pairs over several rounds: a
-slow node is slow with every partner. An unknown expected bandwidth is None, and no measurement is compared with it.
+A single pair does not show which of its nodes is slow. Nodes therefore exchange data in pairs over several rounds: a
+slow node is slow with every partner. An unknown expected bandwidth is None and is not compared with measurements.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ OPERATIONS = tuple(FACTORS)
 
 @dataclass(frozen=True)
 class Rate:
-    """Holds a measurement. ``seconds`` is the mean of ``repeats`` on the slowest rank; ``wrong`` elements differed."""
+    """Holds a measurement. ``seconds`` is the mean over ``repeats`` runs on the slowest rank; ``wrong`` is the number
+    of wrong elements."""
 
     operation: str
     ranks: int
@@ -54,15 +55,15 @@ class Rate:
         return self.algorithm * FACTORS[self.operation](self.ranks)
 
 
-ROUNDS = 3  # each node meets two others, even if one round leaves it out
-SLOW = 0.85  # share of the median of the pairs without the node
-SLOW_ON_CPUS = 0.5  # over gloo, where other load changes a rate by a third
-MIN_PARTNERS = 2  # different partners with which a node must be slow
+ROUNDS = 3  # each node has at least two partners, even if it pauses in one round
+SLOW = 0.85  # a rate is slow below this share of the median rate of the pairs without the node
+SLOW_ON_CPUS = 0.5  # the same over gloo, where other load changes a rate by a third
+MIN_PARTNERS = 2  # a slow node must be slow with this many different partners
 
 
 @dataclass(frozen=True)
 class PairRate:
-    """Bytes/s in each direction between two nodes, summed over their ranks."""
+    """The rate in bytes/s in each direction between two nodes, summed over their ranks."""
 
     nodes: tuple[str, str]
     rate: float
@@ -70,7 +71,8 @@ class PairRate:
 
 @dataclass(frozen=True)
 class SlowNode:
-    """Describes a slow node. ``rate`` is the median of its pairs in bytes/s, ``usual`` the median of the others."""
+    """Describes a slow node. ``rate`` is the median rate of its pairs in bytes/s, ``usual`` the median rate of the
+    other pairs."""
 
     node: str
     rate: float
@@ -86,10 +88,11 @@ class SlowNode:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Returns pairs of ``count`` nodes by round: no pair twice, each node at most once per round (circle method)."""
+    """Returns the pairs of ``count`` nodes in each round. No pair is repeated, and a node is in at most one pair per
+    round (circle method)."""
     positions: list[int | None] = [*range(count)]
     if count % 2:
-        positions.append(None)  # its partner rests
+        positions.append(None)  # the node that is paired with None pauses
     schedule = []
     for _ in range(min(ROUNDS, len(positions) - 1)):
         half = len(positions) // 2
@@ -103,7 +106,7 @@ def slow_nodes(pairs: Sequence[PairRate], slow: float = SLOW) -> tuple[SlowNode,
     """Returns the nodes that are slow with at least two different partners and with most of their partners.
 
     Args:
-        slow: share of the other pairs' rate below which a pair is slow.
+        slow: a pair is slow below this share of the rate of the other pairs.
     """
     results = []
     for node in dict.fromkeys(name for pair in pairs for name in pair.nodes):
@@ -152,8 +155,8 @@ class ExpectedBandwidths:
 
 
 def expected_bandwidths(nodes: Sequence[NodeFacts], gpus_per_node: int) -> ExpectedBandwidths:
-    """Returns the expected bandwidths of a job on all GPUs of ``nodes``; the slowest node counts. Unknown for fewer
-    GPUs.
+    """Returns the expected bandwidths of a job on all GPUs of ``nodes``, where the slowest node counts. They are
+    unknown if the job uses fewer GPUs.
     """
     if not nodes or gpus_per_node == 0 or any(len(facts.gpus) != gpus_per_node for facts in nodes):
         return ExpectedBandwidths()
@@ -169,7 +172,7 @@ def expected_bandwidths(nodes: Sequence[NodeFacts], gpus_per_node: int) -> Expec
 
 
 def _slowest(expectations: Sequence[Expected | None]) -> Expected | None:
-    """Returns the slowest; None if one is unknown."""
+    """Returns the lowest expected bandwidth; None if one is unknown."""
     present = [expected for expected in expectations if expected is not None]
     if len(present) < len(expectations):
         return None
@@ -204,7 +207,7 @@ def _between_nodes(facts: NodeFacts) -> tuple[Expected | None, Expected | None]:
 
 
 def read_fabric(run: RunDirectory) -> tuple[NodeFacts, ...]:
-    """Returns the facts of the run's nodes; empty if they were not recorded, or the record is damaged."""
+    """Returns the facts of the run's nodes; empty if they were not recorded or the record is damaged."""
     try:
         record = run.fabric_record()
         machines = [NodeFacts.from_json(machine["facts"]) for machine in record["machines"]]

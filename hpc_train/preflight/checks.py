@@ -1,4 +1,5 @@
-"""Compares the measurements of a preflight with expected values, and returns findings with fixes. No torch."""
+"""Compares the measurements of a preflight with expected values and yields findings with fixes. It does not import
+torch."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from hpc_train.preflight.bandwidth import ExpectedBandwidths, SlowNode
 from hpc_train.preflight.nccl_log import Transport
 
 WARNING, ERROR = "warning", "error"
-# Classes of findings, the keys of cluster.preflight_action
+# classes of findings, which are the keys of cluster.preflight_action
 TCP, SHARED_GPU, SLOW_DEVICE, CONFIG = "tcp", "shared_gpu", "slow_device", "config"
 VERSIONS, NETWORK, CLOCK = "versions", "network", "clock"
 SKEW_WARN_S, SKEW_ERROR_S = 0.1, 1.0  # munge rejects more than 300 s
-GEMM_WARN, GEMM_ERROR = 0.95, 0.85  # of the median of GPUs of one model
-COPY_WARN = 0.7  # of the median; a PCIe link with half of its lanes or one generation behind reaches 0.5
-GEMM_CPU = 0.5  # CPUs of one model run at different clocks
-WARN, FAIL = 0.9, 0.8  # share of the expected bandwidth: 0.83 and 0.74 of the line rate
+GEMM_WARN, GEMM_ERROR = 0.95, 0.85  # shares of the median of the GPUs of one model
+COPY_WARN = 0.7  # share of the median; a PCIe link with half of its lanes or one generation lower reaches 0.5
+GEMM_CPU = 0.5  # share of the median; CPUs of one model run at different clocks
+WARN, FAIL = 0.9, 0.8  # shares of the expected bandwidth: 0.83 and 0.74 of the line rate
 LEAST_BUS = 0.1e9  # bytes/s: gigabit Ethernet, the slowest network between nodes
 SEE_LINKS = "run `bench collectives` for all sizes and operations, and `doctor` for the links"
 MAY_DIFFER = ("driver",)  # drivers are compatible within a major version of CUDA
@@ -27,14 +28,14 @@ MAY_DIFFER = ("driver",)  # drivers are compatible within a major version of CUD
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Holds the facts reported by one rank.
+    """Holds the facts that one rank reports.
 
     Attributes:
         versions: versions of python, torch, nccl, driver and hpc_train, if present.
         device: the model of its GPU or CPU.
         gpu: the UUID of its GPU; None on the CPU.
         gemm: FLOP/s of a matrix product.
-        transport: parsed from NCCL's log; None without NCCL or if its log goes elsewhere.
+        transport: the transports in NCCL's log; None without NCCL or if the user has redirected its log.
         copy: bytes/s from pinned host memory to the GPU, while all ranks copy; None on the CPU.
     """
 
@@ -51,8 +52,8 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """Holds the seconds by which the clock of ``node`` is ahead of rank 0's; the error is at most half the round
-    trip."""
+    """Holds the seconds by which the clock of ``node`` is ahead of the clock of rank 0. The error is at most half the
+    round trip."""
 
     node: str
     offset_s: float
@@ -73,8 +74,8 @@ class PreflightFinding:
     """Describes a problem and its fix.
 
     Attributes:
-        kind: its class, for which ``cluster.preflight_action`` defines what follows an error.
-        unfit: a node that the run should drop; None if the problem concerns no single node.
+        kind: its class. ``cluster.preflight_action`` defines the action after an error of this class.
+        unfit: the node that the run should drop; None if the problem is not limited to one node.
     """
 
     kind: str
@@ -93,7 +94,7 @@ def check_config(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
         yield PreflightFinding(
             CONFIG,
             ERROR,
-            f"the config on {nodes} ({value[:12]}) differs from that on the other nodes ({usual[:12]})",
+            f"the config on {nodes} ({value[:12]}) differs from the config on the other nodes ({usual[:12]})",
             "its file system shows an old copy of config.yaml: set a run.root that all nodes share and submit again",
         )
 
@@ -132,13 +133,13 @@ def check_transport(ranks: Sequence[RankFacts], rdma: Mapping[str, bool]) -> Ite
     """Checks that NCCL uses RDMA and GPUDirect where available.
 
     Args:
-        rdma: by node, whether an active port for training was found; absent for unknown nodes.
+        rdma: node -> whether it has an active port for training; unknown nodes are absent.
     """
     logged = [rank for rank in ranks if rank.transport is not None]
     sockets = [rank for rank in logged if rank.transport and rank.transport.over_sockets and rdma.get(rank.node)]
-    slow: dict[str, str | None] = {rank.node: rank.node for rank in sockets}  # what is named -> the unfit node
+    slow: dict[str, str | None] = {rank.node: rank.node for rank in sockets}  # text of the message -> unfit node
     if 2 * len(slow) >= len({rank.node for rank in logged}) and slow:
-        slow = {", ".join(slow): None}  # the cause is not in the nodes
+        slow = {", ".join(slow): None}  # with so many nodes, the cause is not in single nodes
     for nodes, unfit in slow.items():
         yield PreflightFinding(
             TCP,
@@ -153,7 +154,7 @@ def check_transport(ranks: Sequence[RankFacts], rdma: Mapping[str, bool]) -> Ite
     if not staged:
         return
     library = "NCCL"
-    fix = "ask the site to load nvidia_peermem, or a driver and kernel with DMA-BUF; it is up to 3 times faster"
+    fix = "ask the site to load nvidia_peermem, or for a driver and kernel with DMA-BUF; GPUDirect is up to 3 x faster"
     if any("rccl" in rank.versions for rank in ranks):
         library = "RCCL"
         fix = NO_GPU_DIRECT
@@ -166,7 +167,7 @@ def check_inside(ranks: Sequence[RankFacts], nvlink: Container[str]) -> Iterator
     """Checks that NCCL uses NVLink inside nodes.
 
     Args:
-        nvlink: the nodes all of whose GPUs are connected by NVLink.
+        nvlink: the nodes in which NVLink connects all GPUs.
     """
     inside = {rank.node: rank.transport.inside for rank in ranks if rank.transport and rank.transport.inside}
     for node, transports in inside.items():
@@ -182,7 +183,7 @@ def check_inside(ranks: Sequence[RankFacts], nvlink: Container[str]) -> Iterator
 
 
 def check_copies(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
-    """Compares the bandwidth from host to GPU with the median of the model."""
+    """Compares the bandwidth from host to GPU with the median for the same model of GPU."""
     for same_model in _by([rank for rank in ranks if rank.copy is not None], lambda rank: rank.device).values():
         usual = median(rank.copy or 0.0 for rank in same_model)
         for rank in same_model:
@@ -193,7 +194,7 @@ def check_copies(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
                     WARNING,
                     f"rank {rank.rank} on {rank.node} (GPU {rank.gpu}) receives {rate / 1e9:.3g} GB/s from the host, "
                     f"{rate / usual:.0%} of the median of {rank.device}",
-                    "compare the width and generation of its PCIe link (nvidia-smi -q) with those of the other GPUs, "
+                    "compare the width and generation of its PCIe link with the other GPUs (nvidia-smi -q), "
                     f"and check that its rank is bound to near CPUs; {drain(rank.node, f'slow PCIe of {rank.gpu}')}",
                 )
 
@@ -203,9 +204,9 @@ class SlowDevice:
     """Describes a rank that computes slowly.
 
     Attributes:
-        usual: the median FLOP/s of its model.
-        bad: whether the run would be faster without this rank's node.
-        words: what is slow.
+        usual: the median FLOP/s of the same model of device.
+        bad: whether the run would be faster without the node of this rank.
+        words: a sentence that describes the problem.
         drain: the command with which the site's staff can drain the node.
     """
 
@@ -217,7 +218,7 @@ class SlowDevice:
 
 
 def slow_devices(ranks: Sequence[RankFacts]) -> tuple[SlowDevice, ...]:
-    """Compares each rank with the median of its model and returns the slow ones."""
+    """Compares each rank with the median for its model of device; returns the slow ranks."""
     slow = []
     for same_model in _by(ranks, lambda rank: rank.device).values():
         usual = median(rank.gemm for rank in same_model)
@@ -242,7 +243,7 @@ def slow_devices(ranks: Sequence[RankFacts]) -> tuple[SlowDevice, ...]:
 
 
 def check_gemm(slow: Sequence[SlowDevice]) -> Iterator[PreflightFinding]:
-    """Reports slow devices; one that is clearly slow makes its node unfit."""
+    """Yields findings on slow devices. A device that is clearly slow makes its node unfit."""
     for device in slow:
         node = device.rank.node
         look = "check its clocks and temperature (nvidia-smi -q -d PERFORMANCE)"
@@ -256,10 +257,10 @@ def check_gemm(slow: Sequence[SlowDevice]) -> Iterator[PreflightFinding]:
 
 
 def check_models(ranks: Sequence[RankFacts], features: Mapping[str, frozenset[str]]) -> Iterator[PreflightFinding]:
-    """Checks that all ranks have one device model, since the slowest sets the pace.
+    """Checks that all ranks have the same model of device, since the slowest rank determines the speed.
 
     Args:
-        features: of the nodes, as Slurm reports them.
+        features: node -> its features in Slurm.
     """
     by_model = _by(ranks, lambda rank: rank.device)
     nodes = {model: {rank.node for rank in same_model} for model, same_model in by_model.items()}
@@ -270,7 +271,7 @@ def check_models(ranks: Sequence[RankFacts], features: Mapping[str, frozenset[st
     # a feature of all nodes with the most common model, and of no other node
     common = frozenset.intersection(*(features.get(node, frozenset()) for node in most))
     common = common.difference(*(features[node] for node in features.keys() - most))
-    fix = "cluster.constraint=FEATURE or cluster.gpu_type=MODEL; sinfo -o '%N %f %G' lists what the nodes have"
+    fix = "cluster.constraint=FEATURE or cluster.gpu_type=MODEL; sinfo -o '%N %f %G' lists the features and GPUs"
     if common:
         fix = f"cluster.constraint={min(common)}"
     yield PreflightFinding(SLOW_DEVICE, WARNING, f"the ranks have different device models: {listed}", fix)
@@ -284,14 +285,15 @@ def check_clocks(offsets: Sequence[ClockOffset]) -> Iterator[PreflightFinding]:
             yield PreflightFinding(
                 CLOCK,
                 ERROR if certain > SKEW_ERROR_S else WARNING,
-                f"the clock of {offset.node} is {abs(offset.offset_s):.3g} s {side} that of rank 0's node",
+                f"the clock of {offset.node} is {abs(offset.offset_s):.3g} s {side} the clock of rank 0's node",
                 f"timestamps of logs and files are misleading; ask the site to fix chrony there, and until then set "
                 f"cluster.exclude={offset.node}",
             )
 
 
 def check_bandwidths(bandwidths: Bandwidths, expected: ExpectedBandwidths) -> Iterator[PreflightFinding]:
-    """Compares bandwidths with the fabric's expected values, or if unknown with the minimum of any cluster network."""
+    """Compares bandwidths with the expected values of the fabric or, if they are unknown, with the slowest network of
+    any cluster."""
     measured = [
         *((f"in {node}", bus, expected.node) for node, bus in bandwidths.nodes.items()),
         *((f"over rail {rail}", bus, expected.rail) for rail, bus in enumerate(bandwidths.rails)),
@@ -326,7 +328,7 @@ def drain(node: str, reason: str) -> str:
 
 
 def _minority(ranks: Sequence[RankFacts], value: Callable[[RankFacts], str]) -> tuple[str, dict[str, str]]:
-    """Returns the most common value over the ranks, and the nodes with each other value."""
+    """Returns the most common value of the ranks, and a mapping from each other value to the nodes that have it."""
     usual = Counter(value(rank) for rank in ranks).most_common(1)[0][0]
     others = _by([rank for rank in ranks if value(rank) != usual], value)
     return usual, {other: _nodes(group) for other, group in others.items()}

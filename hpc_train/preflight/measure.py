@@ -1,7 +1,7 @@
-"""Measures the ranks' facts and clocks, and how fast they compute and exchange data on any backend.
+"""Measures the clocks of the ranks, and how fast the ranks compute and exchange data on any backend.
 
-Cheap and local measurements of the preflight come first. Stages that exceed the time limit are skipped and reported.
-Unless stated otherwise, all functions are collective.
+Cheap and local measurements of the preflight come first. Stages that would begin after the time limit are skipped and
+reported. Unless stated otherwise, all functions are collective.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hpc_train.preflight.bandwidth import PairRate, Rate, best_of, rounds, slow_
 from hpc_train.preflight.checks import Bandwidths, ClockOffset, RankFacts, slow_devices
 from hpc_train.preflight.nccl_log import Transport
 
-FIRST_BYTES = 256 << 10  # of the first all-reduce
-GROWTH = 16  # of the sizes of the all-reduces, within the time of a stage
-COPIES = 8  # number of message copies that must fit into GPU memory
-AGAIN = 5  # the second matrix products take this many times as long as the first
+FIRST_BYTES = 256 << 10  # the size of the first all-reduce
+GROWTH = 16  # the factor between the sizes of successive all-reduces, within the time of a stage
+COPIES = 8  # the number of copies of a message that must fit into GPU memory
+AGAIN = 5  # the repeated matrix products take this many times as long as the first ones
 EXCHANGES = 3  # exchanges of a pair per round; the fastest counts
-LEAST_EXCHANGE = 1 << 20  # bytes, more than a link buffers
+LEAST_EXCHANGE = 1 << 20  # bytes; more than a link buffers
 COPY_BYTES = 64 << 20
 COPIES_TO_GPU = 5  # the fastest copy counts
 MESSAGES = 8  # messages per node; the one with the shortest round trip counts
@@ -36,7 +36,7 @@ _BYTES = 4  # of a float32
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process group as seen from one of its ranks."""
+    """A process group and the device of this rank."""
 
     group: dist.ProcessGroup
     device: torch.device
@@ -59,7 +59,7 @@ class Ranks:
         return dist.get_global_rank(self.group, rank % self.size)
 
     def largest(self, value: float) -> float:
-        """Returns the maximum of all ranks' values after all ranks have arrived."""
+        """Returns the maximum of the values of all ranks, after all ranks have arrived."""
         tensor = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return float(tensor.item())
@@ -75,7 +75,7 @@ def measure(operation: str, size: int, ranks: Ranks, seconds: float) -> Rate:
     run, result, expected = _CASES[operation](elements, ranks)
 
     def timed(repeats: int) -> float:
-        """Returns the seconds of one run on the slowest rank, the same on all ranks."""
+        """Returns the seconds of one run on the slowest rank. The result is the same on all ranks."""
         synchronize(ranks.device)
         ranks.largest(0.0)
         began = time.perf_counter()
@@ -90,7 +90,7 @@ def measure(operation: str, size: int, ranks: Ranks, seconds: float) -> Rate:
     return Rate(operation, ranks.size, elements * _BYTES, timed(repeats), repeats, wrong)
 
 
-# runs an operation; the buffer of its result; the content of that buffer after the first run
+# a function that runs an operation, the buffer of its result, and the expected content after the first run
 _Case = tuple[Callable[[], object], Tensor, Tensor]
 
 
@@ -165,7 +165,8 @@ def _exchange(sent: Tensor, target: int, received: Tensor, source: int, group: d
 
 @dataclass(frozen=True)
 class Effort:
-    """Sets the amount of measurement. ``bytes`` is the largest message; no stage begins after ``limit_s``."""
+    """Sets the extent of the measurements. ``bytes`` is the size of the largest message; no stage begins after
+    ``limit_s``."""
 
     gemm_s: float
     gemm_size: int
@@ -176,7 +177,7 @@ class Effort:
 
 def effort(mode: str, crew: Crew) -> Effort:
     """Returns the effort of the modes ``quick`` and ``full``, with messages that fit into all GPUs several times."""
-    # on CPUs a product takes less than a time slice, so that the fastest one is undisturbed by other processes
+    # on CPUs, a product takes less than a time slice, so other processes do not disturb the fastest product
     size = 256
     largest = 4 << 20
     cuda = crew.mesh.device.type == "cuda"
@@ -195,7 +196,8 @@ def effort(mode: str, crew: Crew) -> Effort:
 
 @dataclass(frozen=True)
 class Crew:
-    """The ranks by node: rank = node position x ``per_node`` + local rank. Only rank 0 knows the names of ``nodes``."""
+    """The ranks of a job by node: rank = node position x ``per_node`` + local rank. Only rank 0 knows the names of
+    ``nodes``."""
 
     mesh: Mesh
     nodes: tuple[str, ...]
@@ -224,8 +226,8 @@ class Crew:
 
 
 def to_first(value: Any, mesh: Mesh) -> list[Any]:
-    """Returns the values of all ranks on rank 0, and [] on the others: if each rank received the facts of all, these
-    would be 8 MB per rank with 8,000 ranks.
+    """Returns the values of all ranks on rank 0, and [] on the others. If each rank received the facts of all ranks, it
+    would get 8 MB with 8,000 ranks.
     """
     gathered: list[Any] = []
     if mesh.rank == 0:
@@ -236,7 +238,8 @@ def to_first(value: Any, mesh: Mesh) -> list[Any]:
 
 @dataclass(frozen=True)
 class Measured:
-    """The results on rank 0. The others have only the bandwidth over all ranks and ``left_out``."""
+    """The results of the measurements, complete on rank 0. Other ranks have only the bandwidth over all ranks and
+    ``left_out``."""
 
     ranks: tuple[RankFacts, ...]
     clocks: tuple[ClockOffset, ...]
@@ -247,12 +250,12 @@ class Measured:
 def measure_all(
     crew: Crew, facts: RankFacts, effort: Effort, transport: Callable[[], Transport | None], now: Callable[[], float]
 ) -> Measured:
-    """Measures everything but the paired test.
+    """Measures everything except the paired test.
 
     Args:
-        facts: this rank's facts, without measurements and ``transport``.
+        facts: the facts of this rank, without measurements and ``transport``.
         transport: reads NCCL's log, which is complete only after the first collectives.
-        now: this node's clock in seconds since the epoch.
+        now: the clock of this node in seconds since the epoch.
     """
     mesh = crew.mesh
     began = time.monotonic()
@@ -271,7 +274,7 @@ def measure_all(
     if mesh.device.type == "cuda":
         torch.cuda.empty_cache()  # free the memory for the model
     ranks = tuple(to_first(replace(facts, transport=transport()), mesh))
-    # the better of two counts: a GPU may have been waking up, a CPU busy
+    # slow ranks are measured again and the better result counts: a GPU may have been idle before, a CPU busy
     if crew.agree(bool(slow_devices(ranks))):
         again = to_first(_gemm(crew, effort.gemm_size, AGAIN * effort.gemm_s), mesh)
         ranks = tuple(replace(rank, gemm=max(rank.gemm, flops)) for rank, flops in zip(ranks, again, strict=True))
@@ -280,7 +283,7 @@ def measure_all(
 
 def _in_node(crew: Crew, effort: Effort, bandwidths: Bandwidths) -> Bandwidths:
     if crew.per_node == 1 or crew.count == 1:
-        return bandwidths  # the only node has all ranks
+        return bandwidths  # there is one rank per node, or the only node has all ranks
     first = crew.node_position * crew.per_node
     bus = to_first(_bandwidth_among(crew, range(first, first + crew.per_node), effort), crew.mesh)
     return replace(bandwidths, nodes=dict(zip(crew.nodes, bus[:: crew.per_node], strict=True)))
@@ -301,12 +304,12 @@ def _over_all(crew: Crew, effort: Effort, bandwidths: Bandwidths) -> Bandwidths:
 
 
 def _bandwidth_among(crew: Crew, ranks: Sequence[int], effort: Effort) -> float:
-    """Measures an all-reduce in a temporary group. All ranks call it at once, each with its group of a partition of all
-    ranks, since NCCL splits the communicator of all ranks for it.
+    """Measures an all-reduce in a temporary group. The groups are a partition of all ranks, and all ranks call this
+    function at the same time, each with its group, since NCCL splits the communicator of all ranks.
     """
     group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="preflight")
     bus = _all_reduce_bandwidth(Ranks(group, crew.mesh.device), effort)
-    dist.barrier(group=crew.mesh.control)  # no rank closes a connection that another still reads
+    dist.barrier(group=crew.mesh.control)  # so that no rank closes a connection from which another rank still reads
     dist.destroy_process_group(group)
     return bus
 
@@ -335,7 +338,7 @@ def paired_test(crew: Crew, world_bus: float, effort: Effort) -> tuple[PairRate,
 
 
 def _all_pairs(crew: Crew, size: int) -> tuple[PairRate, ...]:
-    """Exchanges ``size`` bytes between the ranks of the same local rank on two nodes, for each pair of nodes."""
+    """Exchanges ``size`` bytes between equal local ranks of two nodes, for each pair of nodes."""
     elements = size // 4 // crew.per_node
     sent = torch.zeros(elements, device=crew.mesh.device)
     received = torch.zeros_like(sent)
@@ -365,12 +368,12 @@ def _all_pairs(crew: Crew, size: int) -> tuple[PairRate, ...]:
 
 
 def _gemm(crew: Crew, size: int, seconds: float) -> float:
-    """Returns the FLOP/s of this rank's device; on the CPU of one core."""
+    """Returns the FLOP/s of the device of this rank; on CPUs, of one core."""
     device = crew.mesh.device
     if device.type == "cuda":
         return measured_gemm_flops(device, torch.bfloat16, size, seconds)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several would wait for each other while other processes run
+    torch.set_num_threads(1)  # several threads would wait for each other while other processes run
     flops = measured_gemm_flops(device, torch.float32, size, seconds)
     torch.set_num_threads(threads)
     return flops
@@ -379,7 +382,7 @@ def _gemm(crew: Crew, size: int, seconds: float) -> float:
 def measured_gemm_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, seconds: float = 1.0) -> float:
     """Returns the FLOP/s of the fastest product of two ``size`` x ``size`` matrices: 2 ``size``³ / time.
 
-    Repeats for ``seconds``, so that a short disturbance by another process does not lower the result.
+    The product is repeated for ``seconds``, so that a short disturbance by another process does not lower the result.
     """
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")
@@ -393,7 +396,7 @@ def measured_gemm_flops(device: torch.device, dtype: torch.dtype, size: int = 10
 
 
 def copy_rate(device: torch.device, control: dist.ProcessGroup) -> float:
-    """Returns the bytes/s from pinned host memory to this rank's GPU. All ranks copy at once."""
+    """Returns the bytes/s from pinned host memory to the GPU of this rank. All ranks copy at the same time."""
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     device_copy = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     dist.barrier(group=control)
@@ -412,17 +415,17 @@ def clock_offsets(
 ) -> tuple[ClockOffset, ...]:
     """Compares the clocks of all nodes with the clock of rank 0, one node at a time, over ``group`` on the CPU.
 
-    With t0 and t3 rank 0's times of sending and receiving, and t1 and t2 the other's times of receiving and sending,
-    the other clock is ((t1 - t0) + (t2 - t3)) / 2 ahead, with an error of at most half the round trip (NTP, RFC 5905,
-    sec. 8).
+    Let t0 and t3 be the times at which rank 0 sends and receives, and t1 and t2 the times at which the other rank
+    receives and sends. Then the other clock is ((t1 - t0) + (t2 - t3)) / 2 ahead, with an error of at most half the
+    round trip (NTP, RFC 5905, sec. 8).
 
     Args:
-        names: of the nodes, on rank 0.
+        names: the names of the nodes, on rank 0.
         first_ranks: one rank of each node, in the order of ``names``; 0 for the first node.
         now: returns seconds since the epoch.
 
     Returns:
-        The offsets of all nodes but the first on rank 0; () on the other ranks.
+        The offsets of all nodes except the first on rank 0; () on the other ranks.
     """
     rank = dist.get_rank(group)
     if rank == 0:

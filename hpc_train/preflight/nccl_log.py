@@ -1,6 +1,6 @@
 """Makes NCCL log its transports (``NCCL_DEBUG=INFO``, ``NCCL_DEBUG_SUBSYS=INIT,NET``) and parses the log. No torch.
 
-The lines match NCCL 2.4 to 2.30, printed by ``net.cc``, ``net_ib`` and ``net_socket.cc`` of its source:
+The parser supports the lines of NCCL 2.4 to 2.30, which ``net.cc``, ``net_ib`` and ``net_socket.cc`` print:
 
     NCCL version 2.27.3+cuda12.9
     n1:7:19 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:10.0.0.1<0>
@@ -10,8 +10,8 @@ The lines match NCCL 2.4 to 2.30, printed by ``net.cc``, ``net_ib`` and ``net_so
 
 RCCL prints the same lines, but "RCCL version : 2.26.6-HEAD:f224e2c", and before 2.20 "RCCL version 2.18.3+hip6.0".
 
-NCCL reads these variables once per process and then writes its warnings to the same log, so a thread copies them to
-standard error, which is the node's log.
+NCCL reads these variables once per process and then writes its warnings to the same log. A thread copies the warnings
+to standard error, which goes to the log of the node.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOCKET = "Socket"
-QUIET = ("", "VERSION", "WARN")  # levels of NCCL_DEBUG that may be replaced by a log file
+QUIET = ("", "VERSION", "WARN")  # with these levels of NCCL_DEBUG, the log may be redirected to memory
 # AMD's RCCL prints "RCCL version : 2.26.6-HEAD:f224e2c", before 2.20 "RCCL version 2.18.3+hip6.0"
 _VERSION = re.compile(r"[NR]CCL version *:? (\d[\w.]*)")
 _CHOSEN = re.compile(r"NCCL INFO Using network (.+?)\s*$", re.MULTILINE)
@@ -39,7 +39,7 @@ _INSIDE = re.compile(r" via (P2P|SHM|direct shared memory)\b")
 
 @dataclass(frozen=True)
 class Transport:
-    """Describes the transports of one rank's communicators.
+    """Describes the transports of the communicators of one rank.
 
     Attributes:
         networks: the networks of its channels to other nodes, as NCCL names them (``IB``, ``Socket``, ``AWS
@@ -79,19 +79,19 @@ def parse_transport(log: str) -> Transport:
     )
 
 
-FOLLOW_S = 1.0  # a process that NCCL's watchdog aborts lives longer than this after the warning
+FOLLOW_S = 1.0  # shorter than the time from a warning until NCCL's watchdog aborts the process
 WARNING = b"NCCL WARN"
 
 
 class NCCLLog:
     """Holds NCCL's log of this process in memory.
 
-    A file on the shared file system, which each rank would read once per second, costs its metadata server thousands of
+    If each rank read a file on the shared file system once per second, the metadata server would get thousands of
     operations per second.
 
     Attributes:
-        path: what NCCL opens. It names this process instead of ``self``: NCCL in a child process, which inherits the
-            environment, would otherwise truncate another file that has this descriptor there.
+        path: the path that NCCL opens. It contains the id of this process instead of ``self``: otherwise NCCL in a
+            child process, which inherits the environment, would truncate whatever file has this descriptor there.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class NCCLLog:
 def log_transport() -> NCCLLog | None:
     """Makes NCCL log its transports to memory, before its first communicator. Returns None if the user's log is in use.
 
-    NCCL keeps the log open, so it lives as long as the process.
+    NCCL keeps the log open, so the log exists as long as the process.
     """
     if os.environ.get("NCCL_DEBUG", "").upper() not in QUIET or "NCCL_DEBUG_FILE" in os.environ:
         return None
@@ -123,7 +123,8 @@ def logged_transport(log: NCCLLog | None) -> Transport | None:
 
 
 class WarningCopier:
-    """Copies the warnings in a growing log to standard error, each once, and with the first one the log to ``kept``."""
+    """Copies each warning in a growing log to standard error once, and writes the log to the file ``copy`` when there
+    is one."""
 
     def __init__(self, log: NCCLLog, copy: Path) -> None:
         self._log = log
@@ -138,11 +139,11 @@ class WarningCopier:
         warnings = [line for line in complete.splitlines() if WARNING in line]
         for line in warnings:
             print(line.decode(errors="replace"), file=sys.stderr, flush=True)
-        if warnings:  # the process may be about to be aborted
+        if warnings:  # NCCL may abort the process soon
             self.keep()
 
     def keep(self) -> None:
-        """Writes the log to the file, if there is something in it and the file system allows it."""
+        """Writes the log to the file if the log is not empty. Errors of the file system are ignored."""
         content = self._log.read()
         if content:
             with suppress(OSError):
@@ -154,7 +155,8 @@ class WarningCopier:
 def copied_warnings(log: NCCLLog, copy: Path) -> Iterator[None]:
     """Copies the warnings in NCCL's log to standard error inside the ``with`` block.
 
-    The whole log is written to ``copy`` with each warning and after an exception, and removed if there was none.
+    The full log is written to ``copy`` after each warning and after an exception. If there was no exception, the file
+    is removed.
     """
     copier = WarningCopier(log, copy)
     ended = threading.Event()

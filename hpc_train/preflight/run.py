@@ -1,7 +1,7 @@
 """Runs the preflight, which checks before the first step that the nodes agree and are fast.
 
-On one node it checks the GPUs and the links between them; a job on the CPUs of one node has no preflight. It runs in
-the first attempt on a set of nodes. Further attempts on the same nodes, or a subset, skip it.
+On one node, it checks the GPUs and the links between them; a job on the CPUs of one node has no preflight. The
+preflight runs in the first attempt on a set of nodes. Further attempts on the same nodes, or a subset of them, skip it.
 """
 
 from __future__ import annotations
@@ -68,15 +68,16 @@ from hpc_train.units import counted
 
 clock = time.time  # seconds since the epoch on this node
 KEY = "cluster.preflight_action"
-LEAST_NODES = 3  # fewer nodes do not show which node of a slow pair is slow
+LEAST_NODES = 3  # with fewer nodes, it is not possible to determine which node of a slow pair is slow
 
 
 @contextmanager
 def nccl_log(spec: WorkerSpec, config: Config, run: RunDirectory) -> Iterator[NCCLLog | None]:
     """Sets up NCCL's log before the ranks join; yields None if no preflight will read it.
 
-    The log is kept in a file if the attempt fails. That of the previous attempt is removed by its name: listing a
-    folder with one file per rank on every rank costs the file system the square of their number.
+    If the attempt fails, the log is written to a file. The file of the previous attempt is removed by its name: if
+    every rank listed a folder with one file per rank, the load on the file system would grow with the square of the
+    number of ranks.
     """
     if config.cluster.preflight == "off" or spec.checked or spec.gpus_per_node == 0 or spec.layout.world_size == 1:
         yield None
@@ -102,11 +103,11 @@ def preflight(
 
     Args:
         log: the result of ``nccl_log``.
-        always: also on the CPUs of one node.
+        always: whether to run even on the CPUs of one node.
 
     Raises:
         UnfitNode: an error names a node, and ``cluster.preflight_action`` is ``exclude`` for its class.
-        UserError: another error was found whose action is not ``warn``.
+        UserError: there is another error whose action is not ``warn``.
     """
     mode = config.cluster.preflight
     if mode == "off" or spec.checked or (spec.nodes == 1 and spec.gpus_per_node == 0 and not always):
@@ -126,7 +127,7 @@ def preflight(
     if crew.count >= LEAST_NODES and crew.agree(mode == "full" or bool(low)):
         pairs = paired_test(crew, measured.bandwidths.world or 0.0, chosen_effort)
     findings: Sequence[PreflightFinding] = ()
-    if mesh.rank == 0:  # the events are written before any rank fails: they name the nodes to drop
+    if mesh.rank == 0:  # the events, which name the nodes to drop, are written before any rank fails
         slow = slow_nodes(pairs, SLOW if spec.gpus_per_node else SLOW_ON_CPUS)
         findings = [*_all_findings(measured, facts), *low, *check_slow_nodes(slow)]
         event = {
@@ -145,7 +146,7 @@ def preflight(
 
 
 def actions_of(config: Config, spec: WorkerSpec, allocation: Allocation) -> dict[str, str]:
-    """Returns what follows an error of each class. On one machine outside of Slurm no other node can be had, so
+    """Returns the action after an error of each class. On one machine outside of Slurm, there is no other node, so
     ``exclude`` becomes ``warn``.
     """
     actions = preflight_actions(config.cluster)
@@ -162,7 +163,7 @@ def _broadcast(mesh: Mesh, value: Any) -> Any:
 
 
 def _all_findings(measured: Measured, facts: Sequence[NodeFacts]) -> Iterator[PreflightFinding]:
-    """Yields the findings about single ranks and nodes. ``facts`` describes the nodes of the run."""
+    """Yields the findings on single ranks and nodes. ``facts`` describes the nodes of the run."""
     ranks = measured.ranks
     nodes = dict.fromkeys(rank.node for rank in ranks)
     yield from check_config(ranks)
@@ -185,7 +186,7 @@ def _all_findings(measured: Measured, facts: Sequence[NodeFacts]) -> Iterator[Pr
 
 
 def _print(event: Mapping[str, Any], findings: Sequence[PreflightFinding], measured: Measured) -> None:
-    """Prints the findings to the log of rank 0's node."""
+    """Prints the findings to the log of the node of rank 0."""
     world = ""
     if measured.bandwidths.world is not None:
         world = f", all-reduce {measured.bandwidths.world / 1e9:.3g} GB/s"
@@ -204,7 +205,7 @@ def _report_nodes(
     slow: Sequence[SlowNode],
     actions: Mapping[str, str],
 ) -> None:
-    """Records each slow node and GPU, and each other node that the run drops."""
+    """Writes an event for each slow node and GPU, and for each other node that the run drops."""
     reported = set()
     for node in slow:
         events.write(
@@ -253,10 +254,10 @@ def _numbers(measured: Measured, pairs: Sequence[PairRate], expected: ExpectedBa
 
 
 def stop_for(findings: Sequence[PreflightFinding], actions: Mapping[str, str]) -> None:
-    """Raises for errors, as described in ``preflight``; warnings are ignored.
+    """Raises an exception for errors, as ``preflight`` describes; warnings are ignored.
 
     Args:
-        actions: by class of finding (``preflight_actions``).
+        actions: class of finding -> action (``preflight_actions``).
     """
     errors = [finding for finding in findings if finding.level == ERROR and actions[finding.kind] != "warn"]
     if not errors:

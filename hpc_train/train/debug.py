@@ -1,7 +1,7 @@
 """Implements ``train.debug=true``, which finds the first module output or gradient that is not finite.
 
 Forward hooks check every output, autograd's anomaly mode checks every gradient, and after the backward pass the
-gradients of all parameters are checked. Every check waits for the device, so training becomes slow.
+gradients of all parameters are checked. Every check waits for the device, which slows training down.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class DebuggedEngine(WrappedEngine):
     finite.
 
     Args:
-        detects_anomaly: whether to name the function of a backward pass, by a mode of autograd that does not support
-            the DTensors of tensor parallelism.
+        detects_anomaly: whether to find the function of the backward pass with autograd's anomaly mode, which does not
+            support the DTensors of tensor parallelism.
     """
 
     def __init__(self, engine: Engine, rank: int, detects_anomaly: bool) -> None:
@@ -58,7 +58,8 @@ class DebuggedEngine(WrappedEngine):
         return result
 
     def _check_output(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Raises if ``output`` is not finite; the hooks of inner modules run first, so the innermost is named."""
+        """Raises FloatingPointError if ``output`` is not finite. Hooks of inner modules run first, so the message names
+        the innermost module."""
         if not module.training or not _not_finite(("output", leaf) for leaf in tree_leaves(output)):
             return
         inputs_are = "not finite" if _not_finite(("input", leaf) for leaf in tree_leaves(inputs)) else "finite"
@@ -87,7 +88,7 @@ def _not_finite(values: Iterable[tuple[str, Any]]) -> list[str]:
 
 
 def join_names(names: list[str]) -> str:
-    """Returns the first of ``names`` and the number of the others, for messages."""
+    """Returns the first four ``names`` and the number of the others, for messages."""
     text = ", ".join(names[:4])
     if len(names) > 4:
         text += f" and {len(names) - 4} more"

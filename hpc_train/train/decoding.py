@@ -1,7 +1,7 @@
-"""Generates tokens one at a time, with one forward pass of the whole model for each.
+"""Generates tokens one at a time, with one forward pass of the full model for each token.
 
-No keys and values are cached: the forward pass for a token computes all tokens before it again. All ranks call the loop
-together, since their parameters may be sharded. The first rank chooses each token and sends it to the others.
+Keys and values are not cached: the forward pass for a token computes all previous tokens again. All ranks call the loop
+together, since their parameters may be sharded. The first rank chooses each token and sends it to the other ranks.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Decoder:
     """Continues rows of token ids.
 
     Attributes:
-        width: None runs each row by itself and without padding, so that its tokens do not depend on other rows. A
-            number runs all rows in one forward pass over their last ``width`` tokens; shorter rows are padded at their
-            end, which a causal model does not see. The shape is then always the same.
+        width: None runs each row separately and without padding, so that its tokens do not depend on other rows. A
+            number runs all rows in one forward pass over their last ``width`` tokens, always with the same shape;
+            shorter rows have padding at their end, which does not affect a causal model.
     """
 
     engine: Engine
@@ -47,11 +47,11 @@ class Decoder:
         """Returns the new tokens of each prompt. Collective.
 
         Args:
-            prompts: at least one token each.
-            new_tokens: the largest number of new tokens per prompt.
-            ends: tokens after which a row is complete; such a token is its last.
-            proceed: called after each round with the number of tokens per row so far; returns False to stop, on all
-                ranks alike.
+            prompts: lists of at least one token each.
+            new_tokens: the maximum number of new tokens per prompt.
+            ends: tokens that end a row. Such a token is the last token of the row.
+            proceed: called after each round with the number of new tokens per row so far; returns False to stop. The
+                result must be the same on all ranks.
 
         Returns:
             The new tokens, or None if ``proceed`` stopped the loop.

@@ -1,4 +1,5 @@
-"""Evaluates the model on one or several sets: exact means over all samples, however they are divided among ranks."""
+"""Evaluates the model on one or several sets. The results are exact means over all samples and do not depend on how the
+samples are divided among ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ TRAINED_PER_EVALUATED = 2  # with train.eval_samples=auto; a forward pass takes 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Holds the data sets and the metrics of an evaluation.
+    """Holds the data and the metrics of an evaluation.
 
     Attributes:
         feeds: the data of each set by its name; ``MAIN`` is the validation split of ``data``.
-        without_targets: the sets in which no target counted in the last ``run``.
+        without_targets: the sets without any target that counts, in the last ``run``.
     """
 
     feeds: Mapping[str, EvalFeed]
@@ -45,7 +46,7 @@ class Evaluation:
         return replace(self, feeds={name: feed.limited(most) for name, feed in self.feeds.items()})
 
     def extent(self) -> str | None:
-        """Returns ``320 of 1,248 samples`` for each set that is not read completely; None if there is none."""
+        """Returns text such as ``320 of 1,248 samples`` for the sets that are not read completely; None if all are."""
         parts = [
             f"{feed.samples:,} of {len(feed.dataset):,} samples" + (f" of eval_sets.{name}" if name else "")
             for name, feed in self.feeds.items()
@@ -56,8 +57,9 @@ class Evaluation:
     def run(
         self, engine: Engine, control: Control | None = None, stop: StopFlag | None = None
     ) -> dict[str, float | None] | None:
-        """Returns the loss, the accuracy (None if the model counts none) and the metrics of each set, by their keys in
-        a line of metrics; None if a stop request interrupted it. Collective; see ``evaluate``."""
+        """Returns the loss, the accuracy (None if the model does not count correct predictions) and the metrics of each
+        set, by their keys in a line of metrics. Returns None if a stop request interrupted the evaluation. Collective;
+        see ``evaluate``."""
         values: dict[str, float | None] = {}
         self.without_targets.clear()
         for name, feed in self.feeds.items():
@@ -94,7 +96,8 @@ def evaluate(
 ) -> StepNumbers | None:
     """Computes the exact mean loss (and accuracy) over all targets of ``feed`` on all ranks. Collective.
 
-    It sums over batches and ranks in fp64 and divides once, so padding and short batches do not distort the mean.
+    The sums over batches and ranks are in fp64 and are divided once, so padding and short batches do not distort the
+    mean.
 
     Args:
         control: lets the ranks agree on a stop request after each batch; None ignores stop requests.

@@ -163,7 +163,7 @@ def test_the_others_leave_without_a_word(variables: dict[str, str]) -> None:
 
 
 def test_variables_that_something_else_has_left_are_named_whatever_the_rank() -> None:
-    with pytest.raises(UserError, match="left over from something else: unset RANK"):
+    with pytest.raises(UserError, match="left over from another program: unset RANK"):
         refuse_misplaced(TORCHRUN | {"RANK": "3"})
 
 

@@ -153,7 +153,7 @@ TWICE = HALF | {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
         ),
         (
             "auto", {}, CUDA, no_change,
-            "8 are visible, and the process can use none: torch 2.9.0+cu128 is built without ROCm, and",
+            "8 are visible, and the process can use none: torch 2.9.0+cu128 is built without ROCm, but",
             "install a build of torch with ROCm",
         ),
         (

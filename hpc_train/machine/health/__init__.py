@@ -1,1 +1,1 @@
-"""Checks the GPUs, kernel log and RDMA ports of one node. The package needs neither torch nor a config."""
+"""Checks the GPUs, the kernel log and the RDMA ports of a node. The package needs neither torch nor a config."""

@@ -1,9 +1,10 @@
-"""The health of AMD Instinct GPUs as the kernel driver amdgpu shows it: memory, PCIe, processes and the kernel log.
+"""Reads the health of AMD Instinct GPUs from the kernel driver amdgpu: memory, PCIe, processes and the kernel log.
 
-Everything is read from ``/sys``, because ``rocm-smi`` hangs if the driver does. The error counters, the bad pages and
-``mem_info_vram_used`` follow the kernel's documentation (docs.kernel.org/gpu/amdgpu, Linux 6.8), the processes follow
-``rocm-smi --showpids``. The lines of the log follow the driver's sources (torvalds/linux and ROCm/amdgpu, 2026-11).
-Reduced clocks are not read: ``/sys`` shows them in a binary format per model.
+All values are read from ``/sys``, because ``rocm-smi`` hangs if the driver hangs. The formats of the error counters,
+the bad pages and ``mem_info_vram_used`` are in the kernel's documentation (docs.kernel.org/gpu/amdgpu, Linux 6.8), the
+processes are found as by ``rocm-smi --showpids``. The lines of the log are in the driver's sources (torvalds/linux and
+ROCm/amdgpu, 2026-11). Reduced clocks are not read, because ``/sys`` shows them in a binary format that differs between
+models.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LINK = ("current_link_width", "max_link_width", "current_link_speed", "max_link_
 COUNTS = "_err_count"
 BAD_PAGES = "ras/gpu_vram_bad_pages"
 GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}  # by GT/s
-WIDEST = 32  # lanes; the kernel shows 63 if the device does not respond, and 255 for a device without a link
+WIDEST = 32  # lanes; the kernel shows 63 if the device does not respond, and 255 if the device has no link
 LOST = "63"
 RESET = "drain the node and reset the GPU (rocm-smi --gpureset), or reboot"
 
@@ -46,7 +47,7 @@ def amd_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
     """Checks the Instinct GPUs of this node (inside a job, only the GPUs of the job) and the kernel log.
 
     Args:
-        quick: do not read the processes.
+        quick: whether to skip the processes.
     """
     amd_node = AmdNode.read(paths.kfd / "topology/nodes", paths.pci, paths.devices)
     if amd_node is None:
@@ -95,9 +96,9 @@ def amd_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
 
 
 def read_texts(device: Path) -> dict[str, str]:
-    """Reads the files of one GPU; those of the link to the slot are named ``link/…`` and ``slot/…``.
+    """Reads the files of one GPU. The names ``link/…`` and ``slot/…`` refer to the two ends of the link to the slot.
 
-    Like the driver, it skips the bridges inside of a card, which are AMD's as well.
+    Like the driver, it skips the bridges inside a card, whose vendor is also AMD.
     """
     card = device.resolve()
     inside = [card]
@@ -114,7 +115,7 @@ def read_texts(device: Path) -> dict[str, str]:
 
 
 def read_processes(paths: Paths) -> dict[int, tuple[GpuProcess, ...]]:
-    """Returns the processes with memory on each GPU, by its number in the driver's topology."""
+    """Returns the processes that use memory of each GPU, by the GPU's number in the driver's topology."""
     processes: dict[int, tuple[GpuProcess, ...]] = {}
     for place in (paths.kfd / "topology/nodes").glob("[0-9]*"):
         name = f"vram_{read_text(place / 'gpu_id')}"
@@ -128,7 +129,7 @@ def read_processes(paths: Paths) -> dict[int, tuple[GpuProcess, ...]]:
 
 
 def parse_gpu(gpu: AmdGpu, place: str, texts: Texts, processes: Sequence[GpuProcess] = ()) -> GpuState:
-    """Returns the state of a GPU from its files. A GPU that has fallen off the bus has no values."""
+    """Returns the state of a GPU from its files. If the GPU has fallen off the bus, its values are None."""
     named = GpuState(gpu.index, place, gpu.model, gpu.uuid, processes=tuple(processes))
     if texts.get("current_link_width") == LOST:
         return named
@@ -160,14 +161,16 @@ def _lanes(texts: Texts, name: str) -> int | None:
 
 
 def _generation(texts: Texts, name: str) -> int | None:
-    """``16.0 GT/s PCIe`` is generation 4; ``Unknown`` for a device without a link."""
+    """Returns the PCIe generation: 4 for ``16.0 GT/s PCIe``; None for ``Unknown``, which a device without a link
+    shows."""
     return GENERATIONS.get(texts.get(name, "").partition(" ")[0])
 
 
 def uncorrected(texts: Texts) -> dict[str, int] | None:
-    """Returns the uncorrectable errors since the driver was loaded by block, e.g. ``umc`` (memory) or ``gfx``.
+    """Returns the number of uncorrectable errors since the driver was loaded, by block such as ``umc`` (memory) or
+    ``gfx``.
 
-    None if no block shows a count: in virtual machines, or while the GPU is being reset.
+    Returns None if no block shows a count, as in virtual machines or while the GPU is being reset.
     """
     counts = {}
     for name, text in texts.items():
@@ -183,7 +186,7 @@ def bad_pages(texts: Texts) -> dict[str, int]:
 
 
 def judge_amd(gpus: Sequence[tuple[GpuState, Texts]], node: str) -> Iterator[Finding]:
-    """Reports what is wrong with GPUs according to their files, or that they are healthy."""
+    """Yields findings on the problems of GPUs according to their files, or a finding that they are healthy."""
     findings = [finding for gpu, texts in gpus for finding in (*_memory(gpu, texts, node), *judge_speed(gpu, node))]
     unknown = [gpu.name for gpu, texts in gpus if gpu.uncorrected is None and texts.get("current_link_width") != LOST]
     if unknown:
@@ -221,9 +224,10 @@ class AmdEvent:
     """Describes an error in the kernel log. ``pci`` is the address of the GPU; None if the line does not contain it.
 
     Attributes:
-        lasting: it is an error of the hardware, which a successful reset does not repair.
-        count: how often it was logged; ``age`` counts the seconds since the last time.
-        reset: the driver has reset the GPU since.
+        lasting: whether it is an error of the hardware, which a successful reset does not repair.
+        count: how often it was logged.
+        age: the seconds since it was last logged; None if unknown.
+        reset: whether the driver has reset the GPU since.
     """
 
     pci: str | None
@@ -241,7 +245,7 @@ class AmdEvent:
         return "a GPU"
 
 
-# the beginning or a characteristic part of the line, its meaning, what it requires, and whether it outlasts a reset
+# a characteristic part of the line, its meaning, the required action, and whether a reset does not repair the error
 _EVENTS = tuple(
     (re.compile(pattern), meaning, kind, lasting)
     for pattern, meaning, kind, lasting in (
@@ -313,7 +317,8 @@ def find_events(lines: Iterable[Line]) -> tuple[AmdEvent, ...]:
 
 
 def judge_amd_log(lines: Sequence[Line] | None, node: str, foreign: Sequence[str] = ()) -> Iterator[Finding]:
-    """Reports the errors of amdgpu in the kernel log (None: it cannot be read) except those of ``foreign`` GPUs."""
+    """Yields findings on the errors of amdgpu in the kernel log, except errors of ``foreign`` GPUs. ``lines`` is None
+    if the log cannot be read."""
     if lines is None:
         text = f"{UNCHECKED}this user may read neither /dev/kmsg nor the journal, so errors of amdgpu are unchecked"
         yield Finding(LOG, OK, text)
@@ -334,11 +339,11 @@ def judge_amd_log(lines: Sequence[Line] | None, node: str, foreign: Sequence[str
 
 
 def defects_in(lines: Iterable[Line], foreign: Sequence[str] = ()) -> tuple[Defect, ...]:
-    """Returns the errors of the log that prove a defect of a GPU of this job.
+    """Returns the errors in the log that prove a defect of a GPU of this job.
 
-    These are the driver's messages about uncorrectable errors, poison that a program has used, too many bad pages, and
-    a GPU that left the bus. A hang, its reset and a reset that fails may follow from an error of the program. A line
-    without an address counts only if no GPU of the node is ``foreign``.
+    These are the driver's messages about uncorrectable errors, poisoned data that a program has used, too many bad
+    pages, and a GPU that has left the bus. Hangs and resets, even failed ones, are excluded, because an error in a
+    program may cause them. A line without an address counts only if no GPU of the node is ``foreign``.
     """
     events = (event for event in find_events(lines) if event.lasting and event.kind.level == ERROR)
     job_events = (event for event in events if (event.pci not in foreign if event.pci else not foreign))

@@ -1,4 +1,4 @@
-"""Defines a finding, which is one line of the doctor's report."""
+"""Defines a finding, which is a line in the report of ``doctor``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 OK, WARNING, ERROR = "ok", "warning", "error"
-UNCHECKED = "not known: "  # the beginning of the text of a check that was not possible
+UNCHECKED = "not known: "  # the beginning of the text if a check was not possible
 _ORDER = (OK, WARNING, ERROR)
 
 
@@ -22,7 +22,7 @@ class Finding:
 
     @property
     def unknown(self) -> bool:
-        """Returns whether the check was not possible here, which is not a problem but no sign of health either."""
+        """Returns whether the check was not possible here. This is neither a problem nor a sign of health."""
         return self.text.startswith(UNCHECKED)
 
     def to_json(self) -> dict[str, Any]:

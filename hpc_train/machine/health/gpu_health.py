@@ -1,13 +1,13 @@
 """Reads the health of NVIDIA GPUs from ``nvidia-smi`` or NVML: memory, clocks, PCIe, NVLink, fabric manager, processes.
 
-Reading never hangs: a driver that does not respond is itself a finding. ``judge`` turns states into findings. An
+Reading never hangs: if the driver does not respond, this is a finding, too. ``judge`` turns states into findings. An
 ``error`` means that the node should not run jobs: as in NVIDIA's guide to GPU memory errors, AzureHPC NHC (2026-05) and
 Meta's gcm (2025-12), uncorrectable errors and a failed remapping take a node out of service.
 
-NVML is part of the driver (``libnvidia-ml.so.1``); NVIDIA's package nvidia-ml-py calls it, which takes a fraction of
-the time of ``nvidia-smi``. A call may hang in the kernel where no signal ends it, so a forked child makes the calls;
-only a worker samples the utilization of its GPU directly. In a container or a job's control group the library shows
-only the GPUs that the process may use.
+NVML is part of the driver (``libnvidia-ml.so.1``). NVIDIA's package nvidia-ml-py calls it, which takes a fraction of
+the time of ``nvidia-smi``. A call may hang in the kernel, where no signal can end it, so a forked child makes the
+calls; only a worker samples the utilization of its GPU directly. In a container or a job's control group, the library
+shows only the GPUs that the process may use.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ QUERY = ("nvidia-smi", "-q", "-x")
 LINKS = ("nvidia-smi", "nvlink", "--status")
 SUBJECT = "GPU health"
 HANGS = "the driver hangs"  # the beginning of a finding
-MEMORY_LEFT = 2 << 30  # bytes that the driver itself never uses; more without a process is a leftover
-SLOWDOWNS = {  # the last part of the tag, and the reason; a power cap is normal under load
+MEMORY_LEFT = 2 << 30  # bytes; the driver alone never uses as much, so without a process it is a leftover
+SLOWDOWNS = {  # the last part of the XML tag -> the reason; a power cap is omitted, since it is normal under load
     "hw_thermal_slowdown": "the hardware is too warm",
     "hw_power_brake_slowdown": "the power supply requests it",
     "sw_thermal_slowdown": "the driver finds it too warm",
@@ -47,7 +47,7 @@ SLOWDOWNS = {  # the last part of the tag, and the reason; a power cap is normal
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process with a compute context on a GPU. ``memory`` is in bytes."""
+    """A process with a compute context on a GPU, and its memory in bytes."""
 
     pid: int
     name: str
@@ -60,16 +60,16 @@ class GpuState:
 
     Attributes:
         uncorrected: uncorrectable ECC errors since the driver was loaded.
-        sram_exceeded: the driver recommends replacement because of errors in SRAM.
+        sram_exceeded: whether the driver recommends a replacement because of errors in SRAM.
         recovery: the action that the driver requests (``None``, ``Reset``, ``Reboot`` …), from driver 555 on.
         slowdowns: the reasons for reduced clocks, as text.
         pcie_best_gen: the generation that both the GPU and its slot support.
         fabric: the registration with the fabric manager: ``Completed``, ``In Progress``, ``Not Started``.
-        fabric_fault: what the driver reports about an unhealthy NVLink fabric.
-        links: active NVLinks.
-        memory_used: bytes in use, without what the driver reserves.
+        fabric_fault: the driver's report on an unhealthy NVLink fabric.
+        links: the number of active NVLinks.
+        memory_used: bytes in use, without the bytes that the driver reserves.
         slices: the UUIDs of its MIG slices.
-        slices_used: bytes in use of each of ``slices``.
+        slices_used: the bytes in use on each of ``slices``.
     """
 
     index: int
@@ -116,11 +116,11 @@ class NoResponse(Exception):
 
 
 def run_limited(command: Sequence[str], limit_s: float = LIMIT_S) -> tuple[int, str]:
-    """Returns the exit code and the output of ``command``. A process that hangs in the kernel is left behind.
+    """Returns the exit code and the output of ``command``. A process that hangs in the kernel is left running.
 
     Raises:
-        NoResponse: it takes longer than ``limit_s`` seconds.
-        OSError: it cannot be started.
+        NoResponse: the command takes longer than ``limit_s`` seconds.
+        OSError: the command cannot be started.
     """
     started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     try:
@@ -134,12 +134,12 @@ def run_limited(command: Sequence[str], limit_s: float = LIMIT_S) -> tuple[int, 
 
 
 def read_in_child(read: Callable[[], Any], limit_s: float = LIMIT_S) -> Any | None:
-    """Returns what ``read`` returns in a forked child, through JSON; None if it raises.
+    """Calls ``read`` in a forked child and returns its result, which passes through JSON; None if it raises.
 
-    A driver may hang in the kernel where no signal ends the call; such a child is left behind.
+    A driver may hang in the kernel, where no signal can end the call; such a child is left running.
 
     Raises:
-        NoResponse: it takes longer than ``limit_s`` seconds.
+        NoResponse: the call takes longer than ``limit_s`` seconds.
     """
     source, target = os.pipe()
     child = os.fork()
@@ -169,10 +169,10 @@ def read_in_child(read: Callable[[], Any], limit_s: float = LIMIT_S) -> Any | No
 
 
 def read_gpus(expected: bool, limit_s: float = LIMIT_S) -> GpuReading:
-    """Reads the GPUs of this node with ``nvidia-smi``; in a job's control group it shows only the job's own.
+    """Reads the GPUs of this node with ``nvidia-smi``, which in a job's control group shows only the GPUs of the job.
 
     Args:
-        expected: the node has NVIDIA GPUs, so that a missing tool is worth a finding.
+        expected: whether the node has NVIDIA GPUs, so that a missing tool is a finding.
     """
     try:
         code, output = run_limited(QUERY, limit_s)
@@ -327,7 +327,7 @@ def with_links(gpus: Sequence[GpuState], status: str) -> tuple[GpuState, ...]:
 
 
 def judge(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None = None) -> Iterator[Finding]:
-    """Reports what is wrong with ``gpus``, or that they are healthy.
+    """Yields findings on the problems of ``gpus``, or a finding that they are healthy.
 
     Args:
         fabric_manager: whether a node with NVSwitches runs the fabric manager; None on other nodes or if unknown.
@@ -342,13 +342,13 @@ def judge(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None = Non
 
 
 def problems(gpu: GpuState) -> tuple[str, ...]:
-    """Returns what is wrong with one GPU, a line per problem."""
+    """Returns a line for each problem of a GPU."""
     findings = (*_memory(gpu, ""), *judge_speed(gpu, ""))
     return tuple(finding.text.removeprefix(f"{gpu.name}: ") for finding in findings)
 
 
 def out_of_service(node: str, action: str) -> str:
-    """Returns the fix of a defect: what the user does now, and what the staff should do."""
+    """Returns the fix for a defect: the setting for the user, and the action for the staff."""
     return f"cluster.exclude={node}; for the staff: {action}"
 
 
@@ -376,7 +376,7 @@ def _memory(gpu: GpuState, node: str) -> Iterator[Finding]:
 
 
 def judge_speed(gpu: GpuState, node: str) -> Iterator[Finding]:
-    """Reports reduced clocks, and a PCIe link with fewer lanes or a lower generation than possible."""
+    """Yields findings on reduced clocks, and on a PCIe link with fewer lanes or a lower generation than possible."""
     if gpu.slowdowns:
         text = f"{gpu.name}: its clocks are reduced: {' and '.join(gpu.slowdowns)}"
         yield Finding(SUBJECT, WARNING, text, out_of_service(node, "check cooling and power"))
@@ -392,7 +392,8 @@ def judge_speed(gpu: GpuState, node: str) -> Iterator[Finding]:
 
 
 def _links(gpus: Sequence[GpuState], node: str) -> Iterator[Finding]:
-    """Compares the NVLinks of GPUs of one model. Links that no GPU uses are not wired; MIG disables them."""
+    """Compares the number of NVLinks of GPUs of the same model. Links that no GPU uses are not wired; MIG disables
+    links."""
     for model in dict.fromkeys(gpu.model for gpu in gpus):
         alike = [gpu for gpu in gpus if gpu.model == model and gpu.links is not None and not gpu.mig]
         most = max((gpu.links or 0 for gpu in alike), default=0)
@@ -404,7 +405,7 @@ def _links(gpus: Sequence[GpuState], node: str) -> Iterator[Finding]:
 
 
 def _fabric(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None) -> Iterator[Finding]:
-    restart = out_of_service(node, "systemctl restart nvidia-fabricmanager; its version must be the driver's")
+    restart = out_of_service(node, "systemctl restart nvidia-fabricmanager; its version must equal the driver's")
     waiting = [gpu for gpu in gpus if gpu.fabric not in (None, "Completed") and not gpu.mig]
     if waiting:
         text = f"{waiting[0].name}: its registration with the fabric manager is {waiting[0].fabric!r}"
@@ -421,8 +422,8 @@ def _fabric(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None) ->
 
 
 def judge_processes(gpus: Sequence[GpuState], job_pids: frozenset[int]) -> Iterator[Finding]:
-    """Reports processes other than ``job_pids`` and memory without a process on the GPUs."""
-    fix = "end them, or use another node; a process that survived its job needs the staff"
+    """Yields findings on processes other than ``job_pids`` and on memory without a process on the GPUs."""
+    fix = "end them, or use another node; ask the staff to end a process that survived its job"
     for gpu in gpus:
         others = [process for process in gpu.processes if process.pid not in job_pids]
         if others:
@@ -445,7 +446,7 @@ RECOVERIES = {0: "None", 1: "Reset", 2: "Reboot", 3: "Drain P2P", 4: "Drain and 
 
 
 class Nvml:
-    """The initialized library, with calls that return None where the model or the driver does not support them.
+    """The initialized NVML library. Calls return None if the model or the driver does not support them.
 
     Raises:
         OSError: nvidia-ml-py, the library or the driver is missing.
@@ -473,7 +474,7 @@ class Nvml:
         library = self.library
         pci = self.get("PciInfo", device)
         mig = self.get("MigMode", device)
-        rows = self.get("RemappedRows", device)  # corrected and uncorrected ones, whether any is pending or has failed
+        rows = self.get("RemappedRows", device)  # corrected, uncorrected, whether one is pending, whether one failed
         uncorrected = (library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, library.NVML_VOLATILE_ECC)
         reasons = self.get("CurrentClocksThrottleReasons", device) or 0
         slowed = {name for name, bit in BITS.items() if reasons & bit}
@@ -494,7 +495,7 @@ class Nvml:
         for number in range(self.get("MaxMigDeviceCount", device) or 0):
             part = self.get("MigDeviceHandleByIndex", device, number)
             uuid = None if part is None else self.get("UUID", part)
-            if uuid:  # a place may be empty
+            if uuid:  # a number may have no slice
                 slices[uuid] = self._memory_used(part)
 
         processes = self.get("ComputeRunningProcesses", device) or ()  # including processes of other users
@@ -518,7 +519,7 @@ class Nvml:
             fabric=FABRIC_STATES.get(fabric.state) if has_fabric else None,
             links=sum(links) if links else None,
             memory_used=self._memory_used(device),
-            # the name is hidden outside of this container
+            # names of processes outside of this container are hidden
             processes=tuple(
                 GpuProcess(each.pid, read_text(Path(f"/proc/{each.pid}/comm")) or "?", each.usedGpuMemory or 0)
                 for each in processes
@@ -534,7 +535,7 @@ class Nvml:
         return None if rates is None else rates.gpu / 100
 
     def _memory_used(self, device: Any) -> int | None:
-        """Returns the bytes in use, without those that the driver reserves."""
+        """Returns the bytes in use, without the bytes that the driver reserves."""
         memory = self.get("MemoryInfo", device, self.library.nvmlMemory_v2)
         return memory and int(memory.used)
 
@@ -558,7 +559,7 @@ def _read() -> dict[str, Any]:
 def read_nvml(limit_s: float = LIMIT_S, read: Callable[[], dict[str, Any]] = _read) -> GpuReading | None:
     """Reads the GPUs in a forked child; None without the library or a driver.
 
-    A library that does not respond within ``limit_s`` seconds is a finding.
+    If the library does not respond within ``limit_s`` seconds, this is a finding.
     """
     try:
         reading = read_in_child(read, limit_s)

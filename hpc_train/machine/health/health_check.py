@@ -1,9 +1,9 @@
-"""The quick health check of one node, for ``doctor --node --quiet``, a prolog or Slurm's HealthCheckProgram.
+"""Checks the health of a node quickly, for ``doctor --node --quiet``, a prolog or Slurm's HealthCheckProgram.
 
-It imports neither torch nor the config, and never hangs. ``check_node`` returns findings as data. A kind of device is a
-function in ``VENDORS``. Ports are judged by the counters of the InfiniBand specification (PortCounters), which grow
-from the last reset on, so a rate decides: at least ``MIN_ERRORS`` events, the default threshold of infiniband-diags,
-and one per day since boot.
+The module imports neither torch nor the config, and it never hangs. ``check_node`` returns findings as data.
+``VENDORS`` has a function for each vendor of GPUs. Ports are judged by the counters of the InfiniBand specification
+(PortCounters). Because the counters grow after the last reset, a port is faulty from ``MIN_ERRORS`` events on, the
+default threshold of infiniband-diags, and at least one event per day since boot.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hpc_train.schedulers.slurm.records import gpus_of
 
 NVIDIA, ACCELERATOR = "0x10de", "0x0302"  # PCI vendor, and the class of a GPU without a display output
 SLURM_S = 2.0
-LONGEST = 240  # characters of the line; Slurm cuts long reasons
+LONGEST = 240  # the most characters of the line, since Slurm truncates long reasons
 
 
 @dataclass(frozen=True)
 class NodeHealth:
-    """Holds the result for one node: what was found, and the states behind it."""
+    """Holds the result for one node: the findings, and the states on which they are based."""
 
     node: str
     findings: tuple[Finding, ...]
@@ -47,11 +47,11 @@ class NodeHealth:
 
     @property
     def driver_hangs(self) -> bool:
-        """Returns whether another call of the driver would also hang."""
+        """Returns whether the driver hangs, so that another call would hang, too."""
         return any(finding.text.startswith(HANGS) for finding in self.findings)
 
     def line(self) -> str:
-        """Returns the result in one line, which begins with the worst level."""
+        """Returns the result as one line, which begins with the worst level."""
         bad = [finding for level in (ERROR, WARNING) for finding in self.findings if finding.level == level]
         if not bad:
             unread = "".join(f"; {finding.subject} {finding.text}" for finding in self.findings if finding.unknown)
@@ -62,7 +62,7 @@ class NodeHealth:
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Returns Slurm's name of this node; a health check outside of a job has only the host name."""
+    """Returns Slurm's name of this node; outside of a job, the host name."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
@@ -70,8 +70,8 @@ def check_node(node: str, quick: bool = True, gpus: int | None = None, paths: Pa
     """Checks the GPUs, the kernel log and the RDMA ports of this node.
 
     Args:
-        quick: prefer NVIDIA's library to ``nvidia-smi``, which knows a little more.
-        gpus: the GPUs that the node should have; None asks Slurm for its configuration of the node.
+        quick: whether to prefer NVIDIA's library to ``nvidia-smi``, which is slower and reports slightly more.
+        gpus: the number of GPUs that the node should have; None reads it from Slurm's configuration.
     """
     paths = paths or Paths()
     vendors = [check(node, quick, paths) for check in VENDORS]
@@ -86,8 +86,8 @@ def check_node(node: str, quick: bool = True, gpus: int | None = None, paths: Pa
 
 
 def check_gpus(node: str, paths: Paths | None = None) -> NodeHealth:
-    """Checks the GPUs of this node with their processes, and the kernel log, e.g. after an error of a GPU."""
-    # NVML knows the processes, while others read them in the full check only
+    """Checks the GPUs of this node with their processes, and the kernel log, for example after a GPU error."""
+    # NVML reports processes in the quick check, too; AMD's processes are read only in the full check
     return _combined(node, [check(node, check is nvidia_health, paths or Paths()) for check in VENDORS])
 
 
@@ -102,7 +102,7 @@ def _combined(node: str, vendors: Sequence[VendorHealth]) -> NodeHealth:
 
 
 def read_states() -> tuple[GpuState, ...]:
-    """Returns the GPUs of this node that respond, without the checks around them."""
+    """Returns the states of the GPUs of this node that respond, without further checks."""
     reading = read_nvml()
     if reading is None:
         return amd_health(node_name(), True, Paths()).gpus
@@ -130,7 +130,7 @@ def nvidia_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
     findings += judge(reading.gpus, node, fabric_manager_runs(paths))
 
     lines = read_kernel_log(paths.kmsg)
-    foreign = sorted(listed.difference(openable))  # of other jobs
+    foreign = sorted(listed.difference(openable))  # the GPUs of other jobs
     logged = find_errors(lines or ())
     errors = tuple(error for error in logged if not any(place.startswith(error.pci) for place in foreign))
     recovered = [gpu.pci for gpu in reading.gpus if gpu.pci and gpu.recovery == "None"]
@@ -149,7 +149,8 @@ VENDORS: tuple[Callable[[str, bool, Paths], VendorHealth], ...] = (nvidia_health
 
 
 def configured_gpus(node: str) -> int | None:
-    """Returns the GPUs of the node in Slurm's configuration (``Gres``); None if Slurm does not know the node."""
+    """Returns the number of GPUs of the node in Slurm's configuration (``Gres``); None if Slurm does not know the
+    node."""
     record = next(iter(show_nodes([node], SLURM_S)), None)
     if record is None or not record.gres:
         return None
@@ -157,7 +158,7 @@ def configured_gpus(node: str) -> int | None:
 
 
 def check_count(present: int, configured: int | None, node: str) -> Iterator[Finding]:
-    """Compares the GPUs of the node with Slurm's configuration."""
+    """Compares the number of GPUs of the node with Slurm's configuration."""
     if configured is None:
         return
     if present < configured:
@@ -175,7 +176,7 @@ def fabric_manager_runs(paths: Paths) -> bool | None:
     """Returns whether a node with NVSwitches runs the fabric manager; None without switches or if it cannot be seen."""
     if not any(paths.devices.glob("nvidia-nvswitch[0-9]*")):
         return None
-    if read_text(paths.proc / "1/comm") not in ("systemd", "init"):  # a container, or a /proc that hides processes
+    if read_text(paths.proc / "1/comm") not in ("systemd", "init"):  # in a container, or /proc hides processes
         return None
     names = (read_text(process / "comm") for process in paths.proc.glob("[0-9]*"))
     return any(name.startswith("nv-fabricmanage") for name in names)  # the kernel keeps 15 characters
@@ -190,7 +191,8 @@ def uptime(proc: Path = Path("/proc")) -> float:
 
 
 def metrics(health: NodeHealth, now: float | None = None) -> str:
-    """Returns the result in the text format of Prometheus, which is also valid OpenMetrics (only gauges)."""
+    """Returns the result in the text format of Prometheus. It is also valid OpenMetrics, since all metrics are
+    gauges."""
     gpus = [({"gpu": str(gpu.index), "pci": gpu.pci or ""}, gpu) for gpu in health.gpus]
     ports = [({"device": port.device, "port": str(port.number)}, port) for port in health.ports]
     families: dict[str, tuple[str, list[tuple[dict[str, str], float | None]]]] = {
@@ -231,8 +233,8 @@ def metrics(health: NodeHealth, now: float | None = None) -> str:
 PORTS = "port health"
 MIN_ERRORS = 10
 DAY_S = 86400.0
-MEMBER = 0x8000  # bit of a partition key: full member; limited members cannot reach each other
-BEST_ROCE_MTU = 4200  # bytes of the interface's MTU for RoCE packets of 4096 bytes
+MEMBER = 0x8000  # the bit of a partition key for full members; limited members cannot reach each other
+BEST_ROCE_MTU = 4200  # bytes; the MTU of the interface that RoCE packets of 4096 bytes need
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,7 @@ def _port(path: Path) -> PortState:
     layer = read_text(path / "link_layer")
     keys: list[int] = []
     while layer != "Ethernet" and (text := read_text(path / f"pkeys/{len(keys)}")):
-        keys.append(int(text, 16))  # in the order of their index; 0 marks an empty entry
+        keys.append(int(text, 16))  # in the order of the index; 0 marks an empty entry
     mtus = [int(text) for text in map(read_text, path.parent.parent.glob("device/net/*/mtu")) if text.isdigit()]
     return PortState(
         device=path.parts[-3],
@@ -290,7 +292,7 @@ def _count(path: Path) -> int | None:
 
 
 def judge_ports(ports: Sequence[PortState], node: str, uptime_s: float) -> Iterator[Finding]:
-    """Reports what is wrong with ``ports``, or that they are healthy."""
+    """Yields findings on the problems of ``ports``, or a finding that they are healthy."""
     findings = [finding for port in ports for finding in _judge_port(port, node, uptime_s)]
     if ports and not findings:
         keys = sorted({f"{port.keys[0]:#06x}" for port in ports if port.keys})

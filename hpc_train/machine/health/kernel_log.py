@@ -1,8 +1,8 @@
-"""Xid and SXid errors of NVIDIA's driver in the kernel log, with the class and the fix of each important code.
+"""Finds Xid and SXid errors of NVIDIA's driver in the kernel log, with the class and the fix of each important code.
 
-An Xid is an error of a GPU, an SXid one of an NVSwitch. The actions follow NVIDIA's Xid catalog
-(https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html, 2026-10). Most codes of the first class come from
-the user's program. ``/dev/kmsg`` is read directly, without a tool; many sites reserve it for root.
+An Xid is an error of a GPU, an SXid is an error of an NVSwitch. The actions follow NVIDIA's Xid catalog
+(https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html, 2026-10). The user's program usually causes the
+errors of the kind ``PROGRAM``. ``/dev/kmsg`` is read directly, without a tool; many sites reserve it for root.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SUBJECT = "kernel log"
 KMSG = Path("/dev/kmsg")
 JOURNAL = ("journalctl", "-k", "-b", "-o", "short-monotonic", "--no-pager", "-q")
 JOURNAL_S = 5.0
-RECORD = 8192  # bytes; the kernel's limit for one record
+RECORD = 8192  # bytes; the kernel's limit for a record
 CATALOG = "see the code in NVIDIA's Xid catalog"
 LOST = 79
 
@@ -35,8 +35,8 @@ class Defect:
 
     Attributes:
         pci: the address of the GPU, perhaps without the function; None if the line does not contain it.
-        text: what it is.
-        age: seconds since the last time; None if unknown.
+        text: the description of the error.
+        age: seconds since the error was last logged; None if unknown.
     """
 
     pci: str | None
@@ -45,7 +45,7 @@ class Defect:
 
 
 class Kind(Enum):
-    """Describes what an error requires: the level of its finding, and what the staff should do."""
+    """The kind of an error: the level of its finding, and the action for the staff."""
 
     PROGRAM = (OK, "the program caused it; the GPU is healthy")
     HANDLED = (OK, "the driver has handled it")
@@ -106,14 +106,14 @@ XIDS: Mapping[int, tuple[str, Kind]] = {
     171: ("uncorrectable memory error in DRAM", Kind.RESET),
     172: ("uncorrectable memory error in SRAM", Kind.RESET),
 }
-RECOVERY = 154  # announces the action that other errors require
-NVLINK_5 = range(144, 151)  # their lines say whether they are fatal
+RECOVERY = 154  # this code announces the action that other errors require
+NVLINK_5 = range(144, 151)  # the lines with these codes state whether the error is fatal
 SXIDS = {12028: "a GPU did not respond", 19084: "heartbeat timeout of a link", 20034: "a link went down"}
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the kernel log, ``age`` seconds old (None: unknown)."""
+    """A line of the kernel log. ``age`` is its age in seconds; None if unknown."""
 
     text: str
     age: float | None = None
@@ -124,7 +124,7 @@ class GpuError:
     """An Xid of the GPU, or with ``switch`` an SXid of the NVSwitch, at the PCI address ``pci``.
 
     Attributes:
-        count: how often it was logged; ``age`` and ``text`` describe the last time.
+        count: how often it was logged; ``age`` and ``text`` describe the last occurrence.
     """
 
     pci: str
@@ -170,7 +170,8 @@ class GpuError:
 
 
 def read_kernel_log(kmsg: Path = KMSG) -> tuple[Line, ...] | None:
-    """Returns the lines since boot that the kernel or the journal still holds; None if this user may read neither."""
+    """Returns the lines since boot that are still in the kernel's buffer or in the journal; None if this user may read
+    neither."""
     with suppress(OSError):
         return tuple(_records(kmsg))
     try:
@@ -219,7 +220,8 @@ _LOADED = "NVRM: loading NVIDIA UNIX"
 
 
 def find_errors(lines: Iterable[Line]) -> tuple[GpuError, ...]:
-    """Returns the errors since the driver was last loaded, which resets the GPUs; repetitions are counted."""
+    """Returns the errors since the driver was last loaded, since loading resets the GPUs. Repeated errors are
+    counted."""
     errors: dict[tuple[str, int, bool], GpuError] = {}
     for line in lines:
         if _LOADED in line.text:
@@ -240,11 +242,11 @@ def find_errors(lines: Iterable[Line]) -> tuple[GpuError, ...]:
 def judge_log(
     lines: Sequence[Line] | None, node: str, recovered: Sequence[str] = (), foreign: Sequence[str] = ()
 ) -> Iterator[Finding]:
-    """Reports the errors in the log.
+    """Yields findings on the errors in the log.
 
     Args:
         lines: the kernel log; None if it cannot be read.
-        recovered: PCI addresses of GPUs whose driver states that no action is necessary; their errors are history.
+        recovered: PCI addresses of GPUs for which the driver requests no action; their errors are warnings.
         foreign: PCI addresses of GPUs that belong to other jobs; their errors are left out.
     """
     if lines is None:
@@ -267,7 +269,8 @@ def judge_log(
 
 
 def occurrences(count: int, age: float | None) -> str:
-    """Returns how often an error was logged, and the seconds since the last time (None: unknown), as text."""
+    """Formats how often an error was logged and the time since it was last logged. ``age`` is in seconds; None if
+    unknown."""
     times = f", {count} times" if count > 1 else ""
     if age is None:
         return times

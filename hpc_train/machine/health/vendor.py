@@ -1,4 +1,4 @@
-"""Defines where a node shows its devices, and what the check of one vendor's GPUs returns."""
+"""Defines the paths where a node shows its devices, and the result of checking the GPUs of one vendor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpc_train.machine.health.kernel_log import Defect, GpuError
 
 @dataclass(frozen=True)
 class Paths:
-    """Holds the paths where a node shows its devices; a test sets other directories."""
+    """Holds the paths where a node shows its devices. Tests use other directories."""
 
     pci: Path = Path("/sys/bus/pci/devices")
     driver: Path = Path("/proc/driver/nvidia/gpus")
@@ -25,11 +25,11 @@ class Paths:
 
 @dataclass(frozen=True)
 class VendorHealth:
-    """Represents the GPUs of one vendor.
+    """Holds the result of checking the GPUs of one vendor.
 
     Attributes:
-        present: GPUs of the node, also those of other jobs.
-        shared: the GPUs are cut into slices, so that Slurm counts something else.
+        present: the number of GPUs of the node, including GPUs of other jobs.
+        shared: whether the GPUs are divided into slices, so that Slurm's count differs.
         errors: Xid and SXid errors in the kernel log.
         defects: the errors in the kernel log that prove a defect of a GPU.
     """

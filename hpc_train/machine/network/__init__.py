@@ -1,3 +1,1 @@
-"""Discovers the network hardware of a node without privileges, matches GPUs to NICs, and derives the few NCCL
-variables.
-"""
+"""Discovers the network hardware of a node without privileges, matches GPUs to NICs, and derives NCCL variables."""

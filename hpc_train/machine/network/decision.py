@@ -1,9 +1,9 @@
-"""Decides which network variables a job exports. It exports as few as possible, each with its reason.
+"""Decides which network variables a job exports: as few as possible, each with its reason.
 
-Only variables that NCCL's guide calls system configuration are set. Its debugging variables come only from a site
-profile (``conf/cluster/fabric``), never from detection, except on Slingshot, where its vendor publishes them
-(``libfabric``). Variables that are already set take precedence. Common variables that are not set are reported with a
-reason as well.
+Only variables that NCCL's guide calls system configuration are set. NCCL's debugging variables come only from a site
+profile (``conf/cluster/fabric``), never from detection, except on Slingshot, whose vendor publishes them
+(``libfabric``). Variables that are already set take precedence. Common variables that are not set are also reported
+with a reason.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hpc_train.machine.network.facts import FLAPS, NodeFacts, Setting
 from hpc_train.machine.network.nccl_settings import Version
 from hpc_train.machine.network.rails import beyond_gpu_direct, judge_ports, match, port_filter, several_node_nvlink
 
-LARGE_JOB_GPUS = 1000  # in larger jobs some link always flaps
+LARGE_JOB_GPUS = 1000  # in a job of this size, some link always flaps
 # All versions of torch read this name; torch 2.9 ignores expandable_segments under its new name (pytorch#183387).
 ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
 GROWING_SEGMENTS = "expandable_segments:True"
 OTHER_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-GID_CHOSEN_BY_NCCL: Version = (2, 21)  # from this version on, the default -1 chooses per connection
+GID_CHOSEN_BY_NCCL: Version = (2, 21)  # from this version on, the default -1 chooses an address for each connection
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class UnsetVariable:
 
 @dataclass(frozen=True)
 class FabricJob:
-    """Describes the job for which the environment is decided.
+    """Describes the job whose environment is decided.
 
     Attributes:
         nccl: the version of NCCL; None if unknown.
@@ -52,7 +52,8 @@ class FabricJob:
 
 @dataclass(frozen=True)
 class FabricDecision:
-    """The exported variables, common variables that are not set, and decisions that missing facts prevented."""
+    """The exported variables, the common variables that are not set, and the decisions that were not possible because
+    facts are missing."""
 
     fabric: str
     variables: tuple[Variable, ...]
@@ -61,8 +62,8 @@ class FabricDecision:
 
 
 def decide(nodes: Sequence[NodeFacts], job: FabricJob, settings: Mapping[str, Setting]) -> FabricDecision:
-    """Decides the environment of all ranks from the facts of all nodes, because different NIC lists hang on
-    connection.
+    """Decides the environment of all ranks from the facts of all nodes, because NCCL hangs while connecting if nodes
+    have different NIC lists.
     """
     fabric = _fabric(nodes, job)
     amd = libfabric.on_amd(nodes)
@@ -88,7 +89,8 @@ def decide(nodes: Sequence[NodeFacts], job: FabricJob, settings: Mapping[str, Se
 
 
 def _fabric(nodes: Sequence[NodeFacts], job: FabricJob) -> str:
-    """Returns the network in use: ``cpu one_node efa slingshot infiniband roce ethernet unknown``."""
+    """Returns the network in use: ``cpu``, ``one_node``, ``efa``, ``slingshot``, ``infiniband``, ``roce``, ``ethernet``
+    or ``unknown``."""
     if job.gpus_per_node == 0:
         return "cpu"
     if job.nodes == 1:
@@ -125,7 +127,8 @@ def _general(nodes: Sequence[NodeFacts], job: FabricJob, settings: Mapping[str, 
 
 
 def _interfaces(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:
-    """Sets an interface only if the automatic choice is wrong on some node and one name is right on all nodes."""
+    """Yields variables for the interface, only if the automatic choice is wrong on some node and one name is right on
+    all nodes."""
     if job.nodes == 1:
         reason = "the job has a single node, and the hostname may resolve to an interface that is down"
         yield Variable("GLOO_SOCKET_IFNAME", "lo", reason)
@@ -155,7 +158,7 @@ def _of_fabric(
     used = [(facts, verdict) for facts in nodes for verdict in judge_ports(facts) if verdict.usable]
     if fabric in ("infiniband", "roce"):
         out = port_filter(nodes)
-        if out.excluded:  # only if an active port must be
+        if out.excluded:  # only if an active port must be excluded
             yield Variable("NCCL_IB_HCA", out.value, f"excludes active ports that do not serve training: {out.reason}")
         flapping = sorted(
             f"{facts.node + ' ' if facts.node else ''}{verdict.nic} went down {verdict.port.link_downed} times"
@@ -186,7 +189,7 @@ def _of_fabric(
 
 
 def _has_cloud_sockets(nodes: Sequence[NodeFacts]) -> bool:
-    """Returns whether NCCL has its own number of sockets and threads for the NICs of this cloud."""
+    """Returns whether NCCL itself chooses the number of sockets and threads for the NICs of this cloud."""
     return any(facts.site in ("aws", "gcp") for facts in nodes)
 
 
@@ -228,7 +231,7 @@ def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterato
             separate = "if they are separate networks, set 0 in a site profile"
             yield UnsetVariable("NCCL_IB_MERGE_NICS", f"NCCL merges the ports of a NIC into one device; {separate}")
     if fabric == "ethernet" and _has_cloud_sockets(nodes):
-        yield UnsetVariable("NCCL_SOCKET_NTHREADS", "NCCL has its own values for the NICs of this cloud")
+        yield UnsetVariable("NCCL_SOCKET_NTHREADS", "NCCL chooses the values for the NICs of this cloud itself")
     if fabric == "roce":
         yield UnsetVariable("NCCL_IB_GID_INDEX", _why_no_gid(job.nccl))
         yield UnsetVariable("NCCL_IB_TC", "the traffic class cannot be detected from a host; set it in a site profile")
@@ -275,9 +278,9 @@ def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: FabricJob, settings: 
 
 
 def _gpu_direct(nodes: Sequence[NodeFacts]) -> str:
-    """Returns whether NCCL uses GPUDirect by default, according to the paths between GPUs and NICs."""
+    """Describes whether NCCL uses GPUDirect by default, according to the paths between GPUs and NICs."""
     if any(facts.topology_file or facts.site == "aws" for facts in nodes):
-        return "NCCL reads from a topology file how close GPU and NIC are"
+        return "NCCL reads the distance between GPU and NIC from a topology file"
     far = [matched for facts in nodes for matched in beyond_gpu_direct(facts)]
     if far:
         paths = sorted({str(matched.path_type) for matched in far})
@@ -290,13 +293,14 @@ def _gpu_direct(nodes: Sequence[NodeFacts]) -> str:
 
 
 def _why_no_mnnvl(nodes: Sequence[NodeFacts]) -> str:
-    """Returns what is known about NVLink between nodes. It needs an IMEX channel on each node, and one clique."""
+    """Describes what is known about NVLink between nodes, which needs an IMEX channel on each node and a common
+    clique."""
     able = [facts for facts in nodes if several_node_nvlink(facts)]
     if not able:
         return "NCCL uses NVLink between nodes only in systems such as GB200 NVL72"
     without = [facts.node or "?" for facts in able if facts.imex_channels == 0]
     if without:
-        return f"{', '.join(without[:4])} may open no /dev/nvidia-caps-imex-channels/channel*, so NCCL uses the network"
+        return f"{', '.join(without[:4])} cannot open /dev/nvidia-caps-imex-channels/channel*, so NCCL uses the network"
     domains = {facts.nvlink_domain for facts in able}
     if len(domains - {None}) > 1:
         return f"NCCL detects NVLink between nodes; these are in {len(domains)} NVLink domains"
@@ -306,7 +310,8 @@ def _why_no_mnnvl(nodes: Sequence[NodeFacts]) -> str:
 
 
 def _ethernet_gbps(nodes: Sequence[NodeFacts]) -> float:
-    """Returns the rate of the node with the slowest interface (the one to the other nodes, if known); 0 if unknown."""
+    """Returns the rate in Gb/s of the slowest node's interface to the other nodes (or its fastest, if that is unknown);
+    0 if no rate is known."""
     fastest = []
     for facts in nodes:
         up = [interface for interface in facts.interfaces if interface.up]

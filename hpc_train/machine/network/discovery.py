@@ -1,4 +1,4 @@
-"""Discovers the hardware of a node from ``/sys`` and ``/proc``, and from the output of tools where those are hidden.
+"""Discovers the hardware of a node from ``/sys`` and ``/proc`` or, if these are hidden, from the output of tools.
 
 It covers GPUs, NICs, PCI distances, NUMA nodes, physical cores, and GPUDirect RDMA: whether NICs can read GPU memory,
 according to the loaded kernel modules.
@@ -36,7 +36,7 @@ _VENDORS = {"amazon ec2": "aws", "google": "gcp", "google compute engine": "gcp"
 
 
 def discover(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> NodeFacts:
-    """Returns what ``sysfs`` and ``proc`` show of this node."""
+    """Returns the facts of this node that ``sysfs`` and ``proc`` show."""
     seen = read_tree(sysfs, proc)
     return replace(
         seen,
@@ -70,7 +70,7 @@ def read_tree(sysfs: Path, proc: Path) -> NodeFacts:
                     fabric.append(GpuLink(f"GPU{other.index}", f"GPU{gpu.index}", XGMI))
     nics = read_rdma(sysfs)
     pairs = {(link.a, link.b) for link in fabric}
-    # of this process, or of the one that made the recording
+    # the mask of this process, or of the process that made the recording
     allowed = re.search(r"^Cpus_allowed_list:\s*(\S+)$", read_text(proc / "self/status"), re.MULTILINE)
     return NodeFacts(
         gpus=gpus,
@@ -94,11 +94,9 @@ def recorded_tree(root: Path) -> tuple[Path, Path]:
 
 
 def merge(seen: NodeFacts, matrix: NodeFacts) -> NodeFacts:
-    """Merges the facts ``seen`` in ``/sys`` with those of the ``matrix``; contradictory facts are dropped as
-    unknown.
-    """
+    """Merges the facts ``seen`` in ``/sys`` with the facts of the ``matrix``; contradictory facts become unknown."""
     unknown = [*seen.unknown, *matrix.unknown]
-    if seen.gpus and matrix.gpus and len(seen.gpus) != len(matrix.gpus):  # they cannot be matched
+    if seen.gpus and matrix.gpus and len(seen.gpus) != len(matrix.gpus):  # the GPUs cannot be matched
         unknown.append(f"the GPUs: /sys shows {len(seen.gpus)}, the matrix {len(matrix.gpus)}")
         return replace(seen, unknown=tuple(unknown))
     gpus = {gpu.index: gpu for gpu in seen.gpus}
@@ -109,7 +107,7 @@ def merge(seen: NodeFacts, matrix: NodeFacts) -> NodeFacts:
     nics = {nic.name: nic for nic in seen.nics}
     nameless = set()
     for nic in matrix.nics:
-        # a NIC that the matrix only numbers cannot be matched with those in /sys
+        # a NIC that has only a number in the matrix cannot be matched with the NICs in /sys
         if seen.nics and nic.kind is None and re.fullmatch(r"NIC\d+", nic.name):
             nameless.add(nic.name)
         else:
@@ -142,7 +140,7 @@ def _gpus(sysfs: Path, proc: Path) -> tuple[Gpu, ...]:
         for path in sorted((sysfs / "bus/pci/devices").glob("*"))
         if read_text(path / "vendor") == _NVIDIA and read_text(path / "class").startswith(_GPU_CLASSES)
     ]
-    if not addresses:  # a container may show the driver but not the bus
+    if not addresses:  # a container may show the driver but hide the PCI bus
         addresses = sorted(path.name for path in (proc / "driver/nvidia/gpus").glob("*"))
     gpus = []
     for index, address in enumerate(addresses):
@@ -205,7 +203,7 @@ ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 def device_path(sysfs: Path, address: str) -> tuple[str, ...]:
-    """Returns the host bridge and the bridges down to a device, the device last; () if it does not exist.
+    """Returns the path of PCI addresses from the host bridge down to the device; () if the device does not exist.
 
     ``("pci0000:80", "0000:80:01.1", "0000:81:00.0")``: host bridge, root port, device.
     """
@@ -258,7 +256,7 @@ def numa_cpus(sysfs: Path) -> dict[int, tuple[int, ...]]:
 
 
 def nearest_with_cpus(sysfs: Path, node: int) -> int | None:
-    """Returns ``node``, or if it has no CPUs (GPU memory on Grace) the nearest node that has some."""
+    """Returns ``node`` or, if it has no CPUs (GPU memory on Grace), the nearest node with CPUs; None if unknown."""
     cpus = numa_cpus(sysfs)
     if cpus.get(node):
         return node
@@ -283,8 +281,8 @@ def physical_cores(sysfs: Path) -> tuple[tuple[int, ...], ...]:
 
 
 def near_cpus(sysfs: Path, device: Path) -> tuple[int | None, tuple[int, ...]]:
-    """Returns the NUMA node and CPUs near a PCI device, or, if it reports -1 (virtual machines), the node and CPUs of
-    its bridge.
+    """Returns the NUMA node and the CPUs near a PCI device. If the device reports node -1 (virtual machines), returns
+    the node and CPUs of its bridge.
 
     Args:
         device: the device's directory with links resolved.
@@ -297,7 +295,7 @@ def near_cpus(sysfs: Path, device: Path) -> tuple[int | None, tuple[int, ...]]:
             return node, () if node is None else nodes.get(node, ())
         if number and place != device:
             cpus = _cpu_list(read_text(place / "local_cpulist"))
-            # the kernel lists the CPUs of all nodes for a device of no particular one
+            # for a device that belongs to no particular node, the kernel lists the CPUs of all nodes
             everywhere = sum(map(bool, nodes.values())) > 1 and set(cpus) >= set().union(*nodes.values())
             if cpus and not everywhere:
                 return None, cpus
@@ -313,15 +311,15 @@ def _cpu_list(text: str) -> tuple[int, ...]:
         return ()
 
 
-MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")  # current, before driver 470, Amazon's
+MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")  # the current name, before driver 470, and on AWS
 # the places where RCCL looks for AMD's registration with the InfiniBand core (net_ib.cc of ROCm 6)
 AMD_PEERS = ("kernel/mm/memory_peers/amdkfd", "kernel/memory_peers/amdkfd", "memory_peers/amdkfd")
-DMA_BUF_KERNEL = (5, 12)  # with NVIDIA's open kernel modules (GPUDirect RDMA's documentation)
+DMA_BUF_KERNEL = (5, 12)  # with NVIDIA's open kernel modules (documentation of GPUDirect RDMA)
 NONE = "none"
 
 
 def read_gpu_direct(sysfs: Path, proc: Path) -> str | None:
-    """Returns the module that enables it, ``DMA-BUF``, or ``none``; None if no driver is visible."""
+    """Returns the kernel module that enables GPUDirect RDMA, ``DMA-BUF``, or ``none``; None if no driver is visible."""
     loaded = next((name for name in MODULES if (sysfs / "module" / name).is_dir()), None)
     if loaded is not None:
         return loaded

@@ -1,7 +1,7 @@
-"""Describes one node (GPUs, NICs, links, CPUs and process limits) as a frozen value that can be written as JSON.
+"""Describes a node (GPUs, NICs, links, CPUs and process limits) as a frozen value that can be written as JSON.
 
-None and empty tuples mean "unknown". ``Machines`` groups the nodes of a job by machine, since most differ only in names
-and counters: a decision over thousands of nodes takes each distinct machine once.
+None and empty tuples mean "unknown". ``Machines`` groups nodes with the same hardware, called a machine, since most
+nodes of a job differ only in names and counters. A decision over thousands of nodes is computed once for each machine.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-UNLIMITED = -1  # as resource.RLIM_INFINITY
-FLAPS = 10  # link-down events since the counters were reset that count as flapping
+UNLIMITED = -1  # the value of resource.RLIM_INFINITY
+FLAPS = 10  # a link flaps if it has gone down this often since the counters were reset
 SHARED_MEMORY = Path("/dev/shm")
 _LINE = r"^{name}\s+(\d+|unlimited)\s+(\d+|unlimited)"
 
@@ -46,7 +46,7 @@ class NodeLimits:
 
 
 def read_limits(proc: Path) -> NodeLimits:
-    """Reads the limits in ``/proc/self/limits``, of this process or of the one that made the recording."""
+    """Reads the limits in ``/proc/self/limits`` of this process, or of the process that made the recording."""
     try:
         text = (proc / "self/limits").read_text(errors="replace")
     except OSError:
@@ -69,12 +69,12 @@ def shared_memory(directory: Path = SHARED_MEMORY) -> int | None:
     return status.f_blocks * status.f_frsize
 
 
-LIMIT = 1 << 16  # more than any kernel supports; protects against typos
+LIMIT = 1 << 16  # more CPUs than any kernel supports; protects against typos
 _PART = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Returns the numbers of a list in ascending order; () for an empty list.
+    """Parses a list of CPUs such as ``0-3,8``; returns the numbers in ascending order.
 
     Raises:
         ValueError: ``text`` is not such a list.
@@ -93,7 +93,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def format_cpu_list(cpus: Iterable[int]) -> str:
-    """Returns the shortest list of ``cpus``: 0, 1, 2, 5 is ``0-2,5``."""
+    """Formats ``cpus`` as a list with ranges: 0, 1, 2, 5 becomes ``0-2,5``."""
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs(cpus))
 
 
@@ -115,11 +115,12 @@ LINKS = ("NVLINK", "PIX", "PXB", "PHB", "NODE", "SYS")
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, numbered as by nvidia-smi and ``CUDA_DEVICE_ORDER=PCI_BUS_ID``; AMD's as in ROCR_VISIBLE_DEVICES.
+    """Describes a GPU. It is numbered as in nvidia-smi and ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, an AMD GPU as in
+    ROCR_VISIBLE_DEVICES.
 
     Attributes:
-        cpus: the CPUs near it.
-        numa_nodes: the NUMA nodes of those CPUs; several if a socket is split.
+        cpus: the CPUs near the GPU.
+        numa_nodes: the NUMA nodes of these CPUs; several if a socket is divided into NUMA nodes.
         slices: the UUIDs of its MIG slices.
         problems: problems of the GPU as text.
     """
@@ -151,7 +152,8 @@ class Port:
         physical_state: ``LINKUP``, ``POLLING``, ``DISABLED`` …
         link_layer: ``InfiniBand``, ``Ethernet`` or ``Unspecified``.
         rate_gbps: the negotiated rate of the link in Gb/s.
-        link_downed: how often the link went down since the counters were reset; 255 may stand for more.
+        link_downed: the number of times that the link went down since the counters were reset; the counter may stop at
+            255.
         roce_v2_gid: the index of a routable RoCE v2 address.
     """
 
@@ -177,7 +179,7 @@ class Nic:
 
     Attributes:
         name: e.g. ``mlx5_0``; ``NIC0`` if only a matrix without a legend names it.
-        kind: ``mellanox``, ``efa``, ``slingshot``, ``omnipath`` or ``other``; None if the name does not show it.
+        kind: ``mellanox``, ``efa``, ``slingshot``, ``omnipath`` or ``other``; None if it is unknown.
         model: the type that the NIC reports, e.g. ``MT4129``.
         interfaces: its network interfaces.
     """
@@ -203,7 +205,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class GpuLink:
-    """The path type between two devices: ``NV4`` (four NVLinks), ``XGMI``, or one of nvidia-smi's names, ``PIX`` …
+    """The path type between two devices: ``NV4`` (four NVLinks), ``XGMI``, or a name of nvidia-smi, from ``PIX`` to
     ``SYS``.
     """
 
@@ -228,21 +230,21 @@ class NodeFacts:
     Attributes:
         cores: the logical CPUs of each physical core; empty if unknown.
         allowed: CPUs that this process may use; empty if unknown.
-        site: the cloud that the firmware names: ``azure``, ``aws``, ``gcp``, ``oci``.
+        site: the cloud that the firmware reports: ``azure``, ``aws``, ``gcp`` or ``oci``.
         unknown: facts that are missing or contradictory, as text.
         numa: the CPUs of each NUMA node that has CPUs.
         allocated_cpus: CPUs that Slurm allocated to the job on this node; None outside of a job.
-        visible: the GPUs of the job as CUDA_VISIBLE_DEVICES names them, in the order of local rank.
+        visible: the GPUs of the job as CUDA_VISIBLE_DEVICES names them, in the order of local ranks.
         route: the network interface that leads to the rendezvous node.
-        automatic: the interface that gloo selects itself: the one with the address of the hostname.
+        automatic: the interface that gloo selects by default: the one with the address of the hostname.
         topology_file: NCCL's topology file in the image of a virtual machine.
         versions: versions that must be equal on all nodes, by name.
         settings: communication settings of the user and the administrator on this node.
         limits: limits of a process.
         gpu_direct: the kernel module with which NICs read GPU memory, ``DMA-BUF``, or ``none``.
-        net_plugin: the path of NCCL's network plugin; "" if it was searched and not found.
-        imex_channels: device files with which GPUs of several nodes share memory over NVLink; None without the driver's
-            support.
+        net_plugin: the path of NCCL's network plugin; "" if the search did not find it.
+        imex_channels: the number of device files with which GPUs of several nodes share memory over NVLink; None if the
+            driver does not support it.
         nvlink_domain: the NVLink domain between nodes and the clique in it, ``UUID.CLIQUE``.
     """
 
@@ -275,7 +277,7 @@ class NodeFacts:
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """Holds what ``machines.once_per_machine`` has computed; nodes of the same machine share it."""
+        """Holds the results of functions with ``once_per_machine``; nodes of the same machine share it."""
         return {}
 
     @cached_property
@@ -313,7 +315,7 @@ _PLAIN = (
 
 
 def distance(path_type: str) -> int:
-    """Returns 0 for NVLink and XGMI, rising with the path type in the order of ``LINKS``."""
+    """Returns the position of a path type in ``LINKS``; 0 for NVLink and XGMI."""
     if path_type.startswith("NV") or path_type == XGMI:
         return 0
     return LINKS.index(path_type)
@@ -331,7 +333,8 @@ Result = TypeVar("Result")
 
 
 def once_per_machine(function: Callable[[NodeFacts], Result]) -> Callable[[NodeFacts], Result]:
-    """Computes ``function`` once for all nodes of a machine, so its result must not depend on a node's own facts."""
+    """Computes ``function`` once for all nodes of a machine, so its result must not depend on facts that differ between
+    them."""
 
     name = f"{function.__module__}.{function.__qualname__}"
 
@@ -346,7 +349,8 @@ def once_per_machine(function: Callable[[NodeFacts], Result]) -> Callable[[NodeF
 
 
 def by_machine(nodes: Iterable[NodeFacts]) -> list[list[NodeFacts]]:
-    """Returns the nodes of each machine; nodes that were not added to the same ``Machines`` count as different."""
+    """Returns the nodes of each machine. Nodes that were not added to the same ``Machines`` count as different
+    machines."""
     machines: dict[int, list[NodeFacts]] = {}
     for facts in nodes:
         machines.setdefault(id(facts.results), []).append(facts)
@@ -360,7 +364,7 @@ class Machines:
     _first: dict[NodeFacts, NodeFacts] = field(default_factory=dict)  # hardware -> first node
 
     def add(self, facts: NodeFacts) -> NodeFacts:
-        """Returns equal facts that share memory and results with the first node of the same machine."""
+        """Returns the same facts, but sharing memory and results with the first node of the same machine."""
         first = self._first.setdefault(_hardware(facts), facts)
         if first is facts:
             return facts
@@ -370,7 +374,7 @@ class Machines:
 def _hardware(facts: NodeFacts) -> NodeFacts:
     """Returns the facts that are equal for all nodes of the same machine."""
 
-    def without_few_flaps(port: Port) -> Port:  # no decision depends on a number below FLAPS
+    def without_few_flaps(port: Port) -> Port:  # no decision depends on fewer than FLAPS events
         return replace(port, link_downed=0) if 0 < (port.link_downed or 0) < FLAPS else port
 
     names = {gpu.uuid: f"GPU-{gpu.index:04d}" for gpu in facts.gpus}
@@ -396,8 +400,8 @@ def _with_ports(nic: Nic, change: Callable[[Port], Port]) -> Nic:
 
 
 def local_facts(facts: NodeFacts, machine: NodeFacts) -> dict[str, Any]:
-    """Returns as JSON what a node does not share with ``machine``, another node of the same machine: the ``uuids`` of
-    its GPUs, ``link_downed`` by port, and the names of ``visible`` devices and ``slices`` if they differ.
+    """Returns the facts in which a node differs from ``machine``, another node of the same machine, as JSON: the
+    ``uuids`` of its GPUs, ``link_downed`` by port, and the names of ``visible`` devices and ``slices`` if they differ.
     """
     downs = {f"{nic.name}:{port.number}": port.link_downed for nic in facts.nics for port in nic.ports}
     local: dict[str, Any] = {
@@ -411,7 +415,7 @@ def local_facts(facts: NodeFacts, machine: NodeFacts) -> dict[str, Any]:
 
 
 def with_local_facts(machine: NodeFacts, name: str | None, local: dict[str, Any]) -> NodeFacts:
-    """Returns the facts of the node ``name`` of the same ``machine``, with which it shares results."""
+    """Returns the facts of the node ``name``, which shares the results of ``machine``, a node of the same machine."""
 
     def gpu(base: Gpu, uuid: str | None, slices: Sequence[str]) -> Gpu:
         return replace(base, uuid=uuid, slices=tuple(slices))

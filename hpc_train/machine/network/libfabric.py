@@ -1,8 +1,8 @@
 """Handles the networks that NCCL and RCCL reach only through libfabric: AWS EFA and HPE Slingshot.
 
-Both libraries need the plugin aws-ofi-nccl for them (RCCL as ``librccl-net.so``; before ROCm 7 aws-ofi-rccl), and
-without it silently fall back to TCP, which is many times slower. ``NCCL_NET`` guards against that: the library then
-refuses to start without the plugin. The variables of Slingshot are those that its vendor and its sites publish:
+Both libraries need the plugin aws-ofi-nccl for these networks (RCCL as ``librccl-net.so``; before ROCm 7 aws-ofi-rccl).
+Without the plugin they silently fall back to TCP, which is many times slower. ``NCCL_NET`` prevents this: the library
+then refuses to start without the plugin. The variables for Slingshot are published by its vendor and by sites:
 
 - HPE: https://github.com/HewlettPackard/shs-ccl-docs/blob/main/ccl_env.sh (May 2026)
 - CSCS (Alps): https://docs.cscs.ch/software/communication/nccl (2026)
@@ -10,12 +10,12 @@ refuses to start without the plugin. The variables of Slingshot are those that i
 - Sigma2 (Olivia): https://documentation.sigma2.no/hpc_machines/olivia/nccl.html (May 2026)
 - ALCF (Polaris): https://docs.alcf.anl.gov/polaris/applications-and-libraries/libraries/nccl (October 2024)
 
-On AMD's GPUs, where none of this has been tried:
+For AMD GPUs, on which these settings have not been tested:
 
 - OLCF, "PyTorch on Frontier" (docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html, as of ROCm 7.1.1, 2026)
 - LUMI, "PyTorch" (lumi-supercomputer.github.io/LUMI-EasyBuild-docs/p/PyTorch, read 2026): NCCL_SOCKET_IFNAME over the
   interfaces hsn0 to hsn3; NCCL_NET_GDR_LEVEL=3, the same as PHB, is the default since ROCm 6.2
-- fi_cxi(7) of libfabric 2: what the variables FI_CXI_* do
+- fi_cxi(7) of libfabric 2: the meaning of the variables FI_CXI_*
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def variables(fabric: str, nodes: Sequence[NodeFacts], settings: Mapping[str, Se
         fabric: one of ``FABRICS``.
         settings: variables that are already set, by name.
     """
-    if "NCCL_NET_PLUGIN" not in settings:  # NCCL prefers it to NCCL_NET, and the user selected another plugin
+    if "NCCL_NET_PLUGIN" not in settings:  # with it, the user has selected another plugin, which NCCL prefers
         yield Variable(
             "NCCL_NET",
             PLUGIN_NAME,
@@ -87,7 +87,7 @@ def variables(fabric: str, nodes: Sequence[NodeFacts], settings: Mapping[str, Se
 
 
 def unknown(nodes: Sequence[NodeFacts], network: str | None) -> Iterator[str]:
-    """Yields a line if the plugin was not found on a node. NCCL may know a folder that was not searched.
+    """Yields a line if the plugin was not found on a node. NCCL may search other folders.
 
     Args:
         network: the value of NCCL_NET that the user or the site profile has set.
@@ -106,7 +106,7 @@ def unknown(nodes: Sequence[NodeFacts], network: str | None) -> Iterator[str]:
 
 
 def find_plugin(environment: Mapping[str, str], root: Path = Path("/")) -> str:
-    """Returns the path of a network plugin of NCCL; "" if the folders that the loader searches have none."""
+    """Returns the path of a network plugin of NCCL; "" if the folders that the loader searches contain none."""
     searched = [Path(folder) for folder in environment.get("LD_LIBRARY_PATH", "").split(":") if folder]
     searched += [root / folder for folder in _FOLDERS]
     searched += [path for pattern in _FOLDERS_PER_MACHINE for path in sorted(root.glob(pattern))]
@@ -140,19 +140,20 @@ _RENDEZVOUS = (
 _PLUGIN = "makes RCCL fail without the plugin librccl-net.so instead of silently using TCP; NCCL_NET=Socket allows TCP"
 NO_GPU_DIRECT = (
     "set NCCL_DMABUF_ENABLE=1 in cluster.env if the kernel has CONFIG_PCI_P2PDMA and CONFIG_DMABUF_MOVE_NOTIFY, or ask "
-    "the site for amdkfd's peer memory (amdgpu built for the InfiniBand driver); it is up to 3 times faster"
+    "the site for amdkfd's peer memory (amdgpu built for the InfiniBand driver); GPUDirect is up to 3 times faster"
 )
-# expandable segments came to ROCm after torch 2.11 (pytorch#177974); before, torch warns that it ignores them
+# ROCm supports expandable segments after torch 2.11 (pytorch#177974); earlier versions of torch ignore them with a
+# warning
 _NOT_READ = frozenset({"CUDA_DEVICE_ORDER", "NCCL_MNNVL_ENABLE", "PYTORCH_CUDA_ALLOC_CONF"})
 
 
 def on_amd(nodes: Sequence[NodeFacts]) -> bool:
-    """Returns whether the GPUs of the nodes are AMD's."""
+    """Returns whether the nodes have AMD GPUs."""
     return any(gpu.amd for facts in nodes for gpu in facts.gpus)
 
 
 def rccl_variables(settings: Mapping[str, Setting]) -> Iterator[Variable]:
-    """Yields what a job of several nodes on Slingshot exports.
+    """Yields the variables that a job on several nodes with Slingshot exports.
 
     Args:
         settings: variables that are already set, by name.
@@ -164,12 +165,12 @@ def rccl_variables(settings: Mapping[str, Setting]) -> Iterator[Variable]:
 
 
 def read_by_rccl(variables: Iterable[Variable]) -> list[Variable]:
-    """Returns ``variables`` without what RCCL and HIP do not read."""
+    """Returns ``variables`` without those that RCCL and HIP do not read."""
     return [variable for variable in variables if variable.name not in _NOT_READ]
 
 
 def not_set_for_rccl(fabric: str) -> Iterator[tuple[str, str]]:
-    """Yields common variables that are not set, and the reason."""
+    """Yields the names of common variables that are not set, and the reasons."""
     if fabric == "slingshot":
         yield "FI_CXI_RDZV_PROTO", _RENDEZVOUS
     if fabric in ("infiniband", "roce"):

@@ -1,7 +1,7 @@
-"""Communication settings of the user and the administrator, and versions, which must be equal on all nodes.
+"""Reads communication settings of the user and the administrator, and versions, which must be equal on all nodes.
 
 NCCL uses a key of its configuration files only if the environment does not set it, so an exported variable would
-silently override the administrator's file. Keys of all sources therefore count as set. Versions are read from files,
+silently override the administrator's file. Keys from all sources therefore count as set. Versions are read from files,
 without importing packages or starting tools.
 """
 
@@ -18,7 +18,7 @@ from hpc_train.errors import UserError
 from hpc_train.machine.network.facts import NodeFacts, Setting
 from hpc_train.machine.sysfs import read_text
 
-# variables that are sent to other nodes: communication, threads and allocator, nothing that could be a secret
+# variables that are sent to other nodes: communication, threads and allocator; none of them could be a secret
 _OF_COMMUNICATION = re.compile(
     r"(NCCL|TORCH_NCCL|TORCH_FR|GLOO|TP|FI|UCX|OMP|GOMP|KMP|MKL)_\w+|CUDA_DEVICE_ORDER|PYTORCH_(CUDA_|HIP_)?ALLOC_CONF"
 )
@@ -42,7 +42,7 @@ RENAMED = {
 _LEVELS = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL", "NCCL_P2P_PXN_LEVEL")
 
 
-# NCCL's defaults since 2.23, and the valid values of NCCL_IB_TIMEOUT: with others NCCL waits forever
+# NCCL's defaults since 2.23, and the valid values; with other values of NCCL_IB_TIMEOUT, NCCL waits forever
 _IB_TIMEOUT, _IB_TIMEOUTS = 20, range(1, 32)
 _IB_RETRIES, _IB_RETRY_COUNTS = 7, range(8)
 
@@ -50,8 +50,8 @@ _IB_RETRIES, _IB_RETRY_COUNTS = 7, range(8)
 def settings(
     environment: Mapping[str, str], home: Path | None = None, system_file: Path = SYSTEM_FILE
 ) -> dict[str, Setting]:
-    """Returns all set variables by name; the environment takes precedence over the user's file, and that over the
-    system's.
+    """Returns all set variables by name. The environment takes precedence over the user's file, and the user's file
+    over the system's file.
 
     The user's file is ``$NCCL_CONF_FILE``, or ``~/.nccl.conf``.
     """
@@ -74,7 +74,8 @@ def settings_of_communication(environment: Mapping[str, str] = os.environ) -> tu
 
 
 def merged(nodes: Mapping[str, Sequence[Setting]]) -> tuple[dict[str, Setting], list[str]]:
-    """Returns the settings of a job (set on any of its nodes), and a message per setting that differs between nodes.
+    """Returns the settings of a job (set on any of its nodes), and a message for each setting that differs between
+    nodes.
 
     Args:
         nodes: the settings of each node, by its name.
@@ -94,7 +95,7 @@ def merged(nodes: Mapping[str, Sequence[Setting]]) -> tuple[dict[str, Setting], 
 
 
 def read_conf(path: Path) -> dict[str, str]:
-    """Parses ``NAME=value`` lines: the value is everything after the first ``=``; a ``#`` in column one starts a
+    """Parses ``NAME=value`` lines. The value is the text after the first ``=``; a ``#`` in the first column starts a
     comment.
     """
     try:
@@ -152,7 +153,7 @@ SHOWN = 4
 
 
 def who_has_what(values: Mapping[str, str]) -> str:
-    """Formats ``values`` by node as ``2.12 on n3, 2.13 on n1, n2``, rarest first."""
+    """Formats ``values``, which maps nodes to values, as ``2.12 on n3, 2.13 on n1, n2``, the rarest value first."""
     nodes: dict[str, list[str]] = {}
     for node, value in values.items():
         nodes.setdefault(value, []).append(node)
@@ -186,7 +187,7 @@ _FOLDERS = ("usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu"
 
 
 def read_versions(root: Path = Path("/")) -> tuple[tuple[str, str], ...]:
-    """Returns sorted (name, version) pairs; those of Python packages belong to this interpreter."""
+    """Returns sorted (name, version) pairs. The Python packages are those of this interpreter."""
     versions = dict(recorded_versions(root))
     for name, wheels in _WHEELS:
         for wheel in reversed(wheels):
@@ -196,7 +197,8 @@ def read_versions(root: Path = Path("/")) -> tuple[tuple[str, str], ...]:
 
 
 def recorded_versions(root: Path) -> tuple[tuple[str, str], ...]:
-    """Returns the versions found in a copy of a root directory; those of libraries are the end of their file names."""
+    """Returns the versions found in a copy of a root directory. The version of a library is the end of its file
+    name."""
     versions = {}
     for name, path, pattern in _FILES:
         if match := re.search(pattern, read_text(root / path), re.MULTILINE):
@@ -223,7 +225,7 @@ def different_versions(nodes: Sequence[NodeFacts]) -> list[str]:
 
 
 def lowest_nccl(nodes: Sequence[NodeFacts]) -> Version | None:
-    """Returns the lowest NCCL version of the nodes; None if one is unknown."""
+    """Returns the lowest NCCL version of the nodes; None if the version of a node is unknown."""
     texts = [dict(facts.versions).get("nccl") for facts in nodes]
     if all(texts):
         return min((parse_version(text) for text in texts if text is not None), default=None)
@@ -231,7 +233,7 @@ def lowest_nccl(nodes: Sequence[NodeFacts]) -> Version | None:
 
 
 def parse_version(text: str) -> Version:
-    """Parses ``2.21.5``, also with a suffix such as ``+cuda12.4``.
+    """Parses a version such as ``2.21.5``; a suffix such as ``+cuda12.4`` is ignored.
 
     Raises:
         UserError: ``text`` is not a version.

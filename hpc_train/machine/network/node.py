@@ -1,7 +1,7 @@
-"""Reads the facts of this node for the agent and ``doctor``, or of a recorded one, and derives the report on them.
+"""Reads the facts of this node for the agent and ``doctor``, or the facts of a recorded node, and derives a report.
 
-No privileges are needed, and missing facts are not fatal. NVIDIA's management library (NVML), a part of the driver,
-fills gaps where ``/sys`` is hidden. It respects the control group of the job and knows MIG slices.
+No privileges are needed, and missing facts are not fatal. If ``/sys`` is hidden, NVIDIA's management library (NVML), a
+part of the driver, provides the facts. It respects the control group of the job and knows MIG slices.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from hpc_train.machine.network.smi import (
 )
 from hpc_train.machine.sysfs import read_text
 
-# for the ND series, whose GPUs have NVLink; the images contain these files on every machine. Azure's health checks use
-# the file of the H100 for the H200 as well (azurehpc-health-checks, nd96isr_h200_v5). The H200 NVL is a PCIe card.
+# for the ND series, whose GPUs have NVLink; the images contain these files on every machine. Azure's health checks also
+# use the H100 file for the H200 (azurehpc-health-checks, nd96isr_h200_v5). The H200 NVL is a PCIe card.
 AZURE_TOPOLOGIES = (
     (r"A100-SXM", "/opt/microsoft/ndv4-topo.xml"),
     (r"H100 80GB HBM3|H200(?! NVL)", "/opt/microsoft/ndv5-topo.xml"),
@@ -61,7 +61,7 @@ def this_node(name: str, rendezvous_host: str | None, environment: Mapping[str, 
     """
     visible = visible_devices(environment)
     facts = _of_job(discover())
-    if visible and (matrix := print_matrix()) is not None:  # it also shows only the job's own GPUs
+    if visible and (matrix := print_matrix()) is not None:  # the matrix shows only the GPUs of the job, too
         facts = merge(facts, parse_matrix(matrix))
     if visible and (reading := read_nvml()) is not None:
         facts = replace(facts, gpus=filled(facts.gpus, reading))
@@ -85,7 +85,8 @@ def this_node(name: str, rendezvous_host: str | None, environment: Mapping[str, 
 
 
 def topology_file(facts: NodeFacts, root: Path = Path("/")) -> str | None:
-    """Returns the topology file of Azure's image for this kind of machine; None elsewhere or if it is missing."""
+    """Returns the topology file in Azure's image for this kind of machine; None on other machines or if it is
+    missing."""
     models = {gpu.model or "" for gpu in facts.gpus} if facts.site == "azure" else set()
     for model, path in AZURE_TOPOLOGIES:
         if any(re.search(model, installed) for installed in models) and (root / path.lstrip("/")).is_file():
@@ -94,7 +95,7 @@ def topology_file(facts: NodeFacts, root: Path = Path("/")) -> str | None:
 
 
 def imex_channels(root: Path = Path("/")) -> int | None:
-    """Returns the device files with which this process may share GPU memory over NVLink with other nodes.
+    """Returns the number of device files with which this process may share GPU memory over NVLink with other nodes.
 
     Source: https://docs.nvidia.com/multi-node-nvlink-systems/imex-guide/imexchannels.html (July 2025).
     """
@@ -121,7 +122,7 @@ def _of_job(facts: NodeFacts) -> NodeFacts:
     return replace(facts, gpus=numbered, links=tuple(links))
 
 
-ANY_PORT = 9  # nothing is sent; the kernel only looks up the route
+ANY_PORT = 9  # no data is sent; the kernel only looks up the route
 
 
 def interface_to(host: str) -> str | None:
@@ -133,7 +134,7 @@ def interface_to(host: str) -> str | None:
 
 
 def automatic_interface() -> str | None:
-    """Returns the interface with the address of this host's name, to which gloo binds."""
+    """Returns the interface with the address of this host name, to which gloo binds."""
     with suppress(OSError):
         return interface_with(socket.gethostbyname(socket.gethostname()))
     return None
@@ -150,9 +151,9 @@ def interface_with(address: str) -> str | None:
 
 
 def filled(seen: Sequence[Gpu], reading: GpuReading) -> tuple[Gpu, ...]:
-    """Completes the GPUs ``seen`` in ``/sys`` with NVML's facts on the same PCI addresses.
+    """Completes the GPUs ``seen`` in ``/sys`` with NVML's facts about the GPUs at the same PCI addresses.
 
-    Returns NVML's if none was seen: those that respond, in the order of CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    If ``seen`` is empty, returns the GPUs that respond to NVML, in the order of CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
     facts = [
         Gpu(gpu.index, gpu.pci, gpu.model, gpu.uuid, slices=gpu.slices, problems=problems(gpu)) for gpu in reading.gpus
@@ -169,7 +170,7 @@ def filled(seen: Sequence[Gpu], reading: GpuReading) -> tuple[Gpu, ...]:
 
 @dataclass(frozen=True)
 class FabricReport:
-    """A node's facts and the resulting decisions for a job of several such nodes."""
+    """The facts of a node and the resulting decisions for a job on several such nodes."""
 
     facts: NodeFacts
     ports: tuple[PortVerdict, ...]
@@ -179,8 +180,8 @@ class FabricReport:
     warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns ``gpus nics links limits gpu_direct versions gpu_nics masks environment not_set warnings
-        unknown``.
+        """Returns an object with ``fabric gpus nics links limits gpu_direct versions gpu_nics masks environment not_set
+        warnings unknown``.
         """
         verdicts = {(verdict.nic, verdict.port.number): verdict for verdict in self.ports}
         return {
@@ -235,7 +236,7 @@ def read_recording(sysfs: Path | None, matrix: Path | None, rdma: Path | None = 
         rdma: a file with the output of ``ibstat`` or a similar tool, used if ``sysfs`` shows no NIC.
 
     Raises:
-        UserError: one of them does not exist.
+        UserError: a recording does not exist.
     """
     facts = NodeFacts()
     if sysfs is not None:
@@ -251,7 +252,7 @@ def read_recording(sysfs: Path | None, matrix: Path | None, rdma: Path | None = 
 
 
 def gpus_recorded(facts: NodeFacts, sysfs: Path | None) -> int:
-    """Returns the number of GPUs of a recorded node; 1 if the recording lacks the PCI bus and shows none."""
+    """Returns the number of GPUs of a recorded node; 1 if the recording shows no GPU and lacks the PCI bus."""
     has_bus = sysfs is not None and (recorded_tree(sysfs)[0] / "bus/pci/devices").is_dir()
     return len(facts.gpus) or (0 if has_bus else 1)
 

@@ -1,8 +1,8 @@
-"""Selects the ports for training, and for each GPU the nearest NIC, on the same rail on every node.
+"""Selects the ports for training, and the nearest NIC for each GPU, on the same rail on every node.
 
-A job exports one filter for all nodes, as an exclusion: ``NCCL_IB_HCA=^=mlx5_4,mlx5_5``. A list of what to use would
-have to be equal on all nodes, so one defective port on one of 128 nodes would change or remove it. NCCL skips ports
-that are down by itself. A port that most nodes use for training and one node cannot use is a defect of that node.
+A job exports one filter for all nodes, as an exclusion: ``NCCL_IB_HCA=^=mlx5_4,mlx5_5``. A list of ports to use would
+have to be equal on all nodes, so one defective port on one of 128 nodes would change or remove it. NCCL itself skips
+ports that are down. If most nodes use a port for training and one node cannot use it, that node is defective.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Kind = TypeVar("Kind", str, float)
 
 @dataclass(frozen=True)
 class PortVerdict:
-    """Returns whether a port is used for training; ``usable`` is None if its state is unknown."""
+    """Holds whether a port is used for training; ``usable`` is None if the state of the port is unknown."""
 
     nic: str
     port: Port
@@ -36,7 +36,7 @@ class PortVerdict:
 
     @property
     def excluded(self) -> bool:
-        """Returns whether the port could carry data, but must not."""
+        """Returns whether the port could carry data but must not be used."""
         return self.usable is False and self.port.active is True
 
 
@@ -55,14 +55,15 @@ class Match:
 def judge_ports(facts: NodeFacts) -> tuple[PortVerdict, ...]:
     """Returns a verdict with the reason for every port of every NIC.
 
-    Excluded are ports that are not up, or are far from every GPU while each GPU has a near NIC; and of the rest those
-    whose link layer or rate differs from that of the ports with the most bandwidth in total. These are storage or
-    management ports, and one of them among the rails slows all down to its own pace. Two kinds of port are kept:
+    A port is excluded if it is not up, or if it is far from every GPU while each GPU has a near NIC. A remaining port
+    is excluded if its link layer or rate differs from the group of ports with the most total bandwidth. Such ports
+    serve storage or management, and one of them among the rails would slow down all of them. Two kinds of ports are not
+    excluded:
 
-    - the only near NIC of a GPU, if its link came up slow. The node has a defect, but NCCL would otherwise connect this
-      GPU over the NIC of another one.
-    - a port that carries the default route, if it equals the rails. On a flat network the route uses one of them, and
-      on diskless nodes it uses IP over InfiniBand.
+    - the only near NIC of a GPU, if its link negotiated a low rate. The node is defective, but NCCL would otherwise
+      connect this GPU over the NIC of another GPU.
+    - a port that carries the default route, if it is like the rails. On a flat network the route uses one of the rails,
+      and on diskless nodes it uses IP over InfiniBand.
     """
     active = [(nic, port) for nic in facts.nics for port in nic.ports if port.active]
     # IP over InfiniBand does not make a port a management port
@@ -108,7 +109,8 @@ def port_warnings(facts: NodeFacts) -> tuple[str, ...]:
 
 @once_per_machine
 def usable_nics(facts: NodeFacts) -> tuple[Nic, ...]:
-    """Returns the NICs with a usable port in natural order; all of them if no port's state is known."""
+    """Returns the NICs with a usable port in natural order. If no port is known to be usable or unusable, returns the
+    NICs with unknown ports."""
     verdicts = judge_ports(facts)
     usable = {verdict.nic for verdict in verdicts if verdict.usable}
     unseen = {nic.name for nic in facts.nics if not nic.ports} | {v.nic for v in verdicts if v.usable is None}
@@ -128,10 +130,11 @@ def rate_gbps(facts: NodeFacts) -> float | None:
 
 @once_per_machine
 def match(facts: NodeFacts) -> tuple[Match, ...]:
-    """Matches each GPU to a NIC: near pairs first, sharing a NIC only when all are equally near, in PCI order.
+    """Matches each GPU to a NIC, the nearest pairs first. Among equally near NICs, it takes the one with the fewest
+    GPUs.
 
-    If several NICs are equally far (across sockets, or on virtual PCI) nothing distinguishes them, and the GPU gets
-    none.
+    If several NICs are equally far (across sockets, or on a virtual PCI bus), they cannot be distinguished, and the GPU
+    is not matched.
     """
     nics = usable_nics(facts)
     load: Counter[str] = Counter()
@@ -160,9 +163,10 @@ def match(facts: NodeFacts) -> tuple[Match, ...]:
 
 @once_per_machine
 def beyond_gpu_direct(facts: NodeFacts) -> tuple[Match, ...]:
-    """Returns the GPUs whose NIC is so far that NCCL does not use GPUDirect RDMA by default.
+    """Returns the GPUs whose NIC is so far away that NCCL does not use GPUDirect RDMA by default.
 
-    NCCL uses it up to PXB, and on Grace over NVLink-C2C (``ncclTopoCheckGdr`` in NCCL's src/graph/paths.cc, 2026).
+    NCCL uses GPUDirect RDMA up to PXB, and on Grace over NVLink-C2C (``ncclTopoCheckGdr`` in NCCL's src/graph/paths.cc,
+    2026).
     """
     if any(re.search(r"GH200|GB[23]00", gpu.model or "") for gpu in facts.gpus):
         return ()
@@ -170,13 +174,13 @@ def beyond_gpu_direct(facts: NodeFacts) -> tuple[Match, ...]:
 
 
 def several_node_nvlink(facts: NodeFacts) -> bool:
-    """Returns whether the GPUs are of a model that NVLink can connect between nodes, as in GB200 NVL72."""
+    """Returns whether NVLink can connect this model of GPU between nodes, as in GB200 NVL72."""
     return any(re.search(r"GB[23]00", gpu.model or "") for gpu in facts.gpus)
 
 
 def different_rails(nodes: Sequence[NodeFacts]) -> tuple[str, ...]:
-    """Returns nodes whose GPUs are matched to other rails than the first node's, where collectives would cross
-    rails.
+    """Returns a line for each node whose GPUs are matched to other rails than those of the first node, so that
+    collectives would cross rails.
     """
     orders = [[matched.rail for matched in match(facts)] for facts in nodes]
     return tuple(
@@ -188,8 +192,8 @@ def different_rails(nodes: Sequence[NodeFacts]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Vote:
-    """The link layer and rate of the rails; the names of the NICs at that rate, of far NICs, and of those with the
-    default route.
+    """The link layer and the rate of the rails, and the names of the NICs at that rate, of the far NICs, and of the
+    NICs with the default route.
     """
 
     layer: str | None
@@ -203,9 +207,9 @@ _NEAR = ("PIX", "PXB")
 
 
 def _far_from_every_gpu(facts: NodeFacts, active: set[str]) -> set[str]:
-    """Returns the NICs beyond a host bridge from every GPU if every GPU has a nearer one, even if that is down.
+    """Returns the NICs that a host bridge separates from every GPU, if each GPU has a nearer NIC, even if that is down.
 
-    Returns none if no ``active`` NIC would remain.
+    Returns an empty set if no ``active`` NIC would remain.
     """
     names = {nic.name for nic in facts.nics}
     near = {gpu.name: {name for name in names if facts.link(gpu.name, name) in _NEAR} for gpu in facts.gpus}
@@ -218,8 +222,8 @@ def _far_from_every_gpu(facts: NodeFacts, active: set[str]) -> set[str]:
 
 
 def _carrying_most(ports: Sequence[Port], of: Callable[[Port], Kind | None]) -> Kind | None:
-    """Returns the link layer, or the rate, whose ports have the most bandwidth in total; ties go to the faster. One
-    faster port does not outweigh the rails, nor do two slow ones. If no rate is known, the number of ports counts.
+    """Returns the link layer, or the rate, whose ports have the most total bandwidth; ties go to the higher rate. Thus
+    neither one faster port nor two slow ports outweigh the rails. If no rate is known, the number of ports decides.
     """
     kinds = {kind for port in ports if (kind := of(port)) is not None}
 
@@ -281,14 +285,15 @@ def _nearest(facts: NodeFacts, gpu: Gpu, nics: Sequence[Nic]) -> tuple[int, str 
 
 
 def _same_numa(facts: NodeFacts, gpu: Gpu, nic: Nic) -> bool:
-    """Returns whether both are on one NUMA node, according to the kernel or else to the GPUs next to the NIC."""
+    """Returns whether both are on the same NUMA node, according to the kernel, or else according to the GPUs near the
+    NIC."""
     if nic.numa_node is not None:
         return nic.numa_node in gpu.numa_nodes
     neighbors = [other for other in facts.gpus if facts.link(other.name, nic.name) in ("PIX", "PXB")]
     return any(set(other.numa_nodes) & set(gpu.numa_nodes) for other in neighbors)
 
 
-SHOWN = 8  # defective nodes that are named
+SHOWN = 8  # the most defective nodes that are named
 
 
 @dataclass(frozen=True)
@@ -298,7 +303,7 @@ class PortFilter:
     Attributes:
         excluded: names for NCCL_IB_HCA, with the port number if the NIC has several ports.
         reason: why they are left out.
-        disputed: a line per port that serves training on some nodes only, which is therefore not left out.
+        disputed: a line for each port that serves training only on some nodes, which is therefore not left out.
     """
 
     excluded: tuple[str, ...]
@@ -313,7 +318,7 @@ class PortFilter:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Describes a port of one node. ``kind`` is equal on nodes of the same hardware."""
+    """Describes a port of a node. ``kind`` is equal on nodes with the same hardware."""
 
     node: str
     kind: tuple[str, ...]
@@ -346,7 +351,7 @@ def port_filter(nodes: Sequence[NodeFacts]) -> PortFilter:
 
 @dataclass(frozen=True)
 class SickNode:
-    """A node with defective ports, and a line for each of them."""
+    """A node with defective ports, and a line for each port."""
 
     name: str
     defects: tuple[str, ...]
@@ -361,7 +366,7 @@ class SickNode:
 
 
 def sick_nodes(nodes: Sequence[NodeFacts]) -> tuple[SickNode, ...]:
-    """Returns the nodes that lack a port which most nodes of their kind use, or have it slow."""
+    """Returns the nodes on which a port that most nodes of their kind use is missing, down, slow or left out."""
     defects_by_node: dict[str, list[str]] = {}
     for kind in dict.fromkeys(_kind(facts) for facts in nodes):
         alike = [facts for facts in nodes if _kind(facts) == kind]
@@ -383,9 +388,9 @@ def sick_lines(nodes: Sequence[NodeFacts]) -> tuple[str, ...]:
 def _defects(
     nodes: Sequence[NodeFacts], name: str, ports: Sequence[_Seen], used: Sequence[_Seen]
 ) -> Iterator[tuple[str, str]]:
-    """Yields (node, defect) for the port ``name``, which the nodes ``used`` use."""
+    """Yields (node, defect) for the port ``name``, which the nodes in ``used`` use."""
     rates = Counter(seen.verdict.port.rate_gbps for seen in used if seen.verdict.port.rate_gbps is not None)
-    rate = max(rates, key=lambda rate: (rates[rate], rate), default=None)  # the usual one
+    rate = max(rates, key=lambda rate: (rates[rate], rate), default=None)  # the most common rate
     verdicts = {seen.node: seen.verdict for seen in ports}
     others = f"{len(used)} of {len(nodes)} nodes use"
     for facts in nodes:
@@ -403,7 +408,7 @@ def _defects(
 
 
 def _by_port(nodes: Sequence[NodeFacts]) -> dict[str, list[_Seen]]:
-    """Returns what the nodes have under each port's name, in the order of the first node that has it."""
+    """Returns the ports of the nodes by name, in the order of the first node that has the name."""
     ports: dict[str, list[_Seen]] = {}
     for facts in nodes:
         kind = _kind(facts)

@@ -1,9 +1,10 @@
-"""Binds each local rank to CPUs near its GPU when it is forked, before CUDA and loaders start.
+"""Binds each local rank to CPUs near its GPU when the rank is forked, before CUDA and data loaders start.
 
 NCCL keeps its threads within the affinity mask, and loaders allocate memory on the near NUMA node. The mask of a rank
-is its share of the physical cores near its GPU: never empty, never wider than what the process may use, and without
-cores of other ranks; if that is impossible, the rank is not bound. The user's own thread binding takes precedence.
-Devices are named as in CUDA_VISIBLE_DEVICES: numbers, UUIDs, MIG slices; AMD's as in ROCR_VISIBLE_DEVICES.
+is its share of the physical cores near its GPU. It is never empty, contains only CPUs that the process may use, and
+does not overlap with the masks of other ranks; if that is impossible, the rank is not bound. A thread binding of the
+user takes precedence. Devices are named as in CUDA_VISIBLE_DEVICES (numbers, UUIDs, MIG slices), AMD devices as in
+ROCR_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ BINDERS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")  # variables that 
 
 @dataclass(frozen=True)
 class Binding:
-    """Holds the logical CPUs of a local rank; None leaves it unbound. ``cores`` is the number of physical cores."""
+    """Holds the logical CPUs of a local rank; None means that it is not bound. ``cores`` is the number of physical
+    cores."""
 
     cpus: tuple[int, ...] | None
     cores: int
@@ -31,7 +33,7 @@ class Binding:
 def bindings(facts: NodeFacts, ranks: int) -> tuple[Binding, ...]:
     """Returns a binding for each of the node's ``ranks`` ranks.
 
-    On a node without GPUs each rank gets neighboring cores, but only if all visible CPUs belong to the job.
+    On a node without GPUs, each rank gets neighboring cores, but only if all visible CPUs belong to the job.
     """
     binder = next((setting for setting in facts.settings if setting.name in BINDERS), None)
     if binder is not None:
@@ -95,7 +97,7 @@ def devices(facts: NodeFacts) -> tuple[Device, ...]:
 
 
 def refuse_slices_of_same_gpu(facts: NodeFacts, ranks: int) -> None:
-    """Rejects two ranks on one GPU, which NCCL cannot connect, even if they have different slices.
+    """Rejects two ranks on slices of the same GPU, which NCCL cannot connect.
 
     Raises:
         UserError: two of the first ``ranks`` devices are slices of one GPU.
@@ -108,7 +110,7 @@ def refuse_slices_of_same_gpu(facts: NodeFacts, ranks: int) -> None:
                 f"{count} ranks would run on MIG slices of {name} of {facts.node}, but NCCL cannot connect two ranks "
                 "on one GPU",
                 where="CUDA_VISIBLE_DEVICES",
-                fix="set cluster.gpus_per_node=1 to train on one slice, or use slices of different GPUs or whole GPUs",
+                fix="set cluster.gpus_per_node=1 to train on one slice, or use slices of different GPUs or full GPUs",
             )
 
 
@@ -127,7 +129,7 @@ Core = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Mask:
-    """Returns the logical CPUs of the rank on ``gpu``; None leaves it unbound."""
+    """Holds the logical CPUs of the rank on ``gpu``; None means that the rank is not bound."""
 
     gpu: str
     cpus: tuple[int, ...] | None
@@ -153,7 +155,7 @@ def cpu_masks(facts: NodeFacts) -> tuple[Mask, ...]:
 
 
 def unknown_cores(facts: NodeFacts) -> tuple[str, ...]:
-    """Returns a note if the masks rely on the numbering of CPUs."""
+    """Returns a note if the masks rely on an inference from the numbering of CPUs."""
     guessed = not facts.cores and any(mask.cpus for mask in cpu_masks(facts))
     if guessed:
         return ("the CPUs of each physical core, which were inferred from the numbering of the CPUs",)
@@ -161,8 +163,9 @@ def unknown_cores(facts: NodeFacts) -> tuple[str, ...]:
 
 
 def _cores(facts: NodeFacts) -> tuple[Core, ...]:
-    """Returns the physical cores from the kernel. Otherwise infers them from the numbering of CPUs: if a GPU's CPUs are
-    two runs of the same length, the second run has the hyperthreads of the first. No CPU is ever in two cores.
+    """Returns the physical cores that the kernel reports. Without a report, infers them from the numbering of CPUs: if
+    the CPUs of a GPU are two runs of the same length, the second run has the hyperthreads of the first. A CPU is always
+    in a single core.
     """
     if facts.cores:
         return facts.cores
@@ -177,7 +180,7 @@ def _cores(facts: NodeFacts) -> tuple[Core, ...]:
 
 
 def _sharing(near: Mapping[str, Sequence[Core]]) -> list[list[str]]:
-    """Groups GPUs that have a core in common."""
+    """Groups GPUs that are near a common core."""
     groups: list[tuple[set[Core], list[str]]] = []
     for name, cores_near in near.items():
         cores = set(cores_near)
@@ -191,8 +194,8 @@ def _sharing(near: Mapping[str, Sequence[Core]]) -> list[list[str]]:
 
 
 def _share(group: Sequence[str], near: Mapping[str, Sequence[Core]]) -> dict[str, list[Core]]:
-    """Gives the GPUs of a group contiguous shares of its cores, the GPU with the fewest first; [] for all if one gets
-    none.
+    """Assigns contiguous shares of a group's cores to its GPUs, first to the GPU with the fewest cores. All shares are
+    empty if one would be.
     """
     free = sorted({core for name in group for core in near[name]})
     shares: dict[str, list[Core]] = {}

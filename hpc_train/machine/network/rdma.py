@@ -13,7 +13,7 @@ from pathlib import Path
 from hpc_train.machine.network.facts import Nic, Port
 from hpc_train.machine.sysfs import natural, read_text
 
-# highest rate in Gb/s per NIC type as reported by Mellanox drivers; a port below it negotiated a low rate
+# the highest rate in Gb/s of each NIC type that Mellanox drivers report; a port below it has negotiated a low rate
 NIC_RATE_GBPS = {
     "MT4099": 56,  # ConnectX-3
     "MT4103": 56,  # ConnectX-3 Pro
@@ -43,10 +43,10 @@ def kind_of(name: str) -> str | None:
 
 
 def read_rdma(sysfs: Path) -> tuple[Nic, ...]:
-    """Returns the RDMA devices under ``sysfs`` in natural order; () without any.
+    """Returns the RDMA devices under ``sysfs`` in natural order; () if there are none.
 
     Args:
-        sysfs: a directory with ``class/infiniband``, usually ``/sys``, or a copy of that part alone.
+        sysfs: a directory with ``class/infiniband``, usually ``/sys``, or a copy of ``class/infiniband`` alone.
     """
     root = next((path for path in (sysfs / "class/infiniband", sysfs / "infiniband") if path.is_dir()), sysfs)
     nics = {ports.parent.name: _nic(ports.parent) for ports in root.glob("*/ports") if ports.is_dir()}
@@ -57,15 +57,16 @@ def read_rdma(sysfs: Path) -> tuple[Nic, ...]:
 
 
 def parse_state(text: str) -> str | None:
-    """Normalizes a state: ``4: ACTIVE``, ``Active``, ``PORT_ACTIVE (4)`` are all ``ACTIVE``; ``Initializing`` is
-    ``INIT``. None for an empty text.
+    """Normalizes a state: ``4: ACTIVE``, ``Active`` and ``PORT_ACTIVE (4)`` become ``ACTIVE``, ``Initializing`` becomes
+    ``INIT``. Returns None for an empty text.
     """
     word = re.sub(r"^\d+:|\(\d+\)$|^PORT_", "", text.strip()).strip().upper()
     return {"INITIALIZING": "INIT", "LINK_UP": "LINKUP"}.get(word, word) or None
 
 
 def parse_rate(text: str) -> float | None:
-    """Returns the Gb/s of ``400 Gb/sec (4X NDR)``, or of a number as ibstat prints it, ``200`` or ``40 (FDR10)``."""
+    """Returns the rate in Gb/s of a text such as ``400 Gb/sec (4X NDR)``, or ``200`` or ``40 (FDR10)`` as ibstat prints
+    it."""
     match = re.match(r"(\d+\.?\d*|\.\d+)(\s*Gb/sec|(\s*\(\w+\))?$)", text)
     if match:
         return float(match[1])
@@ -90,7 +91,8 @@ def _interfaces(device: Path) -> tuple[str, ...]:
 
 
 def _slingshot(sysfs: Path, device: Path) -> Nic:
-    """Returns a Cassini NIC, which is not an RDMA device of the kernel; its port is the network interface ``hsn*``."""
+    """Returns a Cassini NIC. The kernel does not list it as an RDMA device; its port is the network interface
+    ``hsn*``."""
     names = _interfaces(device)
     states = {read_text(sysfs / "class/net" / name / "operstate") for name in names}
     speeds = [speed for name in names if (speed := _number(sysfs / "class/net" / name / "speed"))]
@@ -131,8 +133,8 @@ def _roce_v2_gid(port: Path) -> int | None:
 
 
 def _pci_address(link: Path) -> str | None:
-    """Returns the address from the link's target, even if the target was not copied; otherwise from the device's
-    uevent.
+    """Returns the address from the name of the link's target, even if the target was not copied, or else from the
+    device's uevent.
     """
     slot = re.search(r"^PCI_SLOT_NAME=(\S+)$", read_text(link / "uevent"), re.MULTILINE)
     names = (link.resolve().name, slot[1] if slot else "")
@@ -140,14 +142,14 @@ def _pci_address(link: Path) -> str | None:
 
 
 def _number(path: Path) -> int | None:
-    """Returns a count of 0 or more; None for -1, with which the kernel marks unknown values."""
+    """Returns a number of at least 0; None for -1, which the kernel uses for unknown values."""
     text = read_text(path)
     if text.isdigit():
         return int(text)
     return None
 
 
-# how each tool introduces a device and a port
+# the lines with which each tool introduces a device and a port
 _DEVICE = re.compile(
     r"^(?:CA:? '(?P<ca>[^']+)'|hca_id:\s*(?P<hca>\S+)|Infiniband device '(?P<ib>[^']+)' port (?P<port>\d+))"
 )
@@ -158,7 +160,7 @@ _PORT_FIELDS = dict.fromkeys(("physical state", "phys state", "phys_state"), "ph
 
 
 def parse_rdma_text(text: str) -> tuple[Nic, ...]:
-    """Returns the devices named in the output of one of these tools, in natural order; () if it names none.
+    """Returns the devices in the output of one of these tools, in natural order; () if there are none.
 
     ``(Down)`` in ibdev2netdev's output is the state of the network interface, not of the port.
     """

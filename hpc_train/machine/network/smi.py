@@ -1,9 +1,9 @@
 """Parses the output of ``nvidia-smi`` (topology matrix, MIG slices, NVLink domain) and of ``rocm-smi --showtopo``.
 
-The matrix of ``nvidia-smi topo -m`` comes with tabs or spaces, color codes, blank cells (a cgroup hides the CPUs),
-duplicate columns, NICs by name or as NICn with a legend, and truncated. rocm-smi shows link types, ``XGMI`` (Infinity
-Fabric) or ``PCIE``, and the NUMA node of each GPU, but neither bridges nor NICs. Ambiguous parts are dropped and listed
-in ``unknown``.
+The matrix of ``nvidia-smi topo -m`` may have tabs or spaces, color codes, blank cells (a cgroup hides the CPUs),
+duplicate columns, NICs by name or as NICn with a legend, and it may be truncated. rocm-smi shows link types (``XGMI``
+for Infinity Fabric, or ``PCIE``) and the NUMA node of each GPU, but neither bridges nor NICs. Ambiguous parts are
+dropped and listed in ``unknown``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Header:
     devices: tuple[str, ...]
     cpu_column: int  # column of the heading "CPU Affinity", -1 without it
     side: tuple[str, ...]  # the _SIDE_COLUMNS that are present
-    cut: str  # the rest of a truncated name at the end
+    cut: str  # the truncated name at the end, if any
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def parse_matrix(text: str) -> NodeFacts:
 
 
 def _unwrapped(lines: list[str]) -> list[str] | None:
-    """Joins the lines of a matrix that a terminal has wrapped; None if the result is not a whole matrix."""
+    """Joins the lines of a matrix that a terminal has wrapped; None if the result is not a complete matrix."""
     for start, line in enumerate(lines[:-1]):
         words = line.split()
         rest = lines[start + 1]
@@ -76,7 +76,7 @@ def _unwrapped(lines: list[str]) -> list[str] | None:
         end = next((at for at in range(start, len(lines)) if lines[at].startswith("Legend")), next(blank, len(lines)))
         pieces = lines[start:end]
         longest = max(map(len, pieces))
-        # spaces at the end of the pieces may be gone
+        # trailing spaces of the pieces may be missing
         width = next((width for width in _TERMINAL_WIDTHS if longest <= width < longest + 8), longest)
         joined = [pieces[0]]
         for piece in pieces[1:]:
@@ -109,7 +109,7 @@ _TERMINAL_WIDTHS = (40, 60, 72, 80, 90, 100, 110, 120, 130, 132, 140, 150, 160, 
 
 
 def _header(line: str) -> _Header | None:
-    """Parses the heading of a matrix: device names and nothing else before "CPU Affinity"; None for other lines."""
+    """Parses the heading of a matrix, which has only device names before "CPU Affinity"; None for other lines."""
     column = line.find("CPU Affinity")
     words = (line if column < 0 else line[:column]).split()
     names = tuple(itertools.takewhile(_is_device, words))
@@ -122,7 +122,7 @@ def _header(line: str) -> _Header | None:
 
 
 def _rows(lines: Sequence[str], header: _Header, cut: bool, doubt: Callable[[str], None]) -> dict[str, _Row]:
-    """Parses the rows. With ``cut`` the text ends within its last line."""
+    """Parses the rows. ``cut`` means that the text ends in the middle of its last line."""
     rows: dict[str, _Row] = {}
     if header.cut:
         doubt(f"the heading is truncated at {header.cut!r}")
@@ -151,8 +151,8 @@ def _rows(lines: Sequence[str], header: _Header, cut: bool, doubt: Callable[[str
 
 
 def _side_cells(line: str, words: list[str], header: _Header) -> tuple[str, ...]:
-    """Returns the cells to the right of the links. With spaces instead of tabs, blank cells are inferred from
-    positions.
+    """Returns the cells to the right of the links. If the line has spaces instead of tabs, the positions of the cells
+    show which are blank.
     """
     count = len(header.devices)
     if "\t" in line:
@@ -169,7 +169,7 @@ def _side_cells(line: str, words: list[str], header: _Header) -> tuple[str, ...]
 
 
 def _legend(lines: Iterable[str], header: _Header, doubt: Callable[[str], None]) -> dict[str, str]:
-    """Returns the NIC name of each column that is not a GPU's."""
+    """Returns the NIC name of each column that is not a GPU."""
     legend = {match[1]: match[2] for line in lines if (match := _LEGEND.match(line))}
     names: dict[str, str] = {}
     for device in header.devices:
@@ -266,7 +266,7 @@ def print_nvlink_domain() -> str:
 
 
 def parse_nvlink_domain(text: str) -> str | None:
-    """Returns ``UUID.CLIQUE`` of the GPUs of a node; None if they have none or differ."""
+    """Returns ``UUID.CLIQUE`` of the GPUs of a node; None if they are in no domain or in different ones."""
     domains = {f"{match[1]}.{match[2]}" for line in text.splitlines() if (match := _DOMAIN.fullmatch(line.strip()))}
     domain = domains.pop() if len(domains) == 1 else None
     if domain is None or set(domain.partition(".")[0]) <= {"0", "-"}:
@@ -282,7 +282,7 @@ _CELL = re.compile(r"0|XGMI|PCIE|N/A")
 
 
 def is_rocm_smi(text: str) -> bool:
-    """Returns whether ``text`` is an output of rocm-smi, whose matrices resemble those of nvidia-smi."""
+    """Returns whether ``text`` is output of rocm-smi, whose matrices resemble the matrices of nvidia-smi."""
     return _BANNER.search(text) is not None
 
 
@@ -293,7 +293,7 @@ def parse_showtopo(text: str) -> NodeFacts:
     lines = sections.get("Link Type between two GPUs")
     numa = {int(number): int(node) for number, node in _NUMA.findall(text) if int(node) >= 0}
     if lines is None:
-        reason = "the output of rocm-smi contains no matrix of link types: give that of rocm-smi --showtopo"
+        reason = "the output of rocm-smi contains no matrix of link types: use the output of rocm-smi --showtopo"
         return NodeFacts(unknown=(reason,))
     names, rows = _matrix(lines, unknown.append)
     gpus = tuple(Gpu(int(name[3:]), model="AMD", numa_nodes=_tuple(numa.get(int(name[3:])))) for name in names)
@@ -309,7 +309,8 @@ def _tuple(node: int | None) -> tuple[int, ...]:
 
 
 def _sections(text: str) -> dict[str, list[str]]:
-    """Returns the lines below each title, as ``Link Type between two GPUs``; the first of equal titles counts."""
+    """Returns the lines below each title, such as ``Link Type between two GPUs``. If a title is repeated, the first
+    counts."""
     sections: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():

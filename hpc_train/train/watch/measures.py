@@ -35,10 +35,10 @@ from hpc_train.train.watch.utilization import (
 
 
 class Measures:
-    """Measures the steps of this rank, and combines the values with those of the other ranks at log steps.
+    """Measures the steps of this rank and combines them with the measurements of the other ranks at log steps.
 
     Args:
-        first_of_node: whether this rank reads the counters of its node's NICs.
+        first_of_node: whether this rank reads the counters of the NICs of its node.
     """
 
     def __init__(self, config: Config, mesh: Mesh, first_of_node: bool) -> None:
@@ -71,7 +71,8 @@ class Measures:
         self._gpu.look()
 
     def over_ranks(self, interval: Interval) -> dict[str, float]:
-        """Returns metric name -> value over all ranks since the last call, or until ``cut``. Collective."""
+        """Returns metric name -> value over all ranks since the last call, up to ``StepClock.cut`` if that was called
+        since. Collective."""
         times = self.clock.read()
         before = self._traffic
         self._traffic = self._read_traffic()
@@ -98,23 +99,25 @@ class Measures:
         return over_ranks(rows, self._mesh.layout)
 
     def watch_nodes(self, events: EventLog) -> None:
-        """Starts to report stragglers that ranks on other nodes wait for, in ``events`` of rank 0. Collective."""
+        """Starts to write stragglers, for which ranks on other nodes wait, to ``events`` on rank 0. Collective."""
         nodes: list[str] = gather_plain(current_allocation().node_name, self._mesh.control)
         if self._mesh.rank == 0:
             self._watch = SlowRankWatch(self._mesh.layout, nodes), events
 
     def cost(self, steps: int, step: Callable[[], object], log_every: int, rounds: int = 20) -> dict[str, float]:
-        """Measures the overhead of measuring in seconds per step, both in each step and at log steps. Collective.
+        """Measures the overhead of the measurements in seconds per step, in each step and at log steps. Collective.
 
         Args:
-            steps: number of calls of ``step`` over which timed intervals per step are counted.
+            steps: the number of calls of ``step`` over which the timed intervals per step are counted.
         """
         before = self.clock.stretches
         with self.watching([]):
             for _ in range(steps):
                 with self.clock.step():
                     step()
-        intervals = (self.clock.stretches - before) / steps + self._ddp  # DDP's is only timed with its modules
+        intervals = (
+            self.clock.stretches - before
+        ) / steps + self._ddp  # the interval of DDP is only timed with its modules
         begin = time.perf_counter()
         for _ in range(rounds):
             self.over_ranks(Interval(1.0, 1, 0.0))
@@ -137,7 +140,7 @@ class Interval:
 
 @dataclass
 class Meter:
-    """Computes throughput from the host's clock, excluding pauses for saves and evaluation.
+    """Computes throughput with the clock of the host, without pauses for saves and evaluations.
 
     Attributes:
         flops: FLOPs of one sample; None if unknown.
@@ -162,7 +165,7 @@ class Meter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts the time in this context as waiting for data."""
+        """Counts the time in this context as time spent waiting for data."""
         began = time.perf_counter()
         yield
         waited = time.perf_counter() - began
@@ -219,14 +222,14 @@ class Meter:
 
 
 def make_meter(config: Config, mesh: Mesh, dataset: Dataset) -> Meter:
-    """Returns the meter of a run; it knows the FLOPs if the model and the devices are known."""
+    """Returns the meter of a run. It computes the MFU if the model and the devices are known."""
     if mesh.device.type != "cuda":
         return Meter()
     precision = config.precision
     per_device = device_peak(mesh.device, precision.name, precision.tf32)
     if per_device is None or config.model.kind == "custom":
         return Meter()
-    model = build_model(config.model, config.train.seed)  # on the meta device, which costs no memory or time
+    model = build_model(config.model, config.train.seed)  # on the meta device, which needs no memory or time
     if not isinstance(model, Model):
         return Meter()
     inputs = torch.empty((1, *dataset.inputs_shape()), device="meta")

@@ -35,7 +35,7 @@ class RankMemory:
     Attributes:
         peak: peak of the GPU's allocator; on the CPU the peak resident set, including the interpreter and libraries.
         activations: the rest of the peak, i.e. activations and temporary buffers.
-        device: the memory of the GPU; on the CPU the memory of the machine, which all its processes share.
+        device: the memory of the GPU; on the CPU, the memory of the machine, which all processes share.
     """
 
     peak: int
@@ -51,7 +51,7 @@ WHOLE = ("peak", "device")  # the values of RankMemory that are not parts of the
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Holds the measured memory of all ranks and the estimate for the rank that needs most."""
+    """Holds the measured memory of all ranks and the estimate for the rank that needs the most."""
 
     ranks: tuple[RankMemory, ...]
     estimated: float | None
@@ -85,7 +85,7 @@ def report_memory(config: Config, mesh: Mesh, engine: Engine, optimizer: Optimiz
 
 
 def _bytes(tensors: Iterable[Tensor], mesh: Mesh) -> int:
-    """Returns the bytes of the local tensors on the rank's device, without offloaded ones."""
+    """Returns the bytes of the local tensors on the device of the rank, without offloaded tensors."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in local if tensor.device.type == mesh.device.type)
 
@@ -133,9 +133,9 @@ class MemorySaving:
 
 
 def fixes(config: Config, mesh: Mesh) -> list[MemorySaving]:
-    """Returns changes that save memory, the cheapest in speed first.
+    """Returns changes that save memory. Changes that cost the least speed come first.
 
-    Without an estimate (custom models), it returns all changes; otherwise, at most ``SHOWN`` that are worth suggesting.
+    Without an estimate (custom models), it returns all changes; otherwise, at most ``SHOWN`` changes that save enough.
     """
     before = estimate(config, mesh.layout)
     if before is None:
@@ -156,7 +156,7 @@ def fixes(config: Config, mesh: Mesh) -> list[MemorySaving]:
 
 
 def _candidates(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config | None]]:
-    """Yields overrides that are not in use yet and the config with them, those that cost least speed first."""
+    """Yields overrides that are not in use yet and the config with them. Those that cost the least speed come first."""
     layout = mesh.layout
     train = config.train
     gpu = mesh.device.type == "cuda"

@@ -1,11 +1,11 @@
-"""Provides the peak FLOP/s of GPUs by the names that ``torch.cuda.get_device_name``, ``nvidia-smi`` and HIP give them.
+"""Lists the peak FLOP/s of GPUs by the names that ``torch.cuda.get_device_name``, ``nvidia-smi`` and HIP report.
 
-A rate is from the vendor's data sheet, without sparsity: for bf16 and fp16 of the tensor (matrix) cores that accumulate
-in fp32, as torch's products do; for fp32 without TF32, whose rate is half that of bf16; for fp64 of the fastest units.
-Where a sheet gives rates with sparsity only, half of them is used. A name that is not in the table has no rate:
-variants with the same number differ by up to half (``H100 PCIe``, ``RTX 4090 Laptop GPU``), and a MIG slice or a vGPU
-is a part of a card. A partition of an MI300 (DPX, TPX, QPX or CPX mode) has the name of the whole GPU; its share of the
-compute units identifies it.
+The rates are from the vendors' data sheets, without sparsity. For bf16 and fp16, they are the rates of the tensor
+(matrix) cores with accumulation in fp32, as in torch; for fp32, the rates without TF32, whose rate is half the rate of
+bf16; for fp64, the rates of the fastest units. If a sheet gives only rates with sparsity, the table has half of them. A
+name that is not in the table has no rate: variants with the same number differ by up to half (``H100 PCIe``, ``RTX 4090
+Laptop GPU``), and a MIG slice or a vGPU is a part of a card. A partition of an MI300 (DPX, TPX, QPX or CPX mode) has
+the name of the full GPU; the number of its compute units determines its share.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PeakRates:
-    """Holds the peak rates of one device in 1e12 FLOP/s; None if it has no such units, or no sheet states the rate."""
+    """The peak rates of one device in 1e12 FLOP/s. None means that the device does not support the type, or no sheet
+    states the rate."""
 
     bf16: float | None
     fp16: float | None
@@ -37,7 +38,7 @@ def _without_tf32(half: float, fp32: float, fp64: float) -> PeakRates:
     return PeakRates(half, half, fp32, fp64, has_tf32=False)
 
 
-# by the words of the name that distinguish models: see _words
+# the keys are the words of the name that distinguish models (see _words)
 RATES: dict[str, PeakRates | None] = {
     # nvidia.com/data-center/gb300-nvl72, gb200-nvl72: 72 GPUs; hgx: HGX B300 and HGX B200, 8 GPUs (2026)
     "GB300": _tensor(2500, 80, 1.39),
@@ -109,9 +110,9 @@ RATES: dict[str, PeakRates | None] = {
     "MI210": _without_tf32(181, 45.3, 45.3),
     "MI100": PeakRates(92.3, 184.6, 46.1, 11.5, has_tf32=False),
 }
-# compute units of the GPUs that can be partitioned, by the same data sheets
+# the number of compute units of the GPUs that can be partitioned, from the same data sheets
 UNITS = {"MI300A": 228, "MI300X": 304, "MI325X": 304, "MI350X": 256, "MI355X": 256}
-# vendor and family, the socket, the kind of memory, the air-cooled and the virtual variant of the same chip
+# words that do not distinguish models: vendor, family, socket, kind of memory, air-cooled or virtual variant
 _SAME = re.compile(r"NVIDIA|AMD|INSTINCT|TESLA|GEFORCE|SXM\d?|HBM\d\w?|AC|VF|GENERATION")
 _SIZE = re.compile(r"\d+GB?")
 
@@ -122,8 +123,8 @@ def peak_flops(device_name: str, precision: str, tf32: bool = False, units: int 
     Args:
         device_name: the name that ``torch.cuda.get_device_name`` returns.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``.
-        tf32: whether products in fp32 use TF32 where the device has it.
-        units: the compute units or multiprocessors of the device; None assumes that it is a whole GPU.
+        tf32: whether products in fp32 use TF32 if the device supports it.
+        units: the number of compute units or multiprocessors of the device; None assumes a full GPU.
     """
     rates = RATES.get(" ".join(_words(device_name)), RATES.get(chip(device_name)))
     whole = UNITS.get(chip(device_name))
@@ -138,11 +139,11 @@ def peak_flops(device_name: str, precision: str, tf32: bool = False, units: int 
 
 
 def chip(device_name: str) -> str:
-    """Returns the model without vendor, socket and memory: ``A100 PCIE`` of ``NVIDIA A100-PCIE-80GB``."""
+    """Returns the model without vendor, socket and memory: ``A100 PCIE`` for ``NVIDIA A100-PCIE-80GB``."""
     return " ".join(word for word in _words(device_name) if not _SIZE.fullmatch(word))
 
 
 def _words(device_name: str) -> list[str]:
-    """Returns the words that distinguish models: A100, PCIE and 80GB of ``NVIDIA A100-PCIE-80GB``."""
+    """Returns the words that distinguish models: A100, PCIE and 80GB for ``NVIDIA A100-PCIE-80GB``."""
     text = device_name.upper().replace("MAX-Q", "MAX_Q").replace("-", " ").replace("MAX_Q", "MAX-Q")
     return [word for word in text.split() if not _SAME.fullmatch(word)]

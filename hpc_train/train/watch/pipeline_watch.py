@@ -28,14 +28,14 @@ STAGE_WORK = {  # method of a stage -> the kind of its work
 
 WARMUP_STEPS = 2
 TIMED_STEPS = 3
-MOST_CHUNKS = 5000  # chunks of all ranks in a picture, about 150 kB; more would also be too small to see
+MOST_CHUNKS = 5000  # over all ranks in a picture, about 150 kB; more could not be distinguished in the picture
 
 
 @dataclass(frozen=True)
 class _RankTimes:
-    """Holds what one rank has measured: seconds by stage, the elapsed seconds, and the chunks of the last step.
+    """Holds the measurements of one rank: seconds by stage, the elapsed seconds, and the chunks of the last step.
 
-    ``chunks`` are (kind, stage, begin, end), with the times in seconds from the start of the step.
+    ``chunks`` are (kind, stage, begin, end), with times in seconds from the beginning of the step.
     """
 
     stage_s: dict[int, float]
@@ -48,7 +48,7 @@ class PipelineWatch(WrappedEngine):
     """Wraps ``engine``, times the stages for a few steps, and reports their balance and a picture of one step.
 
     Args:
-        plan: the predicted balance; None if the config defines the split, and then the balance is not reported.
+        plan: the predicted balance; None if the config defines the split. The balance is then not reported.
     """
 
     def __init__(self, engine: Engine, mesh: Mesh, plan: SplitPlan | None, events: EventLog) -> None:
@@ -114,7 +114,7 @@ def measured_balance(of_ranks: list[tuple[dict[int, float], float]], stages: int
 
     Args:
         of_ranks: for each rank, stage -> seconds, and the elapsed seconds.
-        passes: number of micro-batches in that time.
+        passes: the number of micro-batches in the elapsed time.
     """
     stage_s = []
     for stage in range(stages):
@@ -149,9 +149,10 @@ class Chunk:
     """Holds one chunk of work of a pipeline stage.
 
     Attributes:
-        kind: ``forward``, ``backward``, or ``weight`` where the gradients of weights are computed separately.
-        begin: the seconds from the start of ``timed_stages`` to the start of the chunk, once the device has finished.
-        seconds: its duration, once the device has finished.
+        kind: ``forward``, ``backward``, or ``weight`` if the gradients of weights are computed separately.
+        begin: returns the seconds from the beginning of ``timed_stages`` to the beginning of the chunk. Must be called
+            after the device has finished.
+        seconds: returns the duration of the chunk in seconds. Must be called after the device has finished.
     """
 
     stage: int

@@ -1,6 +1,6 @@
 """Implements ``telemetry.profile``: traces, memory snapshots and a time breakdown of some steps on some ranks.
 
-Profiling slows the steps down, mostly on the host; the breakdown shows where to look in the trace.
+Profiling slows down the steps, mainly on the host. The breakdown shows which part of the trace is worth a look.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ class TimeBreakdown:
     """Splits the seconds of one rank into parts that add up to ``elapsed_s``.
 
     Attributes:
-        compute_s: a computation ran: kernels on a GPU, torch's operators on the CPU.
-        communication_s: a collective ran without a computation.
-        bubble_s: only point-to-point messages between pipeline stages were in flight.
-        data_s: the rank waited for the next batch.
+        compute_s: time with a computation: kernels on a GPU, torch's operators on the CPU.
+        communication_s: time with a collective and without a computation.
+        bubble_s: time in which only point-to-point messages between pipeline stages were in flight.
+        data_s: time spent waiting for the next batch.
         host_s: the rest, i.e. Python and kernel launches.
     """
 
@@ -150,7 +150,7 @@ class TimeBreakdown:
 def time_breakdown(
     events: Iterable[Any], elapsed_s: float, data_s: float, device: torch.device, stages: bool
 ) -> TimeBreakdown:
-    """Computes the breakdown from events of torch.profiler and the host's waiting time for data."""
+    """Computes the breakdown from events of torch.profiler and the seconds that the host waited for data."""
     intervals = gpu_intervals(events, stages) if device.type == "cuda" else cpu_intervals(events)
     compute = uncovered(intervals.computation, []) * MICRO
     communication = uncovered(intervals.communication, intervals.computation) * MICRO
@@ -228,14 +228,14 @@ def cpu_intervals(events: Iterable[Any]) -> Intervals:
     return intervals
 
 
-HOST_COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # begin the names of these events
+HOST_COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # prefixes of the names of these events
 
 
 def gpu_intervals(events: Iterable[Any], stages: bool) -> Intervals:
     """Classifies GPU events by the names of kernels.
 
-    NCCL has one kernel for messages and for the all-to-all of context parallelism. With ``stages`` its time counts as
-    messages between them, otherwise as communication.
+    NCCL uses the same kernel for messages between stages and for the all-to-all of context parallelism. With ``stages``
+    its time counts as messages, otherwise as communication.
     """
     intervals = Intervals()
     for event in events:

@@ -1,14 +1,14 @@
 """Measures exposed communication and the pipeline bubble in every training step, at low cost.
 
-Unlike torch's profiler, which slows the steps down, it takes two clock readings (on a GPU two events) around each
+Unlike torch's profiler, which slows down the steps, it only takes two clock readings (on a GPU, two events) around each
 place where computation waits for communication, and around the work of each pipeline stage:
 
-- ``Work.wait``: hpc_train's own collectives, and FSDP's on the CPU;
+- ``Work.wait``: the collectives of hpc_train, and FSDP's collectives on the CPU;
 - ``wait_tensor``: the functional collectives of tensor parallelism;
 - the compute stream's ``wait_event``: FSDP's collectives on a GPU, which run on their own streams;
 - the end of a backward pass under DDP, which waits inside C++ between the last gradient and the return.
 
-All waiting of a stage between its chunks counts as bubble, and so does its wait for the other stages before the
+All time that a stage waits between its chunks counts as bubble, and so does the wait for the other stages before the
 gradient norm. A collective on the compute stream (without ``async_op`` on a GPU) or inside a compiled region counts as
 computation.
 """
@@ -38,8 +38,8 @@ class StepTimes:
     """Holds the seconds that this rank spent waiting.
 
     Attributes:
-        communication_s: computation waited for a collective, including the wait for its slowest rank.
-        bubble_s: a pipeline schedule ran and no stage of this rank computed.
+        communication_s: time in which computation waited for a collective, including the wait for its slowest rank.
+        bubble_s: time in which a pipeline schedule ran and no stage of this rank computed.
     """
 
     communication_s: float
@@ -114,7 +114,7 @@ class StepClock:
             watch.collect()
 
     def cut(self) -> None:
-        """Ends the interval that the next ``read`` returns; steps until then belong to the interval after it."""
+        """Ends the interval that the next ``read`` returns; later steps belong to the following interval."""
         for watch in self._watches:
             watch.cut()
         self._is_cut = True
@@ -140,7 +140,7 @@ class StepClock:
         return timed
 
     def _computes(self, args: tuple[Any, ...]) -> bool:
-        """Returns whether computation waits, rather than a checkpoint thread or a communication stream."""
+        """Returns whether the computation waits, and not a checkpoint thread or a communication stream."""
         thread = threading.current_thread()
         # autograd runs backward passes for a GPU in threads that Python has not started
         if thread is not self._thread and not isinstance(thread, threading._DummyThread):
@@ -152,7 +152,8 @@ class StepClock:
         return bool(stream.cuda_stream == self._stream)
 
     def _timed(self, watch: Stopwatch, counts: bool) -> Wrap:
-        """Returns a wrapper that times a function with ``watch``; ``counts`` says whether waits in it are counted."""
+        """Returns a wrapper that times a function with ``watch``. ``counts`` states whether waits inside the function
+        count."""
 
         def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
             def timed(*args: Any, **kwargs: Any) -> Any:
@@ -182,7 +183,7 @@ class StepClock:
     def _before_backward_ends(self, _: torch.Tensor) -> None:
         """Queues callbacks around DDP's final wait.
 
-        Autograd runs the callbacks for the end of a backward pass in order: first ``begin``, then the one that DDP
+        Autograd runs the callbacks for the end of a backward pass in order: first ``begin``, then the callback that DDP
         queues with its last bucket, then ``end``.
         """
         if not self._counts:
@@ -212,7 +213,7 @@ def _replaced(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
 
 
 class HostStopwatch:
-    """Sums the intervals between ``begin`` and ``end``, up to the last ``cut``, by the host's clock.
+    """Sums the intervals between ``begin`` and ``end``, up to the last ``cut``, with the clock of the host.
 
     Attributes:
         stretches: number of intervals since the start.
@@ -245,14 +246,15 @@ class HostStopwatch:
 
 @dataclass
 class _Period:
-    """Holds the intervals between two cuts: the seconds of those that were collected, and the events of the others."""
+    """Holds the intervals between two cuts: the seconds of collected intervals, and the events of the other
+    intervals."""
 
     seconds: float = 0.0
     open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)
 
 
 class DeviceStopwatch:
-    """Sums intervals like ``HostStopwatch``, with reusable events in the current CUDA stream; never blocks the host."""
+    """Does the same as ``HostStopwatch`` with reusable events in the current CUDA stream, without blocking the host."""
 
     def __init__(self) -> None:
         self.stretches = 0

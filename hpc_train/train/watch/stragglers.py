@@ -1,7 +1,7 @@
 """Combines the measurements of all ranks into metrics, and finds a straggler across nodes.
 
-Ranks leave a collective together, so the rank that arrives last has waited least. Waiting times do not depend on the
-clocks of the nodes. Only the ranks of one pipeline stage are compared, since stages do different work.
+Ranks leave a collective at the same time, so the rank that arrives last waits the least. Waiting times do not depend on
+the clocks of the nodes. Only the ranks of the same pipeline stage are compared, since stages do different work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ IN_A_ROW = 3  # lines of metrics; the first line of an attempt does not count, a
 
 @dataclass(frozen=True)
 class SlowRank:
-    """Describes a rank on ``node`` for which the others of its stage wait for ``share`` of the time."""
+    """Describes a rank on ``node`` for which the other ranks of its stage wait during ``share`` of the time."""
 
     rank: int
     node: str
@@ -44,7 +44,7 @@ class SlowRankWatch:
     _ranks: Streak[int] = field(default_factory=lambda: Streak(IN_A_ROW), init=False)
 
     def look(self, rows: Sequence[RankTimes]) -> SlowRank | None:
-        """Returns a rank that was the straggler in ``IN_A_ROW`` lines and was not reported before."""
+        """Returns a rank that was the straggler in the last ``IN_A_ROW`` lines and was not reported before."""
         self._lines += 1
         slow = find_slow_rank(rows, self.layout) if self._lines > 1 else None
         rank, share = slow or (None, 0.0)
@@ -54,7 +54,8 @@ class SlowRankWatch:
 
 
 def find_slow_rank(rows: Sequence[RankTimes], layout: Layout) -> tuple[int, float] | None:
-    """Returns the rank for which the others of its stage wait most, and the share of the time; None without one."""
+    """Returns the rank for which the other ranks of its stage wait the longest, and the share of the time; None if
+    there is no straggler."""
     slow = []
     for begin, end in stages(layout):
         waits = {rank: wait for rank in range(begin, end) if (wait := rows[rank].communication_s) is not None}
@@ -70,7 +71,7 @@ def find_slow_rank(rows: Sequence[RankTimes], layout: Layout) -> tuple[int, floa
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Holds the sums of one rank over ``steps`` steps; None for unknown values.
+    """Holds the sums of one rank over ``steps`` steps. Unknown values are None.
 
     Attributes:
         seconds: elapsed time without pauses for evaluation and saves.
@@ -78,7 +79,8 @@ class RankTimes:
         communication_s, bubble_s: see ``step_clock.StepTimes``.
         memory_bytes: peak memory since the start.
         gpu_util: share of the time in which a kernel ran on its GPU.
-        rdma_sent, rdma_received, net_sent, net_received: bytes of its node; only on the first rank of a node.
+        rdma_sent, rdma_received, net_sent, net_received: the traffic of its node in bytes; only on the first rank of a
+            node.
     """
 
     seconds: float
@@ -95,7 +97,7 @@ class RankTimes:
 
     @property
     def busy_s(self) -> float:
-        """Returns the remaining time: computation, and on a GPU also waiting for the host."""
+        """Returns the remaining time: computation and, on a GPU, waiting for the host."""
         return max(0.0, self.seconds - self.data_s - (self.communication_s or 0.0) - (self.bubble_s or 0.0))
 
 
@@ -108,16 +110,16 @@ TRAFFIC = {  # key of the metrics -> field
 
 
 def over_ranks(rows: Sequence[RankTimes], layout: Layout) -> dict[str, float]:
-    """Returns metric name -> value, without metrics for which a rank lacks its value.
+    """Returns metric name -> value, without metrics for which the value of a rank is missing.
 
     - data_wait_share, comm_share, bubble_share: shares of the time, averaged over the ranks.
-    - compute_imbalance: the longest computation time of a rank over the mean of all ranks.
-    - arrival_skew_s: per step, the time between the first and the last rank of a stage entering collectives. Ranks
-      leave a collective together, so it is the difference of their waiting times.
-    - peak_memory_bytes: the maximum over the ranks; memory_imbalance: the maximum over the mean.
+    - compute_imbalance: the longest computation time of a rank divided by the mean over all ranks.
+    - arrival_skew_s: per step, the time between the arrival of the first and the last rank of a stage at collectives.
+      Ranks leave a collective at the same time, so this is the difference of their waiting times.
+    - peak_memory_bytes: the maximum over the ranks; memory_imbalance: this maximum divided by the mean.
     - gpu_util: the mean over the ranks.
     - host_share: the share of the time in which data was available and the GPU ran no kernel.
-    - rdma_tx_bytes, rdma_rx_bytes, net_tx_bytes, net_rx_bytes: per step, summed over the nodes.
+    - rdma_tx_bytes, rdma_rx_bytes, net_tx_bytes, net_rx_bytes: bytes per step, summed over the nodes.
     """
     data_share = fmean(row.data_s / row.seconds for row in rows)
     metrics: dict[str, float | None] = {
@@ -146,13 +148,13 @@ def over_ranks(rows: Sequence[RankTimes], layout: Layout) -> dict[str, float]:
 
 
 def stages(layout: Layout) -> list[tuple[int, int]]:
-    """Returns (begin, end) of the ranks at each position in the pipeline, which do the same work."""
+    """Returns (begin, end) of the ranks at each position in the pipeline. These ranks do the same work."""
     ranks = layout.stage_ranks
     return [(begin, begin + ranks) for begin in range(0, layout.world_size, ranks)]
 
 
 def _mean(values: Sequence[float | None], totals: Sequence[float]) -> float | None:
-    """Returns the mean of the shares; None if a rank lacks its value."""
+    """Returns the mean of the shares; None if the value of a rank is missing."""
     shares = [value / total for value, total in zip(values, totals, strict=True) if value is not None]
     return fmean(shares) if len(shares) == len(values) else None
 
@@ -163,14 +165,14 @@ def _over_mean(values: Sequence[float]) -> float:
 
 T = TypeVar("T")
 
-# A straggler is a rank that the others wait for. Both searches for it, in one node and across nodes, use these.
-LEAST_SHARE = 0.2  # smallest share of the time for which the others wait
-LEAST_BLAME = 0.75  # smallest share of the waiting that one rank alone causes: on a busy machine every rank is late
+# A straggler is a rank for which the others wait. The searches within a node and across nodes both use these limits.
+LEAST_SHARE = 0.2  # the minimum share of the time for which the others wait
+LEAST_BLAME = 0.75  # the minimum share of the wait that this rank alone causes; on a busy machine, every rank is late
 
 
 @dataclass
 class Streak(Generic[T]):
-    """Confirms each finding once, when it is the same ``length`` times in a row."""
+    """Confirms a finding once, after it has been the same ``length`` times in a row."""
 
     length: int
     confirmed: set[T] = field(default_factory=set, init=False)
@@ -178,7 +180,7 @@ class Streak(Generic[T]):
     _count: int = field(default=0, init=False)
 
     def confirms(self, finding: T | None) -> bool:
-        """Returns whether ``finding``, the newest, is confirmed now for the first time; None interrupts the streak."""
+        """Returns whether the new ``finding`` is confirmed now for the first time. None interrupts the streak."""
         if finding != self._last:
             self._count = 0
         self._count += 1

@@ -1,4 +1,4 @@
-"""Finds what limits the throughput of a run, from its metrics, and suggests changes of the config; without torch.
+"""Finds the limit of a run's throughput from its metrics and suggests changes of the config. It does not import torch.
 
 A limit is reported once per attempt, after several consecutive lines of metrics have shown it.
 """
@@ -17,7 +17,7 @@ from hpc_train.layout.validate import validate
 from hpc_train.train.watch.stragglers import Streak
 
 LEAST_UTILIZATION = 0.6
-IN_A_ROW = 3  # lines of metrics; the first line of an attempt does not count, as it includes the start-up
+IN_A_ROW = 3  # lines of metrics; the first line of an attempt does not count, since it includes the start-up
 SHARES = {  # limit -> (metric, largest acceptable share of the time)
     "data": ("data_wait_share", 0.1),
     "communication": ("comm_share", 0.3),
@@ -41,11 +41,11 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Advice:
-    """Describes what keeps the devices from computing.
+    """Describes a limit of the throughput and possible fixes.
 
     Attributes:
         limit: a key of ``SHARES`` or ``RATIOS``.
-        value: its share of the time, or the ratio of a rank to the mean.
+        value: the share of the time, or the ratio of a rank to the mean.
     """
 
     limit: str
@@ -74,7 +74,7 @@ class AdviceWatch:
     _limits: Streak[str] = field(default_factory=lambda: Streak(IN_A_ROW), init=False)
 
     def look(self, line: Mapping[str, Any]) -> Advice | None:
-        """Returns advice on a limit that ``IN_A_ROW`` lines have shown and that was not reported before."""
+        """Returns advice on a limit that the last ``IN_A_ROW`` lines have shown and that was not reported before."""
         self._lines += 1
         limit = find_limit(line, self._limits.confirmed) if self._lines > 1 else None
         if not self._limits.confirms(limit) or limit is None:
@@ -86,8 +86,8 @@ class AdviceWatch:
 def find_limit(line: Mapping[str, Any], reported: set[str] | frozenset[str] = frozenset()) -> str | None:
     """Returns the largest limit if utilization is low or the limit exceeds its threshold, else an imbalance of ranks.
 
-    Utilization is the share of the time that is left for computation, or NVML's value if that is lower. A share that
-    is missing in ``line`` is unknown and cannot be the limit.
+    Utilization is the share of the time that remains for computation, or the GPU utilization if that is lower. A share
+    that is missing in ``line`` is unknown and cannot be the limit.
     """
     shares = {limit: line[key] for limit, (key, _) in SHARES.items() if line.get(key) is not None}
     utilization = min(1.0 - sum(shares.values()), line.get("gpu_util", 1.0))

@@ -2,8 +2,8 @@
 
 MFU = FLOP per sample x samples/s / (GPUs x peak), with the operations of one forward and backward pass (Chowdhery et
 al. 2022, PaLM, arXiv:2204.02311, appendix B). HFU also counts the forward that activation checkpointing and a loss in
-chunks recompute, a third of forward and backward (Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 5.1).
-Two other conventions are reported for comparison with other publications.
+chunks recompute, a third of forward plus backward (Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 5.1).
+Values under two other conventions are reported for comparison with publications.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FlopCount:
         model: forward and backward; matrix products without the embedding table, and full attention.
         recomputed: the forward that is recomputed in the backward pass.
         causal: ``model`` with only the half of the attention that a causal mask needs.
-        with_embeddings: ``model`` plus 6 for each parameter of the embedding table and token.
+        with_embeddings: ``model`` plus 6 per token and parameter of the embedding table.
     """
 
     model: float
@@ -67,12 +67,12 @@ class FlopCount:
 
 
 def count_flops(model: Model, inputs: Tensor, recomputation: Recomputation, loss: LossForm) -> FlopCount:
-    """Counts the operations of the unsplit model; only the shape of ``inputs``, a micro-batch, is read."""
+    """Counts the FLOPs of the complete model. ``inputs`` is a micro-batch of which only the shape is read."""
     recomputed: float | None = 0.0
     if recomputation.recomputes or loss.recomputes:
         recomputed = None
         blocks = model.forward_flops(inputs)
-        if blocks is not None:  # kept products leave nothing that PaLM counts
+        if blocks is not None:  # layers that keep their products recompute nothing that PaLM's formula counts
             _, *layers, head = blocks
             recomputed = sum(flops for layer, flops in enumerate(layers) if recomputation.mode(layer) == "full")
             if loss.recomputes:
@@ -99,13 +99,15 @@ def describe_utilization(count: FlopCount, peak_flops: float, source: str) -> di
 
 
 def device_peak(device: torch.device, precision: str, tf32: bool) -> float | None:
-    """Returns the peak FLOP/s of a GPU, or of a partition its share, according to the data sheet; None if unknown."""
+    """Returns the peak FLOP/s of a GPU according to its data sheet, or the share of a partition of a GPU; None if
+    unknown."""
     properties = torch.cuda.get_device_properties(device)
     return peak_flops(properties.name, precision, tf32, properties.multi_processor_count)
 
 
 def peak_host_memory() -> int:
-    """Returns the peak resident set in bytes (VmHWM), which unlike ``ru_maxrss`` does not include the parent's."""
+    """Returns the peak resident set in bytes (VmHWM). Unlike ``ru_maxrss``, it does not include the peak of the
+    parent."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     kilobytes = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert kilobytes is not None, "the kernel always reports it for a living process"
@@ -118,7 +120,7 @@ def peak_device_memory(device: torch.device) -> int | None:
 
 
 def device_memory(device: torch.device) -> int:
-    """Returns the memory of a GPU in bytes; on the CPU the memory of the machine."""
+    """Returns the memory of a GPU in bytes; on the CPU, the memory of the machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -139,7 +141,7 @@ class GpuUtilization:
         self._next = 0.0
 
     def look(self) -> None:
-        """Takes a sample if one is due; cheap enough to be called in each step."""
+        """Takes a sample if one is due. The call is cheap enough for each step."""
         if self._read is None or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + EVERY_S

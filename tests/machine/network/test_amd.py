@@ -200,7 +200,7 @@ def test_rocm_smi_in_pieces(tmp_path: Path) -> None:
     """What cannot be read is unknown, and never taken for nvidia-smi's matrix."""
     (tmp_path / "topo").write_text(LUMI[: LUMI.index("Link Type") - 40])
     refused = read_recording(None, tmp_path / "topo")
-    assert refused.gpus == () and "give that of rocm-smi --showtopo" in refused.unknown[0]
+    assert refused.gpus == () and "use the output of rocm-smi --showtopo" in refused.unknown[0]
     cut = parse_showtopo(LUMI[: LUMI.index("GPU5   XGMI")])
     assert len(cut.gpus) == 8 and len(cut.links) == 25  # GPU5 to GPU7 appear in the rows of the others only
     assert {"the row of GPU6 in the matrix of link types is missing", "the NUMA node of GPU0"} <= set(cut.unknown)

@@ -85,7 +85,7 @@ GB200 = Site(gpus=4, model="NVIDIA GB200", cards={f"mlx5_{i}": Card(far="SYS") f
 MANAGED = Site(cards=rails(8, layer="Ethernet") | {"mlx5_8": Card(25, "Ethernet", interface="eth8")}, default="eth8")
 MIXED_PORTS = Site(gpus=2, cards={"mlx5_0": Card(near=(0, 1)), "mlx5_0:2": Card(100, "Ethernet", port=2)})
 DUAL = Site(gpus=2, cards={"mlx5_0": Card(100, "Ethernet", (0, 1)), "mlx5_0:2": Card(100, "Ethernet", (0, 1), port=2)})
-NO_IMEX = "n1, n2 may open no /dev/nvidia-caps-imex-channels/channel*"
+NO_IMEX = "n1, n2 cannot open /dev/nvidia-caps-imex-channels/channel*"
 LOST = Site(gpus=8, cards={}, interfaces={"eno1": 25})
 
 HEALTHY = {
@@ -139,13 +139,13 @@ HEALTHY = {
         all_of(Site(cards=rails(8), cloud="azure").nodes(2), topology_file="/opt/microsoft/ndv5-topo.xml"),
         "infiniband",
         {"NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml"},
-        because={"NCCL_NET_GDR_LEVEL": "NCCL reads from a topology file"},
+        because={"NCCL_NET_GDR_LEVEL": "NCCL reads the distance between GPU and NIC from a topology file"},
     ),
     "Google's A3 Mega": Case(
         ethernet(200, "NVIDIA H100 80GB HBM3", cloud="gcp").nodes(2),
         "ethernet",
         unknown=("the settings of Google's NCCL plugin",),
-        because={"NCCL_SOCKET_NTHREADS": "NCCL has its own values"},
+        because={"NCCL_SOCKET_NTHREADS": "NCCL chooses the values"},
     ),
     "Google's A3 Ultra": Case(
         Site(model="NVIDIA H200", cards=rails(8, layer="Ethernet"), cloud="gcp").nodes(2),
