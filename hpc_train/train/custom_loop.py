@@ -1,4 +1,4 @@
-"""Runs a custom loop in the workers (``run.entry=package.module:function``): the function gets a ``Context``."""
+"""Runs a custom loop in the workers (``run.entry=package.module:function``). The function gets a ``Context``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from hpc_train.train.saving import LastSave, SaveSchedule, save_schedule
 from hpc_train.train.step import Control
 from hpc_train.train.worker import frozen_config
 
-RESERVED = ("time", "step", "attempt", "world_size", "step_s", "save_s")  # keys of a line that hpc_train writes itself
+RESERVED = ("time", "step", "attempt", "world_size", "step_s", "save_s")  # keys that hpc_train writes itself
 
 
 @dataclass
@@ -54,7 +54,7 @@ class _Timer:
     saving_s: float = 0.0
 
     def read(self, step: int) -> dict[str, float]:
-        """Returns seconds per step and in saves, and starts again."""
+        """Returns the seconds per step and the seconds in saves since the last ``read``, and starts again."""
         now = time.monotonic()
         step_s = 0.0
         if step > self.step:
@@ -68,19 +68,21 @@ class _Timer:
 
 @dataclass
 class Context:
-    """Connects a loop with its run: the argument of ``run.entry``, on every rank. The loop defines what a step is.
+    """Connects a custom loop with its run. The function ``run.entry`` gets it as its argument on every rank.
 
-    ``resume``, ``steps``, ``end_step`` and ``save`` are collective: all ranks call them with the same values.
+    The loop defines what a step is. ``resume``, ``steps``, ``end_step`` and ``save`` are collective: all ranks call
+    them with the same values.
 
     Attributes:
-        config: the whole frozen config. Only the loop itself reads its model, data, optim, precision, batch and train.
+        config: the full frozen config. Only the loop itself reads the groups model, data, optim, precision, batch and
+            train.
         args: ``run.args``.
         device: the GPU of this rank, or the CPU. The process group of ``torch.distributed`` is initialized.
-        mesh: the axes ``pp``, ``dp_replicate``, ``dp_shard`` and ``tp`` that ``strategy`` describes; the second and the
-            third one together are ``dp`` x ``cp``.
+        mesh: the axes ``pp``, ``dp_replicate``, ``dp_shard`` and ``tp`` that ``strategy`` describes; ``dp_replicate``
+            and ``dp_shard`` together are ``dp`` x ``cp``.
         seed: ``train.seed``.
-        step: the completed steps.
-        directory: the run directory, for files of the loop's own.
+        step: the number of completed steps.
+        directory: the run directory, in which the loop may write files.
     """
 
     config: Config
@@ -105,7 +107,7 @@ class Context:
     _state: LoopState
     step: int = 0
     _total: int | None = None
-    _pending: bool = False  # an agreement was posted and not read
+    _pending: bool = False  # whether an agreement was posted and not yet read
     _stopped: bool = False
     _logged: dict[str, Any] = field(default_factory=dict)
     _timer: _Timer = field(default_factory=_Timer)
@@ -119,25 +121,25 @@ class Context:
         """Returns the process group of this rank along ``pp``, ``dp``, ``cp``, ``dp_cp``, ``dp_replicate``,
         ``dp_shard`` or ``tp``.
 
-        Ranks of ``dp`` read different samples, and ranks of ``cp`` different tokens of the same samples. Gradients are
-        averaged over ``dp_cp``, the ranks of both, which is ``dp`` if ``strategy.cp`` is 1.
+        Ranks of ``dp`` read different samples, and ranks of ``cp`` read different tokens of the same samples. Gradients
+        are averaged over ``dp_cp``, the ranks of both axes, which equals ``dp`` if ``strategy.cp`` is 1.
         """
         return self._mesh.group(axis)
 
     def resume(self, **objects: Registered) -> int:
-        """Registers the objects whose state checkpoints hold, and loads the newest valid checkpoint.
+        """Registers the objects whose state checkpoints contain, and loads the newest valid checkpoint.
 
         Args:
-            objects: by name, modules, optimizers, tensors, and objects with ``state_dict`` and ``load_state_dict``. A
-                tensor is the same on all ranks or a DTensor, which loads under any number of ranks. Everything else in
-                a state is numbers and text, the same on all ranks.
+            objects: name -> a module, an optimizer, a tensor, or an object with ``state_dict`` and ``load_state_dict``.
+                A tensor is either equal on all ranks or a DTensor, which loads with any number of ranks. All other
+                values in a state are numbers and text, equal on all ranks.
 
         Returns:
-            The completed steps: 0 for a new run.
+            The number of completed steps; 0 for a new run.
 
         Raises:
             UserError: an object has no state, or the checkpoint does not match the objects. A fork may have other
-                optimizers, and other objects without tensors.
+                optimizers, and other objects that have no tensors.
         """
         self._state.register(objects)
         restored = self._checkpoints.restore()
@@ -149,7 +151,7 @@ class Context:
         self.step = self._timer.step = restored.step
         if self.rank == 0:
             if not restored.with_optimizer:
-                changes.append("the optimizers differ, and all of them start without state")
+                changes.append("the optimizers differ, so all of them start without state")
             print("\n  ".join([f"resumed from {restored.path} at step {restored.step}", *changes]), flush=True)
             details = {"path": str(restored.path), "with_optimizer": restored.with_optimizer, "changes": changes}
             self._report.events.write("resumed", step=restored.step, **details)
@@ -158,8 +160,8 @@ class Context:
     def steps(self, until: int | None = None) -> Iterator[int]:
         """Yields the number of each step from the one after ``resume`` to ``until`` (by default ``train.steps``).
 
-        Before each step it seeds torch's generators by the seed, the step and the rank, so that a resumed run draws the
-        same numbers. After each step it calls ``end_step``, and ends early if that requests it.
+        Before each step, it seeds torch's generators from the seed, the step and the rank, so that a resumed run draws
+        the same numbers. After each step, it calls ``end_step`` and ends early if that returns True.
         """
         if until is None:
             until = self.config.train.steps
@@ -175,15 +177,15 @@ class Context:
                 return
 
     def end_step(self, step: int) -> bool:
-        """Ends step ``step``: shows that this rank is alive, and saves if a save is due by ``checkpoint.every``.
+        """Ends step ``step``: reports progress to the agent, and saves if ``checkpoint.every`` requires it.
 
         Returns:
-            Whether the function must return, because the run was asked to stop; a checkpoint was then saved.
+            Whether the function must return because of a stop request. In this case a checkpoint has been saved.
         """
         self.step = step
         self._heartbeat.enter(Phase.STEP, step)
         self._checkpoints.poll()
-        # what the ranks agreed on one step ago; this rank's message for the next step follows
+        # reads the agreement that was posted one step ago, then posts this rank's message for the next step
         if not self._pending:
             self._control.post(self._stop.requested, 0, self._schedule.ask())
         agreement = self._control.read(self._stop)
@@ -201,14 +203,15 @@ class Context:
 
     @property
     def stop_requested(self) -> bool:
-        """Returns whether this rank was asked to stop, perhaps before others; ``end_step`` is the same on all ranks."""
+        """Returns whether this rank has received a stop request. Other ranks may receive it later; ``end_step`` returns
+        the same on all ranks."""
         return self._stop.requested
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Saves the registered objects after ``step`` steps; a failed save is reported and the loop continues.
 
         Args:
-            metrics: the metrics of an evaluation, for ``checkpoint.keep_best``.
+            metrics: the metrics for ``checkpoint.keep_best``.
         """
         with self._saving(step):
             self._checkpoints.save(step, {"loop": self._state.values()}, metrics)
@@ -228,14 +231,14 @@ class Context:
             self._last_save.run(lambda again: save(again=again), self.step)
 
     def heartbeat(self) -> None:
-        """Tells the agent that this rank is alive, for work that takes long without a step."""
+        """Reports to the agent that this rank is alive, during long work without a step."""
         self._heartbeat.enter(Phase.STEP, self.step)
 
     def log(self, step: int, **values: float | Tensor) -> None:
-        """Writes a line of metrics of ``step`` on rank 0, in the steps that ``telemetry.log_every`` selects.
+        """Writes a line of metrics of ``step`` on rank 0, at the steps that ``telemetry.log_every`` selects.
 
         Args:
-            values: numbers, or tensors with one element, read only in these steps. The console shows ``loss``.
+            values: numbers, or tensors with one element, read only at these steps. The console shows ``loss``.
         """
         every = self.config.telemetry.log_every
         if self.rank != 0 or self._report.metrics is None or (step not in (1, self._total) and step % every):
@@ -256,7 +259,7 @@ class Context:
         self._report.events.write("loop", step=self.step, name=name, **details)
 
     def _finish(self) -> bool:
-        """Saves the last state and reports the end; returns whether the function was asked to stop. Collective."""
+        """Saves the last state and reports the end; returns whether there was a stop request. Collective."""
         if self._pending:
             self._control.read()  # completes the last all-reduce before any rank exits
             self._pending = False
@@ -285,7 +288,7 @@ WHERE = "context.resume"
 
 
 class Stateful(Protocol):
-    """Describes an object with a state, such as a learning rate schedule; equal on all ranks."""
+    """An object with a state, such as a learning rate schedule. The state is equal on all ranks."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
@@ -296,12 +299,12 @@ Registered = nn.Module | torch.optim.Optimizer | Tensor | Stateful
 
 
 class LoopState:
-    """Presents the registered objects as ``CheckpointManager`` sees a model and its optimizer.
+    """Presents the registered objects to ``CheckpointManager`` like a model and its optimizer.
 
-    Tensors have the names that the trainer's checkpoints use: ``model.OBJECT.NAME`` for parameters and persistent
-    buffers, and ``optim.OBJECT.NAME.KEY`` for the state of an optimizer, where NAME is the parameter's name in its
-    module, without the prefixes of wrappers. So a checkpoint of a replicated module loads into a sharded one. All other
-    values are JSON in the manifest, and loading them runs no code.
+    Tensors have names as in the checkpoints of the trainer: ``model.OBJECT.NAME`` for parameters and persistent
+    buffers, and ``optim.OBJECT.NAME.KEY`` for the state of an optimizer. NAME is the name of the parameter in its
+    module, without the prefixes of wrappers, so a checkpoint of a replicated module loads into a sharded module. All
+    other values are JSON in the manifest, so loading them does not run code.
 
     Attributes:
         stored: the names of the tensors in the checkpoint that is being loaded; None outside of a load.
@@ -316,10 +319,10 @@ class LoopState:
         self._loading: dict[str, dict[str, Any]] = {}  # state dicts whose tensors a load fills
 
     def register(self, objects: Mapping[str, Registered]) -> None:
-        """Adds objects whose state belongs to the checkpoints.
+        """Adds objects whose state is saved in checkpoints.
 
         Raises:
-            UserError: an object has no state, or an optimizer has a parameter of no registered module.
+            UserError: an object has no state, or an optimizer has a parameter that is in no registered module.
         """
         for name, value in objects.items():
             if isinstance(value, nn.Module):
@@ -336,7 +339,7 @@ class LoopState:
         names = self._names()
         for name, optimizer in self._optimizers.items():
             if any(parameter not in names for parameter in _parameters(optimizer)):
-                what = f"the optimizer {name} has a parameter of no registered module"
+                what = f"the optimizer {name} has a parameter that is in no registered module"
                 raise UserError(what, where=WHERE, fix="pass all modules that it optimizes, e.g. model=model")
 
     @property
@@ -346,9 +349,9 @@ class LoopState:
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
-        """Returns the registered modules in one module, under their names.
+        """Returns the registered modules as children of one module, by their names.
 
-        The first version of FSDP gathers its parameters for a state dict, so such modules are left out.
+        Modules with the first version of FSDP are left out, because it gathers its parameters for a state dict.
         """
         root = nn.Module()
         for name, wrapped in self._modules.items():
@@ -359,7 +362,7 @@ class LoopState:
 
     def named_parameters(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
-        for name, module in self._modules.items():  # a parameter of two modules has a name in each
+        for name, module in self._modules.items():  # a parameter that two modules share has two names
             for path, parameter in _without_ddp(module).named_parameters():
                 tensors[f"{name}.{_without_wrappers(path)}"] = parameter
         tensors |= self._tensors
@@ -384,13 +387,14 @@ class LoopState:
         return ()
 
     def expect(self, stored: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
-        """Records the names of the tensors that a load fills; with an empty ``stored``, optimizers keep their state."""
+        """Stores the names of the tensors that a load fills. An empty ``stored`` leaves the optimizers unchanged."""
         if stored:
             self.stored = set(stored)
         return {}
 
     def named_state(self) -> dict[str, dict[str, Tensor]]:
-        """Returns OPTIMIZER.PARAMETER -> key -> tensor; during a load, for exactly the tensors in the checkpoint."""
+        """Returns OPTIMIZER.PARAMETER -> key -> tensor. During a load, these are exactly the tensors in the
+        checkpoint."""
         names = self._names()
         states = {}
         for name, optimizer in self._optimizers.items():
@@ -404,14 +408,15 @@ class LoopState:
         return states
 
     def loaded(self) -> None:
-        """Does nothing: a load fills the tensors, and ``load_values`` does the rest."""
+        """Does nothing, since a load fills the tensors and ``load_values`` restores the other values."""
 
     def before_next_update(self, action: Callable[[], None]) -> None:
-        """Waits for the copies of an asynchronous save at once: it is unknown when a custom loop updates."""
+        """Calls ``action`` immediately, since it is unknown when a custom loop updates: it waits for the copies of an
+        asynchronous save."""
         action()
 
     def forget_optimizers(self) -> None:
-        """Empties the state of the optimizers, which a load has created and not filled."""
+        """Clears the state of the optimizers, which a load has created but not filled."""
         for optimizer in self._optimizers.values():
             optimizer.state.clear()
 
@@ -436,13 +441,13 @@ class LoopState:
         return {"optimizers": optimizers, "objects": objects}
 
     def load_values(self, values: Mapping[str, Any], with_optimizers: bool, forked: bool) -> list[str]:
-        """Applies ``values`` of a checkpoint after its tensors were loaded.
+        """Loads the ``values`` of a checkpoint, after its tensors were loaded.
 
         Args:
-            forked: whether the checkpoint belongs to another run, which may have had other optimizers and objects.
+            forked: whether the checkpoint is from another run, which may have had other optimizers and objects.
 
         Returns:
-            A sentence for each difference. An object that the checkpoint lacks keeps its initial state.
+            A sentence for each difference. An object that is not in the checkpoint keeps its present state.
 
         Raises:
             UserError: the objects differ, and this is not a fork.
@@ -473,7 +478,7 @@ class LoopState:
         return changes
 
     def _changes(self, values: Mapping[str, Any]) -> list[str]:
-        """Returns how the optimizers and objects differ from the contents of a checkpoint."""
+        """Returns a sentence for each difference between the registered objects and the contents of a checkpoint."""
         changes = []
         for kind, saved, now in (
             ("optimizer", values["optimizers"], self._optimizers),
@@ -501,7 +506,7 @@ class LoopState:
         }
 
     def _create_stored(self, name: str, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
-        """Makes ``optimizer`` create the state that the checkpoint has."""
+        """Makes ``optimizer`` create the state that the checkpoint contains."""
         assert self.stored is not None
         stored = {parameter: f"optim.{name}.{names[parameter]}." for parameter in _parameters(optimizer)}
         if not any(each.startswith(f"optim.{name}.") for each in self.stored):
@@ -532,7 +537,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a group of parameters, with a learning rate in a tensor converted to a number."""
+    """Returns the options of a parameter group. Tensors, such as a learning rate, are converted to numbers."""
     numbers = {key: value.item() for key, value in group.items() if isinstance(value, Tensor)}
     return {key: value for key, value in group.items() if key != "params"} | numbers
 

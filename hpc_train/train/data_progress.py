@@ -1,5 +1,5 @@
-"""Tracks the progress of a run in its data: its length, the end of a stream, and the entries of a checkpoint about
-both."""
+"""Tracks the progress of a run in its data: the length of the run, the end of a stream, and the records of both in
+checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Length:
     """Holds the length of a run and of its epochs.
 
     Attributes:
-        samples_per_epoch: samples that an epoch uses, without those that ``batch.drop_last`` drops.
+        samples_per_epoch: the number of samples that an epoch uses, without the samples that ``batch.drop_last`` drops.
     """
 
     total_steps: int
@@ -51,15 +51,15 @@ def run_length(config: Config, feed: TrainFeed) -> Length:
     return Length(steps, feed.steps_per_epoch, size, feed.samples_per_epoch)
 
 
-IDENTITY = "data"  # the key of ``Dataset.identity`` in the checkpoint
-_KEY = "stream"  # the key of the positions of a stream in the checkpoint
+IDENTITY = "data"  # the key of ``Dataset.identity`` in a checkpoint
+_KEY = "stream"  # the key of the positions of a stream in a checkpoint
 
 
 def has_ended(feed: TrainFeed, batch: LocalBatch, step: int, mesh: Mesh) -> bool:
-    """Returns whether ``batch``, the batch of step ``step`` (from 0), is empty on all ranks, so that all stop before
-    it.
+    """Returns whether ``batch``, the batch of step ``step`` (from 0), is empty on all ranks, so that the run ends
+    before it.
 
-    Collective where the data may end; always False for other data.
+    Collective if the data may end; always False for other data.
 
     Raises:
         UserError: the stream has no items at all.
@@ -78,8 +78,8 @@ def has_ended(feed: TrainFeed, batch: LocalBatch, step: int, mesh: Mesh) -> bool
 
 
 def positions(feed: TrainFeed, step: int, mesh: Mesh) -> dict[str, Any]:
-    """Returns the entries for a checkpoint of ``step``: the positions of all shards of a stream, or the identity of the
-    data. Collective.
+    """Returns the record of the data in a checkpoint of ``step``: the positions of all shards of a stream, or the
+    identity of other data. Collective.
     """
     state = feed.state(step)
     if state is None:
@@ -88,7 +88,7 @@ def positions(feed: TrainFeed, step: int, mesh: Mesh) -> dict[str, Any]:
 
 
 def restored_positions(restored: RestoredState) -> States:
-    """Returns where the shards of a stream continue according to a checkpoint."""
+    """Returns the positions in a checkpoint at which the shards of a stream continue."""
     states: States = restored.extra.get(_KEY, {})
     return states
 
@@ -99,8 +99,8 @@ def skipped_data(restored: RestoredState) -> Skipped:
 
 
 def data_changes(restored: RestoredState, feed: TrainFeed) -> list[str]:
-    """Returns warnings about custom training data without a fingerprint that has changed since the checkpoint was
-    saved. A fork may have any data, and checkpoints of earlier versions do not record their data.
+    """Returns warnings if custom training data without a fingerprint has changed since the checkpoint was saved. A fork
+    may have any data, and checkpoints of earlier versions do not record their data.
 
     Raises:
         UserError: data with a fingerprint has changed.
@@ -123,12 +123,12 @@ def data_changes(restored: RestoredState, feed: TrainFeed) -> list[str]:
         if before["samples"] != after["samples"]:
             problem = f"has {samples}, but had {before['samples']:,} in the checkpoint of step {restored.step}"
         elif has_fingerprint and before != after:
-            problem = f"differs from that of the checkpoint of step {restored.step}, although it also has {samples}"
+            problem = f"differs from the data of the checkpoint of step {restored.step}, although it also has {samples}"
         else:
             continue
         message = (
-            f"the training data{which} {problem}; in the changed order some samples of the epoch repeat and others are "
-            "missed"
+            f"the training data{which} {problem}; in the changed order, some samples of the epoch are repeated and "
+            "others are missed"
         )
         if has_fingerprint:
             fix = "restore the data, or run.fork=NEWNAME to start a new run from the newest checkpoint with this data"

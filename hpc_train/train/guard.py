@@ -1,20 +1,22 @@
 """Tests custom code before the first step, and rejects code that would silently give wrong results.
 
 The results must be the same as in one process, however the work is split. The checks need a few passes over one
-micro-batch, so they run once for each code, config, layout and version of torch; ``run.json`` records them. State that
-differs between ranks only because of their different samples is found in the first step, by ``CheckedWrites``.
+micro-batch, so they run once for each combination of code, config, layout and version of torch; ``run.json`` records
+them. Differences between ranks that only appear with different samples are found in the first step by
+``CheckedWrites``.
 
 The sum and the count of a loss must be sums over samples: then they are the same whether one rank computes them for the
-whole batch, or several ranks and micro-batches for parts of it. The check compares the sum and count of one micro-batch
-with the totals of its two halves. They differ for a contrastive loss, for a forward pass that attends across the batch,
-and for a mean with a count of 1.
+full batch, or several ranks and micro-batches compute them for parts. The values of a micro-batch are compared with the
+values of its two halves. They differ for a contrastive loss, for a forward pass that attends across the batch, and for
+a mean with a count of 1.
 
-Padding fills up a batch whose samples do not divide over the ranks and micro-batches: copies of a sample whose targets
-are all ``IGNORED``. The check compares micro-batches that differ only in the inputs of such a row, or in its presence.
+If the samples of a batch cannot be divided evenly among ranks and micro-batches, padding fills it up: copies of a
+sample whose targets are all ``IGNORED``. Two comparisons find an effect of padding: micro-batches that differ only in
+the inputs of such a row, and micro-batches with and without such a row.
 
-For this comparison the model is in evaluation mode. A loss that is still random draws from a generator, or differs
-between two passes over the same micro-batch; it is not compared with its halves. Training is not affected: random
-state, buffers and plain attributes of the modules are restored, and no gradients are left.
+The model is in evaluation mode for these comparisons. If the loss is random nevertheless, i.e. it draws from a
+generator or differs between two passes over the same micro-batch, it is not compared with its halves. The checks do not
+affect the training: random state, buffers and plain attributes of the modules are restored, and there are no gradients.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ from hpc_train.train.kept_state import drawn, kept_random_state, kept_state
 from hpc_train.train.rehearsal import Rehearsal, rehearse
 from hpc_train.train.report import Report
 
-CHECKED = "checked"  # key in run.json that lists what was checked
+CHECKED = "checked"  # the key in run.json that records the checks
 
 
 def check_user_code(
@@ -70,9 +72,9 @@ def check_user_code(
     """Checks the model of ``config``, unless that was done before. Collective.
 
     Raises:
-        UserError: training or evaluation would give other results than in one process.
+        UserError: the training or the evaluation of the model would differ from one process.
     """
-    while isinstance(engine, WrappedEngine):  # hooks that observe the model would count the passes of the checks
+    while isinstance(engine, WrappedEngine):  # wrappers that observe the model would count the passes of the checks
         engine = engine._engine
     if mesh.layout.dp_cp > 1:
         _check_replicated_state(config, mesh, engine)
@@ -90,7 +92,7 @@ def check_user_code(
         warnings.append(loss_warning)
     warnings += _warnings_of_targets(training, mesh)
     rehearsal = Rehearsal()
-    if config.train.debug:  # which checks each step and names the values that are not finite
+    if config.train.debug:  # the debug mode checks each step and names values that are not finite
         rehearsal.not_compared = "train.debug=true"
     elif not mesh.layout.logical_micro_batches and not engine.compressions():
         rehearsal = rehearse(config, mesh, engine, example_micro_batch(training, mesh.layout, mesh.device))
@@ -98,10 +100,10 @@ def check_user_code(
         warnings.append(
             f"the forward pass changes attributes that are neither parameters nor buffers: "
             f"{join_names(rehearsal.attributes)}. Checkpoints do not contain them, so a resumed run starts with their "
-            "initial values; register_buffer keeps a tensor"
+            "initial values; register_buffer saves a tensor"
         )
     if rehearsal.not_compared is not None and mesh.rank == 0:
-        print(f"gradients are not compared with those of one process: {rehearsal.not_compared}")
+        print(f"gradients are not compared with the gradients of one process: {rehearsal.not_compared}")
     for warning in warnings:
         report.warning(0, warning)
     if report.metrics is not None:
@@ -112,12 +114,12 @@ def check_user_code(
 
 
 def _check_replicated_state(config: Config, mesh: Mesh, engine: Engine) -> None:
-    """Raises UserError if ranks would scale the rows of an embedding that only some of them look up."""
+    """Raises UserError if a rank would scale rows of an embedding that other ranks do not look up."""
     names = written_in_lookups(engine.parts)
     if names:
         raise UserError(
-            f"{join_names(names)} has max_norm, with which a forward pass scales the rows that it looks up: each "
-            "rank would scale the rows of its samples, so the replicas would diverge",
+            f"{join_names(names)} has max_norm, so a forward pass scales the rows that it looks up: each rank would "
+            "scale the rows of its samples, and the replicas would diverge",
             where=f"strategy.data_parallel={mesh.layout.data_parallel}, model",
             fix="strategy=single, or nn.Embedding without max_norm",
         )
@@ -126,22 +128,22 @@ def _check_replicated_state(config: Config, mesh: Mesh, engine: Engine) -> None:
 
 
 _BUFFERS = {
-    "rank0": "train.buffers=rank0: after each step the buffers of all ranks get the values of rank 0. If the forward "
-    "pass changes them, the results are not those of one process",
-    "mean": "train.buffers=mean: after each step the buffers are averaged over the ranks. If the forward pass changes "
-    "them, the results are not those of one process",
+    "rank0": "train.buffers=rank0: after each step, the buffers of all ranks get the values of rank 0. If the forward "
+    "pass changes them, the results differ from one process",
+    "mean": "train.buffers=mean: after each step, the buffers are averaged over the ranks. If the forward pass changes "
+    "them, the results differ from one process",
 }
 
 
 def is_user_code(config: Config, engine: Engine) -> bool:
-    """Returns whether the model or its loss is not built in."""
+    """Returns whether the model or its loss is not part of hpc_train."""
     if isinstance(config.model, CustomModelConfig) or is_import_path(config.model.kind) or engine.check_loss:
         return True
     return any(isinstance(part, WrappedModel) for part in engine.parts)
 
 
 def _key(config: Config, run: RunDirectory, mesh: Mesh, engine: Engine) -> str:
-    """Returns on the first rank a hash of everything on which the results of the checks depend."""
+    """Returns a hash of all inputs of the checks on the first rank; an empty string on other ranks."""
     if mesh.rank != 0:
         return ""
     code = frozen_code(run)
@@ -149,8 +151,8 @@ def _key(config: Config, run: RunDirectory, mesh: Mesh, engine: Engine) -> str:
     if isinstance(part, WrappedModel):
         part = part.bare
     try:
-        source = inspect.getsource(type(part))  # it may lie outside of the copied code
-    except (OSError, TypeError):  # a class that was made at run time
+        source = inspect.getsource(type(part))  # the source may be outside of the frozen code
+    except (OSError, TypeError):  # the class was created at run time
         source = ""
     digest = hashlib.sha256(run.config.read_bytes())
     for fact in (torch.__version__, str(mesh.layout), code.snapshot if code is not None else "", source):
@@ -177,7 +179,7 @@ def _check_loss(config: Config, mesh: Mesh, engine: Engine, training: Dataset, e
 
 
 def check_evaluation_padding(config: Config, mesh: Mesh, engine: Engine, evaluation: Evaluation) -> None:
-    """Checks an evaluation without training. Collective.
+    """Checks an evaluation that is not part of a training. Collective.
 
     Raises:
         UserError: batches will be padded, and padding enters the loss.
@@ -198,9 +200,9 @@ def _padded(padded: str, problem: str, engine: Engine) -> UserError:
             where = f"model, {place(owner.loss)}"
             break
     return UserError(
-        f"{padded}, and the loss of the model does not ignore padded rows: {problem}",
+        f"{padded}, but the loss of the model does not exclude padded rows: {problem}",
         where=where,
-        fix="exclude rows whose targets are all -100 from the sum and the count, as in kept = targets != -100; "
+        fix="exclude rows whose targets are all -100 from the sum and from the count, as in kept = targets != -100; "
         "a forward pass must not mix the rows of a batch. train.check=off trains and evaluates with padding",
     )
 
@@ -210,7 +212,7 @@ def padding_of_training(config: Config, layout: Layout, training: Dataset) -> st
     size = config.batch.global_size
     places = layout.dp * layout.micro_batches * layout.micro_size
     if size != places:
-        return f"a step has {size} samples for {places} places, and the other places are padding"
+        return f"the {size} samples of a step are padded to {places} rows"
     if isinstance(config.data, StreamDataConfig):
         is_short = not config.data.repeat
     else:
@@ -228,34 +230,34 @@ def padding_of_evaluation(config: Config, layout: Layout, feeds: Iterable[EvalFe
     return None
 
 
-SCANNED = 64  # samples
+SCANNED = 64  # the number of samples whose targets are checked
 
 
 def _warnings_of_targets(training: Dataset, mesh: Mesh) -> Iterable[str]:
     """Yields a warning if measured values may be mistaken for missing targets."""
     size = min(len(training), SCANNED) if training.loads_cheaply else 2
     batch = example_micro_batch(training, replace(mesh.layout, micro_size=size), torch.device("cpu"))
-    if isinstance(batch.inputs, Ragged):  # which has no targets that do not count
+    if isinstance(batch.inputs, Ragged):  # every target of a ragged batch counts
         return
     targets = [value for value in leaves(batch.targets) if value.is_floating_point()]
     missing = sum(int((value == IGNORED).sum()) for value in targets)
     if missing:
         total = sum(value.numel() for value in targets)
         yield (
-            f"{missing} of {total} targets of the first samples are -100, which marks a target that does not count. If "
+            f"{missing} of {total} targets of the first samples are -100, the mark of a target that does not count. If "
             "-100 is a measured value, shift or scale the targets"
         )
 
 
-SAME = 1e-5  # the difference of equal values, relative to the largest element of a tensor
+SAME = 1e-5  # values are equal up to this difference, relative to the largest element of a tensor
 
 
 class CheckedWrites(WrappedEngine):
     """Wraps ``engine`` and compares the state of its replicas after the first training step of the attempt.
 
-    A buffer or parameter that the forward pass changes is a function of the samples of its rank (a codebook, a queue,
-    rows of an embedding with ``max_norm``) or not (a counter, a momentum teacher). Only in the latter case do the
-    ranks agree. ``train_step`` raises UserError on all ranks if the replicas differ in such a tensor.
+    A buffer or parameter that the forward pass changes may depend on the samples of its rank (a codebook, a queue, rows
+    of an embedding with ``max_norm``) or not (a counter, a momentum teacher). The ranks agree only in the latter case.
+    ``train_step`` raises UserError on all ranks if the replicas differ in such a tensor.
     """
 
     def __init__(self, engine: Engine, mesh: Mesh) -> None:
@@ -280,9 +282,9 @@ class CheckedWrites(WrappedEngine):
         if any(differing):
             names = join_names([name for name, differs in zip(before, differing, strict=True) if differs])
             raise UserError(
-                f"the forward pass changes the buffers {names}, and each of the {ranks} ranks sets them to other "
-                "values, from its own samples: only the values of one rank would be saved, and the results depend on "
-                "the number of ranks",
+                f"the forward pass changes the buffers {names}, and each of the {ranks} ranks computes other values, "
+                "from its own samples: only the values of one rank would be saved, and the results depend on the "
+                "number of ranks",
                 where="train.buffers=refuse, model",
                 fix="train.buffers=rank0 gives all ranks the values of rank 0 after each step, as DDP does; "
                 "train.buffers=mean averages them. strategy=single computes with all samples",
@@ -308,7 +310,8 @@ class CheckedWrites(WrappedEngine):
                 yield canonical_name(name), buffer
 
     def _replicated_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the parameters that every replica holds whole and only the forward pass may change in a step."""
+        """Yields the parameters that every replica holds in full and that only the forward pass may change in a
+        step."""
         if self.updates is None:
             for name, parameter in self.named_parameters().items():
                 if not isinstance(parameter, DTensor):
@@ -316,8 +319,8 @@ class CheckedWrites(WrappedEngine):
 
     @torch.no_grad()
     def _differing(self, tensors: list[Tensor | None], changed: list[bool]) -> list[bool]:
-        """Returns for each of ``tensors`` whether replicas differ in it; some have ``changed`` on this rank.
-        Collective."""
+        """Returns for each of ``tensors`` whether replicas differ in it. ``changed`` states which tensors have changed
+        on this rank. Collective."""
         sizes = [0 if tensor is None else tensor.numel() for tensor in tensors]
         facts = torch.tensor([changed, sizes, [-size for size in sizes]], dtype=torch.int64, device=self._device)
         dist.all_reduce(facts, dist.ReduceOp.MAX, group=self._group)
@@ -344,11 +347,11 @@ Sums = tuple[float, float]  # the sums of the losses and of the counts over all 
 
 @dataclass(frozen=True)
 class LossCheck:
-    """Holds the findings.
+    """Holds the result of the checks of a loss.
 
     Attributes:
-        warning: the loss depends on the split of a batch, or was not compared; None if neither.
-        padding: how padding enters the loss; None if it does not.
+        warning: a text if the loss depends on the split of a batch or was not compared; otherwise None.
+        padding: a description of how padding affects the loss; None if it does not.
     """
 
     warning: str | None = None
@@ -358,12 +361,12 @@ class LossCheck:
 def check_loss(
     engine: Engine, dataset: Dataset, mesh: Mesh, precision: str, *, halves: bool = True, padding: bool = True
 ) -> LossCheck:
-    """Compares the loss of a micro-batch of ``dataset`` with that of its parts and with padding. Collective.
+    """Compares the loss of a micro-batch of ``dataset`` with the loss of its halves and with padding. Collective.
 
     Args:
         precision: the precision of the config, whose rounding errors are tolerated.
         halves: whether to compare the two halves.
-        padding: whether to look for padding in the loss.
+        padding: whether to check that padding does not affect the loss.
 
     Raises:
         UserError: the count is NaN or negative, or it is 0 while the sum is not 0.
@@ -374,9 +377,9 @@ def check_loss(
 
 
 TOLERANCE = {"fp64": 1e-3, "fp32": 1e-3}  # relative; GPUs may round the products of fp32 matrices to TF32
-ROUGH = 0.02  # relative, for losses in half precision
-REPEATED = 1e-5  # relative, for two passes over rows whose counted values are equal, which differ in the order of sums
-FLOOR = 1e-6  # smaller differences of the loss per sample are ignored
+ROUGH = 0.02  # the relative tolerance of losses in half precision
+REPEATED = 1e-5  # the relative tolerance if only the order of sums may differ
+FLOOR = 1e-6  # the absolute tolerance of a loss per sample
 
 
 class _Check:
@@ -397,7 +400,7 @@ class _Check:
             raise UserError(
                 "the loss of the model returned a count that is not a number (NaN)",
                 where="the method loss of the model",
-                fix="return as the count the number of samples or the sum of their weights",
+                fix="return the number of samples, or the sum of their weights, as the count",
             )
 
     def split(self) -> str | None:
@@ -410,19 +413,20 @@ class _Check:
             return f"the loss was not checked for a dependence on the split of a batch: half a micro-batch {problem}"
         if _equal(self._whole, halves, self._tolerance) or not self._is_repeatable():
             return None
-        # the values of one rank, since all ranks have computed the same samples
+        # the values of one rank; all ranks have computed the same samples
         dp = self._mesh.layout.dp
         whole, both = (f"{total / dp:.6g} with the count {count / dp:.6g}" for total, count in (self._whole, halves))
         return (
             f"the results depend on the number of ranks and micro-batches: the loss of {self._size} samples is "
             f"{whole}, but the losses of their two halves add up to {both}. If the loss compares samples, declare it "
-            "as loss(self, outputs, targets, gather), which compares those of all ranks; otherwise return a sum over "
-            "samples and their number"
+            "as loss(self, outputs, targets, gather), which compares the samples of all ranks; otherwise return a sum "
+            "over samples and their number"
         )
 
     def padding(self) -> str | None:
-        """Returns how a row without targets enters the loss; None if it does not, or the loss cannot be computed."""
-        if isinstance(self._batch.inputs, Ragged):  # which is not padded
+        """Describes how a row without targets affects the loss; None if it does not, or if the loss cannot be
+        computed."""
+        if isinstance(self._batch.inputs, Ragged):  # ragged batches have no padding
             return None
         dp = self._mesh.layout.dp
         # the feed pads with copies of the first sample of a micro-batch
@@ -432,7 +436,7 @@ class _Check:
         if padded is None or other is None:
             return None
         counted = any(bool((value[last] != IGNORED).any()) for value in leaves(self._batch.targets))
-        if counted and padded[1] == self._whole[1] > self._mesh.layout.dp_cp:  # a count of 1 indicates a mean
+        if counted and padded[1] == self._whole[1] > self._mesh.layout.dp_cp:  # a mean may have a count of 1
             return f"its count is {padded[1] / dp:g} with and without the targets of a row"
         if not _equal(padded, other, REPEATED) and self._is_repeatable():
             sums = f"{padded[0] / dp:.6g} or {other[0] / dp:.6g}"
@@ -451,7 +455,7 @@ class _Check:
 
     def _part(self, first: int, last: int) -> Batch:
         """Returns some of the samples of the micro-batch."""
-        if isinstance(self._batch.inputs, Ragged):  # which is built from its items
+        if isinstance(self._batch.inputs, Ragged):  # a ragged batch is built from its items
             return self._read(first, last)
         batch = self._batch
         return _mapped(batch, lambda rows: rows[first:last], lambda rows: rows[first:last], batch.samples[first:last])
@@ -464,13 +468,13 @@ class _Check:
         return lowest(self._draws or None, self._mesh.control) is not None
 
     def _tried(self, *micro_batches: Batch) -> tuple[Sums | None, str]:
-        """Returns the sums, or the problem if the model does not accept these micro-batches."""
+        """Returns the sums, or None and the problem if the model does not accept these micro-batches."""
         problem = result = None
         try:
             result = self._pass(*micro_batches)
         except Exception as error:
             if classify(error) not in (Failure.USER_ERROR, Failure.REFUSED):
-                raise  # such as an error of the GPU, which no other batch size avoids
+                raise  # for example a GPU error, which does not depend on the batch size
             # training may still succeed, since its micro-batches have their full size
             problem = f"fails: {type(error).__name__}: {error}"
         problem = lowest(problem, self._mesh.control)
@@ -479,7 +483,7 @@ class _Check:
         return self._global(result), ""
 
     def _pass(self, *micro_batches: Batch) -> StepResult:
-        seed_micro_batch(0, 0, 0, self._mesh.device)  # each pass draws the same random numbers
+        seed_micro_batch(0, 0, 0, self._mesh.device)  # each pass draws the same numbers
         return self._engine.eval_step(StepBatch(micro_batches, 1))
 
     def _global(self, result: StepResult) -> Sums:
@@ -488,7 +492,7 @@ class _Check:
 
 
 def _equal(first: Sums, second: Sums, tolerance: float) -> bool:
-    """Returns whether both are equal up to rounding; a loss that is not finite differs from no other."""
+    """Returns whether both are equal up to rounding. A loss that is not finite counts as equal to any other."""
     if not all(map(math.isfinite, (*first, *second))):
         return True
     floor = FLOOR * max(1.0, first[1])
@@ -496,7 +500,7 @@ def _equal(first: Sums, second: Sums, tolerance: float) -> bool:
 
 
 def _without_targets(batch: Batch, row: int, copied: bool) -> Batch:
-    """Returns ``batch`` without the targets of ``row``, whose inputs may be ``copied`` from the first row."""
+    """Returns ``batch`` without the targets of ``row``. With ``copied``, its inputs are copied from the first row."""
 
     def inputs(value: torch.Tensor) -> torch.Tensor:
         if not copied:

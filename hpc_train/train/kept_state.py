@@ -1,4 +1,4 @@
-"""Restores the state, other than parameters, that a pass through a model changes: random state, buffers and plain
+"""Restores the state that a pass through a model changes besides its parameters: random state, buffers and plain
 attributes."""
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def _set_bits(generator: np.random.Generator, state: Any) -> None:
 
 
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
-_GENERATORS: dict[Any, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {  # how to get and set the state
+_GENERATORS: dict[
+    Any, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
+] = {  # functions that get and set the state
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
     np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
@@ -39,7 +41,7 @@ _GENERATORS: dict[Any, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
 
 @contextmanager
 def kept_random_state(device: torch.device) -> Iterator[None]:
-    """Restores the default generators of Python, numpy, torch and ``device``."""
+    """Restores the default generators of Python, numpy, torch and ``device`` after the context."""
     drawn_by_python = random.getstate()
     drawn_by_numpy = np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -51,7 +53,7 @@ def kept_random_state(device: torch.device) -> Iterator[None]:
 
 
 def drawn(device: torch.device) -> str:
-    """Returns a hash of the states of these generators, which changes when a number is drawn."""
+    """Returns a hash of the states of the default generators. It changes when a number is drawn."""
     states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state().numpy().tobytes()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
@@ -60,13 +62,12 @@ def drawn(device: torch.device) -> str:
 
 @contextmanager
 def kept_state(parts: Sequence[nn.Module], *, attributes: bool = True) -> Iterator[None]:
-    """Restores the buffers of all modules.
+    """Restores the buffers of all modules after the context.
 
     Args:
-        attributes: whether to also restore attributes that are plain values, tensors, arrays or generators of random
-            numbers, also in containers and in objects of users' classes; the tensors of modules that are not
-            registered; and entries of state dicts beyond parameters and buffers. New attributes of these kinds are
-            removed.
+        attributes: whether to also restore attributes of modules that are plain values, tensors, arrays or random
+            number generators, including those in containers and in objects of users' classes; the tensors of modules
+            that are not registered; and the extra state in state dicts. New attributes of these kinds are removed.
     """
     modules = [module for part in parts for module in all_modules(part)]
     saved = [(module._buffers, name, buffer) for module in modules for name, buffer in module._buffers.items()]
@@ -82,7 +83,7 @@ def kept_state(parts: Sequence[nn.Module], *, attributes: bool = True) -> Iterat
         ]
     restorers = [restorer for value in inner if (restorer := _restorer(value)) is not None]
     tensors = {id(value): value for value in (*(value for _, _, value in saved), *inner) if _is_changeable(value)}
-    # also modules that ``modules`` hold in a list or an object, such as a teacher
+    # this includes modules that are in a list or an object in ``modules``, such as a teacher
     registered = {id(value) for module in modules for value in (module, *module.parameters(), *module.buffers())}
     for value in inner:
         if isinstance(value, nn.Module) and id(value) not in registered:
@@ -112,12 +113,12 @@ def _is_kept(value: Any) -> bool:
 
 
 def _is_changeable(value: Any) -> bool:
-    """Returns whether ``value`` is a tensor that neither an optimizer nor FSDP changes."""
+    """Returns whether ``value`` is a tensor that neither an optimizer nor FSDP manages."""
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter | DTensor)
 
 
 def _restorer(value: Any) -> Callable[[], object] | None:
-    """Returns a function that restores the current content of a container, an array or a generator."""
+    """Returns a function that restores the present content of a container, an array or a generator."""
     if isinstance(value, np.ndarray):
         return partial(np.copyto, value, value.copy()) if value.flags.writeable else None
     for generator, (get_state, set_state) in _GENERATORS.items():
@@ -126,7 +127,7 @@ def _restorer(value: Any) -> Callable[[], object] | None:
     for kind in _CONTAINERS:
         if isinstance(value, kind):
             content = elements(value)
-            if any(isinstance(element, nn.Parameter) for element in content):  # which FSDP exchanges
+            if any(isinstance(element, nn.Parameter) for element in content):  # FSDP replaces parameters
                 return None
             if issubclass(kind, dict):
                 content = [*dict.items(cast(dict[Any, Any], value))]
@@ -144,10 +145,10 @@ def _refill(container: Any, kind: Any, content: list[Any]) -> None:
 
 @contextmanager
 def kept_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Restores the parameters to which a forward pass has written; copies of all of them are in host memory.
+    """Restores the parameters to which a forward pass has written. Meanwhile, host memory has copies of all.
 
     Args:
-        parameters: the parameters of the engine, i.e. the shards, even where FSDP has replaced them for a pass.
+        parameters: the parameters of the engine, i.e. the shards, even if FSDP has replaced them for a pass.
     """
     copies = []
     for parameter in parameters:
@@ -165,7 +166,7 @@ def kept_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 def plain_attributes(parts: Sequence[nn.Module]) -> dict[str, Any]:
     """Returns name -> a copy of the attributes of all modules that ``kept_state`` restores.
 
-    Modules that define the content of their state dict themselves are left out.
+    Modules that define the contents of their state themselves are left out.
     """
     methods = ("get_extra_state", "_save_to_state_dict", "state_dict")
     attributes: dict[str, Any] = {}
@@ -182,7 +183,8 @@ def plain_attributes(parts: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def _copied(value: Any, depth: int = 8) -> Any:
-    """Returns a copy to compare: a tensor, a plain value, or a tuple of those in a container or an object."""
+    """Returns a copy for comparisons: a tensor, a plain value, or a tuple of the copies of the elements of a container
+    or object."""
     if _is_changeable(value):
         return value.detach().clone()
     for generator, (get_state, _) in _GENERATORS.items():
@@ -199,13 +201,13 @@ def _copied(value: Any, depth: int = 8) -> Any:
 
 
 def changed_attributes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Returns the names of the attributes whose values differ, or are new."""
+    """Returns the names of the attributes that are new or whose values differ."""
     return [name for name, value in after.items() if name not in before or not _same(before[name], value)]
 
 
 def _same(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        if first.is_meta or second.is_meta:  # without values, as constants of a model that was built on meta
+        if first.is_meta or second.is_meta:  # without values, such as constants of a model that was built on meta
             return True
         return first.shape == second.shape and first.dtype == second.dtype and bool(torch.equal(first, second))
     if isinstance(first, Tensor) or isinstance(second, Tensor):

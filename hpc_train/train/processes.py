@@ -1,6 +1,6 @@
 """Joins and leaves the process groups of an attempt, and sends the flight recorder to the agent on request.
 
-A thread answers requests for the last collectives even while the main thread is blocked in one.
+A thread answers requests for the last collectives even while a collective blocks the main thread.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from hpc_train.parallel.mesh import Mesh, join_mesh, use_device
 from hpc_train.parallel.precision.dtypes import choose_tf32
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 
-LEAVE_S = 10.0  # time limit for destroying the process groups, which can hang
+LEAVE_S = 10.0  # the time limit for destroying the process groups, which can hang
 
 
 def join(spec: WorkerSpec, config: Config) -> Mesh:
-    """Sets threads and device of this process and joins the other ranks through the store at
+    """Sets the threads and the device of this process and joins the other ranks through the store at
     ``spec.master_port``. Collective."""
     threads = spec.threads
-    if config.train.reproducible is not None:  # an operator without a deterministic kernel raises an error
+    if config.train.reproducible is not None:  # operators without a deterministic kernel then raise an error
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs this and reads it at its first call
         torch.use_deterministic_algorithms(True)
         if config.train.threads == "auto":
-            threads = 1  # as the number of threads changes the bits of sums
+            threads = 1  # the number of threads changes the rounding of sums
     torch.set_num_threads(threads)
     if config.train.debug:
         dist.set_debug_level(dist.DebugLevel.DETAIL)  # checks each collective for consistency across ranks
@@ -42,15 +42,15 @@ def join(spec: WorkerSpec, config: Config) -> Mesh:
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
     try:
         _join(spec, device, timeout)
-    except ValueError as error:  # other exceptions of torch name variables as a hint only
+    except ValueError as error:  # other exceptions of torch name variables only as hints
         raise rejected_variable(error, os.environ) or error from error
     return join_mesh(spec.layout, spec.rank, device, timeout)
 
 
 def prepare_device(spec: WorkerSpec) -> torch.device:
-    """Selects the device of this rank, and applies the allocator's settings from the environment to it.
+    """Selects the device of this rank, and applies the allocator settings from the environment to it.
 
-    Torch reads the variable when it is loaded, which the parent of this process has done before the choice was made.
+    Torch reads the variable when it is loaded. The parent of this process has loaded torch before the variable was set.
     """
     device = _device(spec)
     if device.type == "cuda" and os.environ.get(ALLOCATOR_SETTINGS) == GROWING_SEGMENTS:
@@ -63,8 +63,8 @@ def _device(spec: WorkerSpec) -> torch.device:
     return torch.device("cuda", spec.cuda_device) if spec.gpus_per_node else torch.device("cpu")
 
 
-# From this number of ranks on, gloo connects two ranks when they first communicate. In smaller worlds a group connects
-# all pairs when it starts, with one query of the store per pair and direction.
+# From this number of ranks on, gloo connects two ranks when they first communicate. In smaller worlds, a group connects
+# all pairs when it is created, with one query of the store for each pair and direction.
 ON_DEMAND_FROM = 512
 
 
@@ -116,7 +116,7 @@ def answer_requests(spec: WorkerSpec) -> None:
     threading.Thread(target=answer, name="flight recorder", daemon=True).start()
 
 
-# torch's functions for its two recorders; builds without CUDA lack the first, and some versions list NCCL in both
+# torch's functions for its two recorders; builds without CUDA lack the first, and some versions put NCCL into both
 RECORDERS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
 
 
@@ -126,7 +126,7 @@ def collectives() -> bytes:
     for name, function in RECORDERS.items():
         dump = getattr(distributed_c10d, function, None)
         if dump is not None:
-            with suppress(RuntimeError):  # a broken GPU, or a field that JSON cannot hold: the other recorder is used
+            with suppress(RuntimeError):  # a broken GPU, or a field that JSON cannot hold; the other recorder remains
                 text: bytes | str = dump(includeCollectives=True, onlyActive=False)
                 dumps.append(f'"{name}": {text if isinstance(text, str) else text.decode()}')
     return f"{{{', '.join(dumps)}}}".encode()

@@ -1,4 +1,4 @@
-"""Translates between prompts and tokens, and defines how the next token is drawn. Imports no torch."""
+"""Converts between prompts and tokens, and defines how the next token is drawn. It does not import torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FILE = "tokenizer.json"
 
 
 class Codec(Protocol):
-    """Translates between text and token ids."""
+    """Converts between text and token ids."""
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a prompt."""
@@ -87,8 +87,10 @@ class TokenizerChoice:
     """Names a tokenizer.
 
     Attributes:
-        name: ``bytes``, ``ids``, or the path of a ``tokenizer.json``. special: see ``FileCodec``. The texts of
-        pretrained models have start tokens, the texts of ``prepare`` may have them. ends: the tokens that end a text.
+        name: ``bytes``, ``ids``, or the path of a ``tokenizer.json``.
+        special: see ``FileCodec``. The texts of pretrained models have start tokens, the texts of ``prepare`` may have
+            them.
+        ends: the tokens that end a text.
     """
 
     name: str
@@ -96,7 +98,7 @@ class TokenizerChoice:
     ends: tuple[int, ...] = ()
 
     def open(self) -> Codec:
-        """Opens the tokenizer; raises UserError if it cannot be loaded."""
+        """Opens the tokenizer. Raises UserError if it cannot be loaded."""
         if self.name == BYTES:
             return ByteCodec()
         if self.name == IDS:
@@ -105,10 +107,10 @@ class TokenizerChoice:
 
 
 def choose_tokenizer(config: Config, name: str | None) -> TokenizerChoice:
-    """Returns the tokenizer of this ``name``, or else the tokenizer of the data or of the directory of ``model=hf``.
+    """Returns the tokenizer ``name`` or, if it is None, the tokenizer of the data or of the directory of ``model=hf``.
 
     Raises:
-        UserError: there is no name, and neither the data nor the model has a tokenizer.
+        UserError: ``name`` is None, and neither the data nor the model has a tokenizer.
     """
     choice = _of_data(config.data) or _of_model(config) or _of_chats(config.data)
     if name == BYTES:
@@ -166,7 +168,7 @@ def _of_chats(data: DataConfig) -> TokenizerChoice | None:
 
 
 def _ends(folder: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns ``eos_token_id`` of generation_config.json or of a model's ``values``, which is one number or a list."""
+    """Returns ``eos_token_id`` from generation_config.json or from the ``values`` of a model, a number or a list."""
     ends = values.get("eos_token_id")
     if (folder / "generation_config.json").is_file():
         ends = read_json(folder / "generation_config.json").get("eos_token_id", ends)
@@ -183,10 +185,11 @@ class Sampling:
 
     Attributes:
         temperature: 0 takes the most likely token.
-        top_k: only the k most likely tokens are drawn; None draws any.
-        top_p: only the fewest most likely tokens whose probabilities add up to at least p are drawn (nucleus sampling,
-            Holtzman et al. 2020, arXiv:1904.09751).
-        seed: each prompt draws from a separate random stream, which depends on the seed and the number of the prompt.
+        top_k: only the k most likely tokens can be drawn; None allows all tokens.
+        top_p: only tokens in the smallest set of most likely tokens whose probabilities add up to at least p can be
+            drawn (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751).
+        seed: the seed of the random streams. Each prompt has a separate stream, which depends on the number of the
+            prompt.
     """
 
     temperature: float = 0.0
@@ -195,7 +198,7 @@ class Sampling:
     seed: int = 0
 
     def check(self) -> None:
-        """Raises UserError if a value is out of its range, or has no effect."""
+        """Raises UserError if a value is out of its range or has no effect."""
         if not 0 <= self.temperature < float("inf"):
             raise _out_of_range("--temperature", self.temperature, "at least 0", "--temperature 1")
         if self.top_k is not None and self.top_k < 1:

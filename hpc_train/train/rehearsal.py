@@ -1,12 +1,12 @@
-"""Rehearses a step with a model that is not built in before the first step, and compares it with one process.
+"""Rehearses a step with a custom model before the first step, and compares it with one process.
 
-All ranks compute the same micro-batch of the first samples with the same random numbers, forward and backward. The mean
-over the ranks is then the gradient of that micro-batch, and the first rank computes it again with a plain copy of the
-model, without sharding, recomputation or compilation. Rounding is measured: where the gradients differ, the plain copy
-computes them again from parameters that are changed by one unit in the last place.
+All ranks compute forward and backward of the same micro-batch of the first samples with the same random numbers. The
+mean over the ranks is then the gradient of this micro-batch. The first rank computes the gradient again with a plain
+copy of the model, without sharding, recomputation or compilation. To measure the effect of rounding, if the gradients
+differ, the plain copy computes them again from parameters that are changed by one unit in the last place.
 
-The rehearsal has no side effects: random state, buffers and plain attributes are restored, gradients are freed, and no
-optimizer sees them.
+The rehearsal has no effect on the training: random state, buffers and plain attributes are restored, and gradients are
+freed before an optimizer could use them.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from hpc_train.train.kept_state import (
 )
 from hpc_train.units import format_bytes
 
-EXACT = 1e-3  # relative difference up to which two gradients count as equal
-LARGE = 0.02  # relative difference that is reported, if it is not rounding
-NOISE = 10.0  # how many times the measured rounding a difference must exceed
-NEGLIGIBLE = 1e-3  # norms of gradients relative to the largest one, below which they are not compared
-SCALE = 1024.0  # scale of the loss in fp16, whose gradients would otherwise underflow
+EXACT = 1e-3  # gradients with a smaller relative difference count as equal
+LARGE = 0.02  # a larger relative difference is reported, unless rounding explains it
+NOISE = 10.0  # a difference is reported only if it exceeds the measured rounding this many times
+NEGLIGIBLE = 1e-3  # a gradient with a smaller norm, relative to the largest norm, is not compared
+SCALE = 1024.0  # the loss scale in fp16, where gradients would otherwise underflow
 
 
 @dataclass
 class Rehearsal:
-    """Holds the findings of the rehearsal.
+    """Holds the results of the rehearsal.
 
     Attributes:
         attributes: plain attributes of modules that the forward pass changes.
-        written: parameters that the forward pass writes to.
+        written: parameters to which the forward pass writes.
         not_compared: why the gradients were not compared with one process; None if they were, or need not be.
     """
 
@@ -74,8 +74,7 @@ def rehearse(config: Config, mesh: Mesh, engine: Engine, batch: Batch) -> Rehear
     """Runs the rehearsal with ``batch``, which is the same on every rank. Collective.
 
     Raises:
-        UserError: the forward pass writes to parameters that are sharded, or the gradients are not those of one
-            process.
+        UserError: the forward pass writes to sharded parameters, or the gradients differ from those of one process.
     """
     rehearsal = Rehearsal()
     with kept_random_state(mesh.device), torch.compiler.set_stance("force_eager"):
@@ -109,7 +108,7 @@ def rehearse(config: Config, mesh: Mesh, engine: Engine, batch: Batch) -> Rehear
         finally:
             _clear(engine)
         if changes_attributes:
-            # values that a module only keeps from its last call, such as its outputs, are the same after a second call
+            # values from the last call, such as stored outputs, are the same after a second call and are not reported
             after = []
             with kept_state(engine.parts):
                 for _ in range(2):
@@ -146,16 +145,16 @@ def _clear(engine: Engine) -> None:
 
 
 def _compare(config: Config, mesh: Mesh, engine: Engine, batch: Batch, activations: int) -> str | None:
-    """Compares the gradients of ``engine`` with those of a plain copy. Collective.
+    """Compares the gradients of ``engine`` with the gradients of a plain copy. Collective.
 
     Args:
-        activations: the bytes that a micro-batch takes on the device in addition to parameters.
+        activations: the bytes that a micro-batch needs on the device in addition to parameters.
 
     Returns:
-        Why they were not compared; None if they were, or if a single rank has computed them.
+        The reason why they were not compared; None if they were, or if a single rank has computed them.
 
     Raises:
-        UserError: they differ.
+        UserError: the gradients differ.
     """
     if mesh.layout.dp_cp == 1:
         return None
@@ -173,14 +172,14 @@ def _compare(config: Config, mesh: Mesh, engine: Engine, batch: Batch, activatio
     listed = join_names([f"{name} (by {problem[name]:.2g} of its norm)" for name in worst])
     kind = mesh.layout.data_parallel
     raise UserError(
-        f"under {kind} the gradients of these parameters are not those of one process: {listed}",
+        f"under {kind} the gradients of these parameters differ from those of one process: {listed}",
         where=f"strategy.data_parallel={kind}, model",
         fix="strategy=dp or single; train.check=off trains with these gradients",
     )
 
 
 def _hindrance(config: Config, mesh: Mesh, engine: Engine, activations: int) -> str | None:
-    """Returns why no rank can compute the gradients of the whole model alone; None if the first rank can."""
+    """Returns the reason why no rank can compute the gradients of the full model alone; None if the first rank can."""
     layout = mesh.layout
     if layout.pp > 1 or layout.tp > 1 or layout.cp > 1:
         return "no rank computes all of the model"
@@ -200,14 +199,14 @@ def _hindrance(config: Config, mesh: Mesh, engine: Engine, activations: int) -> 
         free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     if needed < 0.9 * free:
         return None
-    return f"needs {format_bytes(needed)}, and {format_bytes(free)} are free"
+    return f"the comparison needs {format_bytes(needed)}, but {format_bytes(free)} are free"
 
 
 class _PlainModel:
-    """Computes with an unsharded copy of the model, as one process does.
+    """Computes with an unsharded copy of the model, like a single process.
 
     Attributes:
-        problem: why there is no copy; None if there is one.
+        problem: the reason why there is no copy; None if there is one.
     """
 
     def __init__(self, config: Config, mesh: Mesh, batch: Batch) -> None:
@@ -257,7 +256,7 @@ class _PlainModel:
 
 
 class _Alone(TorchDispatchMode):
-    """Refuses collectives, for which the first rank would wait forever, since the other ranks do not compute."""
+    """Refuses collectives, in which the first rank would wait forever, since the other ranks do not compute."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
@@ -284,8 +283,8 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _differences(engine: Engine, plain: _PlainModel | None, mesh: Mesh) -> Any:
-    """Returns on the first rank name -> relative difference of the gradients that differ, or why they cannot be
-    compared; None if they are equal. Collective."""
+    """Returns, on the first rank, name -> relative difference of the gradients that differ, or the reason why they
+    cannot be compared. Returns None if they are equal, and on other ranks. Collective."""
     expected: dict[str, Tensor | None] = {}
     problem = None
     if plain is not None:
@@ -314,10 +313,10 @@ def _differences(engine: Engine, plain: _PlainModel | None, mesh: Mesh) -> Any:
     if all(distance <= EXACT * norms[name] + floor * EXACT for name, distance in distances.items()):
         return None
     unused = [name for name in distances if expected[name] is None and parameters[name].requires_grad]
-    if unused and mesh.layout.data_parallel == "ddp":  # which refuses this in its next forward pass
+    if unused and mesh.layout.data_parallel == "ddp":  # DDP refuses unused parameters in its next forward pass
         return f"the forward pass does not use {join_names(unused)}"
 
-    # by how much the gradients change if every parameter changes by one unit in the last place
+    # measures the change of the gradients if every parameter changes by one unit in the last place
     precision = plain._config.precision.name
     dtype = compute_dtype(precision) or parameter_dtype(precision)
     disturbed = plain.gradients(torch.finfo(dtype).eps)
@@ -331,8 +330,8 @@ def _differences(engine: Engine, plain: _PlainModel | None, mesh: Mesh) -> Any:
 
 
 def _distance(first: Tensor | None, second: Tensor | None, otherwise: float | None = None) -> float:
-    """Returns the norm of the difference of two gradients. If only one of them exists, that is its norm, or
-    ``otherwise``."""
+    """Returns the norm of the difference of two gradients. If only one of them exists, returns ``otherwise``, by
+    default its norm."""
     if first is not None and second is not None:
         first = first.detach().double() - second.detach().double()
     elif otherwise is not None and first is not second:

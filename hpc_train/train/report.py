@@ -47,12 +47,12 @@ class Report:
     total_steps: int
     metrics: MetricsLog | None = None
     advice: AdviceWatch | None = None
-    evaluated: str | None = None  # how many samples of the sets an evaluation reads, if not all
+    evaluated: str | None = None  # the extent of an evaluation, if it does not read all samples
     _began: float = field(default_factory=time.monotonic)
     _last: dict[str, Any] = field(default_factory=dict)
 
     def line(self, line: dict[str, Any], skipped: SkippedSteps) -> None:
-        """Writes one line of metrics and reports the steps skipped since the previous line."""
+        """Writes one line of metrics and reports the steps that were skipped since the previous line."""
         if self.metrics is None:
             return
         head = {"time": self.events.now(), "attempt": self.events.attempt, "world_size": self.world_size}
@@ -87,7 +87,7 @@ class Report:
         self.events.write("rolled_back", step=bad.stop, reason=reason, **details)
 
     def first_step(self, step: int, seconds: float, artifacts: KeptArtifacts | None) -> None:
-        """Reports the duration of the first step of an attempt, and the number of graphs that it has compiled."""
+        """Reports the duration of the first step of an attempt, and the number of graphs that it compiled."""
         if self.metrics is None:
             return
         text = f"the first step took {seconds:.2f} s"
@@ -97,12 +97,12 @@ class Report:
             details |= {"compiled": compiled, "reused": reused, "cache_loaded": artifacts.loaded}
             text += f"; {compiled} graphs compiled, {reused} taken from the cache"
             if artifacts.loaded:
-                text += ", which earlier attempts have filled"
+                text += " of earlier attempts"
         print(text)
         self.events.write("first_step", step=step, **details)
 
     def evaluation_started(self, step: int) -> None:
-        """Reports to observers of the run that an evaluation has started, which may take longer than many steps."""
+        """Writes an event, since an evaluation may take longer than many steps."""
         if self.metrics is not None:
             self.events.write("evaluation_started", step=step)
 
@@ -112,7 +112,7 @@ class Report:
             self.events.write("warning", step=step, message=message)
 
     def save_deferred(self, step: int, message: str, seconds: float) -> None:
-        """Reports that the last save has failed and is retried for at most ``seconds``."""
+        """Reports that the last save failed and is retried for at most ``seconds``."""
         if self.metrics is None:
             return
         print(f"the last save, of step {step}, failed: {message}; retrying for up to {format_duration(seconds)}")
@@ -120,13 +120,13 @@ class Report:
         self.events.write("save_deferred", step=step, path=path, seconds=round(seconds, 1), message=message)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Prints text of a hook and writes it for the trackers."""
+        """Prints the text of a hook and writes it for the trackers."""
         if self.metrics is not None:
             print(f"{name} after step {step}:\n{text}")
             self.metrics.text(step, name, text)
 
     def stream_ended(self, step: int) -> None:
-        """Reports that step ``step`` is the last one, because the stream has no more items."""
+        """Reports that ``step`` is the last step, because the stream has no more items."""
         if self.metrics is not None:
             print(f"the stream has ended: step {step} is the last one")
             self.total_steps = step
@@ -134,7 +134,7 @@ class Report:
             self.events.write("stream_ended", step=step)
 
     def data_seen(self, step: int, seen: Mapping[str, SourceSeen]) -> None:
-        """Reports how much of each source of a mixture was used since step 0; nothing for other data."""
+        """Reports how much of each source of a mixture was used since step 0. Does nothing for other data."""
         if self.metrics is None or not seen:
             return
         parts = [f"{name} {100 * source.share:.1f} % ({source.epochs:.2f} epochs)" for name, source in seen.items()]
@@ -143,11 +143,11 @@ class Report:
         self.events.record(self.run, data_seen={"step": step, "sources": sources})
 
     def nothing_to_do(self, step: int, weights_sha256: str | None, ended_early: str | None) -> None:
-        """Reports that the run is complete; writes its result if the run was killed between the last save and the
-        writing of the result.
+        """Reports that the run is complete. Writes its result if the run was killed after the last save and before it
+        wrote the result.
 
         Args:
-            ended_early: why a hook has ended the run before its last step; None if no hook has.
+            ended_early: the reason why a hook ended the run before its last step; None if no hook did.
         """
         if self.metrics is None:
             return
@@ -156,7 +156,7 @@ class Report:
             self.events.record(self.run, total_steps=step)
         elif self.run.record().get("stream_ended") == step:
             self.events.record(self.run, total_steps=step)  # the run is complete
-            print(f"already at step {step} of {step}; add items to the stream, which has none left, to continue")
+            print(f"already at step {step} of {step}; the stream has no more items: add items to continue")
         else:
             print(f"already at step {step} of {self.total_steps}; increase train.steps to continue")
         if self.run.record().get("result", {}).get("steps") != step:
@@ -171,7 +171,7 @@ class Report:
         """Reports a stop on request after a checkpoint.
 
         Args:
-            rates: the meter's values since the last line of metrics.
+            rates: the values of the meter since the last line of metrics.
         """
         if self.metrics is not None:
             print(f"stopped on request after step {step} of {self.total_steps}; the checkpoint is saved")
@@ -190,8 +190,8 @@ class Report:
 
         Args:
             tokens_per_s: the mean of this attempt.
-            rates: the meter's values since the last line of metrics.
-            ended_early: why a hook has ended the run before its last step; None if no hook has.
+            rates: the values of the meter since the last line of metrics.
+            ended_early: the reason why a hook ended the run before its last step; None if no hook did.
         """
         if self.metrics is None:
             return
@@ -250,9 +250,9 @@ def open_report(run: RunDirectory, mesh: Mesh, events: EventLog, total: int) -> 
 
 
 def weights_sha256(engine: Engine) -> str:
-    """Returns the SHA-256 over names and bytes of all parameters and buffers, on a rank that holds them unsharded.
+    """Returns the SHA-256 of the names and bytes of all parameters and buffers, on a rank that holds them unsharded.
 
-    For parameters in bf16 it uses the master weights.
+    For parameters in bf16, the masters are hashed.
     """
     digest = hashlib.sha256()
     for name, value in sorted([*engine.named_parameters().items(), *engine.named_buffers().items()]):
@@ -278,7 +278,7 @@ SKIPPED = ("in_a_row", "since_last")
 
 
 class Readback:
-    """Holds scalars that are being copied from ``device`` to page-locked memory; later changes of the tensors do not
+    """Holds scalars while they are copied from ``device`` to page-locked memory. Later changes of the tensors do not
     affect them.
 
     Args:
@@ -299,7 +299,7 @@ class Readback:
 
     @property
     def ready(self) -> bool:
-        """Returns whether ``read`` would not wait."""
+        """Returns whether ``read`` returns without waiting."""
         return self._copied is None or self._copied.query()
 
     def read(self) -> dict[str, float]:
@@ -313,10 +313,11 @@ class Readback:
 class Line:
     """Holds a line of metrics whose numbers are still being computed.
 
-    On a GPU the host reads them when it has launched the next step, so that the device never waits for the host. A
-    save, an evaluation, a stop and the end of the run read them first: every checkpoint includes the changes by its
-    line, and after a failure no line is missing below the checkpoint. A divergence is then found one step later, but
-    the step taken in between does not count, so the skipped data and the numbers are the same as on a CPU.
+    On a GPU, the host reads them after it has launched the next step, so that the device never waits for the host. A
+    save, an evaluation, a stop and the end of the run read them first: every checkpoint includes the changes that
+    follow from its line, and after a failure no line before the checkpoint is missing. A divergence is therefore found
+    one step later. The step that was taken in the meantime counts as not taken, so the skipped data and the numbers are
+    the same as on a CPU.
 
     Attributes:
         totals: the samples and tokens of the run.
@@ -331,7 +332,7 @@ class Line:
     scalars: Readback
 
     def content(self) -> tuple[dict[str, Any], SkippedSteps]:
-        """Returns the metrics that the step itself has computed; waits for the device."""
+        """Returns the metrics that the step itself has computed, and the skipped steps; waits for the device."""
         values = self.scalars.read()
         metrics = {
             "step": self.step,

@@ -1,9 +1,9 @@
 """Schedules saves by steps, by time or automatically, and retries the last save of an attempt.
 
-``auto`` uses the interval of ``checkpoint/failures.py``, with the seconds that a save has blocked training.
+``auto`` uses the interval of ``checkpoint/failures.py`` and the seconds for which a save blocks training.
 
-If the last save fails, no later save can replace it, so it is retried for a bounded time, e.g. until there is room on
-the disk. Rank 0 decides for all ranks whether to retry.
+If the last save fails, no later save can replace it, so it is retried for a limited time, for example until the disk
+has free space. Rank 0 decides for all ranks whether to retry.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from hpc_train.train.report import Report
 from hpc_train.train.step import Control
 from hpc_train.units import format_duration
 
-FIRST_S = 300.0  # time until the first save with auto, which measures the cost of a save
-LAST_S = 60.0  # training that an error in the first evaluation may lose, if it follows the last step
+FIRST_S = 300.0  # with auto, the time until the first save, which measures the cost of a save
+LAST_S = 60.0  # the training that may be lost by an error in a first evaluation that follows the last step
 
 
 def failure_rate(run: RunDirectory) -> float:
-    """Returns the run's failures per GPU-hour, at least the prior; failures caused by the user do not count."""
+    """Returns the run's failures per GPU-hour, at least the prior. Failures that the user caused do not count."""
     failed = set()
     for event in run.read_events():
         if event.kind.is_failure and not event.kind.ends and event.failure not in (Failure.USER_ERROR, Failure.REFUSED):
@@ -69,16 +69,16 @@ class SaveSchedule:
         self._since = self.clock()
 
     def falls_on(self, step: int) -> bool:
-        """Returns whether a save is due after ``step`` steps according to their number."""
+        """Returns whether ``checkpoint.every`` as a number of steps requires a save after ``step`` steps."""
         return self.every.steps > 0 and step % self.every.steps == 0
 
     def ask(self, before_evaluation: bool = False) -> bool:
         """Returns whether a save is due according to the clock; returns True only once before the next ``saved``.
 
         Args:
-            before_evaluation: whether the save would follow the step before the last one, and the first evaluation
-                follows the last one. An error in it, such as in a user's metric, must not lose the training. The final
-                save contains its metrics, so it comes later.
+            before_evaluation: whether the save would follow the second to last step, and the first evaluation follows
+                the last step. An error in this evaluation, for example in a custom metric, must not lose the training.
+                The final save comes only afterwards, because it contains the metrics.
         """
         if self._asked or not self.keeps_time:
             return False
@@ -87,7 +87,7 @@ class SaveSchedule:
         return self._asked
 
     def saved(self, cost_s: float, durable_s: float | None) -> None:
-        """Starts the next interval; with ``auto`` its length follows from the cost of this save.
+        """Starts the next interval. With ``auto``, its length depends on the cost of this save.
 
         Args:
             cost_s: seconds for which the save blocked training.
@@ -118,7 +118,7 @@ def save_schedule(config: Config, run: RunDirectory, mesh: Mesh) -> SaveSchedule
 
 @dataclass
 class BestSoFar:
-    """Decides at which evaluations to save a checkpoint, because they are better than all before.
+    """Determines the evaluations after which to save a checkpoint, because they are the best so far.
 
     Attributes:
         value: the best value so far.
@@ -145,14 +145,14 @@ class BestSoFar:
     def load_state(self, state: Any) -> None:
         """Continues with the value of a checkpoint, unless it belongs to another metric or mode.
 
-        Checkpoints of earlier versions have only a number, which is ignored.
+        The state in checkpoints of earlier versions is a number without a metric and is ignored.
         """
         self.value = None
         if self.metric is not None and isinstance(state, Mapping) and state.items() >= asdict(self.metric).items():
             self.value = state["value"]
 
 
-# A full disk may be cleaned, a server may recover, a file system may be mounted again, a ticket renewed.
+# errors that may pass: a user may free space, a server may recover, a file system may be mounted, a ticket be renewed
 TRANSIENT = {errno.ENOSPC, errno.EDQUOT, *PASSING}
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 SIGN_OF_LIFE_S = 1.0
@@ -163,7 +163,7 @@ class LastSave:
     """Retries the last save of an attempt. All methods are collective.
 
     Attributes:
-        wait_s: seconds for which the save is retried without a stop request.
+        wait_s: the seconds for which the save is retried if there is no stop request.
         stop_grace_s: seconds from a stop request until the agent kills the workers.
     """
 
@@ -177,14 +177,14 @@ class LastSave:
     _has_warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self._stopping_s = self.stop_grace_s - min(LEAVING_S, self.stop_grace_s / 4)  # time until a rank must leave
+        self._stopping_s = self.stop_grace_s - min(LEAVING_S, self.stop_grace_s / 4)  # time until ranks must leave
 
     def warn_of_slow_steps(self, step: int, step_s: float) -> None:
-        """Warns once if there is no time for a whole step after a stop request.
+        """Warns once if a stop request leaves no time for a full step.
 
         Args:
-            step_s: seconds per step since the last call. Those of the first call may include a compilation and do not
-                count.
+            step_s: seconds per step since the last call. The value of the first call is ignored, since it may include a
+                compilation.
         """
         if self._is_first_line:
             self._is_first_line = False
@@ -196,7 +196,7 @@ class LastSave:
         self.report.warning(
             step,
             f"a step takes {format_duration(step_s)}, but a stop request leaves {format_duration(self._stopping_s)} "
-            "for the current step and a save, and would lose the steps since the newest checkpoint: set "
+            "for the current step and a save, so the steps since the newest checkpoint would be lost: set "
             f"elastic.stop_grace_s, which is {self.stop_grace_s:g} s, to {needed} or more",
         )
 
@@ -204,7 +204,7 @@ class LastSave:
         """Calls ``save`` until it succeeds or the time is over.
 
         Args:
-            save: saves; its argument says whether the call is a retry.
+            save: saves a checkpoint. Its argument is whether the call is a retry.
 
         Raises:
             SaveFailed: the save failed until the deadline or with an error that is not transient.

@@ -1,13 +1,14 @@
-"""Runs one training step: forward, backward, clipping and update, without a synchronization of host and device.
+"""Runs one training step: forward, backward, clipping and update, without synchronizing host and device.
 
-For fp16 the loss is scaled dynamically on the device, so that small gradients do not underflow. A step whose gradients
+For fp16, the loss is scaled dynamically on the device, so that small gradients do not underflow. A step whose gradients
 overflow is skipped and halves the scale; ``growth_every`` consecutive finite steps double it (Micikevicius et al. 2018,
-arXiv:1710.03740). The global gradient norm decides, so all ranks take the same decision.
+arXiv:1710.03740). The decision depends on the global gradient norm, so it is the same on all ranks.
 
-Once per step all ranks agree on a stop, a save, the end of the run, and the number of targets in the next batch. The
-agreement is a small asynchronous all-reduce on a CPU group. It is posted before a step and read before the next one, so
-no rank waits for it, and all ranks see a stop request at the same step. A request that comes after the message of its
-rank would wait for a second step. After a slow step the ranks therefore agree once more, before the next one begins.
+Once per step, all ranks agree on a stop, a save, the end of the run, and the number of targets in the next batch. The
+agreement is a small asynchronous all-reduce on a CPU group. It is posted before a step and read before the next step,
+so no rank waits for it, and all ranks see a stop request at the same step. A request that arrives after its rank has
+posted would take effect a step later. After a slow step, the ranks therefore agree once more before the next step
+begins.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class TrainStep:
             updates.begin(partial(self.optimizer.step_some, learning_rate))
         result = self._engine.train_step(step, batch, scale)
         for name, parameter in self._engine.named_parameters().items():
-            if parameter.requires_grad is not self._trains[name]:  # which the optimizer does not notice
+            if parameter.requires_grad is not self._trains[name]:  # the optimizer would not notice the change
                 raise changed_training(name, parameter.requires_grad)
         norm = self._engine.clip_grad_norm_(self._config.optim.clip_norm, scale)
         finite = norm.isfinite()
@@ -131,7 +132,7 @@ class TrainStep:
 FIRST = 2.0**16
 GROWTH_EVERY = 2000
 GROWTH, BACKOFF = 2.0, 0.5
-SMALLEST, LARGEST = 2.0**-14, 2.0**24  # bounds of the scale, beyond which fp16 gradients underflow or overflow
+SMALLEST, LARGEST = 2.0**-14, 2.0**24  # bounds of the scale; beyond them, fp16 gradients underflow or overflow
 
 
 class LossScale:
@@ -151,7 +152,7 @@ class LossScale:
         """Adapts the scale after a step.
 
         Args:
-            finite: whether all gradients were finite, a scalar bool on the device that is the same on every rank.
+            finite: whether all gradients were finite: a bool scalar on the device, the same on every rank.
         """
         counted = torch.where(finite, self._finite_steps + 1, 0)
         grows = counted >= self._growth_every
@@ -173,11 +174,11 @@ class Agreement:
     """Holds the combined messages of all ranks.
 
     Attributes:
-        stop: whether any rank was asked to stop.
-        target_count: targets that count in the announced global batch.
+        stop: whether a rank has received a stop request.
+        target_count: the number of targets that count in the announced global batch.
         save: whether to save a checkpoint after the announced step.
-        end: whether a hook of any rank asks that the announced step is the last one.
-        items: the items of a stream in the announced global batch; 0 for other data.
+        end: whether a hook of any rank has requested that the announced step is the last one.
+        items: the number of stream items in the announced global batch; 0 for other data.
     """
 
     stop: bool
@@ -187,7 +188,7 @@ class Agreement:
     items: int
 
 
-SLOW_S = 5.0  # seconds between two messages; a synchronous all-reduce of the hosts takes a small part of them
+SLOW_S = 5.0  # seconds between two messages; a synchronous all-reduce on the hosts takes much less time
 
 
 class Control:
@@ -203,15 +204,15 @@ class Control:
         """Starts the agreement without blocking.
 
         Args:
-            stop: whether this rank was asked to stop.
-            local_count: targets that count in this data-parallel rank's next batch; 0 without a next batch.
-            save: whether this rank wants a checkpoint after the step of that batch.
-            end: whether a hook of this rank asks to end the run.
-            items: the items of a stream in that batch.
+            stop: whether this rank has received a stop request.
+            local_count: the number of targets that count in the next batch of this data-parallel rank; 0 without one.
+            save: whether this rank requests a checkpoint after the step with that batch.
+            end: whether a hook of this rank has requested the end of the run.
+            items: the number of stream items in that batch.
         """
         assert self._pending is None, "the previous message was not read"
         now = time.monotonic()
-        # the first two messages precede the end of the first step: how long steps take is unknown
+        # the duration of a step is unknown for the first two messages, which precede the end of the first step
         is_slow = len(self._posted) < 2 or now - self._posted[-1] > SLOW_S
         self._posted.append(now)
         counts = (local_count, items) if self._counts else (0, 0)
@@ -221,11 +222,11 @@ class Control:
         self._pending = message, work
 
     def read(self, flag: StopFlag | None = None) -> Agreement:
-        """Returns the agreement; waits for the slowest rank's ``post``.
+        """Returns the agreement; waits for the ``post`` of the slowest rank.
 
         Args:
-            flag: the stop flag of this rank, which is read again after a slow step and after the first one; None on all
-                ranks or on none.
+            flag: the stop flag of this rank, which is read again after the first step and after slow steps. It must be
+                None on all ranks or on none.
         """
         assert self._pending is not None, "nothing was posted"
         message, work = self._pending

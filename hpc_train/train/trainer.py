@@ -1,9 +1,9 @@
 """Implements the training loop; the engine hides how the model is distributed.
 
-In each iteration the ranks read the agreement that they posted one step ago, post the one for the next step, and
+In each iteration, the ranks read the agreement that they posted one step ago, post the agreement for the next step, and
 compute. They stop together at the same step, after a checkpoint.
 
-On GPUs the line of metrics of a step is completed after the next step was launched (``report.Line``).
+On GPUs, the line of metrics of a step is completed after the next step has been launched (``report.Line``).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from hpc_train.train.watch.memory import report_memory
 from hpc_train.train.watch.profiler import Profiler
 
 NO_TARGETS = (
-    "no target counts in {}, so its loss is 0; targets of -100 do not count. Look at the data, for example for prompts "
-    "that fill the whole sequence"
+    "no target counts in {}, so its loss is 0; targets of -100 do not count. Check the data, for example for prompts "
+    "that fill the full sequence"
 )
 
 
@@ -56,10 +56,10 @@ class Trainer:
     """Trains from ``step`` (completed steps) to ``length.total_steps``. All methods are collective.
 
     Attributes:
-        open_feed: (first step, data to skip, where streams continue) -> feed.
-        artifacts: the graphs of torch.compile that later attempts reuse; None without it.
-        tokens: the targets that counted since step 0, over all ranks.
-        missing: the number of places since step 0 for which a stream that ends had no item.
+        open_feed: (first step, data to skip, positions of streams) -> feed.
+        artifacts: the graphs of torch.compile that later attempts reuse; None without torch.compile.
+        tokens: the number of targets that counted since step 0, over all ranks.
+        missing: the number of samples since step 0 that are missing because a stream had no more items.
         skipped: the data that is skipped after rollbacks.
     """
 
@@ -88,22 +88,22 @@ class Trainer:
     skipped: Skipped = NOTHING
     rollbacks: int = 0
     _line: Line | None = field(default=None, init=False)
-    _divergence: tuple[int, Divergence] | None = field(default=None, init=False)  # (step at which it was found, it)
+    _divergence: tuple[int, Divergence] | None = field(default=None, init=False)  # (step, divergence)
     _bad_end: Divergence | None = field(default=None, init=False)
     _save_due: bool = field(default=False, init=False)
     _is_first_step: bool = field(default=True, init=False)
     _evaluated: tuple[int, dict[str, float | None]] = field(default=(-1, {}), init=False)  # step, metrics
-    _saved_hooks: Mapping[str, Any] = field(default_factory=dict, init=False)  # their states in the loaded checkpoint
+    _saved_hooks: Mapping[str, Any] = field(default_factory=dict, init=False)  # states in the loaded checkpoint
 
     def __post_init__(self) -> None:
         self.watch = DivergenceWatch(self.config.train, self.config.precision.name)
         self.garbage = GarbageCollection()
         self.best = BestSoFar(best_metric(self.config.checkpoint.keep_best, self.config.checkpoint.best_mode))
         self._control = Control(self.mesh)
-        self._end = self.length.total_steps  # the step after which the run ends, which a hook may choose
+        self._end = self.length.total_steps  # the step after which the run ends; a hook may end it earlier
 
     def resume(self, restored: RestoredState) -> None:
-        """Restores the state that is not stored in tensors, such as the step and the states of the hooks."""
+        """Restores the state that is not stored in tensors, such as the step and the values of the hooks."""
         extra = restored.extra
         self.step = restored.step
         self.tokens = extra["tokens"]
@@ -125,7 +125,7 @@ class Trainer:
             self._bad_end = Divergence(self.step, extra["bad_end"], fatal=False)
 
     def run(self) -> Exit:
-        """Trains to the end (``DONE``) or to a stop request (``STOPPED``) and saves a checkpoint in both cases.
+        """Trains to the end (``DONE``) or until a stop request (``STOPPED``) and saves a checkpoint in both cases.
 
         Raises:
             Diverged: the run has diverged, or its final result is not finite; raised on every rank.
@@ -182,11 +182,11 @@ class Trainer:
         self.heartbeat.enter(Phase.STEP, self.step)
         self._control.read()  # completes the last all-reduce before any rank exits
         self.profiler.end(self.step, self.meter.waited_s, last=True)
-        if self._bad_end is None or not self._bad_end.fatal:  # otherwise the last checkpoint before it stays
+        if self._bad_end is None or not self._bad_end.fatal:  # otherwise the previous checkpoint is not replaced
             self._save(final=True)
         if self._bad_end is not None:
             self._fail(self._bad_end.reason)
-        self.heartbeat.enter(Phase.STOPPING, self.step)  # an end may take long
+        self.heartbeat.enter(Phase.STOPPING, self.step)  # the ``end`` of a hook may take long
         self.hooks.end(self.step)
         memory = report_memory(self.config, self.mesh, self.engine, self.take_step.optimizer)
         rates = self.meter.read()
@@ -196,7 +196,7 @@ class Trainer:
 
     @property
     def _ended_early(self) -> str | None:
-        """Returns why a hook has ended the run before its last step, or None."""
+        """Returns the reason why a hook ended the run before its last step, or None."""
         if self.step >= self.length.total_steps or self.step < self._end:
             return None
         return self.hooks.end_reason or "a hook on another rank asked to end the run"
@@ -213,7 +213,8 @@ class Trainer:
         return weights_sha256(self.engine)
 
     def _announce(self, batch: LocalBatch | None, step: int | None = None) -> None:
-        """Posts this rank's message before the step with ``batch`` that follows ``step``, by default ``self.step``."""
+        """Posts the message of this rank before the step with ``batch``, which follows ``step``, by default
+        ``self.step``."""
         if step is None:
             step = self.step
         count = items = 0
@@ -261,7 +262,7 @@ class Trainer:
         return self._roll_back()
 
     def _report_first_step(self, step: int, began: float) -> None:
-        """Reports the seconds since ``began`` if the attempt is a restart or compiles, and keeps the graphs."""
+        """Reports the seconds since ``began`` if the attempt is a restart or compiles, and saves the graphs."""
         if self.artifacts is None and self.report.events.attempt == 0 and step == 1:
             return
         if self.mesh.device.type != "cpu":
@@ -280,7 +281,7 @@ class Trainer:
         return self.length.samples(self.step) - self.missing
 
     def _count(self, outcome: StepOutcome, agreement: Agreement) -> None:
-        """Counts a step that was taken, and logs, evaluates and saves if it is due."""
+        """Counts a step that was taken, and logs, evaluates and saves if due."""
         before = self._samples
         self.step += 1
         self.tokens += agreement.target_count
@@ -305,8 +306,8 @@ class Trainer:
         """Rolls back to the newest checkpoint before a divergence, if there was one, and skips the batches since then.
 
         Returns:
-            The batch of the next step, or None if training continues, because there is no divergence, or because the
-            loss has jumped and there is no such checkpoint.
+            The batch of the next step. None if training continues without a rollback, because there is no divergence,
+            or because the loss has jumped and there is no such checkpoint.
 
         Raises:
             Diverged: the divergence is fatal and there is no such checkpoint, or ``train.max_rollbacks`` is exceeded;
@@ -341,7 +342,7 @@ class Trainer:
         return batch
 
     def _begin_line(self, outcome: StepOutcome) -> None:
-        """Begins the line of metrics of a step; the loss covers only this step, so it is the same after any resume.
+        """Begins the line of metrics of a step. The loss covers only this step, so a resume does not change it.
 
         The host does not wait for a GPU.
         """
@@ -355,7 +356,7 @@ class Trainer:
         self._line = Line(self.step, epoch, outcome.learning_rate, totals, Readback(scalars, self.mesh.device))
 
     def _complete_line(self, evaluates: bool = False) -> None:
-        """Completes and writes the line that was begun, if there is one, and looks for a divergence. Collective."""
+        """Completes and writes the pending line, if there is one, and checks for a divergence. Collective."""
         if self._line is None:
             return
         line, skipped = self._line.content()
@@ -379,7 +380,7 @@ class Trainer:
             self._bad_end = self.watch.at_end(step, loss, line["val_loss"], skipped.in_a_row, "loss_scale" in line)
 
     def _rescue_line(self) -> None:
-        """Writes the line that was begun, after an error, without the metrics of other ranks, which may be gone."""
+        """Writes the pending line after an error, without the metrics of other ranks, which may not exist any more."""
         begun = self._line
         self._line = None
         with suppress(Exception):  # only the error of training is reported
@@ -388,7 +389,7 @@ class Trainer:
                 self.report.line(line | self.meter.read(), skipped)
 
     def _evaluate(self, line: dict[str, Any], skipped: SkippedSteps) -> None:
-        """Evaluates, reports ``line`` with the metrics, and calls the hooks, any of which may end the run at this step.
+        """Evaluates, reports ``line`` with the metrics, and calls the hooks. Any hook may end the run at this step.
 
         A stop request interrupts the evaluation, except at the end of the run.
         """
@@ -410,7 +411,7 @@ class Trainer:
                 self._end = self.step
 
     def _warn_of_evaluation(self, metrics: Mapping[str, float | None]) -> None:
-        """Warns at the first evaluation of an attempt of sets without targets and of a metric that is missing."""
+        """Warns, at the first evaluation of an attempt, about sets without targets and about a missing metric."""
         for name in self.evaluation.without_targets:
             which = f"the evaluation set {name}" if name else "the validation data"
             self.report.warning(self.step, NO_TARGETS.format(which))
@@ -419,8 +420,8 @@ class Trainer:
             names = ", ".join(name for name, value in metrics.items() if value is not None)
             self.report.warning(
                 self.step,
-                f"checkpoint.keep_best={best.name} keeps no checkpoint, because evaluations of this model have only "
-                f"{names}",
+                f"checkpoint.keep_best={best.name} keeps no checkpoint, because evaluations of this model only have "
+                f"the metrics {names}",
             )
 
     def _begin_hooks(self) -> None:
@@ -469,9 +470,10 @@ EVERY = 100  # steps between two collections
 class GarbageCollection:
     """Collects Python's garbage on all ranks after the same steps, while their devices still compute.
 
-    A collection takes up to hundreds of milliseconds in a process with many objects, and all ranks wait for the one
-    that collects: automatic collection, which comes at another moment on each rank, is therefore off in ``scheduled``.
-    Objects that exist after the first step stay for the whole run, so they are frozen, and later collections skip them.
+    A collection takes up to hundreds of milliseconds in a process with many objects, and all ranks wait for the rank
+    that collects. Automatic collection, which happens at different moments on each rank, is therefore off in
+    ``scheduled``. Objects that exist after the first step stay for the entire run, so they are frozen, and later
+    collections skip them.
     """
 
     def __init__(self, every: int = EVERY) -> None:
@@ -480,7 +482,7 @@ class GarbageCollection:
 
     @contextmanager
     def scheduled(self) -> Iterator[None]:
-        """Disables automatic collection in this context, if the process has it enabled."""
+        """Disables automatic collection in this context if it is enabled."""
         if not gc.isenabled():
             yield
             return
@@ -503,13 +505,13 @@ class GarbageCollection:
             gc.collect()
 
 
-WINDOW, LEAST = 64, 16  # largest and smallest number of logged losses for the median
+WINDOW, LEAST = 64, 16  # the largest and the smallest number of logged losses for the median
 IN_A_ROW = 3  # consecutive high losses, or skipped steps at the end of the run
 
 
 NO_LOSS = (
-    "the loss of the first step is exactly 0, so nothing is learned: all targets may be ignored, or the loss may not "
-    "fit the model, as the cross-entropy of a single class, which is always 0"
+    "the loss of the first step is exactly 0, so the model does not learn: all targets may be ignored, or the loss may "
+    "not fit the model, such as the cross-entropy of a single class, which is always 0"
 )
 
 
@@ -518,7 +520,7 @@ class Divergence:
     """Describes a divergence.
 
     Attributes:
-        since: number of steps before the first one that may be bad.
+        since: the number of steps before the first step that may be bad.
         fatal: whether training cannot continue without a rollback.
     """
 
@@ -530,10 +532,10 @@ class Divergence:
 class DivergenceWatch:
     """Checks every logged step for divergence, from values that are the same on every rank.
 
-    A run has diverged when its last ``train.nonfinite_limit`` steps were all skipped, or, with ``train.spike_mads``,
-    when three consecutive logged losses exceed the median of the earlier ones by that many median absolute deviations.
-    A single bad batch triggers neither rule. Rolling back and skipping the data follows PaLM (Chowdhery et al. 2022,
-    arXiv:2204.02311, section 5.1). ``at_end`` repeats the check at the end of the run with fewer steps.
+    A run has diverged if its last ``train.nonfinite_limit`` steps were all skipped or, with ``train.spike_mads``, if
+    three consecutive logged losses exceed the median of the earlier losses by that many median absolute deviations. A
+    single bad batch does not trigger either rule. Rolling back and skipping the data follows PaLM (Chowdhery et al.
+    2022, arXiv:2204.02311, section 5.1). ``at_end`` repeats the check at the end of the run with fewer steps.
     """
 
     def __init__(self, config: TrainConfig, precision: str = "fp32") -> None:
@@ -552,7 +554,8 @@ class DivergenceWatch:
         return self._high == 0
 
     def check(self, step: int, loss: float, skipped: int) -> Divergence | None:
-        """Returns a divergence after ``step`` steps, the last ``skipped`` of them skipped; reports each one once."""
+        """Returns a divergence after ``step`` steps, the last ``skipped`` of which were skipped. Each divergence is
+        returned once."""
         if skipped >= self._limit:
             reason = (
                 f"no gradient was finite in the last {skipped} steps: training has diverged; try a smaller "
@@ -587,7 +590,7 @@ class DivergenceWatch:
 
         Args:
             validation: the loss of the final evaluation.
-            scaled: whether fp16's loss scaling is in use, where skipped steps alone do not prove divergence.
+            scaled: whether fp16 loss scaling is in use, since skipped steps then do not prove a divergence.
 
         Returns:
             None, or a divergence, which is ``fatal`` if the weights are not worth saving.

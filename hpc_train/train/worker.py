@@ -82,7 +82,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
                 print("\n  note: ".join([f"layout: {mesh.layout} on {mesh.device.type}", *mesh.layout.notes]))
             with explained(config, mesh):
                 trainer = _build(config, run, mesh, events, stop, spec, heartbeat)
-                check_imports(run)  # at this point the user's model and data have been imported
+                check_imports(run)  # by now, the user's model and data have been imported
                 try:
                     code = trainer.run()
                 finally:
@@ -100,7 +100,8 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
 
 def frozen_config(spec: WorkerSpec, run: RunDirectory) -> Config:
-    """Returns the frozen config that the agent has passed on, since reading takes 0.1 s, or else reads the file."""
+    """Returns the frozen config: the copy that the agent has passed on, since reading the file takes 0.1 s, or else the
+    file."""
     if spec.config is not None:
         return cast(Config, pickle.loads(spec.config))
     try:
@@ -205,14 +206,14 @@ def _training_data(config: Config, mesh: Mesh) -> Dataset:
     if training.shared_file and config.batch.loader_workers == "auto" and mesh.rank == 0:
         print(
             f"data: items are read in the training process, because the constructor of the dataset opens "
-            f"{training.shared_file} and loader processes would share the position in it; open the file at the first "
+            f"{training.shared_file}, and loader processes would share its file position; open the file at the first "
             "read in each process (docs/howto/data.md)"
         )
     return training
 
 
 def _check_agreement(mesh: Mesh, facts: dict[str, Any]) -> None:
-    """Raises RuntimeError if ranks would train differently, e.g. because a node sees an old copy of a file."""
+    """Raises RuntimeError if ranks would train differently, for example because a node sees an old copy of a file."""
     first = broadcast_plain(facts, mesh.control)
     different = lowest(None if facts == first else f"rank {mesh.rank}: {facts}", mesh.control)
     if different is not None:
@@ -220,7 +221,8 @@ def _check_agreement(mesh: Mesh, facts: dict[str, Any]) -> None:
 
 
 def _build_engine(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, training: Dataset) -> Engine:
-    """Builds the engine with the choices of earlier attempts and wraps it for balance reports and debugging."""
+    """Builds the engine with the choices of earlier attempts, and wraps it for balance reports, debugging and
+    checks."""
     check_compiler_device(config, int(mesh.device.type == "cuda"))
     plan = plan_split(config, mesh, training, run)
     engine = build_engine(config, mesh, plan.layers if plan is not None else None)
@@ -237,7 +239,8 @@ def _build_engine(config: Config, run: RunDirectory, mesh: Mesh, events: EventLo
 
 
 def _advice_watch(config: Config, mesh: Mesh, spec: WorkerSpec, dataset: Dataset) -> AdviceWatch | None:
-    """Returns None if ranks share CPU cores, because then they wait for each other with any config."""
+    """Returns the watch for advice; None if ranks share CPU cores, since they then wait for each other with any
+    config."""
     if mesh.device.type == "cpu" and (os.cpu_count() or 1) < spec.local_world_size:
         return None
     cores = max(1, len(os.sched_getaffinity(0)) // spec.ranks_on_cores)
@@ -249,7 +252,7 @@ def _advice_watch(config: Config, mesh: Mesh, spec: WorkerSpec, dataset: Dataset
 def _log_settings(
     config: Config, run: RunDirectory, events: EventLog, length: Length, restored: RestoredState | None
 ) -> None:
-    """Prints the learning rate, number of steps and the checkpoint that the run resumes from."""
+    """Prints the learning rate, the number of steps, and the checkpoint from which the run resumes."""
     size = config.batch.global_size
     events.record(run, total_steps=length.total_steps, steps_per_epoch=length.steps_per_epoch)
     print(f"learning rate: {describe_rates(config.optim, size)}")
@@ -261,10 +264,10 @@ def _log_settings(
         return
     print(f"resumed from {restored.path} at step {restored.step}")
     if not restored.with_optimizer:
-        print("the checkpoint has no state for this optimizer; starting the optimizer from scratch")
+        print("the checkpoint has no state for this optimizer, so the optimizer starts without state")
     if restored.drops_residuals:
         print(
-            "the residuals of strategy.compression in the checkpoint, parts of gradients that were not sent yet, are "
-            "dropped: this run sends whole gradients"
+            "the residuals of strategy.compression in the checkpoint (parts of gradients that were not sent yet) are "
+            "dropped, because this run sends full gradients"
         )
     events.write("resumed", step=restored.step, path=str(restored.path), with_optimizer=restored.with_optimizer)

@@ -1,4 +1,4 @@
-"""Runs code of a user at the events of a training run: start, step, evaluation, checkpoint and end."""
+"""Runs custom code at the events of a training: start, step, evaluation, checkpoint and end."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from hpc_train.train.metrics import named_errors
 
 @dataclass(frozen=True)
 class HookContext:
-    """Holds the facts that a hook gets at an event. They are the same on every rank except for ``mesh`` and tensors.
+    """The information that a hook gets at an event. It is the same on every rank except for ``mesh`` and the tensors.
 
     Attributes:
         step: the number of completed optimizer steps.
         total_steps: the number of steps of the run.
-        metrics: the newest line of metrics, empty before the first; its key ``step`` holds the step. Times and rates
-            describe this rank; all other numbers are the same on every rank.
+        x
         engine: runs the model; ``parts`` are the modules that this rank holds.
         optimizer: the optimizer; ``named_state()`` maps parameter names to their state.
         mesh: ``rank``, ``device``, ``layout`` and the process groups of this rank.
@@ -50,7 +49,8 @@ class HookContext:
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Returns global name -> parameter of this rank: a whole tensor, or a ``DTensor`` with the rank's shard."""
+        """Returns global name -> parameter of this rank: a full tensor, or a ``DTensor`` with the shard of this
+        rank."""
         return self.engine.named_parameters()
 
     @property
@@ -66,67 +66,68 @@ class HookContext:
         return self.mesh.device
 
     def stop(self, reason: str) -> None:
-        """Asks to end the run as done, after a checkpoint. One rank is enough.
+        """Requests that the run ends as done, after a checkpoint. The request of a single rank is sufficient.
 
-        A request in ``evaluation`` ends the run at that step. One in ``step`` ends it up to two steps later, since the
-        ranks agree on it while they compute; the last step is evaluated.
+        A request in ``evaluation`` ends the run at that step. A request in ``step`` ends the run up to two steps later,
+        since the ranks agree on it while they compute; the last step is evaluated.
         """
         self.request_end(reason)
 
     def log_text(self, name: str, text: str) -> None:
-        """Adds text to the log and to trackers, such as W&B. Only the call on rank 0 counts."""
+        """Adds text to the log and to trackers such as W&B. Calls on ranks other than 0 have no effect."""
         if self.rank == 0:
             self.show_text(self.step, name, text)
 
 
 class Hook:
-    """A hook with methods that do nothing. Any object with some of these methods is a hook.
+    """Base class of hooks, whose methods do nothing. Any object with some of these methods can be a hook.
 
-    All ranks call the same methods at the same steps, so they may communicate. An error ends the attempt like an
-    error of the model.
+    All ranks call the same methods at the same steps, so they may communicate. An error in a hook ends the attempt like
+    an error in the model.
     """
 
     def start(self, context: HookContext) -> None:
-        """Runs at the start of each attempt and after a rollback, when the weights are loaded."""
+        """Runs at the start of each attempt and after a rollback, after the weights are loaded."""
 
     def step(self, context: HookContext) -> None:
         """Runs after each optimizer step."""
 
     def evaluation(self, context: HookContext) -> None:
-        """Runs after each evaluation, with its values in ``context.metrics`` and within ``evaluating``."""
+        """Runs after each evaluation, within ``evaluating``. The results are in ``context.metrics``."""
 
     @contextmanager
     def evaluating(self, context: HookContext) -> Iterator[None]:
-        """Encloses each evaluation, so that it may run with other weights."""
+        """Encloses each evaluation, for example to evaluate other weights."""
         yield
 
     def checkpoint(self, context: HookContext) -> None:
         """Runs before each save, once per step."""
 
     def end(self, context: HookContext) -> None:
-        """Runs when the run is done, after its last save; not when the run stops on request and will continue."""
+        """Runs when the run is done, after its last save. Does not run when the run stops on request and will
+        continue."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Returns the state to save: JSON values, equal on all ranks, and tensors.
 
-        A tensor is a ``DTensor``, of which each rank saves its shard, or it is equal on all ranks that have its key.
+        A tensor is either a ``DTensor``, of which each rank saves its shard, or equal on all ranks that have its key.
         The names, shapes and dtypes of tensors must not depend on the layout.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a saved state, after ``start``. The tensors are the ones of ``state_dict``, with loaded values.
+        """Loads a saved state, after ``start``. The tensors are the tensors of ``state_dict``, with loaded values.
 
-        It is not called for a hook that the checkpoint does not contain, nor in a fork.
+        It is not called in a fork, or if the checkpoint does not contain the hook.
         """
 
 
-Load = Callable[[Mapping[str, Tensor]], str | None]  # loads into tensors, or returns what the checkpoint lacks
+Load = Callable[[Mapping[str, Tensor]], str | None]  # loads into tensors, or returns the reason why it cannot
 
 
 @dataclass
 class _NamedHook:
-    """Holds a hook with its name in the config and the title that errors show."""
+    """Holds a hook with its name in the config and its title in error messages."""
 
     name: str
     title: str
@@ -158,10 +159,10 @@ class Hooks:
     """Calls hooks in the order of the config. All methods are collective.
 
     Attributes:
-        context: the facts that do not change during the attempt; the worker sets it.
-        end_reason: why a hook of this rank asks to end the run.
-        values: the part of the states that is not tensors, by hook, since ``before_save``.
-        tensors: the tensors of the states since ``before_save``, under their names in a checkpoint.
+        context: the context without step and metrics, which the worker sets once per attempt.
+        end_reason: the reason with which a hook of this rank has requested the end of the run; None without a request.
+        values: the values of the states that are not tensors, by hook, as collected by ``before_save``.
+        tensors: the tensors of the states, as collected by ``before_save``, by their names in a checkpoint.
     """
 
     configs: Mapping[str, TargetConfig]
@@ -188,7 +189,7 @@ class Hooks:
         """Starts the hooks and loads their states.
 
         Args:
-            saved: ``values`` of the checkpoint that was loaded.
+            saved: the ``values`` in the loaded checkpoint.
 
         Returns:
             A message for each hook whose state is not in the checkpoint.
@@ -228,7 +229,7 @@ class Hooks:
             yield
 
     def after_evaluation(self, step: int) -> bool:
-        """Returns whether a hook of any rank asks to end the run."""
+        """Calls the hooks; returns whether a hook of any rank has requested the end of the run."""
         if not self._hooks:
             return False
         context = self._at(step)
@@ -239,7 +240,7 @@ class Hooks:
         return bool(ends.item())
 
     def before_save(self, step: int) -> None:
-        """Collects the states, once per step: the last save of a run may find its step saved already."""
+        """Collects the states, once per step, since the step of the last save of a run may already have been saved."""
         if step == self._collected:
             return
         self._collected = step
@@ -255,11 +256,12 @@ class Hooks:
             hook.call("end", self._at(step))
 
     def as_end(self, reason: str | None) -> dict[str, Any] | None:
-        """Returns what a checkpoint records about an end that a hook has requested; None without a request."""
+        """Returns the record in a checkpoint of an end that a hook has requested; None without a request."""
         return None if reason is None else {"reason": reason, "hooks": self._described()}
 
     def same_end(self, recorded: Mapping[str, Any] | None) -> str | None:
-        """Returns the reason of a recorded end, or None if the config of the hooks has changed since."""
+        """Returns the reason of a recorded end; None if there is none, or if the config of the hooks has changed
+        since."""
         if recorded is None or recorded["hooks"] != self._described():
             return None
         return str(recorded["reason"])

@@ -15,9 +15,9 @@ class EarlyStopping(Hook):
 
     Args:
         monitor: a key of the metrics, such as val_loss.
-        patience: a number of evaluations, at least 1.
-        min_delta: an improvement must be larger than this.
-        mode: whether lower (min) or higher (max) values are better; auto knows the built-in metrics.
+        patience: the number of evaluations without an improvement, at least 1.
+        min_delta: the minimum change that counts as an improvement.
+        mode: min if lower values are better, max if higher values are better; auto chooses for built-in metrics.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class EarlyStopping(Hook):
         if value is None:
             metrics = context.metrics.items()
             names = sorted(name for name, other in metrics if name.startswith("val_") and other is not None)
-            raise ValueError(f"the evaluation has no {self._monitor}, but {', '.join(names)}")
+            raise ValueError(f"the evaluation has no metric {self._monitor}; its metrics are {', '.join(names)}")
         if math.isfinite(value) and (self._best is None or self._sign * (self._best - value) > self._min_delta):
             self._best = value
             self._best_step = context.step

@@ -22,7 +22,7 @@ class EMA(Hook):
 
     Args:
         decay: in [0, 1).
-        evaluate: whether evaluations use the average. It replaces the weights during an evaluation.
+        evaluate: whether evaluations use the average. During an evaluation it replaces the weights.
     """
 
     def __init__(self, decay: float = 0.999, evaluate: bool = True) -> None:

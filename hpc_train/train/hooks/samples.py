@@ -1,4 +1,4 @@
-"""Shows at every evaluation how a language model continues prompts, by the most likely token each time."""
+"""Logs at every evaluation how a language model continues prompts with the most likely tokens."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hpc_train.train.prompts import ByteCodec, Codec, FileCodec
 class Samples(Hook):
     """Generates ``new_tokens`` tokens after each prompt and logs the text.
 
-    Every rank takes part, because parameters may be sharded. Each token is one forward pass over the last
-    ``data.sequence_length`` tokens of all prompts, whose shape never changes: tokens after the last one are padding,
-    which a causal model does not see.
+    Every rank takes part, because parameters may be sharded. Each token takes one forward pass over the last
+    ``data.sequence_length`` tokens of all prompts. The shape is always the same: shorter rows have padding at their
+    end, which does not affect a causal model.
 
     Args:
-        prompts: texts, or lists of token ids. Prompts in text are continued in text.
+        prompts: texts, or lists of token ids. Text prompts are continued as text.
         new_tokens: the number of tokens to generate.
         tokenizer: the path of the ``tokenizer.json`` of the data; ``bytes`` selects the tokenizer of ``data=text``.
     """

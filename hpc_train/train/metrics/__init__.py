@@ -1,12 +1,12 @@
 """Computes metrics of evaluations from sums that are added up over micro-batches and ranks.
 
-A metric sees the outputs and targets of each micro-batch on the ranks that compute the loss (the last pipeline stage),
-where each sample of the evaluation set appears once and the rest is padding. Tensor-parallel ranks hold equal outputs,
-so only the outputs of the first are added. The sums are in fp64 and are reduced once per evaluation, so the value is
-the same as in one process under every layout.
+A metric gets the outputs and targets of each micro-batch on the ranks that compute the loss (the last pipeline stage).
+Each sample of the evaluation set appears once; all other rows are padding. Tensor-parallel ranks hold equal outputs, so
+only the outputs of the first rank are added. The sums are in fp64 and are reduced once per evaluation, so under every
+layout the value is the same as in one process.
 
-The outputs are those from which the model computes its loss. With ``train.loss_chunks`` only the logits of one chunk of
-the sequence exist at a time, and a metric is called once for each chunk.
+The outputs are the tensors from which the model computes its loss. With ``train.loss_chunks``, only the logits of one
+chunk of the sequence exist at a time, and a metric is called once for each chunk.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hpc_train.run.exits import CollectiveFailure, UnfitNode
 
 
 class Metric(ABC):
-    """Base class of a metric that is a function of sums over samples. A subclass needs no attributes except its
+    """Base class of metrics that are functions of sums over samples. A subclass needs no attributes except its
     arguments."""
 
     @abstractmethod
@@ -45,13 +45,13 @@ class Metric(ABC):
         Args:
             outputs: the outputs that the model's loss gets: logits with the classes in the last dim, or the outputs of
                 a custom module.
-            targets: the targets of the loss. Those that are -100 are padding and must not contribute.
+            targets: the targets of the loss. Targets of -100 are padding and must not contribute.
         """
 
     @abstractmethod
     def value(self, sums: Tensor) -> float | Mapping[str, float]:
-        """Returns the metric from the sums over all samples, a 1-dimensional fp64 tensor on the CPU; a mapping gives
-        several values, whose keys are appended to the name."""
+        """Returns the value of the metric for the sums over all samples, a 1-dimensional fp64 tensor on the CPU. A
+        mapping returns several values, whose keys are appended to the name of the metric."""
 
 
 class Mean(Metric):
@@ -81,7 +81,7 @@ class TorchMetric(Metric):
     """
 
     def __init__(self, metric: Any, where: str) -> None:
-        metric.sync_on_compute = False  # the states are added up over the ranks here
+        metric.sync_on_compute = False  # this class adds up the states over the ranks
         self._metric = metric
         self._defaults = {name: value for name, value in metric._defaults.items() if isinstance(value, Tensor)}
         problem = "it has no states" if not self._defaults else None
@@ -116,7 +116,7 @@ class TorchMetric(Metric):
         for (name, default), part in zip(self._defaults.items(), parts, strict=True):
             value = part.view(default.shape) + default.cpu()
             setattr(self._metric, name, value if default.is_floating_point() else value.round().to(default.dtype))
-        with warnings.catch_warnings():  # it has not seen the updates of other ranks
+        with warnings.catch_warnings():  # the metric itself has no updates from other ranks
             warnings.filterwarnings("ignore", message=".*before the .*update.* method")
             values = self._metric.compute()
         if isinstance(values, Mapping):
@@ -131,7 +131,7 @@ def build_metric(name: str, config: TargetConfig) -> Metric:
     metric of torchmetrics.
 
     Raises:
-        UserError: the target cannot be imported or called, or is none of these.
+        UserError: the target cannot be imported or called, or is not a metric.
     """
     where = f"metrics.{name}"
     target = locate(config._target_, f"{where}._target_")
@@ -152,7 +152,7 @@ def build_metric(name: str, config: TargetConfig) -> Metric:
 
 
 class MetricSums:
-    """Adds up the sums of ``metrics`` (name -> config) during one evaluation. All ranks use it together."""
+    """Adds up the sums of ``metrics`` (name -> config) during an evaluation. All ranks use it together."""
 
     def __init__(self, metrics: Mapping[str, TargetConfig], mesh: Mesh) -> None:
         self._mesh = mesh
@@ -190,7 +190,7 @@ class MetricSums:
         """Returns the values over all samples, the same on every rank. Collective.
 
         Raises:
-            UserError: the model has shown no outputs.
+            UserError: the model has provided no outputs.
         """
         if not self._metrics:
             return {}
@@ -212,7 +212,7 @@ class MetricSums:
             dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self._mesh.control)
         if not sizes.all():
             raise UserError(
-                "metrics need the outputs of the model, but its forward pass shows none in evaluation mode",
+                "metrics need the outputs of the model, but its forward pass provides none in evaluation mode",
                 where="metrics",
                 fix="let the head compute its loss in Head.loss, or remove the metrics",
             )
@@ -231,24 +231,24 @@ class MetricSums:
         return f"metric {name} ({self._targets[name]})"
 
 
-_UNCHANGED = (UserError, CollectiveFailure, UnfitNode, MemoryError)  # their types decide what the agent does
+_UNCHANGED = (UserError, CollectiveFailure, UnfitNode, MemoryError)  # the reaction of the agent depends on these types
 _PACKAGE = Path(__file__).parents[2]
 
 
 class CallFailed(RuntimeError):
-    """Reports an error in a metric or hook; its cause is the error itself."""
+    """Reports an error in a metric or hook. ``__cause__`` is the original error."""
 
 
 @contextmanager
 def named_errors(title: str, method: str, step: int | None = None) -> Iterator[None]:
-    """Names the callee in the errors of this context.
+    """Adds the name of the callee to the errors of this context.
 
     Args:
-        title: what is called, such as ``hook mine (mylab.Hook)``.
+        title: the callee, such as ``hook mine (mylab.Hook)``.
         step: the number of completed steps.
 
     Raises:
-        CallFailed: an error whose type is not in ``_UNCHANGED`` was raised.
+        CallFailed: replaces an error whose type is not in ``_UNCHANGED``.
     """
     try:
         yield

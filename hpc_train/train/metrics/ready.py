@@ -17,8 +17,8 @@ def kept(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the logits ``[n, classes]`` and targets ``[n]`` that count.
 
     Args:
-        outputs: logits ``[..., classes]``, or ``[micro, classes, ...]`` if only that fits the targets.
-        targets: ``[...]`` int64, ``IGNORED`` where there is none.
+        outputs: logits ``[..., classes]``, or ``[micro, classes, ...]`` if only that shape fits the targets.
+        targets: ``[...]`` int64; ``IGNORED`` means no target.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -71,7 +71,7 @@ class Perplexity(Metric):
 
 
 class _ClassCounts(Metric):
-    """Counts for each class the targets that are predicted correctly, the predictions, and the targets."""
+    """Counts, for each class, the correctly predicted targets, the predictions, and the targets."""
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         logits, labels = kept(outputs, targets)
@@ -85,7 +85,8 @@ class F1(_ClassCounts):
     """Computes the F1 score: 2 TP / (2 TP + FP + FN).
 
     Args:
-        average: macro is the mean over the classes that are predicted or are a target; micro counts all together.
+        average: macro is the mean over the classes that are predicted or are a target; micro counts all classes
+            together.
     """
 
     def __init__(self, average: str = "macro") -> None:

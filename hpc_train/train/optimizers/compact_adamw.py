@@ -1,14 +1,15 @@
 """Implements AdamW with moments in bf16: 4 bytes per parameter instead of 8.
 
 The update is computed in fp32. With round-to-nearest, a bf16 second moment would never change under a large beta2,
-because the additions are smaller than half a unit in the last place. Moments in bf16 are therefore rounded
-stochastically. The random bits are a hash of the gradient and the step, so they are the same on replicas, under every
-layout, and after a resume.
+because each addition is smaller than half a unit in the last place. Moments in bf16 are therefore rounded
+stochastically. The random bits are a hash of the gradient and the step, so they are the same on all replicas, under
+every layout, and after a resume.
 
 An update consists of about 40 elementwise operations. On nodes with GPUs, torch.compile fuses them into one kernel per
-tensor, also for tensors that are offloaded to host memory: there it took 7.1 s per 1e9 parameters instead of 80 s (2
-threads, torch 2.13). Elsewhere the operations run one by one, in pieces of a few million elements, which bounds the
-temporary memory. Small tensors are concatenated and updated together in both cases, which gives the same bits.
+tensor, including tensors that are offloaded to host memory: there the update took 7.1 s per 1e9 parameters instead of
+80 s (2 threads, torch 2.13). On other nodes, the operations run one after another on pieces of a few million elements,
+which limits the temporary memory. In both cases, small tensors are concatenated and updated together, which gives
+bitwise the same results.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from torch import Tensor
 
 from hpc_train.parallel.compile import compile_in_turns
 
-PIECE = 2**22  # elements that an eager update changes together, which bounds the temporary memory
-LARGE = 2**18  # elements; a compiled update of that size takes longer on a GPU than its launch
-MOST_GRAPHS = 64  # compiled updates, one for each size; dynamo's own limit is 8
+PIECE = 2**22  # elements that an eager update changes at a time, which limits the temporary memory
+LARGE = 2**18  # elements; a compiled update of this size takes longer on a GPU than its launch
+MOST_GRAPHS = 64  # compiled updates, one for each size; the default limit of dynamo is 8
 
 
 class CompactAdamW(torch.optim.Optimizer):
-    """Runs AdamW with moments in bf16; like torch's fused optimizers it skips the update if ``found_inf`` is not zero.
+    """AdamW with moments in bf16. Like torch's fused optimizers, it skips the update if ``found_inf`` is not zero.
 
     Args:
-        backend: the backend with which torch.compile compiles the update of a tensor; None runs it eagerly. By default
-            the update of tensors on GPUs, and of those in pinned host memory, is compiled.
+        backend: the backend with which torch.compile compiles the update of a tensor; None runs it eagerly. By default,
+            the update is compiled for tensors on GPUs and for tensors in pinned host memory.
 
     Attributes:
         found_inf: a scalar on the parameters' device, set before each step.
@@ -57,7 +58,7 @@ class CompactAdamW(torch.optim.Optimizer):
             backend = compile_in_turns if has_gpu else None
         self._compiled = backend is not None
         self._update: Update = _update
-        if self._compiled:  # for each size; it has no temporary tensors then, so tensors stay whole
+        if self._compiled:  # compiled for each size, without temporary tensors, so tensors are not divided
             self._update = torch.compile(_update, backend=backend, dynamic=False, fullgraph=True)
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -67,7 +68,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        import torch._dynamo  # slow; torch's optimizers have imported it by now
+        import torch._dynamo  # a slow import, which torch's optimizers have already done
 
         finite = self.found_inf == 0
         with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS) if self._compiled else nullcontext():
@@ -93,7 +94,7 @@ class CompactAdamW(torch.optim.Optimizer):
             constants = (*group["betas"], group["eps"])
             try:
                 _update_together(self._update, batch, finite, decay, constants)
-            except TorchDynamoException as error:  # nothing of this batch has changed yet
+            except TorchDynamoException as error:  # no tensor of this batch has changed yet
                 self._compiled = False
                 self._update = _update
                 warnings.warn(
@@ -117,7 +118,7 @@ def _terms(steps: list[Tensor], group: Mapping[str, Any], finite: Tensor, dtype:
     torch._foreach_add_(steps, [finite.to(steps[0].dtype)] * len(steps))
     counts = [step.to(dtype) for step in steps]
     first, second = (torch._foreach_pow(beta, counts) for beta in group["betas"])
-    for powers in (first, second):  # 1 - power, which is rounded in the same way
+    for powers in (first, second):  # computes 1 - power with the same rounding
         torch._foreach_neg_(powers)
         torch._foreach_add_(powers, 1)
     torch._foreach_sqrt_(second)
@@ -128,7 +129,7 @@ def _terms(steps: list[Tensor], group: Mapping[str, Any], finite: Tensor, dtype:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Holds flat views of a parameter or of a part of it."""
+    """Flat views of a parameter or a part of it, with its gradient and moments."""
 
     value: Tensor
     gradient: Tensor
@@ -159,7 +160,7 @@ Update = Callable[..., None]
 def _update_together(
     update: Update, batch: Sequence[_Slice], finite: Tensor, decay: Tensor, constants: tuple[float, float, float]
 ) -> None:
-    """Updates the slices of ``batch`` at once, through copies if there are several."""
+    """Updates the slices of ``batch`` together, through copies if there are several."""
     if len(batch) == 1:
         update(batch[0].tensors, batch[0].terms, finite, decay, constants)
         return

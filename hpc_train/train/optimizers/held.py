@@ -1,14 +1,14 @@
 """Pairs each parameter with the tensor that the optimizer of a rank updates.
 
-``LocalShard`` is for optimizers that compute each element alone: each rank updates its shard. ``WholeTensor`` is for
-all others, such as Muon, whose update of an element depends on the whole matrix: one of the ranks that share a
-parameter owns it. The owner gathers the gradient, updates the whole parameter and broadcasts it. The state is then
-sharded by parameter instead of by row, has the shapes that the optimizer gives it, and is the same under every layout.
+``LocalShard`` is for elementwise optimizers: each rank updates its shard. ``WholeTensor`` is for all other optimizers,
+such as Muon, whose update of an element depends on the full matrix: one of the ranks that share a parameter owns it.
+The owner gathers the gradient, updates the full parameter and broadcasts it. The state is then sharded by parameter
+instead of by row, has the shapes that the optimizer gives it, and is the same under every layout.
 
-``MasterShard`` is for weights in bf16: the optimizer updates this rank's shard of their fp32 values.
+``MasterShard`` is for weights in bf16: the optimizer updates this rank's shard of their fp32 masters.
 
-With offload (ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840) the tensor is in host memory: gradients are copied to the
-host, and the new values back.
+With offload (ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840), the tensor is in host memory: gradients are copied to
+the host, and the new values are copied back.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from hpc_train.parallel.precision.masters import keep_master, like_shard, local_
 
 
 class Held(Protocol):
-    """Interface of a parameter and its tensor in the optimizer of this rank. All methods but ``as_saved`` may be
-    collective.
-    """
+    """Pairs a parameter with the tensor that the optimizer of this rank updates. All methods except ``as_saved`` may be
+    collective."""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -50,25 +49,25 @@ class Held(Protocol):
         """Copies a value that was loaded into the parameter to ``local``."""
 
     def as_saved(self, value: Tensor) -> Tensor:
-        """Returns a tensor of the state in the form in which a checkpoint names and shapes it."""
+        """Returns a tensor of the state in the form in which a checkpoint stores it."""
 
 
 def hold(parameters: Mapping[str, nn.Parameter], elementwise: Mapping[str, bool], offload: bool) -> dict[str, Held]:
-    """Returns name -> the parameter with the tensor that the optimizer updates.
+    """Returns name -> the pair of a parameter and the tensor that the optimizer updates.
 
     Args:
-        parameters: the trained parameters of this rank by name.
-        elementwise: whether the optimizer of a parameter computes each element alone.
+        parameters: name -> trained parameter of this rank.
+        elementwise: name -> whether the optimizer of the parameter is elementwise.
         offload: whether the tensors that the optimizer updates are in host memory.
     """
-    elements: dict[Place, dict[Place, int]] = {}  # sizes of a mesh -> place of a rank -> its elements
+    elements: dict[Place, dict[Place, int]] = {}  # sizes of the mesh -> rank -> elements that it owns
     held: dict[str, Held] = {}
     for name, parameter in parameters.items():
         dims = _sharded_dims(parameter)
         if elementwise[name] or not dims:
             held[name] = local_shard(parameter, offload)
             continue
-        # the owner is the rank that has the fewest elements among those that share the parameter; every rank agrees
+        # of the ranks that share the parameter, the one with the fewest elements owns it; all ranks compute the same
         assert isinstance(parameter, DTensor)
         sizes = tuple(parameter.device_mesh.size(dim) for dim in dims)
         places = product(*map(range, sizes))
@@ -88,7 +87,7 @@ class LocalShard:
     offloaded: bool
 
     def refresh(self) -> None:
-        """Updates ``local`` and its gradient, since FSDP2 may replace a shard's memory and creates new gradients."""
+        """Updates the tensors, since FSDP2 may replace the memory of a shard and creates new gradients."""
         gradient = self.parameter.grad
         if gradient is not None:
             gradient = local_part(gradient)
@@ -118,7 +117,7 @@ def local_shard(parameter: nn.Parameter, offload: bool) -> Held:
         master = local_part(master_parameter)
         if offload:
             master = _on_host(master).copy_(master)
-            keep_master(parameter, master)  # which frees the one on the device
+            keep_master(parameter, master)  # frees the master on the device
         return MasterShard(parameter, nn.Parameter(master), offload)
     local = local_part(parameter.detach())
     if offload:
@@ -142,7 +141,7 @@ class MasterShard(LocalShard):
     def write_back(self) -> None:
         local_part(self.parameter.detach()).copy_(self.local, non_blocking=True)
         if not self.offloaded:
-            self.local.grad = None  # a copy, which only the update needs
+            self.local.grad = None  # a copy that only the update needs
 
     def fetch(self) -> None:
         """Does nothing, since a load writes into the master itself."""
@@ -167,7 +166,7 @@ Place = tuple[int, ...]  # one coordinate for each dimension of the mesh over wh
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """Holds as ``local`` the whole parameter on its ``owner``, and None on other ranks."""
+    """``local`` is the full parameter on its ``owner`` and None on other ranks."""
 
     parameter: nn.Parameter
     owner: Place
@@ -176,7 +175,7 @@ class WholeTensor:
 
     @classmethod
     def of(cls, parameter: nn.Parameter, owner: Place, offload: bool) -> WholeTensor:
-        """Builds it from the shards. Collective over the ranks that share the parameter."""
+        """Creates the pair. Collective over the ranks that share the parameter."""
         whole = _gathered(parameter.detach(), parameter)
         if _own_place(parameter) != owner:
             return cls(parameter, owner, None, offload)
@@ -218,7 +217,7 @@ class WholeTensor:
             whole = whole.narrow(dim, start if length else 0, length)
         shard.copy_(whole)
         if self.local is not None and not self.offloaded:
-            self.local.grad = None  # a whole gradient, which would stay in memory until the next step
+            self.local.grad = None  # a full gradient, which would stay in memory until the next step
 
     def fetch(self) -> None:
         whole = _gathered(self.parameter.detach(), self.parameter)
@@ -230,7 +229,8 @@ class WholeTensor:
 
 
 def _sharded_dims(parameter: Tensor) -> list[int]:
-    """Returns the dimensions of the mesh over which a parameter is sharded; empty if each rank has all of it."""
+    """Returns the dimensions of the mesh over which a parameter is sharded; empty if each rank has the full
+    parameter."""
     if not isinstance(parameter, DTensor):
         return []
     mesh = parameter.device_mesh  # is_shard() is false for a strided shard (ZeRO over tensor parallelism)
@@ -243,7 +243,7 @@ def _own_place(parameter: nn.Parameter) -> Place:
 
 
 def _gathered(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Returns the whole of a tensor that is sharded like ``parameter``. Collective."""
+    """Returns the full tensor of a tensor that is sharded like ``parameter``. Collective."""
     sharded = like_shard(local_part(tensor), parameter)
     assert isinstance(sharded, DTensor)
     whole = sharded.full_tensor()

@@ -1,7 +1,7 @@
 """Computes the learning rate of each step.
 
-It is a pure function of the step, so it has no state to save or resume. A scheduler class of torch is stepped from the
-start of the run to the requested step.
+The learning rate is a pure function of the step, so there is no state to save or resume. A scheduler class of torch is
+stepped from the start of the run to the requested step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def learning_rates(config: OptimConfig, batch_size: int, total_steps: int) -> Ca
         batch_size: samples per step, for ``optim.lr_scaling``.
 
     Raises:
-        UserError: a schedule of the user cannot be imported or called.
+        UserError: a custom schedule cannot be imported or called.
     """
     schedule = parse_schedule(config.schedule)
     peak = peak_rate(config, batch_size)
@@ -158,10 +158,10 @@ def peak_rate(config: OptimConfig, batch_size: int) -> float:
 def rate(config: OptimConfig, peak: float, step: int, total_steps: int) -> float:
     """Returns the learning rate of step ``step`` in [0, ``total_steps``).
 
-    It rises linearly over ``warmup_steps`` (step 0 has 1 / warmup_steps of the peak) and then follows the schedule; all
-    but ``constant`` reach ``min_lr_ratio`` x peak at the last step. ``cosine``: Loshchilov and Hutter 2016,
-    arXiv:1608.03983. ``wsd`` (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395) falls linearly in the last
-    ``decay_share`` of all steps.
+    It rises linearly over ``warmup_steps`` (step 0 has 1 / warmup_steps of the peak) and then follows the schedule. All
+    schedules except ``constant`` reach ``min_lr_ratio`` x peak at the last step. ``cosine``: Loshchilov and Hutter
+    2016, arXiv:1608.03983. ``wsd`` (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395) falls linearly during the
+    last ``decay_share`` of all steps.
     """
     warmup = config.warmup_steps
     lowest = config.min_lr_ratio

@@ -1,9 +1,9 @@
-"""Updates the parameters of a rank with AdamW, SGD, and optimizers of the user.
+"""Updates the parameters of a rank with AdamW, SGD, or custom optimizers.
 
 AdamW and SGD are elementwise, so each rank updates its local shards as plain tensors, with one fused kernel per group
 and without DTensor's dispatch. If the gradient norm is not finite, the fused kernels leave parameters and state
-unchanged (``found_inf``, the protocol of ``torch.amp.GradScaler``); the host does not read the flag. An optimizer of
-the user that does not know this protocol makes the host read the flag in each step.
+unchanged (``found_inf``, the protocol of ``torch.amp.GradScaler``); the host does not read the flag. With a custom
+optimizer that does not support this protocol, the host reads the flag in each step.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from hpc_train.train.optimizers.compact_adamw import CompactAdamW
 from hpc_train.train.optimizers.held import Held, MasterShard, hold
 from hpc_train.train.optimizers.own import OwnState, check_elementwise, flattened
 
-WIDENED = 2**26  # elements (256 MiB) of master weights whose fp32 gradients exist at once; a larger one is alone
+WIDENED = 2**26  # elements; the gradients of so many masters (256 MiB), or of one larger master, are in fp32 at a time
 
 
 class Optimizer:
     """Updates ``parameters`` (canonical name -> parameter of this rank).
 
     Weight decay applies to parameters with two or more dimensions, not to biases and norms, unless a group of
-    ``optim.groups`` sets it. The state of AdamW and SGD is allocated at construction, so that a checkpoint can be
-    loaded into it before the first step. Collective over the ranks that share parameters, as are ``step`` and
-    ``loaded``.
+    ``optim.groups`` sets it. The state of AdamW and SGD is allocated in the constructor, so that a checkpoint can be
+    loaded into it before the first step. The constructor, ``step`` and ``loaded`` are collective over the ranks that
+    share parameters.
 
     Args:
         offload: whether to keep the state in host memory and take the steps there.
@@ -50,11 +50,11 @@ class Optimizer:
         self._groups = parameter_groups(config)
         self._held = hold(trained, {name: self._target(name).elementwise for name in trained}, offload)
         self._together = [*_updated_together(self._held.values())]
-        members: dict[str, dict[str, ParameterGroup | None]] = {}  # config key of the optimizer -> name -> group
+        members: dict[str, dict[str, ParameterGroup | None]] = {}  # by the config key of the optimizer
         for name in trained:
             members.setdefault(self._target(name).where, {})[name] = self._group(name)
         self._parts = [_part(config, self._target(next(iter(some))), some, self._held) for some in members.values()]
-        # name, key -> (tensor of the optimizer, its DTensor view), as a DTensor takes 0.1 ms to make in each save
+        # (name, key) -> (tensor of the optimizer, its DTensor view); creating a DTensor would take 0.1 ms in each save
         self._named: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         self._before_update: list[Callable[[], None]] = []
 
@@ -76,7 +76,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step_some(self, learning_rate: float, parameters: Sequence[nn.Parameter], finite: Tensor) -> None:
-        """Updates ``parameters`` like ``step``; this rank holds all of each, in the memory that the engine uses."""
+        """Updates ``parameters`` like ``step``. This rank holds the full parameters, in the memory that the engine
+        uses."""
         self._prepare()
         for part in self._parts:
             with part.only(parameters) as some:
@@ -92,13 +93,12 @@ class Optimizer:
         self._before_update.append(action)
 
     def expect(self, stored: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
-        """Allocates the state of user-defined optimizers, which the following load fills.
+        """Allocates the state of custom optimizers, into which the following load writes.
 
         Args:
-            stored: all tensors of a checkpoint; if it is empty, that state is discarded.
+            stored: all tensors of a checkpoint; an empty mapping discards this state.
 
-        Returns:
-            The tensors that are state of such optimizers, on any rank.
+        Returns: The tensors that are state of custom optimizers, on any rank.
         """
         states: dict[str, dict[str, TensorShape]] = {}
         for target in own_targets(self._config):
@@ -121,7 +121,7 @@ class Optimizer:
     def named_state(self) -> dict[str, dict[str, Tensor]]:
         """Returns canonical name -> key -> tensor, sharded like the parameter if the optimizer is elementwise.
 
-        The tensors share memory with the optimizer. Call ``loaded`` after a load into them.
+        The tensors share memory with the optimizer. ``loaded`` must be called after a load into them.
         """
         states: dict[str, dict[str, Tensor]] = {}
         for part in self._parts:
@@ -156,9 +156,9 @@ class Optimizer:
 
 
 def _updated_together(held: Iterable[Held]) -> Iterator[list[Held]]:
-    """Yields groups of parameters that are updated together: all at once, except masters on the device. These need
-    gradients in fp32, so each group has only a few, to keep the copies small. Optimizers leave out parameters without a
-    gradient.
+    """Yields groups of parameters that are updated together: all parameters, except masters on the device. Masters need
+    gradients in fp32, so a group has only a few of them, to limit the size of the copies. Optimizers skip parameters
+    without a gradient.
     """
     together: list[Held] = []
     elements = 0
@@ -178,12 +178,12 @@ class _Part:
     """Holds one optimizer and the parameters of this rank that it updates.
 
     Attributes:
-        inner: None if other ranks own all these parameters.
+        inner: the torch optimizer; None if other ranks own all these parameters.
         lr_factors: the factor of the learning rate for each of torch's parameter groups.
-        user: names the state of an optimizer of the user; None for the built-in ones.
-        waits: whether the host reads the flag that the gradients are finite; the same on all ranks that share them.
-        updates: how often it has updated parameters.
-        places: the number of torch's parameter group of each parameter, once ``only`` has asked for it.
+        user: names the state of a custom optimizer; None for the built-in optimizers.
+        waits: whether the host reads whether the gradients are finite. It is the same on all ranks that share them.
+        updates: the number of updates so far.
+        places: parameter -> number of its torch parameter group; filled by the first call of ``only``.
     """
 
     names: list[str]
@@ -196,7 +196,8 @@ class _Part:
 
     @contextmanager
     def only(self, parameters: Sequence[nn.Parameter]) -> Iterator[bool]:
-        """Returns a context in which the optimizer has only these of its parameters, and whether there are any."""
+        """Restricts the optimizer to those of its parameters that are in ``parameters``. Yields whether there are
+        any."""
         groups = self.inner.param_groups if self.inner is not None else []
         members = [group["params"] for group in groups]
         if not self.places:
@@ -225,7 +226,7 @@ class _Part:
             device = next(group["params"][0].device for group in self.inner.param_groups if group["params"])
             self.inner.found_inf = (~finite).to(device, torch.float32)  # type: ignore[attr-defined]
         self.updates += 1
-        if self.user is None or self.updates > 2:  # some values are made in the first update
+        if self.user is None or self.updates > 2:  # the first update creates some values
             self.inner.step()
             return
         self.user.before_update()
@@ -239,7 +240,7 @@ def _part(
     """Builds the optimizer of the parameters that ``target`` updates on this rank.
 
     Args:
-        members: the names of the parameters of ``target`` on this rank, with their groups.
+        members: name -> group, for the parameters of ``target`` on this rank.
     """
     groups: dict[tuple[str, bool], dict[str, Any]] = {}  # torch's parameter groups
     factors: dict[int, float] = {}
@@ -278,7 +279,7 @@ def _part(
 
 
 def _built_in(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Builds AdamW or SGD with the state of all parameters, as it is before the first step."""
+    """Builds AdamW or SGD with the initial state of all parameters."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     if config.name == "adamw":
         first, second = config.betas
@@ -306,7 +307,7 @@ def _built_in(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.
 
 
 def check_groups(optim: OptimConfig, engine: Engine, mesh: Mesh) -> None:
-    """Collective over all ranks.
+    """Checks ``optim.groups`` and the elementwise optimizers. Collective over all ranks.
 
     Raises:
         UserError: a group of ``optim.groups`` matches no trained parameter of any stage, or an optimizer is not

@@ -1,7 +1,8 @@
-"""Builds the optimizers of a user by import path, and keeps their state in the form of a checkpoint.
+"""Builds custom optimizers by import path, and converts their state to the form of a checkpoint.
 
 An optimizer creates its state in its first update, in any form. A load therefore takes the names and shapes from the
-checkpoint and not from the optimizer: before a load, ``OwnState.expect`` allocates the tensors of the checkpoint.
+checkpoint and not from the optimizer: before a load, ``OwnState.expect`` allocates the tensors that are in the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def check_signature(target: Target, of_groups: Collection[str] = ()) -> Callable
         of_groups: the arguments that parameter groups set.
 
     Raises:
-        UserError: it cannot be imported, or does not take an argument.
+        UserError: it cannot be imported or does not accept an argument.
     """
     assert target.path is not None
     make = locate(target.path, f"{target.where}._target_")
@@ -48,10 +49,10 @@ def build(target: Target, groups: list[dict[str, Any]], lr: float, weight_decay:
 
     Args:
         groups: torch's parameter groups, each with the key weight_decay.
-        lr: given to ``target`` if its signature has ``lr``; the same holds for ``weight_decay``, also in the groups.
+        lr: passed to ``target`` if its signature has ``lr``. The same holds for ``weight_decay``, also in the groups.
 
     Raises:
-        UserError: it cannot be imported or called, or what it returns cannot be used.
+        UserError: the target cannot be imported or called, or its result cannot be used.
     """
     make = check_signature(target, [key for group in groups for key in group if key not in GIVEN])
     parameters = inspect.signature(make).parameters
@@ -65,7 +66,7 @@ def build(target: Target, groups: list[dict[str, Any]], lr: float, weight_decay:
         raise UserError(
             f"{target.path} could not be built: {type(error).__name__}: {error}",
             where=f"{target.where}._target_, {target.where}.args",
-            fix="change the arguments, or give the parameters that it does not support to another optimizer with "
+            fix="change the arguments, or assign the parameters that it does not support to another optimizer with "
             "+optim.groups.NAME.match=REGEX +optim.groups.NAME._target_=torch.optim.AdamW",
         ) from error
 
@@ -86,21 +87,21 @@ def build(target: Target, groups: list[dict[str, Any]], lr: float, weight_decay:
     given = {id(parameter) for group in groups for parameter in group["params"]}
     if given != {id(parameter) for group in built.param_groups for parameter in group["params"]}:
         raise UserError(
-            f"the optimizer that {target.path} returned does not have the parameters that it was given",
+            f"the optimizer that {target.path} returned does not have the parameters that were passed to it",
             where=where,
             fix="pass the first argument on to the optimizer",
         )
     return built
 
 
-ROWS, COLUMNS, UPDATES = 6, 4, 3  # the parameter and the updates with which ``check_elementwise`` compares
+ROWS, COLUMNS, UPDATES = 6, 4, 3  # the size of the parameter and the number of updates in ``check_elementwise``
 
 
 def check_elementwise(target: Target) -> None:
-    """Compares updates of a small matrix with those of its halves, if the config states that they are equal.
+    """Compares the updates of a small matrix with the updates of its halves, if the config states that they are equal.
 
     Raises:
-        UserError: they differ.
+        UserError: the updates differ.
     """
     if not target.elementwise or target.torch_name is not None:
         return
@@ -115,12 +116,12 @@ def check_elementwise(target: Target) -> None:
             for rows in (slice(None, ROWS // 2), slice(ROWS // 2, None))
         ]
     except (ImportError, NotImplementedError, RuntimeError):
-        return  # such as kernels that only a GPU has
+        return  # for example, kernels that exist only on GPUs
     if not torch.allclose(updated, torch.cat(halves), rtol=1e-6, atol=1e-9):
         raise UserError(
             f"{target.where}.elementwise is true, but {target.path} updates a matrix differently from its halves",
             where=f"{target.where}.elementwise",
-            fix=f"{target.where}.elementwise=false, with which one rank updates the whole parameter",
+            fix=f"{target.where}.elementwise=false; a single rank then updates each full parameter",
         )
 
 
@@ -135,10 +136,10 @@ def _updated(target: Target, value: Tensor, gradients: list[Tensor]) -> Tensor:
 
 @dataclass
 class OwnState:
-    """Names and loads the state of one optimizer of a user.
+    """Names and loads the state of a custom optimizer.
 
     Args:
-        held: the parameters of this rank by name that the optimizer updates; some may belong to other ranks.
+        held: name -> parameter of this rank that the optimizer updates; other ranks may own some of them.
     """
 
     target: Target
@@ -148,7 +149,8 @@ class OwnState:
     _values: dict[str, Any] | None = field(default=None, init=False)
 
     def named(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yields each parameter's name and its state by key, or the tensors into which the next load writes."""
+        """Yields the name of each parameter and key -> tensor of its state, or the tensors into which the next load
+        writes."""
         for name, held in self.held.items():
             tensors = self._expected.get(name, {})
             if not self._expected:
@@ -166,14 +168,14 @@ class OwnState:
             f"{self.target.path} keeps {key} of shape {list(shape)} for {name} of shape {list(expected)}, so it does "
             "not compute each element of a parameter alone",
             where=f"{self.target.where}.elementwise",
-            fix=f"{self.target.where}.elementwise=false, with which one rank updates the whole parameter",
+            fix=f"{self.target.where}.elementwise=false; a single rank then updates each full parameter",
         )
 
     def expect(self, stored: Mapping[str, TensorShape]) -> None:
-        """Discards the state, and allocates tensors for the stored state of this rank.
+        """Discards the state, and allocates tensors for the part of a stored state that belongs to this rank.
 
         Args:
-            stored: the tensors of this optimizer in a checkpoint by name.
+            stored: name -> tensor of this optimizer in a checkpoint.
         """
         self._expected = {}
         if self.optimizer is not None:
@@ -186,7 +188,7 @@ class OwnState:
 
     def _allocated(self, name: str, key: str, entry: TensorShape, held: Held) -> Tensor:
         assert held.local is not None and self.optimizer is not None
-        if not entry.shape:  # like torch, which keeps the step of an optimizer on the CPU unless a kernel reads it
+        if not entry.shape:  # as in torch, the step of an optimizer is on the CPU unless a kernel reads it
             read_by_kernel = any(group.get("capturable") or group.get("fused") for group in self.optimizer.param_groups)
             on_device = ":" not in key and (key != "step" or read_by_kernel)
             return torch.zeros((), dtype=entry.dtype, device=held.local.device if on_device else "cpu")
@@ -200,7 +202,7 @@ class OwnState:
         return held.as_saved(torch.zeros(shape, dtype=entry.dtype, device=held.local.device))
 
     def loaded(self) -> None:
-        """Creates the state from the values that a load has written."""
+        """Builds the state from the values that a load has written."""
         for name, tensors in self._expected.items():
             local = self.held[name].local
             assert self.optimizer is not None and local is not None
@@ -213,7 +215,7 @@ class OwnState:
         self._values = self._own_values()
 
     def check_update(self) -> None:
-        """Checks that a checkpoint can hold all values that the update after ``before_update`` has changed.
+        """Checks that a checkpoint can contain the values that the update after ``before_update`` has changed.
 
         Raises:
             UserError: a value cannot be saved.
@@ -222,16 +224,16 @@ class OwnState:
         changed = [name for name, value in self._own_values().items() if self._values.get(name, value) != value]
         if changed:
             raise UserError(
-                f"{self.target.path} keeps {', '.join(changed)} in its parameter groups or in itself, which would be "
-                "lost in a checkpoint and differ between ranks",
+                f"{self.target.path} stores {', '.join(changed)} in its parameter groups or attributes, which are not "
+                "saved in a checkpoint and may differ between ranks",
                 where=f"{self.target.where}._target_",
-                fix="keep such values in self.state[parameter]",
+                fix="store such values in self.state[parameter]",
             )
         for _ in self.named():  # raises for a state that cannot be saved
             pass
 
     def _own_values(self) -> dict[str, Any]:
-        """Returns the numbers and tensors of the optimizer that are not in its state, in a form to compare."""
+        """Returns the numbers and tensors of the optimizer that are not in its state, in a form for comparisons."""
         assert self.optimizer is not None
         values = {key: value for key, value in vars(self.optimizer).items() if key not in _of_every_optimizer()}
         for number, group in enumerate(self.optimizer.param_groups):
@@ -245,7 +247,7 @@ def _of_every_optimizer() -> frozenset[str]:
     return frozenset(vars(torch.optim.Optimizer([torch.nn.Parameter(torch.zeros(1, device="cpu"))], {})))
 
 
-_SMALL = 1024  # elements of a tensor that are read
+_SMALL = 1024  # elements; only the version counter of larger tensors is compared
 
 
 def _comparable(value: Any) -> Any:
@@ -270,7 +272,8 @@ def _comparable(value: Any) -> Any:
 
 
 def parameter_name(full: str, target: Target) -> str | None:
-    """Returns NAME if ``full`` is ``optim.NAME.KIND.KEY``, the name in a checkpoint of state of ``target``."""
+    """Returns NAME if ``full`` is ``optim.NAME.KIND.KEY``, the name of a tensor of the state of ``target`` in a
+    checkpoint."""
     match = re.fullmatch(rf"optim\.(.+)\.{re.escape(class_name(target))}\.[^.]+", full)
     return None if match is None else match[1]
 
@@ -291,11 +294,11 @@ _ITEM = re.compile(r"(.+)\[(\d+)\]")
 
 
 def flattened(state: Mapping[str, Any], where: str) -> dict[str, Tensor]:
-    """Returns the tensors of the state of one parameter by their names in a checkpoint, which holds only tensors.
+    """Returns the state of one parameter as tensors by their names in a checkpoint, which contains only tensors.
 
-    A tensor of the state ``square_avg`` keeps its name, an element of a list gets the name ``Q[0]``, and a Python value
-    becomes a scalar tensor whose name ends with its kind, such as ``step:int``. A tensor of torchao in 8 bits becomes
-    its codes, scales and code book: ``exp_avg@codes``, ``exp_avg@scale`` and ``exp_avg@qmap``.
+    A tensor such as ``square_avg`` keeps its name, an element of a list gets a name such as ``Q[0]``, and a Python
+    value becomes a scalar tensor whose name ends with its type, such as ``step:int``. An 8-bit tensor of torchao
+    becomes its codes, scales and code book: ``exp_avg@codes``, ``exp_avg@scale`` and ``exp_avg@qmap``.
 
     Raises:
         UserError: a value is neither a tensor, a number, None nor a list of these.
@@ -321,10 +324,10 @@ def _flat(key: str, value: Any, where: str) -> Iterator[tuple[str, Tensor]]:
         yield f"{key}:{kind.__name__}", torch.tensor(value, dtype=dtype)
     else:
         raise UserError(
-            f"the optimizer keeps {key!r} for a parameter, which is a {type(value).__name__} and cannot be saved in a "
+            f"the optimizer stores {key!r} for a parameter, which is a {type(value).__name__} and cannot be saved in a "
             "checkpoint",
             where=where,
-            fix="keep tensors, numbers, None, and lists of these in the state",
+            fix="store only tensors, numbers, None, and lists of these in the state",
         )
 
 
@@ -332,7 +335,7 @@ def restored(tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) 
     """Returns the state whose ``flattened`` form is ``tensors``.
 
     Args:
-        dtype: the dtype of the parameter, which a tensor in 8 bits reports as its own.
+        dtype: the dtype of the parameter, which an 8-bit tensor reports as its dtype.
     """
     state: dict[str, Any] = {}
     lists: dict[str, dict[int, tuple[str, Tensor]]] = {}

@@ -1,8 +1,8 @@
 """Tries the optimizer and the schedule of a config on small parameters, in a separate process before a submission.
 
-``python -m hpc_train.train.optimizers.probe`` reads a config as JSON from its standard input and prints the first
-mistake as JSON. For a family of models the small parameters have the names and the number of dimensions of the model's;
-the parameters of a custom model are unknown without building it, so only the signatures are checked then.
+``python -m hpc_train.train.optimizers.probe`` reads a config as JSON from standard input and prints the first mistake
+as JSON. For a model family, the small parameters have the names and the numbers of dimensions of the model's
+parameters. The parameters of a custom model are unknown unless it is built, so only the signatures are checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpc_train.train.optimizers.optimizer import Optimizer
 
 SIZE = 4  # the largest dimension of a small parameter
 UPDATES = 2
-FURTHEST = 10_000  # a scheduler class is stepped to its last step only in runs of at most so many steps
+FURTHEST = 10_000  # a scheduler class is stepped to the last step only in runs of at most this many steps
 
 
 def check(model: Any, optim: OptimConfig, steps: int) -> None:
@@ -34,7 +34,7 @@ def check(model: Any, optim: OptimConfig, steps: int) -> None:
 
     Args:
         model: the config of the model.
-        steps: the steps of the run.
+        steps: the number of steps of the run.
 
     Raises:
         UserError: the optimizer, its groups or the schedule cannot be used.
@@ -55,7 +55,7 @@ def check(model: Any, optim: OptimConfig, steps: int) -> None:
         for name, parameter in built.named_parameters()
     }
     optimizer = Optimizer(optim, small)
-    with suppress(ImportError, NotImplementedError, RuntimeError):  # such as kernels that only a GPU has
+    with suppress(ImportError, NotImplementedError, RuntimeError):  # for example, kernels that exist only on GPUs
         for _ in range(UPDATES):
             for parameter in small.values():
                 parameter.grad = torch.randn_like(parameter)

@@ -93,7 +93,7 @@ def test_what_has_no_state_is_refused() -> None:
     net = nn.Linear(2, 2)
     with pytest.raises(UserError, match="steps is a int, which has no state"):
         registered(steps=3)
-    with pytest.raises(UserError, match="optimizer has a parameter of no registered module"):
+    with pytest.raises(UserError, match="optimizer has a parameter that is in no registered module"):
         registered(optimizer=torch.optim.SGD(net.parameters(), lr=1))
     counter = Counter()
     counter.state["made"] = {"by": object()}
