@@ -545,7 +545,7 @@ def test_a_run_is_checked_once(tmp_path: Path) -> None:
     ("samples", "size", "drop_last", "validation", "found"),
     [
         (16, 8, True, 16, None),
-        (16, 7, True, 14, "a step has 7 samples for 8 places"),
+        (16, 7, True, 14, "the 7 samples of a step are padded to 8 rows"),
         (17, 8, True, 8, None),
         (17, 8, False, 8, "the last batch is filled up"),
         (16, 8, False, 8, None),

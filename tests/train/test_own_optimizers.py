@@ -277,11 +277,11 @@ def training_names(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tenso
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"_target_": f"{OWN}.CountsInGroup"}, "keeps count of group 0, count of group 1"),
-        ({"_target_": f"{OWN}.WarmsUpByItself"}, "keeps _warm in its"),
-        ({"_target_": f"{OWN}.CountsInTensor"}, "keeps t of group 0, t of group 1"),
-        ({"_target_": f"{OWN}.RemembersNorms"}, "keeps norms in its"),
-        ({"_target_": f"{OWN}.KeepsText"}, "keeps 'note' for a parameter, which is a str"),
+        ({"_target_": f"{OWN}.CountsInGroup"}, "stores count of group 0, count of group 1"),
+        ({"_target_": f"{OWN}.WarmsUpByItself"}, "stores _warm in its"),
+        ({"_target_": f"{OWN}.CountsInTensor"}, "stores t of group 0, t of group 1"),
+        ({"_target_": f"{OWN}.RemembersNorms"}, "stores norms in its"),
+        ({"_target_": f"{OWN}.KeepsText"}, "stores 'note' for a parameter, which is a str"),
         ({"_target_": f"{OWN}.NeedsClosure"}, "calls a closure"),
         ({"_target_": f"{OWN}.not_an_optimizer"}, "returned list, not a torch.optim.Optimizer"),
         ({"_target_": f"{OWN}.Missing"}, "has no Missing"),
