@@ -1,4 +1,4 @@
-"""Implements the attention that the transformers share.
+"""Implements the attention that the built-in transformers share.
 
 It has grouped queries (Ainslie et al. 2023, arXiv:2305.13245) and reads the number of heads from the projected tensors,
 so the same code runs on the heads of a tensor-parallel rank. As options it has a sliding window (Beltagy et al. 2020,
@@ -30,7 +30,7 @@ from hpc_train.models.packed_attention import Scores
 from hpc_train.models.transformer import widened
 
 Exchange = Callable[[Callable[[Tensor, Tensor, Tensor], Tensor], Tensor, Tensor, Tensor], Tensor]
-LOCAL = "local_"  # begins the names of what only layers with a sliding window read in the context
+LOCAL = "local_"  # the prefix of names in the context that only layers with a sliding window read
 
 
 class Attention(nn.Module):
@@ -38,14 +38,14 @@ class Attention(nn.Module):
 
     Args:
         bias: whether all projections have biases.
-        qkv_bias: whether those to queries, keys and values have them.
+        qkv_bias: whether the projections to queries, keys and values have biases.
         head_dim: the width of a head; None divides ``dim`` by ``n_heads``.
-        norm: returns a norm for heads of the given width, for queries and keys; None: there is none.
+        norm: returns a norm for queries and keys, for heads of the given width; None means no norm.
         scores: how scores are computed.
 
     Attributes:
-        exchange: set by context parallelism. It is called with a function that computes attention for whole sequences
-            of some of the heads, and with queries, keys and values of all heads for this rank's tokens.
+        exchange: set by context parallelism. It is called with a function that computes attention over full sequences
+            for some of the heads, and with queries, keys and values of all heads for the tokens of this rank.
     """
 
     exchange: Exchange | None = None
@@ -102,14 +102,15 @@ class Attention(nn.Module):
         return self.wo(mixed.flatten(2))
 
     def _from(self, context: Mapping[str, Tensor], name: str) -> Any:
-        """Returns the tensor ``name``, that of layers with a sliding window if this is one; None if there is none."""
+        """Returns the tensor ``name`` of the context; in a layer with a sliding window, the tensor for such layers.
+        None if there is none."""
         local = context.get(LOCAL + name) if self.scores.window is not None else None
         if local is None:
             return context.get(name)
         return local
 
     def _scores_within(self, length: int) -> Scores:
-        """Returns how the scores of ``length`` tokens are computed: a window that holds all of them counts as no
+        """Returns the computation of scores for ``length`` tokens. A window that contains all of them counts as no
         window."""
         if packed.is_narrow(self.scores, length):
             return self.scores
@@ -140,8 +141,8 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(**call).transpose(1, 2)
 
     def backend(self, length: int, dtype: torch.dtype, device: torch.device, context: Mapping[str, Tensor]) -> str:
-        """Returns which implementation computes the attention of sequences of ``length`` tokens, for the log. The
-        projected tensors of a batch with ``context`` have ``dtype``, which autocast may have chosen."""
+        """Describes the implementation of attention for sequences of ``length`` tokens, for the log. The projected
+        tensors of a batch with ``context`` have ``dtype``, which autocast may have chosen."""
         scores = self._scores_within(length)
         if scores.cap is not None:
             return f"plain operations with {length} x {length} scores per head, because no kernel has a soft cap"
@@ -154,7 +155,7 @@ class Attention(nn.Module):
         return f"{choice} with a mask of {length} x {length} elements, because {missing}"
 
     def _choice(self, length: int, dtype: torch.dtype, device: torch.device, masked: bool) -> str:
-        """Returns which implementation ``scaled_dot_product_attention`` chooses."""
+        """Describes the implementation that ``scaled_dot_product_attention`` chooses."""
         widths = (projection.out_features for projection in (self.wq, self.wk, self.wv))
         query, key, value = (
             torch.empty(
@@ -173,9 +174,9 @@ def _call(
 ) -> dict[str, Any]:
     """Returns the arguments of ``scaled_dot_product_attention`` for heads ``[micro, heads, seq, head_dim]``.
 
-    On GPUs only flash attention has grouped queries everywhere, and it has neither masks nor fp32. The memory-efficient
-    kernel has both, but needs the keys and values of every query. Otherwise torch would fall back to its plain
-    implementation, which keeps scores of ``micro x heads x seq x seq`` for the backward pass.
+    On GPUs, only flash attention always supports grouped queries, but it supports neither masks nor fp32. The
+    memory-efficient kernel supports both, but needs the keys and values of every query. Otherwise torch would fall back
+    to its plain implementation, which keeps scores of ``micro x heads x seq x seq`` for the backward pass.
     """
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda and (mask is not None or query.dtype not in (torch.float16, torch.bfloat16)):
@@ -205,7 +206,8 @@ def soft_cap(values: Tensor, cap: float | None) -> Tensor:
 
 
 def attention_backend(parts: Iterable[nn.Module], batch: Batch, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Returns which implementations compute the attention in the layers of ``parts`` for ``batch``, None without."""
+    """Describes the implementations of attention in the layers of ``parts`` for ``batch``; None if there is no
+    attention."""
     for part in parts:
         if not isinstance(part, Model):
             continue
@@ -226,9 +228,9 @@ def attention_backend(parts: Iterable[nn.Module], batch: Batch, dtype: torch.dty
 class RotaryScaling:
     """Scales rotary frequencies as Llama 3.1 does for sequences longer than those of the pre-training.
 
-    A frequency with fewer than ``low_freq_factor`` periods in the original length is divided by ``factor``. One with
-    more than ``high_freq_factor`` periods does not change, and those between are interpolated. The formula follows
-    Meta's ``apply_scaling`` (github.com/meta-llama/llama-models); the names follow Hugging Face.
+    A frequency with fewer than ``low_freq_factor`` periods in the original length is divided by ``factor``. A frequency
+    with more than ``high_freq_factor`` periods does not change, and frequencies in between are interpolated. The
+    formula follows Meta's ``apply_scaling`` (github.com/meta-llama/llama-models); the names follow Hugging Face.
     """
 
     factor: float

@@ -112,8 +112,9 @@ def _with_statistics(built: AnyModule, config: CustomModelConfig) -> AnyModule:
 
 
 def _without_values(target: Callable[..., Any], config: CustomModelConfig) -> nn.Module | None:
-    """Returns the module on ``meta``; None if its constructor reads values, or keeps tensors that are neither
-    parameters nor buffers, or modules that are not registered, also in lists, dicts and objects."""
+    """Returns the module on ``meta``. Returns None if its constructor reads values, or if the module holds tensors that
+    are neither parameters nor buffers, or modules that are not registered, including those in lists, dicts and
+    objects."""
     try:
         with torch.device("meta"):
             built = target(**config.args)
@@ -167,7 +168,7 @@ def _call(target: Callable[..., Any], config: CustomModelConfig) -> Any:
 def _raised_in(error: Exception) -> str:
     """Returns the last line of the file of the target that ``error`` has left, such as ``net.py:14``.
 
-    It is empty if the call itself has failed, or the target is not a user's.
+    It is empty if the call itself has failed, or if the target is not custom code.
     """
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without the frame of ``_call``
     if not frames or re.search(r"/(site|dist)-packages/", frames[0].filename):
@@ -183,9 +184,9 @@ _LIBRARIES = frozenset(("hpc_train", "torch", *sys.stdlib_module_names))
 
 
 def held_by(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """Yields the attributes of ``modules``, and what is in their containers and objects, each once.
+    """Yields the attributes of ``modules`` and the contents of their containers and objects, each value once.
 
-    Numbers and texts are left out. Modules are yielded and not entered.
+    Numbers and texts are left out. Modules are yielded but not entered.
     """
     seen: dict[int, Any] = {}
     left = [value for module in modules for name, value in vars(module).items() if name not in OF_TORCH]
@@ -198,7 +199,7 @@ def held_by(modules: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def elements(value: Any) -> list[Any]:
-    """Returns the elements of a container, or the dict of an object's attributes; nothing for any other value."""
+    """Returns the elements of a container, or the dict of an object's attributes; an empty list for any other value."""
     if isinstance(value, dict):
         return [*dict.values(value)]
     for kind in _SEQUENCES:
@@ -210,9 +211,9 @@ def elements(value: Any) -> list[Any]:
 
 
 def is_object(value: Any) -> bool:
-    """Returns whether ``value`` has attributes, and its class is in no installed package.
+    """Returns whether ``value`` has attributes and its class is not in an installed package.
 
-    Objects of packages are not entered: they may stand for files, threads and memory of devices.
+    Objects of packages are not entered, since they may represent files, threads or device memory.
     """
     if isinstance(value, SimpleNamespace | UserDict | UserList):
         return True

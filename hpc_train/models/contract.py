@@ -1,7 +1,7 @@
 """Compares a model with the description of its family.
 
-``python -m hpc_train.models.contract`` reads the configs of model and data as JSON from its standard input and prints
-the first difference.
+``python -m hpc_train.models.contract`` reads the configs of model and data as JSON from standard input and prints the
+first difference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpc_train.models.model import Model
 
 
 def disagreement(model_config: Any, data_config: Any) -> str:
-    """Returns the first difference between the model and its description; an empty string if they agree; raises
+    """Returns the first difference between the model and its description; an empty string if they agree. Raises
     UserError if the model cannot be built."""
     family = load_family(model_config.kind)
     model = build_model(model_config, 0)
@@ -65,7 +65,7 @@ def _plan_problem(family: ModelFamily, model: Model) -> str:
 
 
 def _is_planned(parameter: str, plan: Mapping[str, ParallelStyle]) -> bool:
-    """Returns whether a style of ``plan`` distributes ``parameter``: that of its module or of one that holds it."""
+    """Returns whether ``plan`` has a style for the module of ``parameter`` or for a module that contains it."""
     above = accumulate(parameter.split(".")[:-1], lambda name, part: f"{name}.{part}")
     styles = (plan[name] for name in above if name in plan)
     return any(not isinstance(style, PrepareModuleInput | PrepareModuleOutput) for style in styles)

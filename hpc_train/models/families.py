@@ -84,7 +84,7 @@ def vit_parameters(model: ViTConfig) -> int:
 
 
 def vit_activations(model: ViTConfig, data: Any) -> Activations:
-    """Returns the activations of a layer; the logits of one token per image are too few to count."""
+    """Returns the activations of a layer. The logits of one token per image are negligible."""
     dim = model.dim
     return Activations(
         tokens=vit_tokens(model),
@@ -100,8 +100,8 @@ def vit_activations(model: ViTConfig, data: Any) -> Activations:
 def vit_flops_per_sample(model: ViTConfig, shape: tuple[int, ...]) -> float:
     """Returns ``t (6 N + 12 L d t) + 6 (t - 1) P + 6 C`` for an image of ``t`` tokens, ``L`` layers and width ``d``.
 
-    ``N`` is the number of parameters of the layers, ``P`` that of the patch projection and ``C`` that of the
-    classifier, which sees one token. As in PaLM, the formula counts six operations per parameter and token and adds the
+    ``N``, ``P`` and ``C`` are the numbers of parameters of the layers, of the patch projection, and of the classifier,
+    which gets a single token. As in PaLM, the formula counts six operations per parameter and token and adds the
     attention (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
     """
     length = vit_tokens(model)

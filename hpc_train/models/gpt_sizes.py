@@ -1,6 +1,6 @@
-"""Computes the sizes of a GPT from its config: parameters, activations and FLOPs. Imports no torch.
+"""Computes the sizes of a GPT from its config: parameters, activations and FLOPs. It does not import torch.
 
-A layer is local if its attention has a sliding window, and global if it attends to the whole sequence.
+A layer is local if its attention has a sliding window, and global if it attends to the full sequence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_local(model: GPTConfig, layer: int) -> bool:
 
 
 def keys_per_query(model: GPTConfig, length: int) -> list[int]:
-    """Returns for each layer to how many of ``length`` tokens the last one attends."""
+    """Returns, for each layer, the number of tokens to which the last of ``length`` tokens attends."""
     window = min(length, model.sliding_window or length)
     return [window if is_local(model, layer) else length for layer in range(model.n_layers)]
 
@@ -79,9 +79,9 @@ def gpt_stem_parameters(model: GPTConfig) -> int:
 def gpt_activations(model: GPTConfig, data: Any) -> Activations:
     """Returns the activations of a layer with the kernels of GPUs, whose norms keep only their inputs.
 
-    Fused attention keeps no scores; with a soft cap they are kept, and the keys and values of every query. A soft cap
-    of the logits keeps the result of tanh, a third of what their loss keeps. Compiled code computes the activation
-    function again, and keeps its product with the other projection.
+    Fused attention keeps no scores. With a soft cap, the scores are kept, and the keys and values of every query. A
+    soft cap of the logits keeps the result of tanh, a third of the bytes that the loss keeps. Compiled code computes
+    the activation function again, and keeps its product with the other projection.
     """
     dim = model.dim
     queries = query_width(model)
@@ -119,9 +119,9 @@ def gpt_activations(model: GPTConfig, data: Any) -> Activations:
 def gpt_flops_per_sample(model: GPTConfig, shape: tuple[int, ...]) -> float:
     """Returns ``s (6 N + 12 L d s)`` for a sequence of ``s`` tokens, ``L`` layers and queries of width ``d``.
 
-    ``N`` is the number of parameters in matrix products: all but the embedding table. A tied table counts once, as the
-    output projection. The attention term is not halved for the causal mask; in a local layer its second ``s`` is the
-    window if that is smaller. Source: PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+    ``N`` is the number of parameters in matrix products: all parameters except the embedding table. A tied table counts
+    once, as the output projection. The attention term is not halved for the causal mask; in a local layer, its second
+    ``s`` is the window if that is smaller. Source: PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
     """
     length = shape[-1]
     multiplied = model.n_layers * _gpt_layer_parameters(model) + model.dim + model.vocab_size * model.dim
@@ -138,15 +138,15 @@ def gpt_layer_flops(model: GPTConfig, length: int) -> tuple[float, ...]:
 def gpt_masked_flops(model: GPTConfig, length: int) -> float:
     """Returns the part of ``gpt_flops_per_sample`` for pairs of tokens that a causal mask excludes.
 
-    Of ``s w`` pairs in a window of ``w`` tokens, about ``w w / 2`` have no key, since the first tokens have fewer than
-    ``w`` before them; without a window ``w`` is ``s``.
+    Of the ``s w`` pairs in a window of ``w`` tokens, about ``w w / 2`` have no key, since fewer than ``w`` tokens
+    precede the first ones. Without a window, ``w`` is ``s``.
     """
     return sum(12.0 * query_width(model) * keys**2 / 2 for keys in keys_per_query(model, length))
 
 
 def check_gpt(model: GPTConfig, data: Any) -> None:
-    """Checks the sizes of ``model`` against each other and against ``data``; raises UserError if the sizes do not fit
-    together, or the vocabulary is smaller than that of ``data``."""
+    """Checks the sizes of ``model`` against each other and against ``data``. Raises UserError if the sizes do not fit
+    together, or if the vocabulary is smaller than the vocabulary of ``data``."""
     check_divides(model.n_kv_heads, model.n_heads, "model.n_kv_heads", "model.n_heads")
     if model.head_dim is None:
         check_divides(model.n_heads, model.dim, "model.n_heads", "the width model.dim")

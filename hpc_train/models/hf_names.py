@@ -1,7 +1,7 @@
-"""Maps the names of GPT parameters and config keys to those of ``transformers`` and back. Imports no torch.
+"""Maps the names of GPT parameters and config keys to the names in ``transformers`` and back, without torch.
 
-Shapes and values are equal (``attention.rotate`` uses their convention), so both directions only rename tensors.
-``FAMILIES`` lists the families; a model is exported as the first one whose options it has.
+Shapes and values are equal (``attention.rotate`` uses the convention of ``transformers``), so both directions only
+rename tensors. ``FAMILIES`` lists the families. A model is exported as the first family that has its options.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpc_train.config.schema import GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.models.gpt_sizes import SCALING, head_width, is_local
 
-OUTPUT = "lm_head.weight"  # a tied model's files lack it or hold a copy of the embedding
+OUTPUT = "lm_head.weight"  # the files of a tied model lack it or contain a copy of the embedding
 _OUTSIDE_LAYERS = {
     "stem.embedding.weight": "model.embed_tokens.weight",
     "head.norm.weight": "model.norm.weight",
@@ -40,13 +40,13 @@ _POST_NORMS = {
     "ffn_post_norm": "post_feedforward_layernorm",
 }
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
-_SUPPORTED: dict[str, Any] = {  # keys that our model lacks, each with the only value that it implements
+_SUPPORTED: dict[str, Any] = {  # keys that hpc_train's GPT does not have, with the only value that it supports
     "attention_bias": False,
     "mlp_bias": False,
     "pretraining_tp": 1,
     "use_bidirectional_attention": False,
 }
-_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # name of ours -> theirs
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # name here -> name in transformers
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
@@ -57,7 +57,7 @@ class HFFamily:
     Attributes:
         architecture: the name of the class.
         always: the options that all models of the family have, with their values.
-        may: the options that its ``config.json`` sets; all others have their defaults.
+        may: the options that its ``config.json`` may set; all others have their defaults.
         defaults: keys that ``config.json`` may omit, with their values.
         local: takes ``config.json`` and a layer, and returns whether the layer has a sliding window if there are no
             ``layer_types``.
@@ -189,13 +189,14 @@ def _problems(model: GPTConfig, family: HFFamily) -> list[str]:
 
 
 def _changed(model: GPTConfig) -> set[str]:
-    """Returns the options that have not their default values."""
+    """Returns the options that do not have their default values."""
     defaults = {option.name: option.default for option in fields(GPTConfig)} | {"rope_scaling": {}}
     return {name for name in _OPTIONS if getattr(model, name) != defaults[name]}
 
 
 def _hf_windows(model: GPTConfig, family: HFFamily) -> dict[str, Any]:
-    """Returns which layers have a window; versions of ``transformers`` without ``layer_types`` read the other keys."""
+    """Returns the keys that state which layers have a window. Versions of ``transformers`` without ``layer_types`` read
+    the other keys."""
     local = [is_local(model, layer) for layer in range(model.n_layers)]
     values: dict[str, Any] = {"layer_types": [_LOCAL if local_layer else _GLOBAL for local_layer in local]}
     if "use_sliding_window" in family.defaults:
@@ -306,7 +307,7 @@ def _scaling(values: Mapping[str, Any], where: str) -> dict[str, float]:
         raise UserError(
             f"{where} scales its rotary positions with {kind!r}, which model kind gpt does not support",
             where=where,
-            fix="set rope_scaling to null there to train the weights without scaling, which changes their results",
+            fix="set rope_scaling to null in this file to train the weights without scaling, which changes the results",
         )
     return {}
 

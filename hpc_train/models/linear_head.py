@@ -1,18 +1,19 @@
-"""Computes the loss of a head that ends with one matrix, chunk by chunk and together with its gradients.
+"""Computes the loss of a head that ends with a matrix, in chunks and together with its gradients.
 
-The gradient of the loss with respect to the logits is known as soon as the logits are: ``softmax(logits)`` minus the
-one-hot target. So the forward pass computes, for each chunk of tokens, the logits, the loss, the gradient of the logits
-in the same memory, and with it the gradients of the hidden states and of the matrix. No logits are kept for the
-backward pass and no product is computed twice; the backward pass only multiplies both gradients by its own. The sum
-over the chunks of a matrix's gradient is kept in at least fp32.
+The gradient of the loss with respect to the logits follows directly from the logits: ``softmax(logits)`` minus the
+one-hot target. For each chunk of tokens, the forward pass therefore computes the logits, the loss, the gradient of the
+logits in the same memory, and from it the gradients of the hidden states and of the matrix. No logits are kept for the
+backward pass and no product is computed twice; the backward pass only multiplies both gradients by the incoming
+gradient. The gradient of the matrix is summed over the chunks in at least fp32.
 
-With tensor parallelism the rows of the matrix, so the words of the logits, are spread over the ranks. The hidden states
-are gathered once. The largest logit, the sum of the exponentials and the logit of the target are reduced over the
-ranks, which exchanges three numbers per token instead of the logits (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+With tensor parallelism, the rows of the matrix, and thus the words of the logits, are distributed over the ranks. The
+hidden states are gathered once. The ranks reduce the largest logit, the sum of the exponentials and the logit of the
+target, so they exchange three numbers per token instead of the logits (Shoeybi et al. 2019, arXiv:1909.08053, section
+3).
 
-The matrix's gradient waits for the backward pass in the place of the logits. A pipeline stage that keeps several
-micro-batches at a time would keep as many of them (``layout/loss_chunks.py`` then chooses chunks that are computed
-again).
+The gradient of the matrix is kept for the backward pass instead of the logits. A pipeline stage that keeps several
+micro-batches at a time would keep one such gradient for each (``layout/loss_chunks.py`` then chooses chunks that are
+computed again).
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from hpc_train.models.attention import soft_cap
 from hpc_train.models.linear_layers import cast_weight
 from hpc_train.models.transformer import Compiler, CrossEntropyHead, in_compute_dtype, widened
 
-FP16_ROWS = 1024  # of one product: a sum over more tokens might exceed the range of fp16, before any loss scale
+FP16_ROWS = 1024  # the most rows of a product; a sum over more tokens might exceed the range of fp16
 
 
 @dataclass(frozen=True)
 class _Logits:
-    """Holds the bound of the logits, the words of this rank, and the coefficient of the z-loss."""
+    """The settings for the logits: the soft cap, the words of this rank, and the coefficient of the z-loss."""
 
     cap: float | None
     shard: VocabularyShard | None
@@ -96,9 +97,9 @@ class LinearHead(CrossEntropyHead):
         return linear_cross_entropy(normed, weight, targets, *form)
 
     def compile_with(self, compiler: Compiler) -> None:
-        """Compiles the norm, and what is computed from the logits of a chunk.
+        """Compiles the norm and the computation of the loss from the logits of a chunk.
 
-        The products with the matrix are one kernel each in any case, and their sum over the chunks stays in place.
+        A product with the matrix is a single kernel in any case, and the sum over the chunks is computed in place.
         """
         if not self._fuses:
             super().compile_with(compiler)
@@ -108,14 +109,15 @@ class LinearHead(CrossEntropyHead):
 
     def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         spread = isinstance(self.output.weight, DTensor)
-        if not self._fuses or not spread or self.observe is not None:  # metrics need whole logits
+        if not self._fuses or not spread or self.observe is not None:  # metrics need full logits
             return super().evaluate(hidden, targets)
         normed, weight, shard = self._factors(hidden)
         assert shard is not None
         return _evaluate_shard(normed, weight, targets, self.chunks, self._cap, shard)
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor, VocabularyShard | None]:
-        """Returns the normed hidden states of all tokens and the matrix, or this rank's shard of it."""
+        """Returns the normalized hidden states of all tokens, the matrix or this rank's shard of it, and the words of
+        the shard."""
         normed = self._normed(hidden)
         weight = cast_weight(self.output)
         if not isinstance(weight, DTensor):
@@ -123,7 +125,8 @@ class LinearHead(CrossEntropyHead):
         return normed, weight.to_local(), shard_of(weight)
 
     def _normed(self, hidden: Tensor) -> Tensor:
-        """Returns the normed hidden states of all tokens; the norm of tensor-parallel ranks returns shards."""
+        """Returns the normalized hidden states of all tokens, gathered if the norm returns shards under tensor
+        parallelism."""
         normed = in_compute_dtype(self.norm(hidden))
         if isinstance(normed, DTensor):
             return gather_sequence(normed)
@@ -141,15 +144,15 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk_loss: ChunkLoss | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns what ``cross_entropy_with_z`` returns for the logits ``soft_cap(hidden @ weight.T, cap)``.
+    """Returns the result of ``cross_entropy_with_z`` for the logits ``soft_cap(hidden @ weight.T, cap)``.
 
     The softmax is computed in at least fp32, the products in the dtype of ``hidden`` and ``weight``. Gradients are
-    computed for those of the two that require one.
+    computed only for tensors that require a gradient.
 
     Args:
         hidden: ``[..., dim]``.
         weight: ``[vocab, dim]``, or the rows of the words of ``shard``.
-        targets: ``[...]`` int64; those that are ``IGNORED`` do not count.
+        targets: ``[...]`` int64; ``IGNORED`` targets do not count.
         chunks: the number of chunks of tokens. The logits of one chunk are in memory at a time.
         cap: bounds the logits.
         shard: the words of this rank; all ranks of its group call the function with the same hidden states and targets.
@@ -190,7 +193,7 @@ def _sum_chunks(
     first = 0
     of_hidden = hidden.new_empty(hidden.shape) if hidden.requires_grad else None
     of_weight: Tensor | None = None
-    # the product of a single chunk is not added to another one; in fp16 it might exceed the range
+    # the product of a single chunk needs no sum; in fp16 it might exceed the range
     if len(parts) == 1 and hidden.dtype != torch.float16:
         dtype = hidden.dtype
     else:
@@ -203,7 +206,7 @@ def _sum_chunks(
         if weight.requires_grad:
             of_weight = _plus_product(of_weight, of_logits, rows, dtype)
         first += len(rows)
-        del of_logits  # or it would exist together with the next chunk's logits
+        del of_logits  # otherwise it would exist together with the logits of the next chunk
     return torch.stack(losses).sum(), of_hidden, of_weight
 
 
@@ -232,10 +235,10 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, kind: _Logits) -> tuple[
 
 
 def compilable_chunk_loss(logits: Tensor, targets: Tensor, kind: _Logits) -> tuple[Tensor, Tensor]:
-    """Returns what ``_loss_and_gradient`` returns, without intermediate results in memory once it is compiled.
+    """Returns the result of ``_loss_and_gradient``. When compiled, it has no intermediate results in memory.
 
-    The compiler computes exponentials again where they are used: it reads the logits for their largest, for the sum and
-    for the gradient, and writes the gradient in their place. Single operators read and write copies of them in fp32.
+    The compiler computes exponentials again where they are used: it reads the logits for the maximum, for the sum and
+    for the gradient, and writes the gradient over them. Eager operators read and write copies of the logits in fp32.
     """
     shard = kind.shard
     wide, slope = _capped(logits, kind.cap)
@@ -330,7 +333,8 @@ def _plus_product(total: Tensor | None, of_logits: Tensor, rows: Tensor, dtype: 
 
 
 class _Known(torch.autograd.Function):
-    """Returns ``value``, whose gradient with respect to ``source`` is known. The backward pass scales it in place."""
+    """Returns ``value``, whose ``gradient`` with respect to ``source`` is already computed. The backward pass scales it
+    in place."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, source: Tensor, gradient: Tensor) -> Tensor:
@@ -346,7 +350,7 @@ class _Known(torch.autograd.Function):
         if torch._C._autograd._get_current_graph_task_keep_graph():
             return None, (ctx.gradient * scale).to(ctx.dtype), None
         gradient = ctx.gradient
-        ctx.gradient = None  # with no other reference autograd takes it as the parameter's
+        ctx.gradient = None  # without other references, autograd uses the tensor as the gradient of the parameter
         return None, gradient.mul_(scale).to(ctx.dtype), None
 
 
@@ -367,9 +371,9 @@ class VocabularyShard:
     vocabulary: int
 
     def shard_targets(self, targets: Tensor) -> Tensor:
-        """Returns ``targets`` counted from the first word of this rank, and ``IGNORED`` for words of other ranks.
+        """Returns ``targets`` relative to the first word of this rank, and ``IGNORED`` for words of other ranks.
 
-        A target that is not a word is unchanged, so that the loss rejects it.
+        A target that is not a word stays unchanged, so that the loss rejects it.
         """
         in_shard = self.is_local(targets)
         return torch.where(in_shard, targets - self.first, torch.where(self._is_word(targets), IGNORED, targets))
@@ -389,12 +393,12 @@ class VocabularyShard:
         return F.embedding(rows, table) * in_shard.unsqueeze(-1)
 
     def largest(self, values: Tensor) -> Tensor:
-        """Returns the largest of the ranks' ``values``, in place. Collective."""
+        """Returns the maximum of ``values`` over the ranks, in place. Collective."""
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
 
     def sum(self, values: Tensor) -> Tensor:
-        """Returns the sum of the ranks' ``values``, in place. Collective."""
+        """Returns the sum of ``values`` over the ranks, in place. Collective."""
         dist.all_reduce(values, group=self.group)
         return values
 
@@ -412,9 +416,9 @@ class VocabularyShard:
 
 
 class WordEmbedding(nn.Embedding):
-    """Looks up words. With tensor parallelism each rank looks up those of its shard, and the results are to be added.
+    """Looks up words. With tensor parallelism, each rank looks up only the words of its shard.
 
-    DTensors would compute the gradient of the whole table on every rank.
+    The caller adds up the results of the ranks. DTensors would compute the gradient of the full table on every rank.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -427,10 +431,10 @@ class WordEmbedding(nn.Embedding):
 
 
 def shard_of(weight: DTensor) -> VocabularyShard:
-    """Returns the words of this rank in ``weight`` ``[vocab, dim]``, whose rows are spread over a mesh of one dim."""
+    """Returns the words of this rank in ``weight`` ``[vocab, dim]``, whose rows are sharded over a mesh of one dim."""
     mesh = weight.device_mesh
     vocabulary = weight.shape[0]
-    share = ceil(vocabulary / mesh.size())  # of all ranks but the last ones
+    share = ceil(vocabulary / mesh.size())  # the last ranks may have fewer words
     first = min(mesh.get_local_rank() * share, vocabulary)
     return VocabularyShard(mesh.get_group(), first, min(share, vocabulary - first), vocabulary)
 
@@ -438,8 +442,8 @@ def shard_of(weight: DTensor) -> VocabularyShard:
 def gather_sequence(hidden: DTensor) -> Tensor:
     """Returns hidden states ``[micro, seq, dim]`` for all tokens. Collective.
 
-    The gradient of each rank holds the contributions of its words; the backward pass adds them up and returns to each
-    rank those of its tokens (a reduce-scatter).
+    The gradient on each rank holds the contributions of its words. The backward pass adds up the contributions and
+    returns the gradients of its tokens to each rank (a reduce-scatter).
     """
     gathered: Tensor = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return gathered

@@ -1,19 +1,19 @@
-"""Finds the linear layers of a model, and computes several projections of one input as one product.
+"""Finds the linear layers of a model, and computes several projections of the same input as one product.
 
 A product with the weights of queries, keys and values reads its input once instead of three times, and the backward
-pass writes the gradient of the input once instead of adding three. With grouped queries the products of keys and values
-alone are too narrow for a GPU to be fast. Weights are concatenated once per step, when they are cast
-(``parallel/precision/dtypes.py``); their gradient is cut into views. Without these casts each projection is computed on
-its own: in evaluation, in fp32, under tensor parallelism and under ZeRO, which gathers parameters again and would keep
-a second copy of them for the backward pass. The gradients of the results come one by one and are concatenated, too; one
-copy of them is less than the two sums that it saves.
+pass writes the gradient of the input once instead of adding three gradients. With grouped queries, the separate
+products of keys and values are too narrow to be fast on a GPU. Weights are concatenated once per step, when they are
+cast (``parallel/precision/dtypes.py``); their gradient is divided into views. Without these casts, each projection is
+computed separately: in evaluation, in fp32, under tensor parallelism, and under ZeRO, which gathers parameters again
+and would keep a second copy of them for the backward pass. The gradients of the results are concatenated, too; this
+copy costs less than the two sums that it saves.
 
 The two wide projections of a gated feed-forward layer stay separate, since their gradients are several times wider than
-their input: on an H200 the kernel of the activation took 1.17 ms to write them side by side and 0.63 ms to write them
-apart (32,768 tokens, 2 x 8192 columns, compiled, torch 2.11), and their products are as fast alone.
+their input: on an H200, the kernel of the activation took 1.17 ms to write the gradients into one tensor and 0.63 ms to
+write them separately (32,768 tokens, 2 x 8192 columns, compiled, torch 2.11), and separate products are equally fast.
 
 The gradient of the input is rounded once instead of once per projection, so in half precision the results differ from
-those of separate products by that rounding.
+separate products by this rounding.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from hpc_train.models.wrapped import layers_of
 
 
 def linear_layers(model: nn.Module, plain: Sequence[type] = (nn.Linear,)) -> Iterator[tuple[str, nn.Linear, str]]:
-    """Yields the linear layers of ``model`` (whole or a stage): name, module, and why it cannot take part.
+    """Yields the linear layers of ``model`` (complete or a stage): name, module, and the reason why it is excluded, or
+    "".
 
-    A layer takes part if it trains, its class is in ``plain`` (classes that only multiply), and it lies in the layers
-    or blocks of the model, or anywhere if the model has neither.
+    A layer is included if it trains, its class is in ``plain`` (classes that only multiply), and it is in the layers or
+    blocks of the model, or anywhere if the model has neither.
     """
     layers = layers_of(model)
     inside = {inner for layer in layers for inner in layer.modules()}
@@ -59,7 +60,7 @@ def _why_not(module: nn.Linear, inside: bool, plain: Sequence[type]) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a linear layer. ``input`` identifies the tensor that it got, which had ``rows`` rows."""
+    """A call of a linear layer. ``input`` identifies its input tensor, which had ``rows`` rows."""
 
     name: str
     module: nn.Linear
@@ -69,7 +70,7 @@ class Call:
 
 @contextmanager
 def calls_of(model: nn.Module, address: Callable[[Tensor], int]) -> Iterator[list[Call]]:
-    """Gives a list that gets the calls of the linear layers of ``model`` that can take part, in order. ``address``
+    """Yields a list to which the calls of the included linear layers of ``model`` are appended in order. ``address``
     identifies the memory of a tensor."""
     calls: list[Call] = []
 
@@ -89,11 +90,13 @@ def calls_of(model: nn.Module, address: Callable[[Tensor], int]) -> Iterator[lis
 
 
 def products_of(calls: Sequence[Call], layers: Sequence[str], samples: int) -> tuple[Products, ...]:
-    """Returns the products of a forward: calls in a row with one input together, and layers with equal ones as well.
+    """Returns the products of a forward.
+
+    Consecutive calls with the same input are grouped, and so are equal groups in several layers.
 
     Args:
         layers: the names of the layers or blocks.
-        samples: of the micro-batch.
+        samples: the number of samples of the micro-batch.
     """
     alike: dict[tuple[Any, ...], list[list[str]]] = {}
     for _, same in groupby(calls, key=lambda call: (call.input, call.rows)):
@@ -112,8 +115,8 @@ def _within(name: str, layers: Sequence[str]) -> str:
     return next((name.removeprefix(layer) for layer in layers if name == layer or name.startswith(f"{layer}.")), name)
 
 
-CASTS = "kept_casts"  # the attribute of a module with its casts: those of the weight and of the bias, if it has one
-JOINED = "joined_casts"  # the attribute of an owner: the weight and the bias of its projections together
+CASTS = "kept_casts"  # the attribute of a module with the casts of its weight and of its bias, if it has one
+JOINED = "joined_casts"  # the attribute of an owner with the concatenated weights and biases of its projections
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def project(owner: Any, hidden: Tensor) -> Sequence[Tensor]:
 
 
 def cast_weight(module: nn.Linear) -> Tensor:
-    """Returns the weight of ``module`` in the dtype of products: the cast that the step keeps, if there is one."""
+    """Returns the weight of ``module`` in the dtype of products; the cast that the step keeps, if there is one."""
     cast: tuple[Tensor, Tensor | None] | None = getattr(module, CASTS, None)
     dtype = product_dtype(module.weight)
     if cast is not None and cast[0].dtype == dtype:
@@ -153,7 +156,7 @@ def product_dtype(values: Tensor) -> torch.dtype:
 
 
 def can_join(projections: Sequence[nn.Module]) -> bool:
-    """Returns whether nothing but a product happens in ``projections``: plain linear layers without hooks."""
+    """Returns whether ``projections`` compute only products, i.e. are plain linear layers without hooks."""
     biased = {getattr(projection, "bias", None) is not None for projection in projections}
     weights = [projection._parameters.get("weight") for projection in projections]
     trained = {weight is not None and weight.requires_grad for weight in weights}

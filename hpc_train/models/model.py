@@ -1,7 +1,7 @@
 """Defines the interface of a model that can be split and sharded, and the canonical names of its parameters.
 
 A model is checked for completeness, since a missing method would otherwise fail in the middle of a build, and hidden
-states of a wrong shape would end the workers of a pipeline in the communication library without a message.
+states of a wrong shape would abort the workers of a pipeline in the communication library without a message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FlopTerms:
     """Holds the terms of the FLOPs of one sample on which conventions differ.
 
     Attributes:
-        masked: FLOPs that ``flops_per_sample`` counts for pairs of tokens which a causal mask excludes; None if no mask
+        masked: FLOPs that ``flops_per_sample`` counts for pairs of tokens that a causal mask excludes; None if no mask
             is causal.
         embedding: FLOPs of the embedding as a matrix product, which ``flops_per_sample`` does not count.
     """
@@ -48,8 +48,8 @@ class Head(nn.Module):
         """Returns whether the count that ``loss`` returns may differ from the number of targets that are not
         ``IGNORED``.
 
-        If not, the count of the global batch is known before the step, and the gradients need no correction. A head
-        whose ``loss`` counts exactly those targets may override this with ``own_count = False``.
+        If it cannot differ, the count of the global batch is known before the step, and the gradients need no
+        correction. A head whose ``loss`` counts exactly these targets may override this with ``own_count = False``.
         """
         return True
 
@@ -58,21 +58,21 @@ class Head(nn.Module):
         """Returns a sum of losses and a count, both scalars on the device.
 
         The loss of a step and its gradient are sums over all ranks and micro-batches, divided once by the sum of the
-        counts. A count may be a number of targets or samples, or a sum of weights; no gradient flows through it.
+        counts. A count may be a number of targets or samples, or a sum of weights. No gradient flows through it.
         Targets that are ``IGNORED`` (padding) must not contribute to either. A loss that compares the samples of the
         batch has a third parameter, ``gather``, and no accuracy; see ``models/own_loss.py``.
         """
 
     def correct(self, hidden: Tensor, targets: Tensor) -> Tensor | None:
-        """Returns the number of correct top-1 predictions, or None for a model without an accuracy.
+        """Returns the number of correct top-1 predictions; None if the model has no accuracy.
 
         The accuracy is this number divided by the count of ``loss``, so both have the same unit.
         """
         return None
 
     def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the results of ``loss`` and ``correct``, and calls ``observe``; a head with large logits overrides it
-        to compute them once."""
+        """Returns the results of ``loss`` and ``correct``, and calls ``observe``. A head with large logits overrides
+        this method to compute the logits only once."""
         if self.observe is not None:
             self.observe(self(hidden), targets)
         return (*call_loss(self.loss, False, hidden, targets, alone), self.correct(hidden, targets))
@@ -83,7 +83,7 @@ class Model(nn.Module):
 
     A pipeline stage holds some of the parts: an absent stem or head is ``None``, and absent layers are not in the dict.
     Parameter names such as ``layers.7.attention.wq.weight`` are global, so a checkpoint loads into every layout. Models
-    are built on ``meta``, cut and sharded, and then get memory and values.
+    are built on the ``meta`` device, cut and sharded, and then get memory and values.
     """
 
     stem: nn.Module | None
@@ -92,17 +92,20 @@ class Model(nn.Module):
     tied: Mapping[str, str] = {}  # alias -> canonical name, both global; instances may override
     config: Any = None  # the config of a model that a family builds
     family: str | None = None  # the ``model.kind`` of the family; None for a custom model
-    hidden_dtype: torch.dtype | None = None  # of hidden states between layers; None keeps that of the stem's output
+    hidden_dtype: torch.dtype | None = (
+        None  # dtype of hidden states between layers; None keeps the dtype of the stem's output
+    )
     # whether checkpoints contain the parameters that do not train; False if their values are read from files again
     saves_frozen: bool = True
     sequence_shards: int = 1  # set by tensor parallelism: hidden states hold 1/sequence_shards of the sequence
     context_shards: int = 1  # set by context parallelism: inputs and hidden states are 1/context_shards of the sequence
-    context_rank: int = 0  # which of them this rank holds; the context of a batch is that of the whole sequence
+    context_rank: int = 0  # the shard of this rank; the context of a batch covers the full sequence
     gather: Gather = staticmethod(alone)  # set by the engine, for a loss that compares samples
 
     @property
     def own_count(self) -> bool:
-        """Returns ``Head.own_count``, or True if the model overrides ``forward`` and thereby may count otherwise."""
+        """Returns ``Head.own_count``, or True if the model overrides ``forward`` and therefore may return another
+        count."""
         return getattr(self.head, "own_count", True) or type(self).forward is not Model.forward
 
     @property
@@ -121,8 +124,8 @@ class Model(nn.Module):
             targets: the targets of the loss; only used with the head.
 
         Returns:
-            Hidden states without the head, and logits with the head and no ``targets``. Otherwise the sum of losses and
-            the count, and in evaluation mode also the number of correct predictions.
+            Without the head, hidden states. With the head but without ``targets``, logits. Otherwise the sum of losses
+            and the count, and in evaluation mode also the number of correct predictions.
 
         Raises:
             UserError: the head does not return a sum and a count.
@@ -162,14 +165,15 @@ class Model(nn.Module):
         """Fills ``value`` (the full parameter ``name``, never a shard) in place with its initial values."""
 
     def is_stored(self, name: str) -> bool:
-        """Returns whether the parameter ``name`` is read from files; replicas get its values from the first one."""
+        """Returns whether the parameter ``name`` is read from files. Replicas then get its values from the first
+        replica."""
         return False
 
     def stored_box(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
         """Returns a box of the parameter ``name`` whose values are read from files, in any dtype.
 
-        None, the default, lets ``init_parameter`` fill the full parameter. A rank that holds a shard calls it with the
-        box of its shard, so that no rank needs memory for more.
+        By default it returns None, so that ``init_parameter`` fills the full parameter. A rank that holds a shard calls
+        it with the box of its shard, so that the rank needs memory for this shard only.
         """
         return None
 
@@ -194,14 +198,16 @@ class Model(nn.Module):
         return None
 
     def forward_flops(self, inputs: Tensor) -> tuple[float, ...] | None:
-        """Returns the operations of the forward pass in the parts of ``block_flops``; a third if all of them train."""
+        """Returns the FLOPs of the forward pass in the parts of ``block_flops``: a third of them if all parameters
+        train."""
         blocks = self.block_flops(inputs)
         if blocks is None:
             return None
         return tuple(flops / 3 for flops in blocks)
 
     def attention_backends(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> dict[int | None, str]:
-        """Returns window (None without one) -> which implementation computes the attention of ``batch``, for the log.
+        """Returns window (None without a window) -> description of the attention implementation for ``batch``, for the
+        log.
 
         Modules of the class ``Attention`` are not included. Queries, keys and values have ``dtype``.
         """
@@ -209,7 +215,7 @@ class Model(nn.Module):
 
 
 def refuse_ragged(batch: Batch) -> None:
-    """Raises UserError if the micro-batch does not have one row per item, which the parts of a model need."""
+    """Raises UserError if the micro-batch is ragged, since the parts of a model need one row per item."""
     if isinstance(batch.inputs, Ragged):
         raise UserError(
             "data.collate returns Ragged, which models with a stem, layers and a head do not take, and so neither do "
@@ -235,7 +241,8 @@ def canonical_name(raw: str) -> str:
 
 
 def aliases(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Returns alias -> canonical name of tensors that ``named`` has under several names; the first is canonical."""
+    """Returns alias -> canonical name of the tensors that have several names in ``named``. The first name is
+    canonical."""
     first: dict[int, str] = {}
     canonical = [(canonical_name(raw), first.setdefault(id(tensor), canonical_name(raw))) for raw, tensor in named]
     return {name: canonical_of for name, canonical_of in canonical if name != canonical_of}
@@ -269,7 +276,7 @@ def _persistent(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def keep_shared(module: nn.Module) -> Iterator[None]:
     """Shares parameters again after this context replaced them module by module (``to_empty``, ``parallelize_module``).
 
-    Names that referred to one parameter before refer to the replacement of the first one afterwards.
+    Names that referred to the same parameter before the context refer to the replacement of its first name afterwards.
     """
     groups: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -285,8 +292,8 @@ METHODS = ("hidden_shape", "init_parameter", "init_buffers", "flops_per_sample")
 
 
 def check_parts(model: Model, where: str) -> None:
-    """Checks the methods and parts of a whole model; raises UserError if a method is not implemented, or the stem, the
-    layers or the head cannot be used."""
+    """Checks the methods and parts of a complete model. Raises UserError if a method is not implemented, or if the
+    stem, the layers or the head cannot be used."""
     problems = [f"{name} is not implemented" for name in METHODS if getattr(type(model), name) is getattr(Model, name)]
     problems += _problems_of_parts(model)
     if problems:
@@ -328,7 +335,7 @@ def check_hidden_shape(model: Model, inputs: Tensor, context: Mapping[str, Tenso
                 f"{part} of the model {type(model).__name__} returns hidden states of shape {shape}, but hidden_shape "
                 f"returns {stated} for inputs of shape {tuple(inputs.shape)}",
                 where=f"{type(model).__name__}.hidden_shape",
-                fix="return from the stem and from each layer one tensor of the shape that hidden_shape returns",
+                fix="return a tensor of the shape that hidden_shape returns from the stem and from each layer",
             )
 
 
@@ -340,12 +347,12 @@ def _stated_shape(model: Model, inputs: Tensor) -> tuple[int, ...]:
         f"hidden_shape of the model {type(model).__name__} returns {stated!r} for inputs of shape "
         f"{tuple(inputs.shape)}",
         where=f"{type(model).__name__}.hidden_shape",
-        fix="return a tuple of two or more integers, of which the first is the number of samples: (len(inputs), width)",
+        fix="return a tuple of two or more integers that begins with the number of samples: (len(inputs), width)",
     )
 
 
 def _shapes(model: Model, inputs: Tensor, context: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
-    """Yields each part and the shape, or the type, of what it returns; ends early if a part cannot run on ``meta``."""
+    """Yields each part with the shape, or the type, of its result; ends early if a part cannot run on ``meta``."""
     hidden: Any = inputs
     parts = {"stem": model.stem} | {f"layers.{key}": layer for key, layer in model.layers.items()}
     training = model.training

@@ -1,8 +1,9 @@
 """Calls the loss of a custom model and checks its results: the sum of the losses of the samples, and a count.
 
-Such a sum may be computed in parts, on any number of ranks and micro-batches. A contrastive loss compares the samples
-of a batch, so it cannot. It declares this by a third parameter, ``gather``, with which each rank computes the losses of
-its samples against the samples of all ranks. ``parallel/collectives.py`` implements the function that it receives.
+Such a sum can be computed in parts, on any number of ranks and micro-batches. A contrastive loss cannot be computed in
+parts, because it compares the samples of a batch. It declares this with a third parameter, ``gather``, with which each
+rank computes the losses of its samples against the samples of all ranks. ``parallel/collectives.py`` implements
+``gather``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def mixes_samples(loss: Loss) -> bool:
 def _has_gather(function: Callable[..., Any]) -> bool:
     try:
         return "gather" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a function of C
+    except (TypeError, ValueError):  # a function in C
         return False
 
 
@@ -82,7 +83,7 @@ def check_global_count(total: float, count: float) -> None:
         raise UserError(
             f"the sum of the losses over all ranks is {total:g}, but the sum of their counts is {count:g}",
             where="the method loss of the model",
-            fix="return as the count the number of samples or the sum of their weights, which must be 0 or more",
+            fix="return the number of samples, or the sum of their weights, as the count, which must be 0 or more",
         )
 
 
@@ -103,7 +104,7 @@ def _wrong(loss: Loss, what: str) -> UserError:
     return UserError(
         f"the loss of the model {what}",
         where=place(loss),
-        fix="return the sum (not the mean) of the samples' losses, and the number or the summed weights of the samples",
+        fix="return the sum (not the mean) of the samples' losses, and the number of samples or the sum of weights",
     )
 
 

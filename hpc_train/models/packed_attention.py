@@ -3,22 +3,22 @@
 On NVIDIA GPUs kernels take the boundaries of the documents instead of a mask, so that no tensor has an element for each
 pair of tokens, and time grows with the sum of the squared lengths of the documents.
 
-- ``torch.nn.attention.varlen.varlen_attn`` is used where it can be: half precision on compute capability 8.0 or higher,
-  and heads of at most 256 elements in multiples of 8 (``mha_varlen_fwd`` in PyTorch's ``flash_api.cpp``). It takes
-  grouped queries, is one operator in a compiled graph, and needs no compilation.
-- Elsewhere, thus in fp32, the memory-efficient kernel computes with the same boundaries. Nested tensors use it in the
-  same way. It keeps a number for each document, head and token of a sequence.
+- ``torch.nn.attention.varlen.varlen_attn`` is used if possible: for half precision on compute capability 8.0 or higher,
+  and heads of at most 256 elements in multiples of 8 (``mha_varlen_fwd`` in PyTorch's ``flash_api.cpp``). It supports
+  grouped queries, is a single operator in a compiled graph, and needs no compilation.
+- Otherwise, for example in fp32, the memory-efficient kernel computes with the same boundaries. Nested tensors use it
+  in the same way. It keeps a number for each document, head and token of a sequence.
 
 FlexAttention is the alternative in PyTorch: Triton compiles its kernels for each shape at the first step, its block
 mask is computed anew for each batch, and heads of some widths do not fit into the shared memory of some GPUs
 (pytorch/pytorch issues 133254 and 180278).
 
-Neither kernel has fp64, and on AMD GPUs documents without tokens are not tested. There, as on CPUs, attention has a
-mask of ``seq x seq`` elements per sequence.
+Neither kernel supports fp64, and on AMD GPUs documents without tokens are not tested. In these cases, as on CPUs,
+attention has a mask of ``seq x seq`` elements per sequence.
 
-A sliding window needs ``varlen_attn`` too; without packed documents, each sequence is then one document. The
-memory-efficient operator takes a window, but PyTorch 2.13 does not pass it on to the backward pass, so in fp32 a window
-is a mask, as it is on CPUs. No kernel has a soft cap: such scores are computed by plain operations, with a mask.
+A sliding window also needs ``varlen_attn``; without packed documents, each sequence is then a document. The
+memory-efficient operator accepts a window, but PyTorch 2.13 does not pass it on to the backward pass, so in fp32 a
+window needs a mask, as on CPUs. No kernel supports a soft cap: plain operations compute such scores, with a mask.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class Scores:
 
 
 def is_narrow(scores: Scores, length: int) -> bool:
-    """Returns whether there is a window that does not hold all of ``length`` tokens."""
+    """Returns whether there is a window that is shorter than ``length`` tokens."""
     return scores.window is not None and scores.window < length
 
 
 def document_context(context: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns what the attention of all layers needs to stay inside the documents of ``context["document_ids"]``.
+    """Returns the tensors that limit the attention of all layers to the documents of ``context["document_ids"]``.
 
-    That is ``BOUNDARIES`` if the device has kernels for them and the host has found the ends of the documents, else
-    ``attention_mask``.
+    The result contains ``BOUNDARIES`` if the device has kernels for them and the host has found the ends of the
+    documents, else ``attention_mask``.
     """
     ids = context["document_ids"]
     if DOCUMENT_ENDS in context and has_kernels(ids.device):
@@ -81,7 +81,7 @@ def has_kernels(device: torch.device) -> bool:
 def local_context(
     context: Mapping[str, Tensor], inputs: tuple[int, int], device: torch.device, scores: Scores
 ) -> dict[str, Tensor]:
-    """Returns what layers with the window of ``scores`` read in place of ``BOUNDARIES`` and ``attention_mask``.
+    """Returns the tensors that replace ``BOUNDARIES`` and ``attention_mask`` in layers with the window of ``scores``.
 
     ``context`` holds the result of ``document_context`` and ``document_ids``; ``inputs`` holds the number of sequences
     and the number of tokens of each.
@@ -97,7 +97,8 @@ def local_context(
 def attention_mask(document_ids: Tensor | None, length: int, window: int | None, device: torch.device) -> Tensor:
     """Returns a mask ``[micro or 1, 1, seq, seq]``: true for keys that are not later than the query.
 
-    They are in the window that ends at the query, and in its document if there are ``document_ids`` ``[micro, seq]``.
+    The keys are also in the window that ends at the query, and in its document if there are ``document_ids`` ``[micro,
+    seq]``.
     """
     mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
     if window is not None:
@@ -121,7 +122,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
 
 
 def kernel_of_scores(device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores) -> str:
-    """Returns what ``kernel_for`` does, but ``MASK`` where that kernel lacks the window or the soft cap."""
+    """Returns the result of ``kernel_for``, or ``MASK`` if that kernel does not support the window or the soft cap."""
     kernel = MASK if scores.cap is not None else kernel_for(device, dtype, head_dim)
     if kernel == EFFICIENT and scores.window is not None:
         return MASK
@@ -181,15 +182,15 @@ def description(kernel: str, scores: Scores) -> str:
 def without_kernel(
     context: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores
 ) -> str:
-    """Returns why packed documents or a window need a mask; an empty string if they do not need one."""
+    """Returns the reason why packed documents or a window need a mask; an empty string if they need none."""
     if not has_kernels(device):
         taken = "the boundaries of documents" if scores.window is None else "windows"
         return f"only NVIDIA GPUs have kernels that take {taken}"
     if "document_ids" in context and DOCUMENT_ENDS not in context:
-        return "the tokens of a document do not stand together"
+        return "the tokens of a document are not contiguous"
     kernel = kernel_for(device, dtype, head_dim)
     if kernel == MASK:
-        return f"no kernel that takes the boundaries of documents has {dtype} and heads of {head_dim} elements here"
+        return f"no kernel for boundaries of documents supports {dtype} and heads of {head_dim} elements here"
     if kernel != kernel_of_scores(device, dtype, head_dim, scores):
-        return f"the kernel for {dtype} has no window in its backward pass"
+        return f"the kernel for {dtype} does not support a window in its backward pass"
     return ""

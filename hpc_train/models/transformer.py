@@ -1,4 +1,4 @@
-"""Implements the layer, the norms, the head and the losses that the transformers share.
+"""Implements the layer, the norms, the head and the losses that the built-in transformers share.
 
 A loss returns a sum and the number of targets, so that the mean is computed once over the global batch.
 """
@@ -52,9 +52,9 @@ def _normalized(
 ) -> Tensor:
     """Returns ``function(hidden, shape, *parameters, eps)``; under autocast its result has the compute dtype.
 
-    The parameters are then rounded to the compute dtype, which ZeRO has already done, so that all strategies compute
-    the same. Autocast itself would convert to fp32 on GPUs, and every projection would convert the result back. The
-    kernels compute in fp32 internally.
+    The parameters are then rounded to the compute dtype, as under ZeRO, so that the results of all strategies are
+    equal. Autocast alone would convert to fp32 on GPUs, and every projection would convert the result back. The kernels
+    compute in fp32 internally.
     """
     dtype = _autocast_dtype(hidden.device)
     if dtype is None:
@@ -79,7 +79,7 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 class PreNormLayer(nn.Module):
-    """Adds an attention branch and a feed-forward branch, each with a norm, to hidden states ``[micro, tokens, dim]``.
+    """Adds an attention branch and a feed-forward branch, both with a norm, to hidden states ``[micro, tokens, dim]``.
 
     ``norm`` returns a new norm for one branch. With ``post_norms``, the output of each branch has a norm too, as in
     Gemma 2.
@@ -108,7 +108,8 @@ class PreNormLayer(nn.Module):
         return hidden + self._finished(self.ffn(self.ffn_norm(hidden)), self.ffn_post_norm)
 
     def _finished(self, branch: Tensor, post_norm: nn.Module | None) -> Tensor:
-        """Returns ``branch`` as it is added. What a model lacks is None, since calling a module costs the host time."""
+        """Returns the result of ``branch`` after its norm, if any. Absent modules are None, since calling a module
+        costs host time."""
         normed = branch if post_norm is None else post_norm(branch)
         if self.dropout is None:
             return normed
@@ -121,7 +122,7 @@ class CrossEntropyHead(Head):
     Attributes:
         chunks: the number of chunks of the sequence, for heads with logits at every position. Only the logits of one
             chunk exist at a time, and the backward pass computes them again; see also ``LinearHead``.
-        sequence_shards: the number of shards of the sequence in the hidden states; the logits cover all of it.
+        sequence_shards: the number of shards of the sequence in the hidden states; the logits cover the full sequence.
         z_loss: the coefficient of the z-loss in training; see ``cross_entropy_with_z``.
     """
 
@@ -141,7 +142,7 @@ class CrossEntropyHead(Head):
     def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if self.chunks == 1:
             return self._loss(hidden, targets)
-        # the RNG state is not saved, since nothing in a head is random
+        # the RNG state is not saved, since a head has no random operations
         sums = [
             checkpoint(self._loss, *chunk, use_reentrant=False, preserve_rng_state=False)
             for chunk in self._cut(hidden, targets)
@@ -150,7 +151,7 @@ class CrossEntropyHead(Head):
         return loss, count
 
     def compile_with(self, compiler: Compiler) -> None:
-        """Compiles the loss, unless it is a subclass's own; evaluations compute it by single operators."""
+        """Compiles the loss, unless a subclass overrides it; evaluations compute it with eager operators."""
         if not self._overrides_loss:
             self._loss = compiler(self._loss)  # type: ignore[method-assign]
 
@@ -164,7 +165,7 @@ class CrossEntropyHead(Head):
             if self.observe is not None:
                 for part, chunk_targets in self._cut(hidden, targets):
                     self.observe(self(part), chunk_targets)
-            # ``correct`` counts targets, and such a loss may count something else
+            # ``correct`` counts targets, but such a loss may count something else
             overrides = type(self).correct is not CrossEntropyHead.correct
             sum_and_count = call_loss(self.loss, False, hidden, targets, alone)
             return (*sum_and_count, self.correct(hidden, targets) if overrides else None)
@@ -187,7 +188,7 @@ class CrossEntropyHead(Head):
     def _cut(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Splits both along the sequence (dim 1).
 
-        Each rank splits its own shard. The logits of a chunk are gathered from the same piece of every shard, so its
+        Each rank splits its shard. The logits of a chunk are gathered from the same piece of every shard, so its
         targets are taken from the same pieces.
         """
         if self.chunks == 1:
@@ -207,11 +208,11 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy_with_z(logits: Tensor, targets: Tensor, coefficient: float) -> tuple[Tensor, Tensor]:
-    """Returns what ``cross_entropy`` returns, with ``coefficient`` times the z-loss in the sum.
+    """Returns the result of ``cross_entropy``, with ``coefficient`` times the z-loss added to the sum.
 
     The z-loss of a token is the square of ``log(sum(exp(logits)))`` (Chowdhery et al. 2022, arXiv:2204.02311, section
     5, with a coefficient of 1e-4). Cross-entropy alone does not change if the same number is added to all logits; the
-    z-loss keeps that number from drifting. Tokens whose target is ``IGNORED`` do not count.
+    z-loss prevents a drift of this number. Tokens whose target is ``IGNORED`` do not count.
     """
     flat = widened(logits).flatten(0, -2)
     loss: Tensor = _WithZ.apply(flat, targets.flatten(), coefficient)

@@ -1,4 +1,4 @@
-"""Calls PyTorch's flash attention for sequences of different lengths, in the form of each version."""
+"""Calls PyTorch's flash attention for sequences of different lengths, with the arguments of each PyTorch version."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def attend(
     Args:
         query: ``[tokens, heads, head_dim]``.
         key, value: ``[tokens, kv_heads, head_dim]``.
-        boundaries: ``[1 + documents]`` int32, where each document begins, and the last one ends.
+        boundaries: ``[1 + documents]`` int32: the positions at which the documents begin, and the end of the last one.
         longest: the number of tokens of the longest document, or more.
-        before: the number of tokens before its own to which a token attends; -1 is all.
+        before: the number of previous tokens to which a token attends; -1 means all.
     """
     options: dict[str, Any] = {"scale": scale, "window_size": (before, 0), **_GROUPED}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):

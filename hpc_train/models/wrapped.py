@@ -2,8 +2,8 @@
 
 A wrapped module has no stem, layers and head, so it trains only with the data-parallel strategies. Its blocks are its
 repeated parts, which are sharded, recomputed and compiled separately. Its constructor, or a hook, may put parts into
-evaluation mode: a frozen backbone with batch statistics, a network that only measures a perceptual loss.
-``nn.Module.train`` would switch them to training, so modes are switched and restored here.
+evaluation mode, such as a frozen backbone with batch statistics, or a network for a perceptual loss.
+``nn.Module.train`` would switch them to training, so this module switches and restores modes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from hpc_train.models.transformer import count_correct, cross_entropy, squared_e
 class WrappedModel(nn.Module):
     """Runs ``module(inputs)`` and sums its loss.
 
-    The wrapper shares the module's own dicts of parameters, buffers and children instead of holding it as a child, so
+    The wrapper shares the dicts of parameters, buffers and children of the module instead of holding it as a child, so
     names have no prefix and checkpoints load into the bare module.
 
     Args:
-        module: the module to train. If it has a method ``loss(outputs, targets) -> (sum, count)``, that replaces
-            ``loss``. See ``Head.loss`` for its results; the count may also be a plain number. ``outputs`` are what the
-            module returns. A loss that compares samples has a third parameter, ``gather``.
-        loss: ``cross_entropy`` (int64 targets) or ``mse`` (targets of any dtype in the shape of the outputs). Of
-            outputs with ``logits``, as those of transformers, these are taken.
+        module: the module to train. If it has a method ``loss(outputs, targets) -> (sum, count)``, this method replaces
+            ``loss``. See ``Head.loss`` for its results; the count may also be a plain number. ``outputs`` is the result
+            of the module. A loss that compares samples has a third parameter, ``gather``.
+        loss: ``cross_entropy`` (int64 targets) or ``mse`` (targets of any dtype in the shape of the outputs). If the
+            outputs have an attribute ``logits``, as in transformers, the loss uses it.
         wrap: the class names of the blocks; see ``find_blocks``.
         class_dim: the dim of the outputs that holds the classes of ``cross_entropy``: ``second``, ``last``, or the one
             that fits the targets (``auto``).
@@ -75,7 +75,7 @@ class WrappedModel(nn.Module):
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._module = (module,)  # in a tuple, so that it is not registered as a child
         self._block_names = find_blocks(module, wrap)
-        # models of transformers cache keys and values, which recomputation would add a second time
+        # models of transformers cache keys and values, but recomputation would add them a second time
         for part in module.modules():
             config: Any = getattr(part, "config", None)
             if hasattr(part, "base_model_prefix") and getattr(config, "use_cache", False):
@@ -117,7 +117,7 @@ class WrappedModel(nn.Module):
             if targets is None:
                 return outputs
             total, count = call_loss(self.loss, self.mixes_samples, outputs, inputs.targets, self.gather)
-            if inputs.items == 0:  # all ranks run the same passes, so this one ran on an item of another rank
+            if inputs.items == 0:  # all ranks run the same passes, so this rank ran on an item of another rank
                 total = 0 * total
                 count = 0 * count
             if self.training:
@@ -150,7 +150,7 @@ class WrappedModel(nn.Module):
     def _arguments(self, context: Mapping[str, Tensor]) -> dict[str, Any]:
         """Returns the keyword arguments of the module for ``context``, in the names of transformers for its models.
 
-        These separate documents where the positions begin again, if their attention is causal.
+        Models of transformers separate documents where the positions begin again, if their attention is causal.
         """
         names = dict.fromkeys(context)
         names.pop(DOCUMENT_ENDS, None)
@@ -203,7 +203,7 @@ def _mse(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         raise UserError(
             f"the outputs have shape {tuple(outputs.shape)}, but the targets have shape {tuple(targets.shape)}",
             where="model.loss",
-            fix="return outputs in the shape of the targets, which mse needs",
+            fix="return outputs in the shape of the targets, as mse requires",
         )
     return squared_error(outputs, targets)
 
@@ -223,11 +223,12 @@ _LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": _mse}
 def find_blocks(module: nn.Module, wrap: Sequence[str] | None) -> tuple[str, ...]:
     """Returns the names of the blocks within ``module``, in order; a block is never inside another one.
 
-    They are the modules of the classes ``wrap``; without it those of the classes that ``_no_split_modules`` names, as
-    in models of transformers, if they are repeated; else the elements of the ModuleList with the most parameters whose
-    elements have one class. Containers, which are not called, are replaced by the modules in them: a list of lists
-    ``[attention, feed_forward]`` gives two blocks per element. A block that shares a parameter with the rest of the
-    module is left out, since both need it at the same time. Raises UserError if no module has a class of ``wrap``.
+    Blocks are the modules of the classes ``wrap``. Without ``wrap``, they are the modules of the classes in
+    ``_no_split_modules`` (an attribute of models of transformers) if these are repeated, else the elements of the
+    ModuleList with the most parameters whose elements have the same class. Containers, which are not called, are
+    replaced by the modules in them: a list of lists ``[attention, feed_forward]`` gives two blocks per element. A block
+    that shares a parameter with the rest of the module is left out, since both need it at the same time. Raises
+    UserError if no module has a class of ``wrap``.
     """
     if wrap is not None:
         names = _of_classes(module, wrap, least=1)
@@ -298,15 +299,15 @@ def replace_block(module: nn.Module, name: str, block: nn.Module) -> None:
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules of ``model``, and the user's own module, for which a ``WrappedModel`` stands."""
+    """Returns the modules of ``model``. For a ``WrappedModel``, they include the bare module."""
     bare = [model.bare] if isinstance(model, WrappedModel) else []
     return [*model.modules(), *bare]
 
 
 def begin_training(model: nn.Module) -> None:
-    """Switches ``model`` to training, and keeps in evaluation mode the parts that its constructor left in it.
+    """Switches ``model`` to training. Parts that its constructor put into evaluation mode stay in this mode.
 
-    A model that is in evaluation mode as a whole, as those of ``from_pretrained`` are, trains as a whole.
+    If the entire model is in evaluation mode, as after ``from_pretrained``, all of it is switched to training.
     """
     modes = [(module, module.training) for module in all_modules(model)]
     top = model.bare if isinstance(model, WrappedModel) else model
@@ -318,7 +319,7 @@ def begin_training(model: nn.Module) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switches ``model`` to evaluation mode, and every part back to its mode at the end."""
+    """Switches ``model`` to evaluation mode in this context, and every part back to its mode at the end."""
     modes = [(module, module.training) for module in all_modules(model)]
     was_training = model.training
     model.eval()

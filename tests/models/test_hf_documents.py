@@ -184,7 +184,7 @@ def test_the_implementation_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     for removed, reason in (
         ({"document_ids"}, "the data has positions but no document_ids"),
-        ({DOCUMENT_ENDS}, "the tokens of a document do not stand together"),
+        ({DOCUMENT_ENDS}, "the tokens of a document are not contiguous"),
     ):
         context = {name: value for name, value in batch.context.items() if name not in removed}
         assert attention_backend([llama], replace(batch, context=context), half, gpu) == f"{mask} {reason}"
@@ -195,5 +195,5 @@ def test_the_implementation_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     assert (
         attention_backend([qwen], unpacked, half, gpu)
-        == f"{mask} no kernel that takes the boundaries of documents has torch.bfloat16 and heads of 4 elements here"
+        == f"{mask} no kernel for boundaries of documents supports torch.bfloat16 and heads of 4 elements here"
     )

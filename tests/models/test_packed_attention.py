@@ -351,11 +351,11 @@ def test_the_reason_for_a_mask_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     reason = packed_attention.without_kernel
     whole, window = Scores(), Scores(window=4)
     ids = {"document_ids": torch.zeros(1, 8)}
-    assert "do not stand together" in reason(ids, GPU, torch.bfloat16, 64, whole)
+    assert "are not contiguous" in reason(ids, GPU, torch.bfloat16, 64, whole)
     assert "torch.float64 and heads of 64" in reason(ids | ends, GPU, torch.float64, 64, whole)
     assert reason(ids | ends, GPU, torch.bfloat16, 64, whole) == ""
     assert reason({}, GPU, torch.bfloat16, 64, window) == reason(ids | ends, GPU, torch.bfloat16, 64, window) == ""
-    assert "torch.float32 has no window in its backward" in reason({}, GPU, torch.float32, 64, window)
+    assert "torch.float32 does not support a window in its backward" in reason({}, GPU, torch.float32, 64, window)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert "only NVIDIA GPUs" in reason(ends, GPU, torch.bfloat16, 64, whole)
     assert "take windows" in reason({}, GPU, torch.bfloat16, 64, window)

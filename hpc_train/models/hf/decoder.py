@@ -1,16 +1,16 @@
-"""Builds a transformers model on ``meta``: a decoder in three parts, any other model as one module with blocks.
+"""Builds a transformers model on ``meta``: a decoder in three parts, or any other model as a module with blocks.
 
 A causal language model gets the three parts of a ``Model``, so that it can be cut into stages.
 
-The decoders of the table ``hf_config.DECODERS`` have the same structure: a table of embeddings, rotary positions,
-layers, a norm and an output projection. The parts here call those of transformers with the arguments that its own model
-passes.
+The decoders in the table ``hf_config.DECODERS`` have the same structure: a table of embeddings, rotary positions,
+layers, a norm and an output projection. The parts in this module call the parts of transformers with the same arguments
+as the model in transformers.
 
 transformers expresses packed documents and sliding windows as a mask of ``seq x seq`` elements, which flash attention
-does not take, and waits for the device to find out whether documents are packed. Here the layers pass the boundaries of
-documents on to a function that is registered in transformers as an implementation of attention, and that calls the
-kernels of ``packed_attention``; without boundaries it is transformers' ``sdpa``. Models with another implementation
-keep it: Gemma 2 has a soft cap, for which transformers uses plain operations.
+does not accept, and waits for the device to find out whether documents are packed. Here, the layers pass the boundaries
+of documents to a function that is registered in transformers as an attention implementation. It calls the kernels of
+``packed_attention``; without boundaries, it calls ``sdpa`` of transformers. Models with another implementation keep it:
+Gemma 2 has a soft cap, for which transformers uses plain operations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hpc_train.models.packed_attention import Scores
 from hpc_train.models.wrapped import WrappedModel
 
 _FULL = "full_attention"  # the kind of layers without a sliding window
-_SHARED = "hf_shared"  # in the context of layers: what transformers computes once for all layers
+_SHARED = "hf_shared"  # the key in the context of layers for values that transformers computes once for all layers
 
 
 class _Stem(nn.Module):
@@ -101,14 +101,15 @@ class HFDecoder(Model):
         self._takes_boundaries = use_kernels(module)
 
     def prepare(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Mapping[str, Any]:
-        """Adds positions, rotary tables, and what limits the attention of each kind of layers.
+        """Adds positions, rotary tables, and the limits of attention for each kind of layers.
 
         ``context["attention_mask"]`` ``[micro, seq]`` is 0 for padding. ``context["positions"]`` ``[micro, seq]``
-        replaces positions counted from 0; where they begin again a new document begins, to which attention is limited.
+        replaces positions counted from 0. A new document begins where positions begin again; attention is limited to
+        the document.
         """
         if "document_ids" in context and "positions" not in context:
             raise UserError(
-                "the data has document_ids but no positions, by which transformers separates documents",
+                "the data has document_ids but no positions, from which transformers derives the documents",
                 where="data",
                 fix="add positions that begin at 0 in each document to the context of a sample",
             )
@@ -128,7 +129,7 @@ class HFDecoder(Model):
     def _limits(
         self, kind: str, example: Tensor, context: Mapping[str, Tensor], positions: Tensor | None
     ) -> dict[str, Any]:
-        """Returns the arguments of layers of ``kind`` that say to which tokens a token attends."""
+        """Returns the arguments of layers of ``kind`` that define the tokens to which a token attends."""
         if self._takes_boundaries:
             inputs = (len(example), example.shape[1])
             limits = document_limits(context, inputs, example.device, self._window(kind))
@@ -207,9 +208,11 @@ def _attention_kinds(config: Any) -> list[str]:
     return ["sliding_attention" if window else _FULL] * config.num_hidden_layers
 
 
-_NAME = "hpc_train"  # of the implementation
-_GIVEN = frozenset(("attention_mask", "positions", "position_ids", "document_ids"))  # what limits attention in a batch
-_IDS = "document_ids"  # an argument that layers pass on to it, as they do with packed_attention.BOUNDARIES
+_NAME = "hpc_train"  # the name of the implementation in transformers
+_GIVEN = frozenset(
+    ("attention_mask", "positions", "position_ids", "document_ids")
+)  # keys of a batch that limit attention
+_IDS = "document_ids"  # an argument that layers pass on to attention, like packed_attention.BOUNDARIES
 
 
 def use_kernels(module: Any) -> bool:
@@ -249,8 +252,8 @@ def document_limits(
 def document_backend(
     config: Any, batch: Batch, dtype: torch.dtype, device: torch.device, head_dim: int, window: int | None
 ) -> str | None:
-    """Returns which implementation limits the attention of layers with ``window``; None if nothing limits it.
-    ``use_kernels`` must have been called for the model with ``config``."""
+    """Describes the implementation of limited attention in layers with ``window``; None if the attention is not
+    limited. ``use_kernels`` must have been called for the model with ``config``."""
     context = batch.context
     length = batch.inputs.shape[1]
     scores = Scores(window=window)
@@ -299,7 +302,7 @@ def _attention(
     ids = options.pop(_IDS, None)
     if boundaries is not None:
         length = query.shape[2]
-        # under autocast, norms and rotations may return fp32; autocast casts the arguments of sdpa, but of no kernel
+        # under autocast, norms and rotations may return fp32; autocast casts the arguments of sdpa, but not of kernels
         query, key = query.to(value.dtype), key.to(value.dtype)
         scores = Scores(scaling, sliding_window if packed.is_narrow(Scores(window=sliding_window), length) else None)
         kernel = packed.kernel_of_scores(query.device, query.dtype, query.shape[3], scores)
@@ -314,8 +317,9 @@ def _attention(
 
 
 def build(config: HFModelConfig) -> HFDecoder | HFWhole:
-    """Builds the model of ``config``. Call it on the ``meta`` device; the values follow when the model is sharded.
-    Raises UserError if the config or the weights cannot be read, or transformers has no such model."""
+    """Builds the model of ``config``. It must be called on the ``meta`` device; the parameters get values when the
+    model is sharded. Raises UserError if the config or the weights cannot be read, or transformers has no such
+    model."""
     module = skeleton(config)
     module.tie_weights()
     files = WeightFiles(weights_folder(config), module) if config.pretrained else None
@@ -349,7 +353,7 @@ class HFWhole(WrappedModel):
     ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
         """Runs the module like ``WrappedModel.forward``, with the loss of its config.
 
-        An evaluation leaves the load-balancing loss out, so that its loss does not depend on the split.
+        An evaluation omits the load-balancing loss, so that its loss does not depend on the split of the batch.
         """
         if isinstance(inputs, Ragged):
             return super().forward(inputs, context, targets)

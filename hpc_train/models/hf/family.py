@@ -1,4 +1,4 @@
-"""Describes the models of Hugging Face's transformers as a family, as known without torch."""
+"""Describes the models of Hugging Face's transformers as a family, without torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hpc_train.config.schema import HFModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.hf import sizes
 
-OLDEST = (5, 23)  # the oldest version that was tried
+OLDEST = (5, 23)  # the oldest version that was tested
 
 
 def check(model: HFModelConfig, data: Any) -> None:
-    """Checks that transformers is installed, that there are weights to read, and that the model fits ``data``; raises
+    """Checks that transformers is installed, that there are weights to read, and that the model fits ``data``. Raises
     UserError if transformers is missing or too old, there are no weights, or the model cannot learn from ``data``."""
     if any(importlib.util.find_spec(name) is None for name in ("transformers", "safetensors")):
         raise UserError(
@@ -94,7 +94,7 @@ def _check_samples(model: HFModelConfig, data: Any) -> None:
 
 
 def why_not_stages(model: HFModelConfig) -> str:
-    """Returns why the model cannot be cut into pipeline stages; an empty string if it can."""
+    """Returns the reason why the model cannot be cut into pipeline stages; an empty string if it can."""
     if model.lora.rank is not None:
         return "a model with adapters (model.lora.rank) cannot be cut into pipeline stages"
     return hf_config.why_not_stages(sizes.values_of(model), model.task)
@@ -110,7 +110,8 @@ _PARTS = {"stem.embed_tokens.": "model.embed_tokens.", "head.norm.": "model.norm
 
 
 def hf_name(name: str) -> str:
-    """Returns transformers' name of a parameter; only decoders that can be cut into stages have other names here."""
+    """Returns the name of a parameter in transformers. Only decoders that can be cut into stages have different names
+    here."""
     for part_name, theirs in _PARTS.items():
         if name.startswith(part_name):
             return theirs + name.removeprefix(part_name)
@@ -129,8 +130,8 @@ def _exported_name(model: HFModelConfig, name: str) -> str:
 
 
 def exported_config(model: HFModelConfig, positions: int, dtype: str) -> Mapping[str, Any]:
-    """Returns the config.json of an exported model, or the adapter_config.json of an adapter; ``positions`` is that of
-    the model."""
+    """Returns the config.json of an exported model, or the adapter_config.json of an adapter. The number of positions
+    is the value of the original model; ``positions`` is not used."""
     from hpc_train.models.hf import lora, pretrained  # they import torch
 
     if model.lora.rank is not None:

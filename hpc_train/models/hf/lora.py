@@ -1,8 +1,8 @@
 """Trains low-rank adapters next to the frozen weights of a transformers model, with the layers of ``peft``.
 
-LoRA (Hu et al. 2021, arXiv:2106.09685) adds ``alpha / rank * B A x`` to the output of a linear layer. ``A`` is drawn at
-random and ``B`` is zero, so that training begins with the function of the base model. Checkpoints contain only the
-trained parameters, and the identity of the base model, whose weights are read from its files again.
+LoRA (Hu et al. 2021, arXiv:2106.09685) adds ``alpha / rank * B A x`` to the output of a linear layer. ``A`` is random
+and ``B`` is zero, so that training begins with the function of the base model. Checkpoints contain only the trained
+parameters and the identity of the base model, whose weights are read again from its files.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from hpc_train.models.hf.pretrained import FirstValues, skeleton, weights_folder
 
 _ADAPTER = (".lora_A.default.", ".lora_B.default.")
 _BASE = ".base_layer."  # peft's name of the layer to which an adapter is added
-_TASKS = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS"}  # of peft; others have no name there
+_TASKS = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS"}  # names in peft; other tasks have none
 
 
 class AdapterValues(FirstValues):
-    """The first values of a model with adapters: the weights of the base model, and peft's values for the adapters."""
+    """The initial values of a model with adapters: the weights of the base model, and peft's values for the
+    adapters."""
 
     def is_stored(self, name: str) -> bool:
         return not _is_adapter(name) and super().is_stored(name.replace(_BASE, "."))
@@ -52,7 +53,7 @@ def _is_adapter(name: str) -> bool:
 
 
 def adapt(module: Any, config: HFModelConfig, tied: Mapping[str, str]) -> None:
-    """Adds the adapters of ``config.lora`` to ``module`` in place and freezes what does not train.
+    """Adds the adapters of ``config.lora`` to ``module`` in place and freezes all other parameters that do not train.
 
     ``module``, a model of transformers, is on ``meta``. ``tied`` maps the aliases of tied parameters to their names.
     Raises UserError if a layer does not exist or cannot have an adapter, or the model has batch statistics.
@@ -61,9 +62,9 @@ def adapt(module: Any, config: HFModelConfig, tied: Mapping[str, str]) -> None:
 
     if has_batch_statistics(module):
         raise UserError(
-            "the batch statistics of the model change in training, and an adapter does not contain them",
+            "the batch statistics of the model change in training, but an adapter does not contain them",
             where="model.lora.rank",
-            fix="model.lora.rank=null, which trains the whole model",
+            fix="model.lora.rank=null, which trains the full model",
         )
     saved = _saved_modules(module, config)
     try:
@@ -81,7 +82,7 @@ def adapt(module: Any, config: HFModelConfig, tied: Mapping[str, str]) -> None:
         else:
             continue
         raise UserError(
-            f"{what}, and adapters are supported for linear layers that own their weight",
+            f"{what}, but adapters are only supported for linear layers that own their weight",
             where="model.lora.targets, model.lora.modules_to_save",
             fix=_TARGETS,
         )
@@ -128,7 +129,8 @@ def _peft_config(module: Any, config: HFModelConfig) -> Any:
 
 
 def _linear_layers(module: Any) -> list[str]:
-    """Returns the linear layers of the body by the ends of their names, or by their full names if others end so."""
+    """Returns the linear layers of the body by the last parts of their names, or by their full names if other modules
+    have the same last parts."""
     from transformers.pytorch_utils import Conv1D
 
     body = f"{module.base_model_prefix}."
@@ -169,8 +171,8 @@ def base_identity(model: Any) -> dict[str, Any] | None:
 
 
 def check_base(model: Any, extra: Mapping[str, Any], where: str) -> None:
-    """Compares the base model with that of the checkpoint whose manifest has the values ``extra``; raises UserError if
-    its files have changed since the checkpoint was saved."""
+    """Compares the base model with the base model of a checkpoint whose manifest has the values ``extra``. Raises
+    UserError if its files have changed since the checkpoint was saved."""
     current = base_identity(model)
     expected = extra.get(BASE)
     if current is None or expected is None or current == expected:

@@ -60,7 +60,7 @@ class ConfiguredLoss:
         return loss, count, count_correct(logits, classes)
 
     def _problem_of(self, targets: Tensor) -> str:
-        """Returns the ``problem_type``; transformers chooses it by the targets if the config has none."""
+        """Returns the ``problem_type``. If the config has none, it depends on the targets, as in transformers."""
         if self._problem is not None:
             return self._problem
         if self._labels == 1:
@@ -69,8 +69,8 @@ class ConfiguredLoss:
             return SINGLE
         if self._kind in _SPECIAL_RULE:
             raise UserError(
-                f"the targets have the dtype {targets.dtype}, from which a {self._kind} learns in its own way unless "
-                "its problem_type is set",
+                f"the targets have the dtype {targets.dtype}, for which a {self._kind} uses a special loss unless its "
+                "problem_type is set",
                 where="model.config",
                 fix=f"+model.config.problem_type={MULTI}, {SINGLE} or {REGRESSION}",
             )
@@ -89,8 +89,8 @@ def load_balancing(module: nn.Module) -> float:
 
 
 def refuse_unless(module: nn.Module, loss: str) -> None:
-    """Checks that ``model.loss`` is the loss that the config of a transformers model in ``model=custom`` requests;
-    raises UserError if it requests another one."""
+    """Checks that ``model.loss`` is the loss that the config of a transformers model in ``model=custom`` requests.
+    Raises UserError if it requests another loss."""
     if not hasattr(module, "base_model_prefix"):
         return
     config: Any = getattr(module, "config", None)

@@ -1,15 +1,14 @@
-"""Reads a model of transformers (its config, its class, its weights), and gives parameters their first values.
+"""Reads a model of transformers (its config, its class, its weights), and initializes parameters.
 
 Weights are read from safetensors files tensor by tensor, or only the rows that a rank holds. Files may name tensors
 differently from the model: older versions of transformers saved other names, and a file of a base model lacks its
-prefix. The table of transformers defines how to rename them, and which tensors of the model combine several stored
-ones, such as the experts of a mixture, or are a part of one. Other conversions need whole tensors, so such files are
-refused.
+prefix. A table in transformers defines the renaming, and the tensors of the model that combine several stored tensors,
+such as the experts of a mixture, or are a part of one. Other conversions need full tensors, so such files are refused.
 
-A parameter that is in no file is drawn by the model's own initializer, on a copy of the one module that owns it and
-from the seed of the parameter. So the values are the same under every layout, and no rank ever holds more than one full
-parameter besides its own shards. Buffers that are not in files, such as the frequencies of rotary positions, are
-computed by the same initializer, as ``from_pretrained`` does.
+The initializer of the model draws a parameter that is in no file, on a copy of the module that owns it and from the
+seed of the parameter. Thus the values are the same under every layout, and a rank never holds more than one full
+parameter in addition to its shards. The same initializer computes buffers that are not in files, such as the
+frequencies of rotary positions, as ``from_pretrained`` does.
 """
 
 from __future__ import annotations
@@ -72,7 +71,8 @@ def hf_config(config: HFModelConfig) -> Any:
 
 
 def architecture(config: HFModelConfig) -> str:
-    """Returns the name of transformers' class. It is read from a table if it is there, as building a model is slow."""
+    """Returns the name of the class in transformers. It is read from a table if possible, since building a model is
+    slow."""
     from transformers.models.auto import modeling_auto
 
     names = getattr(modeling_auto, f"MODEL_FOR_{config.task.upper()}_MAPPING_NAMES")
@@ -128,10 +128,11 @@ class _Source:
     """Describes the stored tensors from which a tensor of the model is made.
 
     Attributes:
-        grid: stored names. Those of one row are concatenated along ``dim``; rows are stacked along a new first dim.
-        dim: counted without the new dim.
+        grid: stored names. The tensors of a row are concatenated along ``dim``; rows are stacked along a new first dim.
+        dim: the number of the dim, without the new dim.
         stacked: whether there is a new first dim; otherwise ``grid`` has one row.
-        part, parts: of a stored tensor that is several of the model, cut along dim 0: which one this is, of how many.
+        part, parts: if a stored tensor contains several tensors of the model along dim 0, the number of this tensor and
+            how many there are.
     """
 
     grid: tuple[tuple[str, ...], ...]
@@ -204,7 +205,7 @@ class WeightFiles:
         return tuple(joined)
 
     def read(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        """Returns a box of the tensor in its stored dtype; only these bytes are read if it is a range of rows."""
+        """Returns a box of the tensor in its stored dtype. If the box is a range of rows, only these bytes are read."""
         source = self._stored[name]
         if 0 in size:
             return self._slice(source.grid[0][0])[0:0].new_empty(size)
@@ -275,7 +276,7 @@ def _located(folder: Path) -> dict[str, str]:
 def _converted(
     name: str, by_pattern: Mapping[str, list[str]], converter: Any, module: Any
 ) -> Iterator[tuple[str, _Source]]:
-    """Yields the tensors of the model, the first of which is ``name``, that ``converter`` makes of stored ones."""
+    """Yields the tensors of the model, beginning with ``name``, that ``converter`` creates from stored tensors."""
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
 
     columns = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
@@ -303,11 +304,11 @@ def _converted(
 
 
 class FirstValues:
-    """Provides the first values of a model.
+    """Provides the initial values of a model.
 
     Args:
-        module: the whole model on ``meta`` with tied weights; it is copied.
-        files: the weights to read; None draws all of them.
+        module: the full model on ``meta`` with tied weights; it is copied.
+        files: the weights to read; None draws all values.
 
     Attributes:
         tied: alias -> canonical name of tied parameters, in the names of transformers.
@@ -387,7 +388,7 @@ class FirstValues:
         assert drawn is not None
         if drawn.isnan().any():
             raise UserError(
-                f"{type(self._skeleton).__name__} does not define the first values of {name}",
+                f"{type(self._skeleton).__name__} does not define the initial values of {name}",
                 where="model",
                 fix="files that contain this parameter, with model.pretrained=true",
             )
@@ -423,8 +424,8 @@ class FirstValues:
 
 
 def _shell(module: nn.Module, parameters: bool) -> nn.Module:
-    """Returns a copy of ``module`` without memory for submodules, with its own buffers on the CPU. With ``parameters``,
-    its own parameters also get memory; initializers leave the others alone."""
+    """Returns a copy of ``module`` without memory for submodules, with its direct buffers on the CPU. With
+    ``parameters``, its direct parameters also get memory; initializers do not change the others."""
     shell = copy.copy(module)
     device = torch.device("cpu" if parameters else "meta")
     shell._parameters = {

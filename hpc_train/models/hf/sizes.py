@@ -1,7 +1,6 @@
-"""Counts parameters, activations and FLOPs of transformers' models from their config.json, without torch.
+"""Computes parameters, activations and FLOPs of transformers models from their config.json, without torch.
 
-The table has the architectures whose sizes follow from a few keys. Others have unknown sizes, so that the dry run has
-no estimate and no utilization is reported.
+The table contains the architectures whose sizes follow from a few keys. The sizes of others are unknown here.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from hpc_train.config.hf_config import DECODERS, ties
 from hpc_train.config.schema import HFModelConfig
 
 _SEQUENCE = 1024  # tokens of a sample if the data has no fixed length
-_EXPLICIT_HEAD_WIDTH = ("gemma", "gemma2", "qwen3")  # whose default is not hidden_size / num_attention_heads
+_EXPLICIT_HEAD_WIDTH = ("gemma", "gemma2", "qwen3")  # their default is not hidden_size / num_attention_heads
 _FOUR_NORMS = ("gemma2",)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Holds what the formulas need.
+    """Holds the inputs of the formulas.
 
     Attributes:
-        layers, layer: the number of layers, and the parameters of one.
+        layers, layer: the number of layers, and the parameters of a layer.
         stem, head: the parameters before and after the layers; a tied table belongs to the stem.
-        multiplied: the parameters outside the layers that every token is multiplied with.
+        multiplied: the parameters outside the layers with which every token is multiplied.
         width, query, key_value, ffn: the widths of hidden states, queries, keys (or values) and the feed-forward
             branch.
         tokens: the tokens of a sample; None for the length of the sequence.
@@ -53,7 +52,8 @@ class Sizes:
 
 
 def values_of(model: HFModelConfig) -> Mapping[str, Any] | None:
-    """Returns the content of config.json with the values of ``model.config``; None if it cannot be read from here."""
+    """Returns the content of config.json with the values of ``model.config``; None if it cannot be read on this
+    machine."""
     return hf_config.read(model.name_or_path, model.revision, model.config)
 
 
@@ -164,7 +164,7 @@ def _with_adapters(counts: Sizes | None, model: HFModelConfig) -> Sizes | None:
     if counts is None or lora.rank is None:
         return counts
     if lora.modules_to_save is not None or any("." in name for name in lora.targets or ()):
-        return None  # full names may be those of some layers
+        return None  # full names may select only some layers
     width = counts.width
     query = counts.query
     key_value = counts.key_value
@@ -215,7 +215,8 @@ def parameters(model: HFModelConfig) -> int | None:
 
 
 def trained_parameters(model: HFModelConfig) -> int | None:
-    """Returns the number of parameters that train: all, or those of the adapters and the classifier."""
+    """Returns the number of parameters that train: all parameters, or the parameters of the adapters and the
+    classifier."""
     counts = sizes(model)
     if counts is None or model.lora.rank is None:
         return parameters(model)
@@ -238,8 +239,8 @@ def stem_parameters(model: HFModelConfig) -> int | None:
 
 
 def activations(model: HFModelConfig, data: Any) -> Activations:
-    """Returns the activations of a layer, as the estimates of the built-in models count them; raises ValueError if the
-    sizes are unknown."""
+    """Returns the activations of a layer, counted as for the built-in models. Raises ValueError if the sizes are
+    unknown."""
     counts = sizes(model)
     if counts is None:
         raise ValueError(f"the sizes of {model.name_or_path} are unknown")
@@ -261,7 +262,7 @@ def flops_per_sample(model: HFModelConfig, shape: tuple[int, ...]) -> float | No
 
     ``N`` is the number of parameters in matrix products, in norms and in biases; a tied table counts once. The
     attention is not halved for a causal mask or a window. Source: PaLM (Chowdhery et al. 2022, arXiv:2204.02311,
-    appendix B). Frozen parameters have no gradients and count four operations of the six.
+    appendix B). Frozen parameters have no gradients, so they count four operations instead of six.
     """
     counts = sizes(model)
     if counts is None:
@@ -292,7 +293,7 @@ def block_flops(model: HFModelConfig, shape: tuple[int, ...]) -> tuple[float, ..
 def forward_flops(model: HFModelConfig, shape: tuple[int, ...]) -> tuple[float, ...] | None:
     """Returns the operations of the forward pass in the parts of ``block_flops``; None if they are unknown.
 
-    They are a third, but half of those with frozen parameters.
+    These are a third of all operations, or half of the operations with frozen parameters.
     """
     counts = sizes(model)
     blocks = block_flops(model, shape)
