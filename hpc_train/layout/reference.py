@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields, is_dataclass
+from inspect import cleandoc
 from itertools import groupby
 from typing import Any
 
@@ -85,7 +86,7 @@ def _table(schema: type, path: str, written: Collection[str] = ()) -> str:
         rows = [row for row in rows if not row.startswith(f"| `{path}.kind`")]
     if rows:
         rows = ["| key | type | default | values | meaning |", "|---|---|---|---|---|", *rows]
-    return f"{(schema.__doc__ or '').strip()}\n\n" + "\n".join(rows) + "\n"
+    return f"{cleandoc(schema.__doc__ or '')}\n\n" + "\n".join(rows) + "\n"
 
 
 def _rows(schema: type, path: str) -> Iterator[str]:
@@ -113,7 +114,7 @@ def _text(default: Any) -> str:
     if default == MISSING:
         return "required"
     if isinstance(default, str):
-        return f"`{default}`"
+        return f"`{default}`" if default else "empty"
     if isinstance(default, bool) or default is None:
         return f"`{json.dumps(default)}`"
     return f"`{default}`"
