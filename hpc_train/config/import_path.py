@@ -487,17 +487,17 @@ def _names(module: str, follow: int = 8) -> set[str] | None:
 
 def _is_missing(statement: ast.stmt | None, tree: ast.Module, module: str, name: str) -> bool:
     """Returns whether ``module`` certainly has no ``name``, which ``statement`` may bind."""
-    if statement is None:
-        return not _may_define(tree, name)
-    if "*" not in _bound(statement):
+    if _may_define(tree, name) if statement is None else "*" not in _bound(statement):
         return False
+    if not _star_imports(tree, module):
+        return True
     names = _names(module)
     return names is not None and name not in names and module_spec(f"{module}.{name}") is None
 
 
 def _star_imports(tree: ast.Module, module: str) -> list[str]:
-    """Returns the modules of which a module imports all names, the last one first."""
-    statements = [node for node in tree.body if isinstance(node, ast.ImportFrom) and "*" in _bound(node)]
+    """Returns the modules of which a module imports all names, also in blocks such as ``try``, the last one first."""
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "*" in _bound(node)]
     return [_origin(statement, module) for statement in reversed(statements)]
 
 

@@ -73,6 +73,7 @@ PACKAGE = {
     "sets.py": "class Fake:\n    def __init__(self, size=3): ...\n    def __len__(self): ...\n"
     "    def __getitem__(self, index): ...\n",
     "inner/__init__.py": "from ..net import *\nfrom ownpkg.net import GPT\nfrom ownpkg import loop\n",
+    "lazy.py": "import typing\nif typing.TYPE_CHECKING:\n    from .net import *\n",  # as in transformers
     "net.py": "class OtherConfig: ...\nclass GPTConfig: ...\nclass GPT:\n    def __init__(self, config): ...\n",
 }
 VISION = CustomModelConfig(_target_="hpc_train.models.resnet.resnet18")
@@ -132,6 +133,7 @@ def mixture(one: dict[str, Any] | None = None, model: str = "gpt_tiny", **others
         stream("ownlab.Stream"),
         stream("ownlab.factory", repeat=False),
         custom("ownpkg.loop"),
+        custom("ownpkg.lazy.GPT"),
     ],
 )
 def test_what_fits_is_accepted_without_an_import(config: Config) -> None:
@@ -144,6 +146,7 @@ def test_what_fits_is_accepted_without_an_import(config: Config) -> None:
         (custom("nowhere.Data"), "there is no module nowhere"),
         (custom("ownlab.Other"), "ownlab.py defines no Other"),
         (custom("ownpkg.FakeSett", size=8), "ownpkg/__init__.py defines no FakeSett"),
+        (custom("ownpkg.lazy.GTP"), "ownpkg/lazy.py defines no GTP"),
         (model("torch.nn.Liner"), "torch/nn/__init__.py defines no Liner"),
         (custom("ownlab.NoSplit", size=1), "ownlab.NoSplit has no parameter split"),
         (custom("ownlab.Plain"), "ownlab.Plain has no parameter split"),
