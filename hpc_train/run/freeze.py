@@ -357,11 +357,12 @@ def _write(config: Config, run: RunDirectory, record: dict[str, Any]) -> None:
             (run.path / PIPELINE_SPLIT).unlink(missing_ok=True)  # the tokenizer of another model
         number = len(list(run.path.glob("config-*.yaml")))
         shutil.copy(run.config, run.path / f"config-{number:03d}.yaml")
-        # The file name holds host and pid, so that two submitters never append to one file. The event belongs to the
-        # attempt that follows: as one of the last attempt, it would prolong that one until now.
-        EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", run.newest_attempt() + 1).write(
-            "warning", message="continues with changed settings: " + "; ".join(different)
-        )
+        if different:  # and not only the keys of another version
+            # The file name holds host and pid, so that two submitters never append to one file. The event belongs to
+            # the attempt that follows: as one of the last attempt, it would prolong that one until now.
+            EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", run.newest_attempt() + 1).write(
+                "warning", message="continues with changed settings: " + "; ".join(different)
+            )
         run.update_record(config_hash=before, next_config_hash=after)
         write_text(run.config, text, file_mode(config))
     run.update_record(**record, config_hash=after, next_config_hash=None)

@@ -67,7 +67,10 @@ def frozen_with(folder: Path, values: dict[str, Any]) -> RunDirectory:
 def test_a_run_of_an_earlier_version_is_read_without_the_removed_keys(tmp_path: Path) -> None:
     values = {key: 1 if removed.same is None else removed.same[0] for key, removed in REMOVED.items()}
     run = frozen_with(tmp_path, values)
-    assert load(run) == config_of(f"run.root={tmp_path}", "run.name=run")
+    config = load(run)
+    assert config == config_of(f"run.root={tmp_path}", "run.name=run")
+    freeze(config, run)
+    assert not any(run.path.glob("events/*")), "no setting has changed"
 
 
 def test_renamed_keys_of_a_frozen_run_have_their_new_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
