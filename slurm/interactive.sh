@@ -24,10 +24,11 @@ echo "run directory: $run"
 cores=$(tr , '\n' <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | head -n 1) # of 64(x2),32
 cores=${SLURM_CPUS_PER_TASK:-${cores%%(*}}
 
-# Passes the GPUs of the allocation on to srun, which does not do so by itself if they come with --exclusive alone.
+# Passes the GPUs of the allocation on to srun. srun does not do this itself if only --exclusive requested them.
 source "$run/gpus.sh"
 
-# One agent per node; that of the first node prints the training here. --interactive is not needed, since agents use no
-# terminal. Ctrl-C reaches the agents, not srun. In a step, such as that of `srun --pty bash`, srun would wait for its end.
+# One agent per node; the agent of the first node prints the training here. --interactive is not needed, since agents
+# use no terminal. Ctrl-C reaches the agents, not srun. Inside a step, such as `srun --pty bash`, srun would wait for the
+# end of that step.
 srun ${SLURM_STEP_ID:+--overlap} --ntasks-per-node=1 --cpus-per-task="$cores" --kill-on-bad-exit=1 \
     python -m hpc_train agent --progress "$run"
