@@ -1,8 +1,7 @@
-"""Normalizes batches under data parallelism: global statistics, their fused kernel, and checks of the batch.
+"""Normalizes batches under data parallelism: global statistics, the fused kernel, and checks of the batch size.
 
-torch's ``SyncBatchNorm`` runs on accelerators only, and DDP refuses it elsewhere. The class
-here computes the same sums with a differentiable all-reduce; on an accelerator the engine replaces it by torch's fused
-one.
+torch's ``SyncBatchNorm`` runs on accelerators only, and DDP refuses it elsewhere. The class here computes the same sums
+with a differentiable all-reduce; on an accelerator the engine replaces it by torch's fused class.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from hpc_train.layout.layout import Layout
 
 class SyncBatchNorm(_BatchNorm):
     """Normalizes ``[micro, channels, ...]`` by the mean and variance over the micro-batches of all ranks of ``group``.
-    ``join`` sets ``group`` to the data-parallel ranks; with None only the values of this rank count."""
+    ``join`` sets ``group`` to the data-parallel ranks; with None, only the values of this rank are used."""
 
     group: dist.ProcessGroup | None = None
 
@@ -78,7 +77,7 @@ class _Sum(torch.autograd.Function):
 
 
 def convert(module: nn.Module) -> nn.Module:
-    """Replaces every batch normalization in ``module`` by one over all ranks; names and values do not change."""
+    """Replaces every batch normalization in ``module`` by a ``SyncBatchNorm``; names and values do not change."""
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
         new = SyncBatchNorm(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
         new.weight = module.weight
@@ -132,7 +131,7 @@ def is_synchronized(model: nn.Module) -> bool:
 def join(model: nn.Module, device: torch.device, group: dist.ProcessGroup) -> None:
     """Makes each ``SyncBatchNorm`` of ``model`` compute over ``group``.
 
-    On an accelerator torch's class takes its place, which is one kernel.
+    On an accelerator, torch's class, which is a single kernel, replaces it.
     """
     ours = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
     if not ours or dist.get_world_size(group) == 1:

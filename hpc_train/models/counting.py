@@ -1,8 +1,8 @@
 """Counts what a model computes and keeps, by running it on tensors without values.
 
-``python -m hpc_train.models.counting FILE`` reads a pickled ``Config`` from its standard input and writes the counts,
-or why the model cannot be counted, to FILE as JSON. ``planner/work.py`` starts it, since it imports torch and code of
-the user.
+``python -m hpc_train.models.counting FILE`` reads a pickled ``Config`` from standard input. It writes the counts to
+FILE as JSON, or the reason why the model cannot be counted. ``planner/work.py`` starts it as a process, since it
+imports torch and code of the user.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from hpc_train.models.linear_layers import calls_of, products_of
 from hpc_train.models.model import Model, keep_shared
 from hpc_train.models.wrapped import WrappedModel
 
-SAMPLES = 2  # of the micro-batch: a norm over a batch needs more than one
+SAMPLES = 2  # the samples of the micro-batch: a norm over a batch needs more than one
 MEMORY = 16 << 30  # bytes that the process may allocate, for models that cannot be built without values
 STEM, HEAD = "stem", "head"
 _ATEN = torch.ops.aten
@@ -100,7 +100,7 @@ def _traces(config: Config, model: Model | WrappedModel, batch: Batch) -> tuple[
 
 
 def _batch(config: Config) -> Batch:
-    """Returns a micro-batch of ``SAMPLES`` samples: of the data if the config does not show their shape."""
+    """Returns a micro-batch of ``SAMPLES`` samples, read from the data if the config does not define their shape."""
     if has_own_samples(config.data):
         layout = Layout(1, 1, 1, 1, "ddp", "sequential", 1, 1, SAMPLES)
         dataset = build_dataset(config.data, "train", config.train.seed, config.precision.name)
@@ -128,7 +128,7 @@ class _Block:
 
 
 class _Trace:
-    """Forward and backward pass of a micro-batch, counted by block."""
+    """Counts the forward and backward pass of a micro-batch by block."""
 
     def __init__(
         self, model: Model | WrappedModel, batch: Batch, compute: torch.dtype | None, hidden: torch.dtype | None
@@ -193,7 +193,7 @@ class _Trace:
         block = self.blocks[self.current]
         first = arguments[0] if arguments and isinstance(arguments[0], Tensor) else None
         if operation is _ATEN._to_copy and isinstance(first, nn.Parameter):
-            self.known.add(self._address(results))  # the estimate counts parameters in the compute type by itself
+            self.known.add(self._address(results))  # the estimate counts the casts of parameters separately
         flops = _flops(operation, arguments, results)
         if self.backward:
             block.backward += flops
@@ -223,7 +223,7 @@ def _flops(operation: Any, arguments: Sequence[Any], results: Any) -> int:
 
 
 class _Operations(TorchDispatchMode):
-    """Tells a trace of each operation."""
+    """Reports each operation to a trace."""
 
     def __init__(self, trace: _Trace) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ _IN_FP32 = {
 
 
 class _Substitutes(TorchFunctionMode):
-    """Computes like a GPU where the CPU differs, and handles operations whose shape depends on values.
+    """Computes like a GPU if the CPU differs, and handles operations whose shape depends on values.
 
     Attention is fused, autocast keeps norms and softmax in fp32, and a boolean mask selects all elements.
     """
@@ -262,7 +262,7 @@ class _Substitutes(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         if function is F.rms_norm:
             weight = kwargs.get("weight")
-            if weight is not None and args[0].dtype == weight.dtype:  # which one kernel of GPUs needs
+            if weight is not None and args[0].dtype == weight.dtype:  # the fused kernel of GPUs requires equal dtypes
                 return _FusedRMSNorm.apply(args[0], weight)
         if function is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             return args[0].flatten(0, args[1].ndim - 1)
@@ -298,7 +298,7 @@ class _Substitutes(TorchFunctionMode):
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """Keeps what the kernel of GPUs keeps: its inputs and the reciprocal of each row's norm."""
+    """Saves the same tensors as the kernel of GPUs: its inputs and the reciprocal of each row's norm."""
 
     @staticmethod
     def forward(context: Any, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -321,7 +321,7 @@ def block_names(model: Model | WrappedModel) -> tuple[str, ...]:
 def _counts(model: Model | WrappedModel, batch: Batch, wide: _Trace, narrow: _Trace) -> Counts:
     is_model = isinstance(model, Model)
     seen = set[int]()
-    # a shared parameter belongs to the first block, and those outside to stem or head
+    # a shared parameter belongs to its first block, and parameters outside of blocks belong to the stem or the head
     owned: dict[str, list[nn.Parameter]] = {STEM: [], **{name: [] for name in wide.names}, HEAD: []}
     outside = STEM
     for path, parameter in model.named_parameters():

@@ -1,10 +1,10 @@
 """Implements a decoder-only transformer like Llama (Touvron et al. 2023, arXiv:2307.09288).
 
 It has RMSNorm before each branch, rotary positions, grouped-query attention, SwiGLU and no biases. The options of its
-config give the other families of ``hf_names``: Qwen2 (arXiv:2407.10671), Qwen3 (arXiv:2505.09388), Mistral
-(arXiv:2310.06825) and Gemma 1 to 3 (arXiv:2403.08295, 2408.00118, 2503.19786). Its parameters map one to one to those
-of Hugging Face's models: ``layers.N.attention.wq`` is ``model.layers.N.self_attn.q_proj``, ``ffn.w1 w2 w3`` are
-``mlp.gate_proj down_proj up_proj``.
+config define the other families of ``hf_names``: Qwen2 (arXiv:2407.10671), Qwen3 (arXiv:2505.09388), Mistral
+(arXiv:2310.06825) and Gemma 1 to 3 (arXiv:2403.08295, 2408.00118, 2503.19786). Its parameters map one to one to the
+parameters of Hugging Face's models: ``layers.N.attention.wq`` is ``model.layers.N.self_attn.q_proj``, ``ffn.w1 w2 w3``
+are ``mlp.gate_proj down_proj up_proj``.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 class GPTStem(nn.Module):
     """Embeds token ids ``[micro, seq]`` as hidden states ``[micro, seq, dim]``.
 
-    It is not compiled. Besides the look-up there is little more than a cast, and the compiler would add up the
-    gradients of a word by atomic additions, whose order, and so their rounding, differs from step to step.
+    It is not compiled: apart from the look-up, it only casts. The compiler would add up the gradients of a word by
+    atomic additions, whose order, and therefore rounding, differs from step to step.
     """
 
     def __init__(self, config: GPTConfig) -> None:

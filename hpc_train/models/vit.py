@@ -21,7 +21,7 @@ from hpc_train.models.transformer import Compiler, CrossEntropyHead, LayerNorm, 
 
 
 class PatchProjection(nn.Conv2d):
-    """Computes a convolution. With tensor parallelism each rank computes it whole, on replicated tensors.
+    """Computes a convolution. With tensor parallelism each rank computes the full result, on replicated tensors.
 
     The convolution gets the local tensors: torch 2.11 returns wrong gradients for the weight and bias of a convolution
     of replicated DTensors.
@@ -52,7 +52,7 @@ class ViTStem(nn.Module):
         return self.dropout(torch.cat((first.expand(patches.shape[0], -1, -1), patches), dim=1) + positions)
 
     def compile_with(self, compiler: Compiler) -> None:
-        """Compiles the stem: everything but the convolution is one kernel then."""
+        """Compiles the stem, so that everything except the convolution is a single kernel."""
         self.forward = compiler(self.forward)  # type: ignore[method-assign]
 
 
@@ -123,7 +123,7 @@ class ViT(Model):
                 nn.init.trunc_normal_(value, std=0.02, generator=generator)
 
     def init_buffers(self, device: torch.device) -> None:
-        """Does nothing, since a ViT has no such buffers."""
+        """Does nothing, since a ViT has no buffers."""
 
     def flops_per_sample(self, inputs: Tensor) -> float:
         return families.vit_flops_per_sample(self.config, tuple(inputs.shape[1:]))
