@@ -42,8 +42,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 class GPTStem(nn.Module):
     """Embeds token ids ``[micro, seq]`` as hidden states ``[micro, seq, dim]``.
 
-    It is not compiled: apart from the look-up, it only casts. The compiler would add up the gradients of a word by
-    atomic additions, whose order, and therefore rounding, differs from step to step.
+    It is not compiled: apart from the look-up, it does little more than a cast. The compiler would add up the gradients
+    of a word by atomic additions, whose order, and therefore rounding, differs from step to step.
     """
 
     def __init__(self, config: GPTConfig) -> None:
