@@ -1,7 +1,9 @@
 """Outputs of Slurm's commands on real sites, quoted from public documents, and what ``init --site`` reads in them.
 
-Each is verbatim, with the columns and the line breaks of the document; ``{name}`` stands for the name of a person.
-Where a document does not quote a command, it fails here, and so the file says what is missing.
+The texts in capitals are verbatim, with the columns and the line breaks of the document, which may quote a part; lines
+of tables that add nothing are left out, and ``{name}`` stands for the name of a person. In ``RECORDED``, the name and
+version of each cluster are made up, and so are what is written there without such a text: the associations and QOS of
+DSAI, Helmholtz Munich and Iridis, and the partitions of Savio and Biowulf. Other commands fail.
 """
 
 # ruff: noqa: E501
