@@ -204,7 +204,8 @@ class JobProgress:
         elif view.state == "waiting":
             if time.monotonic() > self._announce_at:
                 self._announce_at = float("inf")
-                self._console.print("waiting for GPUs or cores that other jobs of the sweep hold", highlight=False)
+                text = "the agent has not started yet; other jobs of a sweep may hold the GPUs or cores"
+                self._console.print(text, highlight=False)
         elif view.exit is None and view.state not in (self._shown, "finishing", "failing"):
             self._shown = view.state
             self._console.print(view.state, markup=False, highlight=False)

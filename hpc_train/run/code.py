@@ -96,11 +96,16 @@ def frozen_code(run: RunDirectory) -> FrozenCode | None:
     return code
 
 
-def git(directory: Path | str, *arguments: str, timeout_s: float = 120.0) -> str | None:
-    """Returns git's output; None if git fails, is absent or too slow, or finds no repository."""
+def git(directory: Path | str, *arguments: str, timeout_s: float = 120.0, index: Path | None = None) -> str | None:
+    """Returns git's output; None if git fails, is absent or too slow, or finds no repository.
+
+    Args:
+        index: the file that git uses as its index, if it is not that of the repository.
+    """
     command = ["git", "-C", str(directory), *arguments]
+    variables = None if index is None else os.environ | {"GIT_INDEX_FILE": str(index)}
     try:
-        done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
+        done = subprocess.run(command, env=variables, capture_output=True, timeout=timeout_s, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode("utf-8", "surrogateescape") if done.returncode == 0 else None

@@ -109,10 +109,13 @@ def snapshot_code(configs: Sequence[Config], own: Path, directory: Path | None =
 
     commit = (git(root, "rev-parse", "--verify", "HEAD") or "").strip()
     changed: list[str] = []  # includes files that were removed from the work tree or from git's index
+    new: list[str] = []  # files that git does not track
     if commit:
         names_of_changed = git(root, "diff", "--name-only", "--no-renames", "-z", "HEAD") or ""
         changed += filter(None, names_of_changed.split("\0"))
-    diff = _write_diff(root, changed, folder / f"{digest}-{commit[:12]}.patch")
+        others = (git(root, "ls-files", "-z", "--others", "--exclude-standard") or "").split("\0")
+        new = [name for name in others if name in names]
+    diff = _write_diff(root, changed, new, folder / f"{digest}-{commit[:12]}.patch")
     if hidden := sorted({*filter(is_secret_file, listed), *filter(is_secret_file, changed)}):
         print(_secrets_note(hidden), file=sys.stderr)
     code = FrozenCode(str(root), str(snapshot), (), commit or None, diff, content)
@@ -298,10 +301,21 @@ def _write_new(path: str, permissions: int, content: bytes) -> None:
         file.write(content)
 
 
-def _write_diff(root: Path, changed: Sequence[str], path: Path) -> str | None:
-    """Writes the diff to the commit; ``changed`` names all files that differ, and those with secrets are left out."""
+def _write_diff(root: Path, changed: Sequence[str], new: Sequence[str], path: Path) -> str | None:
+    """Writes the diff to the commit: of ``changed``, all tracked files that differ, without those with secrets, and of
+    the untracked files ``new``.
+    """
+    if not changed and not new:
+        return None
     without = [f":(top,exclude,literal){name}" for name in changed if is_secret_file(name)]
-    if not changed or not (text := git(root, "diff", "--binary", "--no-renames", "HEAD", "--", ".", *without)):
+    with tempfile.TemporaryDirectory() as folder:
+        index = Path(folder) / "index"  # a copy of git's index, to which the new files are added
+        with suppress(OSError):
+            shutil.copyfile(root / (git(root, "rev-parse", "--git-path", "index") or "").rstrip("\n"), index)
+        if new:
+            git(root, "add", "--intent-to-add", "--", *(f":(top,literal){name}" for name in new), index=index)
+        text = git(root, "diff", "--binary", "--no-renames", "HEAD", "--", ".", *without, index=index)
+    if not text:
         return None
     path.touch(mode=0o600)  # the diff may contain lines of files that only their owner may read
     path.write_text(text, encoding="utf-8", errors="surrogateescape")

@@ -379,7 +379,9 @@ def _lost(run: RunDirectory, view: View, status: JobStatus | None, output: Path)
     message = "\n".join(run.end_of_output(output).strip().splitlines()[-30:])
     if not message and status is not None and NOT_LAUNCHED in status.reason:
         message = f"Slurm could not launch the job ({status.reason})"
-    message = message or "the run ended before its first step and printed nothing; it may have been killed"
+    if not message:
+        when = f"after step {view.metrics['step']}" if "step" in view.metrics else "before its first step"
+        message = f"the run ended {when} and printed nothing; its processes may have been killed"
     if status is not None and not state_of(status.state).by_itself:
         message = f"Slurm reports {status.state}\n{message}"
     return replace(view, state="failed", exit=Exit.FAILED, message=message)

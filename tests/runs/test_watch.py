@@ -178,9 +178,13 @@ def test_a_failure_carries_the_traceback_of_the_node_that_caused_it(tmp_path: Pa
 
 def test_an_agent_that_died_leaves_its_output(tmp_path: Path) -> None:
     item = submitted(tmp_path)
-    assert "may have been killed" in item.view(None).message
+    assert "ended before its first step and printed nothing" in item.view(None).message
+    run = item.job.run
+    run.claim_attempt()
+    append_line(run.metrics_file(0), {"step": 3, "loss": 2.5})
+    assert "ended after step 3 and printed nothing" in item.view(None).message
     item.agent_output.write_text("something\nno such data\n")
-    assert item.view(None) == View("failed", {}, 1, "something\nno such data")
+    assert (item.view(None).exit, item.view(None).message) == (1, "something\nno such data")
 
 
 def test_the_last_whole_line_is_read(tmp_path: Path) -> None:
