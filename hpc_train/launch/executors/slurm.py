@@ -374,8 +374,8 @@ def check_architecture(cluster: ClusterConfig, site: Site, here: str = platform.
         return
     for name in names:
         partition = site.partition(name or None)
-        architecture = client.architecture_of(partition.name) if partition is not None else None
-        if partition is not None and architecture not in (None, here):
+        if partition is not None and partition.architectures and here not in partition.architectures:
+            architecture = " or ".join(sorted(partition.architectures))
             raise UserError(
                 f"the nodes of the partition {partition.name} are {architecture}, and this Python is built for {here}",
                 where="cluster.partition, cluster.python",

@@ -277,16 +277,6 @@ def node_states(selection: Sequence[str], timeout_s: float = BRIEF_S) -> list[No
     return NodeState.read_all(query([*NODE_STATES, *selection], timeout_s) or "")
 
 
-def architecture_of(partition: str) -> str | None:
-    """Returns the architecture of the first node of a partition, such as aarch64; None if Slurm does not name it."""
-    nodes = node_states([f"--partition={partition}"])
-    if not nodes:
-        return None
-    record = query(["scontrol", "--oneliner", "show", "node", nodes[0].node], BRIEF_S) or ""
-    match = re.search(r"\bArch=(\S+)", record)
-    return match[1] if match else None
-
-
 def unavailable_nodes(names: Sequence[str]) -> dict[str, str]:
     """Returns the nodes in ``names`` that are down, with state and reason; {} if Slurm does not respond."""
     down = (node for node in node_states([f"--nodes={','.join(names)}"]) if node.state.startswith("down"))

@@ -126,6 +126,7 @@ class NodeRecord:
         cores, memory_mb: its size without the part that Slurm reserves for the system.
         features: its features for ``--constraint``.
         booted: the time of its boot in seconds since 1970.
+        architecture: such as x86_64 or aarch64; empty if it is unknown.
     """
 
     name: str
@@ -137,6 +138,7 @@ class NodeRecord:
     features: frozenset[str]
     active_features: frozenset[str]
     booted: float | None
+    architecture: str
 
     @classmethod
     def read_all(cls, text: str) -> list[NodeRecord]:
@@ -161,6 +163,7 @@ class NodeRecord:
                 features=names_in(values.get("AvailableFeatures", "")),
                 active_features=names_in(values.get("ActiveFeatures", "")),
                 booted=time_of(values.get("BootTime")),
+                architecture=values.get("Arch", ""),
             )
             nodes.append(node)
         return nodes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -53,7 +53,8 @@ class NodeKind:
 class Partition:
     """Describes a partition and its limits; None for no limit.
 
-    Only ``accounts`` and ``qos`` may use it. The limits of ``own_qos`` apply to all its jobs.
+    Only ``accounts`` and ``qos`` may use it. The limits of ``own_qos`` apply to all its jobs. ``architectures`` holds
+    those of its nodes, such as aarch64, if Slurm names them.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Partition:
     cores_per_gpu: int | None = None
     memory_default: bool = False  # jobs get memory without an option
     kinds: tuple[NodeKind, ...] = ()
+    architectures: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -182,10 +184,15 @@ def _site(answers: Mapping[str, str | None]) -> Site:
     config = dict(_pairs(text["config"].splitlines()))
     cluster = config.get("ClusterName", "")
 
-    kinds = _node_kinds(text["sizes"], NodeRecord.read_all(text["nodes"]))
+    nodes = NodeRecord.read_all(text["nodes"])
+    kinds = _node_kinds(text["sizes"], nodes)
+    architectures: dict[str, set[str]] = {}
+    for node in nodes:
+        for name in node.partitions if node.architecture else ():
+            architectures.setdefault(name, set()).add(node.architecture)
     memory_default = number(config.get("DefMemPerNode") or config.get("DefMemPerCPU")) is not None
     lines = [line for line in text["partitions"].splitlines() if line.startswith("PartitionName=")]
-    partitions = [_partition(line, kinds, memory_default) for line in lines]
+    partitions = [_partition(line, kinds, architectures, memory_default) for line in lines]
 
     associations = tuple(
         Association(
@@ -219,7 +226,12 @@ def _pairs(parts: Iterable[str]) -> list[tuple[str, str]]:
     return [(name.strip(), value.strip()) for name, equals, value in pairs if equals]
 
 
-def _partition(line: str, kinds: Mapping[str, Sequence[NodeKind]], memory_default: bool) -> Partition:
+def _partition(
+    line: str,
+    kinds: Mapping[str, Sequence[NodeKind]],
+    architectures: Mapping[str, Collection[str]],
+    memory_default: bool,
+) -> Partition:
     values = values_of(line)
     defaults = dict(_pairs(values.get("JobDefaults", "").split(",")))
     partition_memory = number(values.get("DefMemPerNode") or values.get("DefMemPerCPU"))
@@ -236,6 +248,7 @@ def _partition(line: str, kinds: Mapping[str, Sequence[NodeKind]], memory_defaul
         cores_per_gpu=number(defaults.get("DefCpuPerGPU")),
         memory_default=memory_default or partition_memory is not None or "DefMemPerGPU" in defaults,
         kinds=tuple(kinds.get(values["PartitionName"], ())),
+        architectures=frozenset(architectures.get(values["PartitionName"], ())),
     )
 
 

@@ -131,7 +131,9 @@ def reaches(name: str, receiver: Receiver) -> bool:
 
 def environment_for(receiver: Receiver, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns the variables of ``environment`` that reach ``receiver``."""
-    return {name: value for name, value in environment.items() if reaches(name, receiver)}
+    # not items(), because another thread may remove a variable meanwhile
+    values = {name: environment.get(name) for name in list(environment) if reaches(name, receiver)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def withheld(receiver: Receiver, environment: Mapping[str, str] = os.environ) -> list[str]:
