@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from hpc_train.commands import report, why
+from hpc_train.config.schema import CustomDataConfig
 from hpc_train.planner.calibration import read_calibration
 from hpc_train.planner.machine import read_machine
 from hpc_train.report.page.build import write_after, write_at_end, write_page
@@ -247,7 +248,8 @@ def test_a_run_that_has_not_started_has_a_page(tmp_path: Path, capsys: pytest.Ca
 
 def test_the_page_names_the_commit_of_the_users_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A record of an earlier version has the commit of hpc_train under "code", which the project does not have."""
-    run = frozen(tmp_path / "run")
+    run = frozen(tmp_path / "run", data=CustomDataConfig(_target_="data.Shapes", args={"noise": 0.2, "root": "/data"}))
+    assert "data.Shapes, noise 0.2, root /data" in " ".join(check(written(run.path, capsys)).words.split())
     project = {"work_tree": "/home/me/my project", "commit": "1" * 40, "diff": None, "snapshot": "/s", "paths": []}
     for snapshot, code, known in (
         (project, {"commit": "2" * 40, "dirty": True}, True),

@@ -68,11 +68,13 @@ def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _described(group: Mapping[str, Any]) -> str:
-    """Returns the class or kind of a model or data set, and its sizes or place."""
+    """Returns the class or kind of a model or data set, and its sizes, place and arguments."""
     words = [str(group.get("_target_") or group.get("name_or_path") or group.get("kind") or group.get("name") or "")]
     if group.get("path"):
         words.append(str(group["path"]))
-    return ", ".join(words + [f"{key} {group[key]}" for key in SIZES if group.get(key) is not None])
+    words += [f"{key} {group[key]}" for key in SIZES if group.get(key) is not None]
+    words += [f"{key} {value}" for key, value in _group(group, "args").items() if isinstance(value, str | int | float)]
+    return ", ".join(words)
 
 
 def settings(facts: RunFacts) -> Html | None:
