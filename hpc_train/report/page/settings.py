@@ -139,7 +139,7 @@ def training_again(record: Mapping[str, Any]) -> list[str]:
     if project.get("commit"):
         lines.append(f"git checkout {project['commit']}   the commit that it ran from")
     if project.get("diff"):
-        lines.append(f"git apply {shlex.quote(project['diff'])}   changes that were not committed")
+        lines.append(f"git apply {shlex.quote(project['diff'])}   uncommitted changes; needs a clean work tree")
     if project.get("paths"):
         directory = os.path.relpath(project["paths"][0], project["snapshot"])
         if directory != ".":
