@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 CHOOSE_LAYOUT = "hpc_train.planner.auto:choice_of_job"
+FASTER_SETTINGS = "hpc_train.planner.faster:faster_settings"
 MACHINE_OF_JOB = "hpc_train.planner.machine:machine_of_job"
 MONITOR = "hpc_train.report.monitoring.exporter:monitored"
 RUN_ENDED = "hpc_train.report.page.build:write_at_end"

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.data import Dataset as TorchDataset
 
 from hpc_train.config.schema import Config
+from hpc_train.config.values import bucket_mb
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import IGNORED, Batch, Dataset, StepBatch
 from hpc_train.data.device_copy import DeviceCopy
@@ -144,7 +145,7 @@ def _replicas(kind: str, model: nn.Module, config: Config, mesh: Mesh) -> Step:
         ranks = dist.get_world_size()
     if kind == "dp":
         replica = DistributedDataParallel(
-            model, bucket_cap_mb=config.strategy.bucket_cap_mb, gradient_as_bucket_view=True
+            model, bucket_cap_mb=bucket_mb(config.strategy, mesh.device.type), gradient_as_bucket_view=True
         )
 
     def step(micro_batches: Sequence[Batch], target_count: int) -> None:

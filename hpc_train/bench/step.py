@@ -31,6 +31,7 @@ MEASURED = {  # advised key -> what was measured with each value
 
 LABELS = {  # figure of the utilization -> its name in the report
     "hfu": "HFU",
+    "mfu_of_precision": "MFU of the peak in this precision",
     "mfu_causal": "MFU with half the attention",
     "mfu_with_embeddings": "MFU with embeddings",
 }

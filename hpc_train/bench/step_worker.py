@@ -25,6 +25,7 @@ from hpc_train.bench.bare_loop import bare_batches, build_bare_loop
 from hpc_train.bench.request import NoiseRequest, Spread, StepRequest, paired_ratio
 from hpc_train.bench.worker import BenchRank, Training, measure_on_ranks
 from hpc_train.config.schema import Config
+from hpc_train.config.values import bucket_mb
 from hpc_train.data.dataset import Dataset, StepBatch
 from hpc_train.data.feed import TrainFeed
 from hpc_train.errors import UserError
@@ -48,6 +49,7 @@ from hpc_train.train.watch.measures import Measures
 from hpc_train.train.watch.pipeline_watch import bubble_share
 from hpc_train.train.watch.profiler import communication_share
 from hpc_train.train.watch.utilization import (
+    Peak,
     count_flops,
     describe_utilization,
     device_peak,
@@ -264,9 +266,11 @@ def _utilization(bench: StepBench, samples_per_s: float) -> dict[str, Any] | Non
     source = "data sheet"
     if peak is None:
         synchronize_ranks(mesh)
-        peak = measured_gemm_flops(mesh.device, compute_dtype(precision) or parameter_dtype(precision), size)
+        measured = measured_gemm_flops(mesh.device, compute_dtype(precision) or parameter_dtype(precision), size)
+        peak = Peak(measured, measured)
         source = "measured matrix product"
-    peaks: list[float] = _gather(peak, mesh)
+    peaks: list[Peak] = _gather(peak, mesh)
+    total = Peak(sum(peak.flops for peak in peaks), sum(peak.of_precision for peak in peaks))
     if not isinstance(model, Model):
         return None
     shape = bench.inputs_shape()
@@ -274,16 +278,16 @@ def _utilization(bench: StepBench, samples_per_s: float) -> dict[str, Any] | Non
         return None
     inputs = torch.empty((1, *shape), device="meta")
     count = count_flops(model, inputs, recomputation_of(config, mesh.layout), loss_form(config, mesh.layout))
-    figures = count.utilization(samples_per_s, sum(peaks))
-    return {"value": figures["mfu"], **figures, **describe_utilization(count, sum(peaks), source)}
+    figures = count.utilization(samples_per_s, total)
+    return {"value": figures["mfu"], **figures, **describe_utilization(count, total, source)}
 
 
 def _gap(bench: StepBench, step_s: float, utilization: dict[str, Any] | None) -> dict[str, Any] | None:
     """Returns what a step loses to each kind of work, the largest first; or None if the FLOPs are unknown."""
     if utilization is None:
         return None
-    ideal_s = utilization["value"] * step_s
-    recomputed_s = max(0.0, utilization.get("hfu", utilization["value"]) * step_s - ideal_s)
+    ideal_s = utilization["mfu_of_precision"] * step_s
+    recomputed_s = max(0.0, utilization.get("hfu", utilization["mfu"]) / utilization["mfu"] - 1.0) * ideal_s
     profile = step_gap.profiled(bench.step, bench.mesh.device, bench.mesh.layout.pp > 1)
     mean = step_gap.mean_of_ranks(_gather(profile, bench.mesh))
     losses = step_gap.losses(mean, step_s, ideal_s, recomputed_s)
@@ -447,7 +451,7 @@ def _seconds_of_sum(technique: str, config: Config, mesh: Mesh, parameters: Mapp
     """Returns the shortest time of a few sums over the data-parallel ranks, as measured on this rank."""
     group = mesh.group("dp_cp")
     exchange = make_exchange(technique, config.strategy, parameters, group)
-    reduction = GradientReduction(parameters.values(), group, config.strategy.bucket_cap_mb)
+    reduction = GradientReduction(parameters.values(), group, bucket_mb(config.strategy, mesh.device.type))
     rounds: list[float] = []
     for _ in range(ROUNDS):
         for parameter in parameters.values():

@@ -223,6 +223,13 @@ def fewest_nodes(config: Config) -> int:
     return fewest if least is None else least
 
 
+def bucket_mb(strategy: StrategyConfig, device_type: str) -> float:
+    """Returns the size of a gradient bucket in MB. The links of GPUs reach their bandwidth with larger messages."""
+    if strategy.bucket_cap_mb is not None:
+        return strategy.bucket_cap_mb
+    return 25.0 if device_type == "cpu" else 100.0
+
+
 def check_divides(divisor: int, number: int, key: str, what: str) -> None:
     """Raises UserError if ``divisor``, the value of ``key``, does not divide ``number``, the value of ``what``."""
     if number % divisor:

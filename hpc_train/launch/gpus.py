@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.errors import UserError
@@ -231,10 +231,16 @@ def _asked_types(cluster: ClusterConfig, site: Site) -> set[str]:
 
 
 def depends_on_gpu_types(config: Config, gpus: int) -> bool:
-    """Returns whether the layout or the checks of ``config`` depend on the types of the ``gpus`` GPUs of a node."""
-    return gpus > 0 and (config.precision.fp8 is not None or bool(open_keys(config)))
+    """Returns whether the layout, the checks or the notices of ``config`` depend on the types of the ``gpus`` GPUs of a
+    node.
+    """
+    is_slow = config.precision.name == "fp32" or not config.train.compile
+    return gpus > 0 and (is_slow or config.precision.fp8 is not None or bool(open_keys(config)))
 
 
 def gpu_types_here(cluster: ClusterConfig) -> frozenset[str]:
     """Returns the types of the GPUs of this machine, or the type that the config names; empty if it is unknown."""
-    return frozenset({cluster.gpu_type}) if cluster.gpu_type else gpu_names()
+    return frozenset({cluster.gpu_type}) if cluster.gpu_type else _gpu_names()
+
+
+_gpu_names = lru_cache(maxsize=1)(gpu_names)  # it starts nvidia-smi, so it is called once per sweep

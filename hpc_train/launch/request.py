@@ -38,7 +38,7 @@ from hpc_train.layout.resolve import check_chosen, open_keys
 from hpc_train.layout.techniques import check_compiler_device
 from hpc_train.layout.validate import validate
 from hpc_train.layout.without_effect import WithoutEffect, notices, user_keys, without_effect
-from hpc_train.registration import CHOOSE_LAYOUT, MACHINE_OF_JOB, registered
+from hpc_train.registration import CHOOSE_LAYOUT, FASTER_SETTINGS, MACHINE_OF_JOB, registered
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import check_freeze, freeze
 from hpc_train.run.imported import with_imported_model
@@ -266,8 +266,8 @@ def freeze_job(job: Job, code_directory: Path, *, claim: bool = False) -> None:
 
 
 def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, str]] | None = None) -> list[str]:
-    """Returns the notices about keys that the user sets without effect in some of ``jobs``, and a notice for users of
-    W&B if nothing is sent to W&B.
+    """Returns the notices about keys that the user sets without effect in some of ``jobs``, about settings that make
+    steps on GPUs slow, and for users of W&B if nothing is sent to W&B.
 
     ``reported`` holds the keys and reasons that earlier batches of the sweep have reported, which are not repeated. The
     keys and reasons of ``jobs`` are added to it.
@@ -282,6 +282,13 @@ def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, 
     lines = [*_given_twice(line, reported), *notices(unread)]
     if not jobs:
         return lines
+    speeds = {(job.config.precision.name, job.config.precision.tf32, job.config.train.compile): job for job in jobs}
+    for job in speeds.values():
+        for text in registered(FASTER_SETTINGS)(job.config, job.layout, job.shape):
+            setting = text.partition(":")[0]
+            if (setting, "slow") not in reported:
+                reported.add((setting, "slow"))
+                lines.append(text)
     unsent = not_sent_notice(jobs[0].config.telemetry.wandb, jobs[0].run.record().get("wandb"))
     if unsent is not None and (WANDB, unsent) not in reported and jobs[0].config.run.command is None:
         reported.add((WANDB, unsent))

@@ -26,7 +26,7 @@ from operator import add
 from typing import Literal, NamedTuple
 
 from hpc_train.config.schema import Config
-from hpc_train.config.values import LayerMode, runs_own_code
+from hpc_train.config.values import LayerMode, bucket_mb, runs_own_code
 from hpc_train.layout.counted import counted
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.optimizers import averages_of_weights, values_per_parameter
@@ -294,7 +294,8 @@ def ranks_of(config: Config, layout: Layout) -> Iterator[Rank]:
         seen.add(held)
         if rank.reduces == "after" and layout.dp_cp > 1 and layout.kind.buckets and not rank.keeps_gradients:
             copied = 0.5 if config.strategy.compression in ("bf16", "fp16") else 1.0
-            rank = replace(rank, bucket=config.strategy.bucket_cap_mb * 2**20, copied=copied)
+            device_type = "cpu" if config.cluster.gpus_per_node == 0 else "cuda"
+            rank = replace(rank, bucket=bucket_mb(config.strategy, device_type) * 2**20, copied=copied)
         if config.optim.in_backward:
             rank = replace(rank, reduces="inside")
         yield replace(rank, captured=compiler_mode(config) == CompilerMode.CUDA_GRAPHS)

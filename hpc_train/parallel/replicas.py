@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpc_train.config.import_path import locate
 from hpc_train.config.schema import StrategyConfig
+from hpc_train.config.values import bucket_mb
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.models.model import canonical_name
@@ -92,7 +93,7 @@ class AllReduceReplicas(LocalReplicas):
         self.reduction = GradientReduction(
             named.values(),
             group,
-            strategy.bucket_cap_mb,
+            bucket_mb(strategy, mesh.device.type),
             None if compresses and own_count else send_order,  # the division by the count precedes the compression
             None if updates is None else updates.use,
         )
@@ -126,7 +127,7 @@ class DDPReplicas:
             self.module = self._wrapped = DistributedDataParallel(
                 module,
                 process_group=mesh.group("dp_cp"),
-                bucket_cap_mb=strategy.bucket_cap_mb,
+                bucket_cap_mb=bucket_mb(strategy, mesh.device.type),
                 gradient_as_bucket_view=True,
                 **_KEEP_BUFFERS,
             )
@@ -164,7 +165,7 @@ class Sharded:
         self._modules = fsdp.sharded_modules(module)
         trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
         self._whole = [parameter for parameter in trained if fsdp.is_replicated(parameter)]
-        self._reduction = GradientReduction(self._whole, mesh.group("dp_cp"), strategy.bucket_cap_mb)
+        self._reduction = GradientReduction(self._whole, mesh.group("dp_cp"), bucket_mb(strategy, mesh.device.type))
         self._shared = SharedGroups(module, mesh) if isinstance(module, WrappedModel) else None
         self._last: bool | None = None  # the micro-batches for which they are configured
         if strategy.compression == "bf16":

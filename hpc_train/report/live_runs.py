@@ -16,6 +16,7 @@ from typing import Any
 from hpc_train.report.pipeline_step import NAMES, rows_of, stage_times
 from hpc_train.run.events import Event
 from hpc_train.run.files import NewLines
+from hpc_train.run.rows import mfu_name
 from hpc_train.runs.job_status import SlurmStatuses, View, time_left
 from hpc_train.runs.lookup import RunHandle, find_all_runs, find_runs, statuses_of, unreadable
 from hpc_train.telemetry.progress import speed
@@ -153,7 +154,7 @@ class Details:
         if "peak_memory_bytes" in values:
             lines.append(f"peak memory: {format_bytes(values['peak_memory_bytes'])}")
         if "mfu" in values:
-            lines.append(f"MFU: {100 * values['mfu']:.1f} %")
+            lines.append(f"{mfu_name(values)}: {100 * values['mfu']:.1f} %")
         if "val_loss" in values:
             lines.append(f"validation loss: {format_metric(values['val_loss'])}")
         return [*lines, *view.message.splitlines()[-3:]]

@@ -99,9 +99,18 @@ METRICS: dict[str, Check] = {
     **NAMED,
     **dict.fromkeys(IN_SECONDS, or_none(seconds)),
     **dict.fromkeys(RATES, or_none(at_least_0)),
-    **dict.fromkeys(("mfu", "hfu", "gpu_util", "host_share", "data_wait_share", "comm_share"), or_none(number)),
+    **dict.fromkeys(
+        ("mfu", "mfu_of_precision", "hfu", "gpu_util", "host_share", "data_wait_share", "comm_share"), or_none(number)
+    ),
     **dict.fromkeys(("bubble_share", "val_loss", "val_accuracy", "loss_scale"), or_none(number)),
 }
+
+
+def mfu_name(line: Mapping[str, Any]) -> str:
+    """Returns what ``mfu`` of a line of metrics is. Before 0.9.0 it was relative to the peak in the run's precision."""
+    if line.get("mfu_of_precision") is None:
+        return "MFU of the peak in the run's precision"
+    return "MFU"
 
 
 class Field(Generic[T]):

@@ -19,10 +19,10 @@ class MetricsLog:
     step 0; tokens are targets that count). These values cover the time since the previous line: step_s (seconds per
     step), tokens_per_s, samples_per_s, save_s (seconds for which saves blocked training). Evaluations add val_loss,
     val_accuracy, val_NAME of each metric, val_SET_loss and so on of further evaluation sets, and eval_s. If known,
-    there are also mfu, hfu, loss_scale, and the values that ``over_ranks`` in ``train/watch/stragglers.py`` describes:
-    data_wait_share, comm_share, bubble_share, host_share, compute_imbalance, arrival_skew_s, peak_memory_bytes,
-    memory_imbalance, gpu_util, rdma_tx_bytes, rdma_rx_bytes, net_tx_bytes and net_rx_bytes. A number that is not finite
-    is written as null.
+    there are also mfu (of the peak in bf16), mfu_of_precision, hfu, loss_scale, and the values that ``over_ranks`` in
+    ``train/watch/stragglers.py`` describes: data_wait_share, comm_share, bubble_share, host_share, compute_imbalance,
+    arrival_skew_s, peak_memory_bytes, memory_imbalance, gpu_util, rdma_tx_bytes, rdma_rx_bytes, net_tx_bytes and
+    net_rx_bytes. A number that is not finite is written as null.
     """
 
     def __init__(self, run: RunDirectory, attempt: int, events: EventLog | None = None) -> None:

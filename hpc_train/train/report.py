@@ -32,7 +32,7 @@ from hpc_train.train.watch.memory import MemoryReport
 from hpc_train.train.watch.suggestions import AdviceWatch
 from hpc_train.units import format_duration, format_metric
 
-RESULT = ("loss", "samples", "tokens", "mfu", "hfu")
+RESULT = ("loss", "samples", "tokens", "mfu", "mfu_of_precision", "hfu")
 EVALUATED = "val_"  # the prefix of the metrics of evaluations
 
 

@@ -58,7 +58,7 @@ from hpc_train.train.watch.memory import explained
 from hpc_train.train.watch.pipeline_watch import PipelineWatch
 from hpc_train.train.watch.profiler import Profiler
 from hpc_train.train.watch.suggestions import AdviceWatch, SuggestedSetting
-from hpc_train.train.watch.utilization import FORMULA, describe_utilization
+from hpc_train.train.watch.utilization import FORMULA, describe_utilization, precision_notes
 
 
 def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
@@ -79,7 +79,8 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
             mesh = join(spec, config)
             preflight(spec, config, run, mesh, events, log)
             if mesh.rank == 0:  # before the build, which may take minutes
-                print("\n  note: ".join([f"layout: {mesh.layout} on {mesh.device.type}", *mesh.layout.notes]))
+                notes = [*mesh.layout.notes, *precision_notes(config.precision, mesh.device)]
+                print("\n  note: ".join([f"layout: {mesh.layout} on {mesh.device.type}", *notes]))
             with explained(config, mesh):
                 trainer = _build(config, run, mesh, events, stop, spec, heartbeat)
                 check_imports(run)  # by now, the user's model and data have been imported
@@ -192,9 +193,9 @@ def _build(
     if mesh.rank == 0:
         _log_settings(config, run, events, length, restored)
         meter = trainer.meter
-        if meter.flops is not None and meter.peak_flops is not None:
-            events.record(run, utilization=describe_utilization(meter.flops, meter.peak_flops, "data sheet"))
-            print(f"{FORMULA}; peak {meter.peak_flops:.4g} FLOP/s according to the data sheet")
+        if meter.flops is not None and meter.peak is not None:
+            events.record(run, utilization=describe_utilization(meter.flops, meter.peak, "data sheet"))
+            print(f"{FORMULA}; peak {meter.peak.flops:.4g} FLOP/s according to the data sheet")
     return trainer
 
 

@@ -39,7 +39,8 @@ from hpc_train.config.command_line import CommandLine
 from hpc_train.config.options import OptionParser
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, nearest
-from hpc_train.planner.candidates import FURTHER
+from hpc_train.planner.candidates import FURTHER, with_values
+from hpc_train.planner.faster import predicted_notes
 from hpc_train.planner.machine import (
     NAMES,
     OF_CPUS,
@@ -99,8 +100,13 @@ def main(arguments: list[str]) -> int:
         if not has_end:
             notes.append("the time to the end is unknown, since the length of the data determines it: set train.steps")
         learned = search.calibration(config)
+        slow: list[str] = []
+        if not options.largest:
+            first = rows[0].candidate
+            planned = with_values(config, first.values)
+            slow += predicted_notes(planned, first.layout, machine, first.nodes, first.devices // first.nodes)
         if options.json:
-            more = {"calibration": learned.as_json(), "queue": notes}
+            more = {"calibration": learned.as_json(), "queue": notes, "slow": slow}
             json.dump([row_as_json(row, machine) | more for row in rows], sys.stdout, indent=1)
             print()
             return Exit.DONE
@@ -109,7 +115,7 @@ def main(arguments: list[str]) -> int:
         print_commands(rows, machine)
         if rows[0].gpu_hours:
             notes += prices.compared(rows[0].gpu_hours)
-        for text in filter(None, [str(learned), *notes]):
+        for text in filter(None, [str(learned), *notes, *slow]):
             print(text)
     return Exit.DONE
 

@@ -79,9 +79,10 @@ class StrategyConfig:
         choices=("even", "flops", "measured"),
         when=when("pipeline"),
     )
-    bucket_cap_mb: float = key(
-        25.0,
-        "The size of a gradient bucket of ddp and allreduce. `bench step` measures sizes.",
+    bucket_cap_mb: float | None = key(
+        None,
+        "The size of a gradient bucket of ddp and allreduce. null is 25 on CPUs and 100 on GPUs. `bench step` measures "
+        "sizes.",
         above=0,
         unit="MB",
         when=when("buckets"),

@@ -7,6 +7,7 @@ from statistics import median
 
 from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.markup import Html, Point, Series, block, joined, line_chart, section, short, table
+from hpc_train.run.rows import mfu_name
 from hpc_train.telemetry.progress import speed
 from hpc_train.units import counted, format_metric, milliseconds
 
@@ -125,8 +126,9 @@ def _utilization(facts: RunFacts) -> list[Html | None]:
     points = facts.values("mfu")
     if not points:
         return []
-    words = f"The median MFU is {median(value for _, value in points):.1%}."
-    series = [Series("MFU", points, "c0")]
+    name = mfu_name(next(line for line in reversed(facts.lines) if line.get("mfu") is not None))
+    words = f"The median {name} is {median(value for _, value in points):.1%}."
+    series = [Series(name, points, "c0")]
     hardware = facts.values("hfu")
     if hardware != points:
         series.append(Series("HFU", hardware, "c1", dashed=True))

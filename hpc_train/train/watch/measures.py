@@ -27,6 +27,7 @@ from hpc_train.train.watch.stragglers import RankTimes, SlowRankWatch, over_rank
 from hpc_train.train.watch.utilization import (
     FlopCount,
     GpuUtilization,
+    Peak,
     count_flops,
     device_peak,
     peak_device_memory,
@@ -144,13 +145,13 @@ class Meter:
 
     Attributes:
         flops: FLOPs of one sample; None if unknown.
-        peak_flops: FLOP/s of all devices together; None if unknown.
+        peak: of all devices together; None if unknown.
         interval: the interval of the last ``read``.
         waited_s: total seconds spent waiting for data.
     """
 
     flops: FlopCount | None = None
-    peak_flops: float | None = None
+    peak: Peak | None = None
     interval: Interval = Interval(0.0, 0, 0.0)
     _began: float = field(default_factory=time.perf_counter)
     _paused: float = 0.0
@@ -204,9 +205,9 @@ class Meter:
             "data_wait_share": min(1.0, self._waited / seconds),
             "save_s": self._saved,
         }
-        if self.flops is not None and self.peak_flops:
-            shares = self.flops.utilization(rates["samples_per_s"], self.peak_flops)
-            rates |= {name: shares[name] for name in ("mfu", "hfu") if name in shares}
+        if self.flops is not None and self.peak is not None:
+            shares = self.flops.utilization(rates["samples_per_s"], self.peak)
+            rates |= {name: shares[name] for name in ("mfu", "mfu_of_precision", "hfu") if name in shares}
         self.interval = Interval(seconds, self._steps, min(seconds, self._waited))
         self._all_seconds += seconds
         self._all_tokens += self._tokens
@@ -234,7 +235,7 @@ def make_meter(config: Config, mesh: Mesh, dataset: Dataset) -> Meter:
         return Meter()
     inputs = torch.empty((1, *dataset.inputs_shape()), device="meta")
     count = count_flops(model, inputs, recomputation_of(config, mesh.layout), loss_form(config, mesh.layout))
-    return Meter(count, per_device * mesh.layout.world_size) if count.model else Meter()
+    return Meter(count, per_device.times(mesh.layout.world_size)) if count.model else Meter()
 
 
 def _gathered(times: RankTimes, mesh: Mesh) -> list[RankTimes]:

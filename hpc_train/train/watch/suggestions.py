@@ -29,7 +29,9 @@ RATIOS = {  # limit -> (metric, largest acceptable ratio of a rank to the mean)
     "memory": ("memory_imbalance", 1.3),
 }
 LEAST_SHARE = 0.1  # smallest share that can be a limit
+LEAST_PEAK_RATIO = 2.0  # of the peak in bf16 to the peak in the precision of the run
 WORDS = {
+    "precision": "the peak rate of the GPUs in bf16 is {:.1f} times the rate in this precision",
     "data": "the ranks wait for data {:.0%} of the time",
     "communication": "the ranks wait for communication {:.0%} of the time",
     "bubble": "the pipeline's bubble takes {:.0%} of the time",
@@ -44,8 +46,8 @@ class Advice:
     """Describes a limit of the throughput and possible fixes.
 
     Attributes:
-        limit: a key of ``SHARES`` or ``RATIOS``.
-        value: the share of the time, or the ratio of a rank to the mean.
+        limit: a key of ``LIMITS``.
+        value: its share of the time, the ratio of a rank to the mean, or the ratio of the peak rates.
     """
 
     limit: str
@@ -79,16 +81,22 @@ class AdviceWatch:
         limit = find_limit(line, self._limits.confirmed) if self._lines > 1 else None
         if not self._limits.confirms(limit) or limit is None:
             return None
-        key, _ = (SHARES | RATIOS)[limit]
-        return Advice(limit, line[key], tuple(fixes(limit, self.setting)))
+        value = _peak_ratio(line)
+        if limit != "precision":
+            key, _ = (SHARES | RATIOS)[limit]
+            value = line[key]
+        return Advice(limit, value, tuple(fixes(limit, self.setting)))
 
 
 def find_limit(line: Mapping[str, Any], reported: set[str] | frozenset[str] = frozenset()) -> str | None:
-    """Returns the largest limit if utilization is low or the limit exceeds its threshold, else an imbalance of ranks.
+    """Returns the precision if the GPUs are much faster in bf16; else the largest limit if utilization is low or the
+    limit exceeds its threshold, else an imbalance of ranks.
 
     Utilization is the share of the time that remains for computation, or the GPU utilization if that is lower. A share
     that is missing in ``line`` is unknown and cannot be the limit.
     """
+    if "precision" not in reported and _peak_ratio(line) > LEAST_PEAK_RATIO:
+        return "precision"
     shares = {limit: line[key] for limit, (key, _) in SHARES.items() if line.get(key) is not None}
     utilization = min(1.0 - sum(shares.values()), line.get("gpu_util", 1.0))
     worst = max(shares, key=lambda limit: shares[limit], default=None)
@@ -102,6 +110,13 @@ def find_limit(line: Mapping[str, Any], reported: set[str] | frozenset[str] = fr
         if limit not in reported and line.get(key, 1.0) > most:
             return limit
     return None
+
+
+def _peak_ratio(line: Mapping[str, Any]) -> float:
+    """Returns the ratio of the peak rate in bf16 to that in the precision of the run; 1 if it is unknown."""
+    if not line.get("mfu") or not line.get("mfu_of_precision"):
+        return 1.0
+    return float(line["mfu_of_precision"] / line["mfu"])
 
 
 @dataclass(frozen=True)
@@ -145,6 +160,12 @@ BALANCED = Suggestion(
 def fixes(limit: str, setting: SuggestedSetting) -> list[Suggestion]:
     """Returns suggestions for ``limit`` (a key of ``LIMITS``) that are valid for this run, the cheapest first."""
     return [fix for fix in LIMITS[limit](setting) if _is_allowed(fix, setting)]
+
+
+def _precision(setting: SuggestedSetting) -> Iterator[Suggestion]:
+    if setting.config.precision.name == "fp32":
+        yield Suggestion({"precision.name": "bf16"}, "products in bf16, and weights and optimizer in fp32")
+        yield Suggestion({"precision.tf32": True}, "the range of fp32 with 10 bits of precision")
 
 
 def _data(setting: SuggestedSetting) -> Iterator[Suggestion]:
@@ -221,6 +242,7 @@ def _memory(setting: SuggestedSetting) -> Iterator[Suggestion]:
 
 
 LIMITS: dict[str, Callable[[SuggestedSetting], Iterator[Suggestion]]] = {
+    "precision": _precision,
     "data": _data,
     "communication": _communication,
     "bubble": _bubble,

@@ -1,9 +1,10 @@
 """Measures how well a rank uses its device: FLOPs utilization (MFU, HFU), GPU utilization and peak memory.
 
 MFU = FLOP per sample x samples/s / (GPUs x peak), with the operations of one forward and backward pass (Chowdhery et
-al. 2022, PaLM, arXiv:2204.02311, appendix B). HFU also counts the forward that activation checkpointing and a loss in
-chunks recompute, a third of forward plus backward (Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 5.1).
-Values under two other conventions are reported for comparison with publications.
+al. 2022, PaLM, arXiv:2204.02311, appendix B) and, in every precision, the peak rate in bf16. HFU also counts the forward
+that activation checkpointing and a loss in chunks recompute, a third of forward plus backward (Narayanan et al. 2021,
+Megatron-LM, arXiv:2104.04473, section 5.1). Values under two other conventions are reported for comparison with
+publications.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpc_train.config.schema import PrecisionConfig
 from hpc_train.config.values import Recomputation
 from hpc_train.layout.loss_chunks import LossForm
 from hpc_train.machine.amd_gpus import NODES, PCI, AmdNode
@@ -30,9 +32,26 @@ from hpc_train.models.model import Model
 from hpc_train.train.watch.peak_rates import peak_flops
 
 FORMULA = (
-    "MFU = FLOP per sample x samples/s / peak, PaLM appendix B: 6 per parameter and token without the embedding table, "
-    "attention not halved for the causal mask; HFU adds the recomputed forward"
+    "MFU = FLOP per sample x samples/s / peak in bf16, PaLM appendix B: 6 per parameter and token without the embedding"
+    " table, attention not halved for the causal mask; HFU adds the recomputed forward"
 )
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Holds peak rates in FLOP/s.
+
+    Attributes:
+        flops: the rate in bf16; without units for bf16, the rate in the precision of the run.
+        of_precision: the rate in the precision of the run.
+    """
+
+    flops: float
+    of_precision: float
+
+    def times(self, devices: int) -> Peak:
+        """Returns the rates of several devices together."""
+        return Peak(self.flops * devices, self.of_precision * devices)
 
 
 @dataclass(frozen=True)
@@ -55,15 +74,16 @@ class FlopCount:
     def hardware(self) -> float | None:
         return None if self.recomputed is None else self.model + self.recomputed
 
-    def utilization(self, samples_per_s: float, peak_flops: float) -> dict[str, float]:
-        """Returns ``mfu`` and, if known, ``hfu``, ``mfu_causal`` and ``mfu_with_embeddings``."""
+    def utilization(self, samples_per_s: float, peak: Peak) -> dict[str, float]:
+        """Returns ``mfu``, ``mfu_of_precision`` and, if known, ``hfu``, ``mfu_causal`` and ``mfu_with_embeddings``."""
         counts = {
             "mfu": self.model,
             "hfu": self.hardware,
             "mfu_causal": self.causal,
             "mfu_with_embeddings": self.with_embeddings,
         }
-        return {name: count * samples_per_s / peak_flops for name, count in counts.items() if count is not None}
+        shares = {name: count * samples_per_s / peak.flops for name, count in counts.items() if count is not None}
+        return shares | {"mfu_of_precision": self.model * samples_per_s / peak.of_precision}
 
 
 def count_flops(model: Model, inputs: Tensor, recomputation: Recomputation, loss: LossForm) -> FlopCount:
@@ -87,22 +107,37 @@ def count_flops(model: Model, inputs: Tensor, recomputation: Recomputation, loss
     return FlopCount(total, recomputed, causal, with_embeddings)
 
 
-def describe_utilization(count: FlopCount, peak_flops: float, source: str) -> dict[str, Any]:
+def describe_utilization(count: FlopCount, peak: Peak, source: str) -> dict[str, Any]:
     """Returns the terms of MFU and HFU for ``run.json`` and reports."""
     return {
         "flops_per_sample": count.model,
         "hardware_flops_per_sample": count.hardware,
-        "peak_flops": peak_flops,
+        "peak_flops": peak.flops,
+        "peak_flops_of_precision": peak.of_precision,
         "peak_source": source,
         "formula": FORMULA,
     }
 
 
-def device_peak(device: torch.device, precision: str, tf32: bool) -> float | None:
-    """Returns the peak FLOP/s of a GPU according to its data sheet, or the share of a partition of a GPU; None if
-    unknown."""
+def device_peak(device: torch.device, precision: str, tf32: bool) -> Peak | None:
+    """Returns the peak rates of a GPU, or of a partition its share, according to the data sheet; None if unknown."""
     properties = torch.cuda.get_device_properties(device)
-    return peak_flops(properties.name, precision, tf32, properties.multi_processor_count)
+    units = properties.multi_processor_count
+    of_precision = peak_flops(properties.name, precision, tf32, units)
+    if of_precision is None:
+        return None
+    return Peak(peak_flops(properties.name, "bf16", units=units) or of_precision, of_precision)
+
+
+def precision_notes(precision: PrecisionConfig, device: torch.device) -> list[str]:
+    """Returns a note if a GPU that computes in bf16 computes matrix products in fp32 without TF32."""
+    if device.type != "cuda" or precision.name != "fp32" or precision.tf32 or not torch.cuda.is_bf16_supported(False):
+        return []
+    peak = device_peak(device, precision.name, precision.tf32)
+    rates = "several times more slowly than precision=bf16"
+    if peak is not None:
+        rates = f"at up to {peak.of_precision / 1e12:.0f} TFLOP/s; precision=bf16 reaches {peak.flops / 1e12:.0f}"
+    return [f"precision=fp32 without TF32 computes matrix products {rates}; precision.tf32=true keeps fp32"]
 
 
 def peak_host_memory() -> int:

@@ -28,6 +28,8 @@ GOOD = {"data_wait_share": 0.02, "comm_share": 0.1, "bubble_share": 0.1, "memory
         ({"gpu_util": 0.5, "host_share": 0.25, "comm_share": 0.1}, "host"),
         ({"gpu_util": 0.5}, None),  # nobody knows why
         ({**GOOD, "memory_imbalance": 1.4}, "memory"),
+        ({"data_wait_share": 0.5, "mfu": 0.03, "mfu_of_precision": 0.45}, "precision"),
+        ({"mfu": 0.4, "mfu_of_precision": 0.4}, None),
         ({**GOOD, "compute_imbalance": 1.5, "memory_imbalance": 1.4}, "imbalance"),
     ],
 )
@@ -56,6 +58,7 @@ def test_advice_comes_after_several_lines_and_once() -> None:
 
 # Composed when a case runs: every process of ``pytest -n`` collects all of them.
 CASES: list[tuple[str, Callable[[], SuggestedSetting], list[str]]] = [
+    ("precision", partial(setting, "+strategy=dp"), ["precision.name=bf16", "precision.tf32=true"]),
     ("data", partial(setting, "+strategy=dp"), ["batch.loader_workers=2"]),
     ("data", partial(setting, "+strategy=dp", "data=synthetic", cores=1), ["cluster.cpus_per_gpu=2"]),
     (

@@ -11,13 +11,20 @@ import pynvml
 import pytest
 import torch
 
-from hpc_train.config.schema import GPTConfig, ViTConfig
+from hpc_train.config.schema import GPTConfig, PrecisionConfig, ViTConfig
 from hpc_train.config.values import Recomputation, parse_recomputation
 from hpc_train.layout.loss_chunks import LossForm
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.train.watch import utilization
-from hpc_train.train.watch.utilization import GpuUtilization, busy_share, count_flops, device_peak
+from hpc_train.train.watch.utilization import (
+    GpuUtilization,
+    Peak,
+    busy_share,
+    count_flops,
+    device_peak,
+    precision_notes,
+)
 
 SIZES = GPTConfig(vocab_size=10, n_layers=3, dim=4, n_heads=2, n_kv_heads=1, ffn_dim=8)
 TOKENS = torch.empty(2, 5, dtype=torch.int64, device="meta")
@@ -47,8 +54,9 @@ def test_what_a_gpt_computes(checkpointing: str, recomputed: float) -> None:
     assert count.hardware == pytest.approx(count.model + recomputed)
     assert count.causal == count.model - 3 * 12 * 4 * 5 * 5 / 2
     assert count.with_embeddings == count.model + 6 * 5 * 10 * 4
-    found = count.utilization(samples_per_s=7.0, peak_flops=1e6)
-    assert found.keys() == {"mfu", "hfu", "mfu_causal", "mfu_with_embeddings"}
+    found = count.utilization(samples_per_s=7.0, peak=Peak(1e6, 1e5))
+    assert found.keys() == {"mfu", "mfu_of_precision", "hfu", "mfu_causal", "mfu_with_embeddings"}
+    assert found["mfu_of_precision"] == pytest.approx(10 * found["mfu"])
     assert found["mfu"] == pytest.approx(7 * (3 * LAYER + HEAD) / 1e6)
     assert found["hfu"] == pytest.approx(found["mfu"] + 7 * recomputed / 1e6)
 
@@ -97,4 +105,19 @@ def test_amdgpu_shows_the_utilization_in_sys(tmp_path: Path) -> None:
 def test_the_peak_of_a_device_counts_its_compute_units(monkeypatch: pytest.MonkeyPatch) -> None:
     partition = SimpleNamespace(name="AMD Instinct MI300X", multi_processor_count=38)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: partition)
-    assert device_peak(torch.device("cuda", 0), "bf16", False) == pytest.approx(1307.4e12 / 8)
+    peak = device_peak(torch.device("cuda", 0), "fp32", False)
+    assert peak is not None and peak.flops == pytest.approx(1307.4e12 / 8)
+    assert peak.of_precision == pytest.approx(163.4e12 / 8)
+
+
+def test_a_rank_says_that_products_in_fp32_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    (note,) = precision_notes(PrecisionConfig(), gpu)
+    assert "at up to 67 TFLOP/s; precision=bf16 reaches 989" in note
+    assert precision_notes(PrecisionConfig(), torch.device("cpu")) == []
+    assert precision_notes(PrecisionConfig(name="bf16"), gpu) == precision_notes(PrecisionConfig(tf32=True), gpu) == []
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    assert precision_notes(PrecisionConfig(), gpu) == []
