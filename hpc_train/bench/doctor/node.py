@@ -33,6 +33,7 @@ from hpc_train.machine.network.libfabric import FABRICS, NO_GPU_DIRECT, find_plu
 from hpc_train.machine.network.nccl_settings import merged, warnings
 from hpc_train.machine.network.rails import beyond_gpu_direct, judge_ports, match, port_warnings, rate_gbps
 from hpc_train.machine.storage import file_system_of, room_in
+from hpc_train.machine.sysfs import read_text
 from hpc_train.run.processes import can_listen
 from hpc_train.units import GIB, format_bytes
 
@@ -47,8 +48,11 @@ SAMPLE = 20
 UNREADABLE = "the limit is unknown: cannot read /proc/self/limits"
 
 
-def check_gpus(facts: NodeFacts, requested: int | str) -> Iterator[Finding]:
-    """Checks whether GPUs are visible and of one model."""
+NUMA_BALANCING = Path("/proc/sys/kernel/numa_balancing")
+
+
+def check_gpus(facts: NodeFacts, requested: int | str, numa_balancing: Path = NUMA_BALANCING) -> Iterator[Finding]:
+    """Checks whether GPUs are visible and of one model, and the setting of the kernel that AMD's guide names."""
     models = sorted({gpu.model or "an unknown model" for gpu in facts.gpus})
     if not facts.gpus:
         if requested in ("auto", 0):
@@ -69,6 +73,10 @@ def check_gpus(facts: NodeFacts, requested: int | str) -> Iterator[Finding]:
         yield Finding("GPUs", WARNING, f"{text}: the slowest sets the pace", fix)
     else:
         yield Finding("GPUs", OK, text)
+    if on_amd([facts]) and read_text(numa_balancing).strip() not in ("", "0"):
+        # rocm.docs.amd.com, "Prerequisite system validation before training"
+        text = "the kernel moves memory between NUMA nodes (numa_balancing), which slows down jobs on AMD's GPUs"
+        yield Finding("GPUs", WARNING, text, "ask the site to set /proc/sys/kernel/numa_balancing to 0")
 
 
 def check_ports(facts: NodeFacts) -> Iterator[Finding]:
@@ -101,6 +109,8 @@ def _gpu_direct(facts: NodeFacts, by: str) -> Finding:
         if far := beyond_gpu_direct(facts):
             names = ", ".join(f"{matched.gpu} ({matched.path_type})" for matched in far)
             text = f"NCCL does not use GPUDirect RDMA for {names}, although {by} is loaded: the NICs are too far"
+            if on_amd([facts]):  # an explicit level makes jobs hang, see network/libfabric.py
+                return Finding("network", OK, text)
             return Finding("network", OK, f"{text}; measure NCCL_NET_GDR_LEVEL=PHB or SYS")
         return Finding("network", OK, f"NICs read GPU memory (GPUDirect RDMA) with {by}")
     text = "NICs cannot read GPU memory (no GPUDirect RDMA): traffic is staged in host memory, up to 3 times slower"

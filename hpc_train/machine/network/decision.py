@@ -207,6 +207,8 @@ def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterato
         yield from (UnsetVariable(*pair) for pair in libfabric.not_set_for_rccl(fabric))
     else:
         yield UnsetVariable("NCCL_NVLS_ENABLE", "NCCL detects it")
+    if fabric == "slingshot":
+        yield UnsetVariable("CXI_FORK_SAFE", libfabric.FORK_SAFE)
     yield UnsetVariable("NCCL_IGNORE_CPU_AFFINITY", "NCCL already respects the affinity masks")
     if fabric == "one_node":
         yield UnsetVariable("NCCL_SOCKET_IFNAME", "the job has a single node, so no traffic crosses a network")

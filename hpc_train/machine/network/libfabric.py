@@ -15,7 +15,8 @@ For AMD GPUs, on which these settings have not been tested:
 - OLCF, "PyTorch on Frontier" (docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html, as of ROCm 7.1.1, 2026)
 - LUMI, "PyTorch" (lumi-supercomputer.github.io/LUMI-EasyBuild-docs/p/PyTorch, read 2026): NCCL_SOCKET_IFNAME over the
   interfaces hsn0 to hsn3; NCCL_NET_GDR_LEVEL=3, the same as PHB, is the default since ROCm 6.2
-- fi_cxi(7) of libfabric 2: the meaning of the variables FI_CXI_*
+- LUMI, https://github.com/Lumi-supercomputer/LUMI-AI-Guide/pull/97 (May 2026): an explicit NCCL_NET_GDR_LEVEL
+- fi_cxi(7) of libfabric 2: what the variables FI_CXI_* do
 """
 
 from __future__ import annotations
@@ -122,7 +123,6 @@ def find_plugin(environment: Mapping[str, str], root: Path = Path("/")) -> str:
 _OLCF = "(OLCF, PyTorch on Frontier)"
 _SLINGSHOT = (
     ("NCCL_SOCKET_IFNAME", "hsn", "selects the high-speed interfaces instead of the management network"),
-    ("NCCL_NET_GDR_LEVEL", "PHB", f"the NICs read the memory of their GPUs; the default since ROCm 6.2 {_OLCF}"),
     ("NCCL_CROSS_NIC", "1", f"a ring may use different NICs on different nodes, which is faster in large jobs {_OLCF}"),
     ("FI_MR_CACHE_MONITOR", "userfaultfd", f"the monitor memhooks of older libfabric deadlocks with RCCL {_OLCF}"),
     ("FI_CXI_DISABLE_HOST_REGISTER", "1", f"libfabric does not page-lock its buffers for each GPU process {_OLCF}"),
@@ -169,8 +169,20 @@ def read_by_rccl(variables: Iterable[Variable]) -> list[Variable]:
     return [variable for variable in variables if variable.name not in _NOT_READ]
 
 
+_GDR_LEVEL = (
+    "RCCL detects it, and PHB is the default since ROCm 6.2; with an explicit value, multi-node jobs hang in LUMI's "
+    "ROCm 7.0 containers (LUMI-AI-Guide#97, May 2026)"
+)
+FORK_SAFE = (
+    "data loaders are forked after the NIC is open; if they crash, set 1 in cluster.env, or batch.loader_workers=0. "
+    "Public scripts for LUMI set 1, those for Delta 0"
+)
+
+
 def not_set_for_rccl(fabric: str) -> Iterator[tuple[str, str]]:
-    """Yields the names of common variables that are not set, and the reasons."""
+    """Yields common variables that are not set, and the reason."""
+    if fabric != "one_node":
+        yield "NCCL_NET_GDR_LEVEL", _GDR_LEVEL
     if fabric == "slingshot":
         yield "FI_CXI_RDZV_PROTO", _RENDEZVOUS
     if fabric in ("infiniband", "roce"):

@@ -68,7 +68,6 @@ def test_the_variables_of_rccl_on_slingshot(facts: NodeFacts) -> None:
     # as OLCF and LUMI write them for RCCL
     assert {variable.name: variable.value for variable in decision.variables} == {
         "NCCL_SOCKET_IFNAME": "hsn",
-        "NCCL_NET_GDR_LEVEL": "PHB",
         "NCCL_CROSS_NIC": "1",
         "FI_MR_CACHE_MONITOR": "userfaultfd",
         "FI_CXI_DISABLE_HOST_REGISTER": "1",
@@ -85,13 +84,15 @@ def test_the_variables_of_rccl_on_slingshot(facts: NodeFacts) -> None:
         "TORCH_NCCL_ENABLE_TIMING": "1",
     }
     left = {alone.name for alone in decision.not_set}
-    assert "FI_CXI_RDZV_PROTO" in left
+    assert {"FI_CXI_RDZV_PROTO", "CXI_FORK_SAFE"} <= left
     assert not left & {"CUDA_DEVICE_ORDER", "NCCL_NVLS_ENABLE"}
     module = {"NCCL_NET_PLUGIN": Setting("NCCL_NET_PLUGIN", "/opt/plugin/librccl-net.so", "the environment")}
     assert "NCCL_NET" not in {one.name for one in decide([facts, facts], FabricJob(2, 8), module).variables}
-    own = {"NCCL_NET_GDR_LEVEL": Setting("NCCL_NET_GDR_LEVEL", "3", "the environment")}
+    reasons = {alone.name: alone.reason for alone in decision.not_set}
+    assert "LUMI-AI-Guide#97" in reasons["NCCL_NET_GDR_LEVEL"]
+    own = {"NCCL_CROSS_NIC": Setting("NCCL_CROSS_NIC", "0", "the environment")}
     chosen = decide([facts, facts], FabricJob(2, 8), own)
-    assert "NCCL_NET_GDR_LEVEL" not in {variable.name for variable in chosen.variables}
+    assert "NCCL_CROSS_NIC" not in {variable.name for variable in chosen.variables}
     one_node = decide([facts], FabricJob(1, 8), {})
     assert not any(variable.name.startswith("FI_") for variable in one_node.variables)
 
@@ -113,12 +114,17 @@ def test_mi300x_with_infiniband(tmp_path: Path) -> None:
     assert read_gpu_direct(tmp_path / "sys", tmp_path / "proc") == "amdkfd"
 
 
-def test_doctor_shows_them(facts: NodeFacts) -> None:
-    (finding,) = check_gpus(facts, "auto")
+def test_doctor_shows_them(facts: NodeFacts, tmp_path: Path) -> None:
+    balancing = tmp_path / "numa_balancing"
+    balancing.write_text("0\n")
+    (finding,) = check_gpus(facts, "auto", balancing)
     assert (finding.level, finding.text) == (OK, "8 x AMD Instinct MI250X, 8 visible")
 
-    (hidden,) = check_gpus(replace(facts, visible=()), "auto")
+    (hidden,) = check_gpus(replace(facts, visible=()), "auto", balancing)
     assert hidden.level == WARNING and hidden.fix.startswith("ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES or CUDA_VIS")
+
+    balancing.write_text("1\n")
+    assert "numa_balancing" in [*check_gpus(facts, "auto", balancing)][1].text
 
     def verdict(torch: str) -> list[str]:
         return [one.text for one in check_software(replace(facts, versions=(("torch", torch),))) if one.level != OK]
