@@ -165,6 +165,9 @@ NAMED_CAUSES: dict[str, str] = {
     "cluster.setup. If the hard limit is as low, ask the site's support or submit a job",
     r"can't start new thread": "raise the limit of processes and threads: `ulimit -u unlimited` in the shell that "
     "starts the run, or in cluster.setup; for a container a larger --pids-limit",
+    r"no kernel image is available": "the installed torch, or an extension of it, has no kernels for this GPU: compare "
+    "torch.cuda.get_arch_list() with torch.cuda.get_device_capability(), and install a build for the GPU; or request "
+    "another type with cluster.gpu_type",
     r"/dev/shm|/torch_\d+_\d+|out of shared memory|through shared memory": "make room in the shared memory of the "
     "node: df -h /dev/shm, a larger --shm-size for a container, or batch.loader_workers=0, which needs none",
     r"Slurm killed .* for exceeding its memory": "set the larger cluster.mem that the message names",
@@ -326,6 +329,7 @@ _TYPES: dict[type[BaseException], Failure] = {
 }
 # cudaError_t. Code 3 (initialization error) is absent: it usually means a fork after CUDA was initialized.
 _CUDA_CODES: dict[Failure, frozenset[int]] = {
+    Failure.REFUSED: frozenset({209}),  # no kernel image for the device
     Failure.OUT_OF_MEMORY: frozenset({2}),
     # launch timeout, illegal address, assert, illegal instruction, misaligned address, invalid address space, invalid
     # program counter, launch failure (by NVIDIA's reference mostly an invalid pointer or shared memory out of bounds)
@@ -336,6 +340,7 @@ _CUDA_CODES: dict[Failure, frozenset[int]] = {
 }
 # Phrases of the operating system and of torch, also when another exception quotes them; the first match counts.
 _WORDS: dict[Failure, tuple[str, ...]] = {
+    Failure.REFUSED: ("no kernel image is available for execution on the device",),
     Failure.OUT_OF_MEMORY: (
         "OutOfMemoryError",
         "out of memory",

@@ -6,6 +6,7 @@ A thread answers requests for the last collectives even while a collective block
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from contextlib import suppress
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as distributed_c10d
 
 from hpc_train.config.schema import Config
+from hpc_train.errors import UserError
 from hpc_train.machine.environment import rejected_variable
 from hpc_train.machine.network.decision import ALLOCATOR_SETTINGS, GROWING_SEGMENTS
 from hpc_train.parallel.mesh import Mesh, join_mesh, use_device
@@ -38,6 +40,8 @@ def join(spec: WorkerSpec, config: Config) -> Mesh:
     if config.train.debug:
         dist.set_debug_level(dist.DebugLevel.DETAIL)  # checks each collective for consistency across ranks
     device = prepare_device(spec)
+    if device.type == "cuda":
+        check_architecture(device)
     choose_tf32(config.precision, device)
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
     try:
@@ -57,6 +61,38 @@ def prepare_device(spec: WorkerSpec) -> torch.device:
         torch._C._accelerator_setAllocatorSettings(GROWING_SEGMENTS)
     use_device(device)
     return device
+
+
+def check_architecture(device: torch.device) -> None:
+    """Raises UserError if this build of torch has no kernels for a GPU, before the first kernel fails with CUDA's error
+    209.
+
+    A kernel for sm_XY runs on GPUs of compute capability X.Z with Z >= Y, and the intermediate code compute_XY on all
+    later ones; names that end in ``a`` or ``f`` are for one architecture or family (CUDA C++ Programming Guide,
+    "Compute Capabilities"). AMD's names must be equal.
+    """
+    built = torch.cuda.get_arch_list()
+    if torch.version.hip is not None:
+        name = str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+        has_kernels = name in built
+    else:
+        major, minor = torch.cuda.get_device_capability(device)
+        name = f"sm_{major}{minor}"
+        has_kernels = False
+        for kind, number, suffix in re.findall(r"(sm|compute)_(\d+)([af]?)", " ".join(built)):
+            of_major, of_minor = divmod(int(number), 10)
+            same_major = of_major == major and of_minor <= minor
+            if suffix:
+                has_kernels |= same_major and (suffix == "f" or of_minor == minor)
+            else:
+                has_kernels |= same_major or (kind == "compute" and (of_major, of_minor) <= (major, minor))
+    if built and not has_kernels:
+        raise UserError(
+            f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)} ({name}); it is built "
+            f"for {', '.join(built)}",
+            where="the installed torch",
+            fix="install a build of torch for this GPU, or request another type with cluster.gpu_type",
+        )
 
 
 def _device(spec: WorkerSpec) -> torch.device:

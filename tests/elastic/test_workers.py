@@ -123,6 +123,10 @@ WATCHDOG = (
         (AcceleratorError("CUDA error: unknown error", 999), Failure.DEVICE),
         (RuntimeError("No CUDA GPUs are available"), Failure.DEVICE),
         (RuntimeError("No HIP GPUs are available"), Failure.DEVICE),
+        (
+            RuntimeError("CUDA error: no kernel image is available for execution on the device"),
+            Failure.REFUSED,
+        ),
         (RuntimeError("HIP error: an illegal memory access was encountered"), Failure.KERNEL),
         (RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"), Failure.OUT_OF_MEMORY),
         (RuntimeError("CUDA driver initialization failed, you might not have a CUDA gpu."), Failure.DEVICE),

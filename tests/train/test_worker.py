@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import make_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.elastic.agent_loop import _pickled
+from hpc_train.errors import UserError
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.machine.network.decision import ALLOCATOR_SETTINGS, GROWING_SEGMENTS
 from hpc_train.run.agent_worker import WorkerSpec
@@ -190,6 +192,46 @@ def test_a_worker_takes_the_config_of_its_agent_or_else_reads_the_file(tmp_path:
 def test_a_config_that_cannot_be_passed_on_is_read_by_the_workers() -> None:
     hidden = make_dataclass("Hidden", ["kind"])  # as a description of a user may make it
     assert _pickled(replace(Config(), model=hidden("own"))) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "runs"),
+    [
+        ((8, 0), ["sm_75", "sm_80", "sm_90"], True),
+        ((8, 9), ["sm_75", "sm_80", "sm_90"], True),  # kernels of the same major version
+        ((7, 0), ["sm_75", "sm_80", "sm_90"], False),
+        ((12, 0), ["sm_80", "sm_90", "sm_100"], False),
+        ((12, 0), ["sm_80", "compute_90"], True),  # compiled by the driver
+        ((9, 0), ["sm_90a"], True),
+        ((10, 3), ["sm_100a"], False),
+        ((10, 3), ["sm_100f"], True),
+        ((9, 0), [], True),  # unknown
+    ],
+)
+def test_a_gpu_without_kernels_is_refused_before_the_first_step(
+    capability: tuple[int, int], built: list[str], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GPU")
+    gpu = torch.device("cuda", 0)
+    if runs:
+        processes.check_architecture(gpu)
+    else:
+        with pytest.raises(UserError, match="has no kernels for NVIDIA GPU"):
+            processes.check_architecture(gpu)
+
+
+def test_an_amd_gpu_needs_kernels_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx90a", "gfx942"])
+    properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    processes.check_architecture(torch.device("cuda", 0))
+    properties.gcnArchName = "gfx1201"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Radeon AI PRO R9700")
+    with pytest.raises(UserError, match=r"\(gfx1201\); it is built for gfx90a, gfx942"):
+        processes.check_architecture(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("value", [GROWING_SEGMENTS, "max_split_size_mb:64", None])
