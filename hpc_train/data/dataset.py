@@ -80,6 +80,11 @@ class Dataset(ABC):
     def sample(self, index: int, epoch: int) -> Sample:
         """Returns the sample at ``index`` in [0, len) with the augmentations of ``epoch``."""
 
+    def prefetch(self, index: int) -> None:  # noqa: B027 - most datasets have nothing to do
+        """Starts to read the sample at ``index``, which this process requests soon, without waiting. The default does
+        nothing.
+        """
+
     def item(self, index: int, epoch: int) -> Any:
         """Returns the item that ``collate`` gets for the sample at ``index``."""
         return self.sample(index, epoch)

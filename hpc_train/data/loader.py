@@ -107,6 +107,8 @@ class MicroBatchReader:
         self._dataset = dataset
         self._workers = workers
         self._requested: deque[Request] = deque()
+        if not workers and read is None:
+            requests = _prefetched(requests, dataset, ahead)
         loader: DataLoader[Stacked | Exception] = DataLoader(
             _MicroBatches(StackedSamples(dataset) if read is None else read),
             batch_size=None,
@@ -171,6 +173,19 @@ class MicroBatchReader:
             f"{' from ' + ', '.join(files) if files else ''}: {error} "
             "(set batch.loader_workers=0 to read in the training process and see the error itself)"
         )
+
+
+def _prefetched(requests: Iterable[Request], dataset: Dataset, ahead: int) -> Iterator[Request]:
+    """Yields ``requests``, each after ``dataset`` has started to read the samples of the ``ahead`` following ones."""
+    following: deque[Request] = deque()
+    for request in requests:
+        for slot in request.slots:
+            if slot != PADDING:
+                dataset.prefetch(slot)
+        following.append(request)
+        if len(following) > ahead:
+            yield following.popleft()
+    yield from following
 
 
 def _recorded(requests: Iterable[Request], requested: deque[Request]) -> Iterator[Request]:

@@ -168,6 +168,10 @@ class MixtureDataset(Dataset):
         _, source, within, source_epoch = self._place(index)
         return source.sample(within, source_epoch)
 
+    def prefetch(self, index: int) -> None:
+        _, source, within, _ = self._place(index)
+        source.prefetch(within)
+
     def item(self, index: int, epoch: int) -> Any:
         _, source, within, source_epoch = self._place(index)
         return source.item(within, source_epoch)

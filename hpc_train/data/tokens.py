@@ -9,6 +9,7 @@ target, so that no loss crosses a boundary.
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -141,6 +142,18 @@ class TokensDataset(Dataset):
 
     def sample(self, index: int, epoch: int) -> Sample:
         return next_token_sample(self.window(index * self._length, self._length + 1))
+
+    def prefetch(self, index: int) -> None:
+        self.prefetch_window(index * self._length, self._length + 1)
+
+    def prefetch_window(self, start: int, length: int) -> None:
+        """Makes the kernel read ``length`` tokens from ``start``. Without it, ``window`` stops the training process
+        for each page that is not in memory, for milliseconds on a parallel file system.
+        """
+        first = start * self._tokens.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+        end = (start + length) * self._tokens.itemsize
+        mapped: mmap.mmap = self._tokens._mmap  # type: ignore[attr-defined]  # numpy has no public name for it
+        mapped.madvise(mmap.MADV_WILLNEED, first, end - first)
 
     def source(self, index: int) -> str:
         return str(self.path)
@@ -299,6 +312,13 @@ class PackedDataset(Dataset):
             at += size
         documents[at:] = -1  # padding is a separate document, whose targets are ignored
         return Sample(inputs, targets, {"positions": positions, "document_ids": documents})
+
+    def prefetch(self, index: int) -> None:
+        if not isinstance(self.documents, TokensDataset):
+            return
+        first = int(self._ends[index - 1]) if index else 0
+        for piece in range(first, int(self._ends[index])):
+            self.documents.prefetch_window(int(self._starts[piece]), int(self._sizes[piece]) + 1)
 
     def piece(self, start: int, size: int) -> Sample:
         """Returns the inputs and targets ``[size]`` of the piece that begins at the token ``start``."""

@@ -14,7 +14,7 @@ import torch
 
 from hpc_train.config.schema import BatchConfig, SyntheticDataConfig, TextDataConfig
 from hpc_train.data.build import build_dataset
-from hpc_train.data.dataset import IGNORED, Dataset, SampleError
+from hpc_train.data.dataset import IGNORED, Dataset, Sample, SampleError
 from hpc_train.data.feed import EvalFeed, LocalBatch, TrainFeed, loader_workers
 from hpc_train.errors import UserError
 from tests.data.layouts import replicas
@@ -40,6 +40,34 @@ def real(batch: LocalBatch) -> list[int]:
     """The samples in a batch of ``Numbers``, without padding."""
     targets = torch.cat([micro.targets[:, 0] for micro in batch.micro_batches])
     return targets[targets != IGNORED].tolist()
+
+
+class Prefetched(Numbers):
+    """Records which samples are announced and which are read."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.calls: list[tuple[str, int]] = []
+
+    def prefetch(self, index: int) -> None:
+        self.calls.append(("prefetch", index))
+
+    def sample(self, index: int, epoch: int) -> Sample:
+        self.calls.append(("read", index))
+        return super().sample(index, epoch)
+
+
+def test_samples_are_prefetched_two_steps_before_they_are_read() -> None:
+    dataset = Prefetched(100)
+    steps = feed(dataset, drop_last=False)
+    for _ in range(3):
+        next(steps)
+    reads = [index for call, index in dataset.calls if call == "read"]
+    prefetched = [index for call, index in dataset.calls if call == "prefetch"]
+    assert prefetched[: len(reads)] == reads
+    for number, index in enumerate(reads[: 3 * 8]):  # two steps of two micro-batches
+        ahead = dataset.calls[: dataset.calls.index(("read", index))]
+        assert sum(call == "prefetch" for call, _ in ahead) >= number // 4 * 4 + 20
 
 
 @pytest.mark.long_form(8, cases=["2"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import time
 from pathlib import Path
 
@@ -41,6 +42,26 @@ def test_windows(tmp_path: Path, dtype: str) -> None:
     assert sample.targets.tolist() == list(range(481, 491))
     assert sample.inputs.dtype == sample.targets.dtype == np.int64
     assert len(dataset(tmp_path, "validation")) == 10
+
+
+def test_the_pages_of_a_sample_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meta.json").write_text(
+        json.dumps({"dtype": "uint16", "vocab_size": 500, "counts": {"train": 100_000}, "source": {}})
+    )
+    (tmp_path / "train.bin").write_bytes((np.arange(100_000) % 500).astype("<u2").tobytes())
+    tokens = dataset(tmp_path, sequence_length=1000)
+    advised = []
+
+    class Mapped:
+        def madvise(self, advice: int, start: int, length: int) -> None:
+            assert advice == mmap.MADV_WILLNEED
+            advised.append((start, start + length))
+
+    tokens.prefetch(len(tokens) - 1)  # of the file itself
+    monkeypatch.setattr(tokens._tokens, "_mmap", Mapped())
+    tokens.prefetch(50)
+    ((first, end),) = advised
+    assert first % mmap.PAGESIZE == 0 and first <= 2 * 50_000 < first + mmap.PAGESIZE and end == 2 * 51_001
 
 
 @pytest.mark.parametrize(
