@@ -60,7 +60,8 @@ class Fabric:
         settings, messages = merged({node.name: node.facts.settings for node in start.nodes})
         gpus = min(node.gpus for node in start.nodes)
         profile = site_profile(self.config.cluster.fabric)
-        decision = decide(facts, FabricJob(len(facts), gpus, lowest_nccl(facts), profile), settings)
+        job = FabricJob(len(facts), gpus, lowest_nccl(facts), profile, has_stages=start.layout.pp > 1)
+        decision = decide(facts, job, settings)
         messages = [*messages, *warnings(settings), *(_warnings(facts) if gpus else ()), *different_versions(facts)]
         now = decision, (*messages, *(node.name for node in start.nodes))
         if now != self._reported:

@@ -42,12 +42,14 @@ class FabricJob:
     Attributes:
         nccl: the version of NCCL; None if unknown.
         profile: variables requested by the site profile, and their reasons.
+        has_stages: whether the layout has several pipeline ranks.
     """
 
     nodes: int
     gpus_per_node: int
     nccl: Version | None = None
     profile: tuple[Variable, ...] = ()
+    has_stages: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,11 @@ def _general(nodes: Sequence[NodeFacts], job: FabricJob, settings: Mapping[str, 
         )
         yield Variable("NCCL_DEBUG", "WARN", "makes NCCL report only the reason of a failure")
         yield Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "dumps the flight recorder when a collective times out")
+        if job.has_stages:
+            reason = "a rank has more streams than the default of 8 queues: compute, copies, one per communicator"
+            yield Variable("CUDA_DEVICE_MAX_CONNECTIONS", "32", reason)
+            reason = "all ranks send the messages between stages in one order, so they need no batches"
+            yield Variable("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false", reason)
         if not any(name in settings for name in OTHER_ALLOCATOR_SETTINGS):
             reason = "expandable segments reduce fragmentation; unset it to share CUDA tensors between processes"
             yield Variable(ALLOCATOR_SETTINGS, GROWING_SEGMENTS, reason)

@@ -142,9 +142,10 @@ NO_GPU_DIRECT = (
     "set NCCL_DMABUF_ENABLE=1 in cluster.env if the kernel has CONFIG_PCI_P2PDMA and CONFIG_DMABUF_MOVE_NOTIFY, or ask "
     "the site for amdkfd's peer memory (amdgpu built for the InfiniBand driver); GPUDirect is up to 3 times faster"
 )
-# ROCm supports expandable segments after torch 2.11 (pytorch#177974); earlier versions of torch ignore them with a
-# warning
-_NOT_READ = frozenset({"CUDA_DEVICE_ORDER", "NCCL_MNNVL_ENABLE", "PYTORCH_CUDA_ALLOC_CONF"})
+# expandable segments came to ROCm after torch 2.11 (pytorch#177974); before, torch warns that it ignores them
+_NOT_READ = frozenset(
+    {"CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER", "NCCL_MNNVL_ENABLE", "PYTORCH_CUDA_ALLOC_CONF"}
+)
 
 
 def on_amd(nodes: Sequence[NodeFacts]) -> bool:

@@ -20,7 +20,8 @@ from hpc_train.machine.sysfs import read_text
 
 # variables that are sent to other nodes: communication, threads and allocator; none of them could be a secret
 _OF_COMMUNICATION = re.compile(
-    r"(NCCL|TORCH_NCCL|TORCH_FR|GLOO|TP|FI|UCX|OMP|GOMP|KMP|MKL)_\w+|CUDA_DEVICE_ORDER|PYTORCH_(CUDA_|HIP_)?ALLOC_CONF"
+    r"(NCCL|TORCH_NCCL|TORCH_FR|GLOO|TP|FI|UCX|OMP|GOMP|KMP|MKL)_\w+|CUDA_DEVICE_(ORDER|MAX_CONNECTIONS)|"
+    r"PYTORCH_(CUDA_|HIP_)?ALLOC_CONF"
 )
 
 SYSTEM_FILE = Path("/etc/nccl.conf")

@@ -25,6 +25,10 @@ GENERAL = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_NCCL_ENABLE_TIMING": "1",
 }
+STAGES = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+}
 GUARD = Variable("NCCL_NET", "AWS Libfabric", "")
 ROCE_GIDS = {3: ("RoCE v2", "0000:0000:0000:0000:0000:ffff:0a00:0001")}
 
@@ -131,8 +135,8 @@ def test_golden(
     names = [alone.name for alone in decision.not_set]
     assert len(names) == len(set(names)) and not set(names) & set(exported(decision))
     assert any("the version of NCCL" in note for note in decision.unknown) == (nccl is None)
-    one_node = decide([facts], FabricJob(1, len(facts.gpus), nccl), {})
-    assert exported(one_node) == GENERAL | {"GLOO_SOCKET_IFNAME": "lo"} and one_node.fabric == "one_node"
+    one_node = decide([facts], FabricJob(1, len(facts.gpus), nccl, has_stages=True), {})
+    assert exported(one_node) == GENERAL | STAGES | {"GLOO_SOCKET_IFNAME": "lo"} and one_node.fabric == "one_node"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,7 @@ def test_the_user_wins_at_each_site_and_place(tmp_path: Path, build: Callable[[P
     machine = build(tmp_path / "machine")
     facts = read_tree(machine.root / "sys", machine.root / "proc")
     facts = replace(facts, node="n1", topology_file=topology_file(facts, machine.root), route="ens1", automatic="lo")
-    job = FabricJob(256, len(facts.gpus), (2, 20))  # so large and old that what can be set is
+    job = FabricJob(256, len(facts.gpus), (2, 20), has_stages=True)  # so large and old that what can be set is
     ours = exported(decide([facts], job, {}))
     home, system, chosen = tmp_path / "home", tmp_path / "nccl.conf", tmp_path / "chosen.conf"
     home.mkdir()
