@@ -123,12 +123,14 @@ def _axis_groups(
         )  # fully_shard uses an axis of one rank
         if not is_used:
             groups[axis] = silent
-        elif axis == "cp":
-            groups[axis] = split_world(partition, device, timeout, "mesh_cp")
-        else:
-            if line_of_rank not in made:
-                made[line_of_rank] = split_world(partition, device, timeout, f"mesh_{axis}")
+        elif axis != "cp" and line_of_rank in made:
             groups[axis] = made[line_of_rank]
+        else:
+            group = split_world(partition, device, timeout, f"mesh_{axis}")
+            assert group is not None, "every rank is in one line of an axis"
+            groups[axis] = group
+            if axis != "cp":
+                made[line_of_rank] = group
     return groups
 
 
@@ -146,10 +148,10 @@ def _links(
     rounds = [pairs[0 : pp - 1 : 2], pairs[1::2], *([pairs[-1:]] if pp % 2 else [])]  # no rank is twice in one
     links: dict[int, dist.ProcessGroup] = {}
     for disjoint in rounds:
-        alone = [(place,) for place in range(pp) if not any(place in pair for pair in disjoint)]
-        partition = [[pipeline[place] for place in places] for pipeline in pipelines for places in (*disjoint, *alone)]
-        group = split_world(partition, device, timeout, "mesh_link")
-        links |= {place: group for pair in disjoint if position in pair for place in pair if place != position}
+        lines = [[pipeline[place] for place in pair] for pipeline in pipelines for pair in disjoint]
+        group = split_world(lines, device, timeout, "mesh_link")
+        if group is not None:
+            links |= {place: group for pair in disjoint if position in pair for place in pair if place != position}
     return links
 
 
@@ -164,19 +166,17 @@ SPLITS_CHECKED = not torch.__version__.startswith("2.11.")
 
 
 def split_world(
-    partition: list[list[int]], device: torch.device, timeout: timedelta | None, description: str
-) -> dist.ProcessGroup:
-    """Returns this rank's group of a partition of all ranks. Collective over all ranks.
+    lines: list[list[int]], device: torch.device, timeout: timedelta | None, description: str
+) -> dist.ProcessGroup | None:
+    """Returns this rank's group of disjoint ``lines``; None if it is in none. Collective over all ranks.
 
-    With NCCL this is one split of the communicator of all ranks, whereas each ``new_group`` would be one.
+    With NCCL this is one split of the communicator of all ranks, whereas each ``new_group`` would be one. A rank in no
+    line takes part in the split without a color, which makes no communicator.
     """
     if device.type == "cuda" and (SPLITS_CHECKED or dist.get_debug_level() != dist.DebugLevel.DETAIL):
-        group = dist.split_group(split_ranks=partition, timeout=timeout, group_desc=description)
-    else:
-        made = [dist.new_group(line, timeout=timeout, group_desc=description) for line in partition]
-        group = next(group for group in made if isinstance(group, dist.ProcessGroup))
-    assert group is not None, "every rank is in one group of the partition"
-    return group
+        return dist.split_group(split_ranks=lines, timeout=timeout, group_desc=description)
+    made = [dist.new_group(line, timeout=timeout, group_desc=description) for line in lines]
+    return next((group for group in made if isinstance(group, dist.ProcessGroup)), None)
 
 
 def _silent_group(rank: int) -> dist.ProcessGroup:

@@ -141,6 +141,7 @@ def test_gloo_connects_on_demand() -> None:
 
 MANY = {
     8: layout(dp=8),
+    24: layout(dp=4, pp=3, tp=2),
     64: layout(dp=8, pp=2, tp=4),
     512: layout(dp=512, shard=8, kind="zero3"),
     8192: layout(dp=128, pp=8, tp=8, shard=16, kind="zero2"),
@@ -162,17 +163,18 @@ def groups_of(_: int, __: int, world_size: int, rank: int) -> dict[str, Any]:
 
     def recorded_split(split_ranks: list[list[int]], timeout: Any, group_desc: str) -> Any:
         splits.append(split_ranks)
-        own = next(line for line in split_ranks if rank in line)
+        own = next((line for line in split_ranks if rank in line), None)
+        if own is None:  # the rank takes part without a color
+            return None
         return new_group(own, backend="fake", use_local_synchronization=True, group_desc=group_desc)
 
     dist.new_group, dist.split_group = cast(Any, recorded_group), cast(Any, recorded_split)
     mesh = join_mesh(MANY[world_size], rank, torch.device("cuda", 0), timedelta(seconds=60))
     return {
         "made": made,
-        "splits": [
-            (len(lines), sorted(rank for line in lines for rank in line) == list(range(world_size))) for lines in splits
-        ],
+        "splits": [(len(lines), len({rank for line in lines if len(line) > 1 for rank in line})) for lines in splits],
         "ranks": {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in ("dp", "cp", "dp_cp", *AXES)},
+        "links": [*mesh.links],
         "coordinate": list(mesh.device_mesh.get_coordinate() or ()),
     }
 
@@ -181,6 +183,7 @@ def groups_of(_: int, __: int, world_size: int, rank: int) -> dict[str, Any]:
     ("world_size", "rank", "splits", "sizes"),
     [
         (8, 7, [], {"dp": 8, "pp": 1, "dp_replicate": 8, "dp_shard": 1, "tp": 1}),
+        (24, 9, [6, 8, 12, 8, 8, 8], {"dp": 4, "pp": 3, "dp_replicate": 4, "dp_shard": 1, "tp": 2}),
         (64, 0, [8, 32, 16], {"dp": 8, "pp": 2, "dp_replicate": 8, "dp_shard": 1, "tp": 4}),
         (512, 511, [8, 64], {"dp": 512, "pp": 1, "dp_replicate": 64, "dp_shard": 8, "tp": 1}),
         (
@@ -201,7 +204,10 @@ def test_the_groups_of_a_rank_on_gpus(world_size: int, rank: int, splits: list[i
     """Only ``control`` uses gloo, with all ranks: a gloo group of some ranks hangs under a bound GPU."""
     found = run_ranks(1, groups_of, world_size, rank)[0]
     assert found["made"] == [("fake", [rank]), ("gloo", None)]
-    assert found["splits"] == [(groups, True) for groups in splits]
+    axes, links = (splits[:3], splits[3:]) if MANY[world_size].pp == 3 else (splits, [])
+    # with three stages a link has two of them, and the ranks of the third make no communicator
+    assert found["splits"] == [(groups, world_size) for groups in axes] + [(groups, 16) for groups in links]
+    assert len(found["links"]) == (2 if MANY[world_size].pp > 2 else 0)
     assert {axis: len(ranks) for axis, ranks in found["ranks"].items()} == {"cp": 1, "dp_cp": sizes["dp"], **sizes}
     assert all(rank in ranks for ranks in found["ranks"].values())
     one = MANY[world_size]

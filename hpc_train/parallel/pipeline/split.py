@@ -137,11 +137,6 @@ def _group_across(pp_ranks: tuple[int, ...], mesh: Mesh) -> dist.ProcessGroup | 
         return None
     if len(pp_ranks) == mesh.layout.pp:
         return mesh.group("pp")
-    partition = []
-    for pipeline in mesh.device_mesh.mesh.flatten(1).t().tolist():
-        members = [pipeline[pp_rank] for pp_rank in pp_ranks]
-        partition += [members, [rank for rank in pipeline if rank not in members]]
-    group = split_world(partition, mesh.device, mesh.timeout, "tied_weights")
-    if mesh.pp_rank in pp_ranks:
-        return group
-    return None
+    pipelines = mesh.device_mesh.mesh.flatten(1).t().tolist()
+    lines = [[pipeline[pp_rank] for pp_rank in pp_ranks] for pipeline in pipelines]
+    return split_world(lines, mesh.device, mesh.timeout, "tied_weights")
