@@ -43,6 +43,8 @@ def join(spec: WorkerSpec, config: Config) -> Mesh:
     if device.type == "cuda":
         check_architecture(device)
     choose_tf32(config.precision, device)
+    if device.type == "cuda" and config.train.reproducible is None and config.data.collate is None:  # fixed shapes
+        torch.backends.cudnn.benchmark = True  # times the algorithms of each convolution in the first step
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
     try:
         _join(spec, device, timeout)
