@@ -282,6 +282,11 @@ NOT_GATHERED = Condition(
 COMPRESSION = _compression("`strategy.compression`", lambda _: True)
 UNCAST = _compression("compression other than `bf16`", lambda technique: technique != "bf16")
 CARRIED = _compression("compression that carries errors", lambda technique: technique in CARRYING)
+USER_BUFFERS = Condition(
+    "`strategy.comm=user_buffers`",
+    lambda config, layout: layout.shards_state and config.strategy.comm == "user_buffers",
+    "strategy.comm",
+)
 REPLICA_COMPRESSION = Condition(
     "compression between replicas",
     lambda config, layout: not layout.shards_state and COMPRESSION.value(config, layout),
@@ -447,6 +452,12 @@ OF_LAYOUT: tuple[Exclusion, ...] = (
         SCATTERING_KIND,
         "strategy.data_parallel={it} scatters gradients, so no rank has a complete gradient to compress by {this}",
         f"strategy.compression=bf16 or none, or strategy.data_parallel={_COMPRESSING}",
+    ),
+    Exclusion(
+        USER_BUFFERS,
+        COMPRESSION,
+        "strategy.comm=user_buffers does not support strategy.compression={it}, which sends copies of the buffers",
+        "strategy.comm=default, or strategy.compression=none",
     ),
     Exclusion(
         CARRIED,

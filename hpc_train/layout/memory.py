@@ -542,8 +542,10 @@ class _Step:
         if not inputs_done:
             yield Change("activations", held.backward, moment=True)
         yield Change("activations", held.logits - held.head)
-        if self._shares:  # ZeRO reduces this gradient together with the gradient of the stem
+        if self._joins_ends(number):
             yield Change("gradients", head * per.fresh)
+        elif self._shares:
+            yield from self._gradient(number, head, head)
         elif held.matrix:  # the gradient exists already and is cast
             if per.fresh != per.whole:
                 yield Change("gradients", head * per.fresh, moment=True)
@@ -562,6 +564,11 @@ class _Step:
     def _shares(self) -> bool:
         """Returns whether ranks shard gradients after the reduction."""
         return self.rank.reduces in ("each", "last")
+
+    def _joins_ends(self, number: int) -> bool:
+        """Returns whether ZeRO reduces the gradients of head and stem together, since both share a table."""
+        stage = self.rank.stages[number]
+        return self._shares and self.sizes.parameters.table > 0 and stage.first and stage.last
 
     def _of_table(self, number: int) -> float:
         """Returns the bytes of the head's contribution to the gradient of a shared table, which waits for the stem's
@@ -662,8 +669,9 @@ class _Step:
             yield Change("gradients", min(self.rank.bucket, self.waiting), moment=True)  # the copy of the last bucket
             yield Change("gradients", -self.waiting - self._of_table(number))
         else:
-            yield Change("gradients", -head * per.fresh)
-            yield from self._gradient(number, stem + head, stem + head)
+            joined = head * self._joins_ends(number)
+            yield Change("gradients", -joined * per.fresh)
+            yield from self._gradient(number, stem + joined, stem + joined)
         if self._reshards(number):
             layers = stage.layers * (self.rank.gathers == "step")
             yield Change("parameters", -(stem + head + layers * layer) * per.gathered)

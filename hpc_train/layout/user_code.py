@@ -48,8 +48,8 @@ from hpc_train.layout.optimizers import EMA, own_targets, parse_schedule
 # them
 OF_TRAINER: dict[str, tuple[str, ...]] = {
     "strategy": (
-        "async_tp", "stages_per_rank", "pp_split", "bucket_cap_mb", "compression", "compression_share",
-        "compression_rank", "offload",
+        "async_tp", "stages_per_rank", "pp_split", "bucket_cap_mb", "comm", "compression",
+        "compression_share", "compression_rank", "offload",
     ),
     "train": (
         "eval_every", "eval_samples", "activation_checkpointing", "activation_offload", "loss_chunks", "z_loss",

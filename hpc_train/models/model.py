@@ -137,11 +137,18 @@ class Model(nn.Module):
             hidden = layer(hidden, context)
         if self.head is None:
             return hidden
+        return self.run_head(self.head, hidden, targets)
+
+    def run_head(
+        self, head: Head, hidden: Tensor, targets: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
+        """Returns what ``forward`` returns with ``head``; under ZeRO a function that gathers the head replaces it."""
         if targets is None:
-            return self.head(hidden)
+            logits: Tensor = head(hidden)
+            return logits
         if not self.training and not self.mixes_samples:
-            return self.head.evaluate(hidden, targets)
-        sums = call_loss(self.head.loss, self.mixes_samples, hidden, targets, self.gather)
+            return head.evaluate(hidden, targets)
+        sums = call_loss(head.loss, self.mixes_samples, hidden, targets, self.gather)
         if self.training:
             return sums
         return (*sums, None)

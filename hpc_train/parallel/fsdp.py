@@ -6,8 +6,11 @@ zero1: unsharded gradients accumulate and are reduce-scattered once, after the l
     unsharded from the first forward pass of a step to its last backward pass.
 zero2: gradients are reduce-scattered after the backward pass of every micro-batch. Parameters are as in zero1.
 zero3: gradients are as in zero2. Parameters are gathered for one layer at a time, again for its backward pass, while
-    the layer before it in that pass computes. Stem and head stay unsharded within a micro-batch, whose backward pass
-    begins with them.
+    the layer before it in that pass computes. Stem, head and the last layer stay unsharded within a micro-batch: the
+    backward pass begins with head and last layer, and needs no parameters of an embedding.
+
+Gradients are summed and not averaged: NCCL implements an average as a multiplication before the sum, and reduces in
+the switches of NVLink and InfiniBand (NVLS, SHARP) and in registered buffers only plain sums, minima and maxima.
 
 Scalars, such as the temperature of CLIP, are not sharded; ``Sharded`` sums their gradients.
 
@@ -33,18 +36,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from hpc_train.errors import UserError
 from hpc_train.layout.techniques import DataParallelKind
-from hpc_train.models.model import canonical_name
+from hpc_train.models.model import Model, canonical_name
 from hpc_train.models.wrapped import layers_of
 from hpc_train.parallel.engine import changed_training
 from hpc_train.parallel.gradient_norm import sparse_gradient
-from hpc_train.parallel.mesh import Mesh, all_gather_tensor, reduce_scatter_tensor
+from hpc_train.parallel.mesh import Mesh, reduce_scatter_tensor
 from hpc_train.parallel.precision.dtypes import compute_dtype, parameter_dtype
 
 
 def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, offload: bool = False) -> None:
-    """Shards ``model`` in place. Each layer or block is one group, and the rest of the model another.
+    """Shards ``model`` in place. Each layer or block is one group, the head another, and the rest of the model a third.
 
-    The gradients are averaged over the ``dp_cp`` ranks, so scale the loss by their number for a sum.
+    The gradients are summed over the ``dp_cp`` ranks.
 
     Args:
         model: the model or stage before it is materialized, with wrapped and compiled layers or blocks.
@@ -70,10 +73,46 @@ def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, 
     )
     layers = layers_of(model)
     for layer in layers:
-        wrap(layer, reshard_after_forward="parameters" in kind.shards)
+        wrap(layer, reshard_after_forward="parameters" in kind.shards and layer is not layers[-1])
+    in_turn = layers
+    if isinstance(model, Model):
+        in_turn = [model, *layers]
+        if model.head is not None and _owns_its_head(model):
+            wrap(model.head, reshard_after_forward=False)
+            _gather_around_loss(model, model.head)
+            in_turn.append(model.head)
     wrap(model, reshard_after_forward=False)
-    for layer, following in pairwise(layers):  # FSDP2 does so by itself only in the backward pass
-        layer.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+    for part, following in pairwise(in_turn):  # FSDP2 does so by itself only in the backward pass
+        part.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+    for module in sharded_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _owns_its_head(model: Model) -> bool:
+    """Returns whether only ``Model.run_head`` uses the parameters of the head, which are not tied to others."""
+    parameters = [*model.named_parameters(remove_duplicate=False)]
+    others = {id(parameter) for name, parameter in parameters if not name.startswith("head.")}
+    is_tied = any(id(parameter) in others for name, parameter in parameters if name.startswith("head."))
+    return type(model).forward is Model.forward and not is_tied
+
+
+def _gather_around_loss(model: Any, head: Any) -> None:
+    """Makes ``model`` gather the parameters of ``head``, a group, before ``run_head``, and reduce them after its
+    backward pass.
+
+    FSDP itself does so at each call of the head's forward pass. A loss may call it several times or never.
+    """
+    state = head._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    run_head = model.run_head
+
+    def gather_and_run(head: nn.Module, hidden: Tensor, targets: Tensor | None) -> Any:
+        inputs, _ = state._pre_forward(head, (hidden, targets), {})
+        return state._post_forward(head, inputs, run_head(head, *inputs))
+
+    model.run_head = gather_and_run
 
 
 def is_replicated(parameter: Tensor) -> bool:
@@ -111,6 +150,26 @@ def cast_gradients(model: nn.Module, dtype: torch.dtype) -> None:
     collective = CastReduceScatter(dtype)
     for module in sharded_modules(model):
         module.set_custom_reduce_scatter(collective)  # type: ignore[arg-type]
+
+
+def choose_communication(model: nn.Module, comm: str) -> None:
+    """Makes the sharded ``model`` communicate as ``strategy.comm`` says. Collective over all ranks.
+
+    Raises:
+        UserError: this version of torch has no separate group for reduce-scatters.
+    """
+    modules = sharded_modules(model)
+    if comm == "user_buffers":
+        for module in modules:
+            module.set_allocate_memory_from_process_group_for_comm(True)
+    if comm == "separate":
+        if not hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
+            raise UserError(
+                f"torch {torch.__version__} gathers and scatters on one communicator only",
+                where="strategy.comm=separate",
+                fix="torch 2.13 or later, or strategy.comm=default",
+            )
+        modules[0].set_separate_reduce_scatter_group()  # the root, with all groups in it
 
 
 def begin_backward(modules: Iterable[FSDPModule], kind: DataParallelKind, last: bool) -> None:
@@ -170,7 +229,8 @@ class SharedGroups:
             self._parameters += [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
             gathers, reduces = len(self._texts), len(self._texts) + 1
             self._texts += [f"gathers {name}", f"reduces {name}"]
-            part.set_custom_all_gather(_CheckedAllGather(partial(self._next, gathers)))  # type: ignore[arg-type]
+            checked = _CheckedAllGather(group._all_gather_comm, partial(self._next, gathers))
+            part.set_custom_all_gather(checked)  # type: ignore[arg-type]
             group.post_backward = self._completing(group, group.post_backward, reduces)
 
     def _completing(self, group: Any, post_backward: Callable[..., None], number: int) -> Callable[..., None]:
@@ -256,18 +316,16 @@ class SharedGroups:
 
 
 class _CheckedAllGather:
-    """Calls ``check`` before each all-gather of a group; replaces FSDP's, with its methods."""
+    """Calls ``check`` before each all-gather of a group; replaces ``gather``, FSDP's, with its methods."""
 
-    def __init__(self, check: Callable[[], None]) -> None:
+    def __init__(self, gather: Any, check: Callable[[], None]) -> None:
+        self.allocate = gather.allocate
+        self._gather = gather
         self._check = check
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns a buffer of FSDP for the parameters of all ranks."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self._check()
-        work: dist.Work | None = all_gather_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        work: dist.Work | None = self._gather(output_tensor, input_tensor, group, async_op)
         return work

@@ -156,16 +156,17 @@ class DDPReplicas:
 class Sharded:
     """Implements the kinds ``zero1``, ``zero2`` and ``zero3`` for a ``module`` that is sharded already."""
 
+    loss_factor = 1
     compression: Compression | None = None
 
     def __init__(self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig, **_: object) -> None:
         self.module = module
-        self.loss_factor = mesh.layout.dp_cp
         self._kind = mesh.layout.kind
         self._modules = fsdp.sharded_modules(module)
         trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
         self._whole = [parameter for parameter in trained if fsdp.is_replicated(parameter)]
         self._reduction = GradientReduction(self._whole, mesh.group("dp_cp"), bucket_mb(strategy, mesh.device.type))
+        fsdp.choose_communication(module, strategy.comm)
         self._shared = SharedGroups(module, mesh) if isinstance(module, WrappedModel) else None
         self._last: bool | None = None  # the micro-batches for which they are configured
         if strategy.compression == "bf16":
@@ -187,9 +188,6 @@ class Sharded:
         if self._shared is not None:
             self._shared.finish()
         self._reduction.reduce()
-        for parameter in self._whole:
-            if parameter.grad is not None:
-                parameter.grad /= self.loss_factor  # FSDP averages the gradients of the shards
 
     def evaluated(self) -> None:
         fsdp.release(self._modules)

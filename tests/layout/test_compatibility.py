@@ -64,6 +64,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "a kind that cannot update in the backward": OWN_KIND,
     "a kind that cannot offload": {"strategy.data_parallel": "tests.layout.test_compatibility:ON_DEVICE"},
     "any other layout than `zero2` or `zero3` on several ranks": {"strategy.data_parallel": "zero1"},
+    "`strategy.comm=user_buffers`": {"strategy.data_parallel": "zero3", "strategy.comm": "user_buffers"},
     "`strategy.compression`": {"strategy.compression": "bf16"},
     "compression other than `bf16`": {"strategy.compression": "fp16"},
     "compression that carries errors": {"strategy.compression": "powersgd"},

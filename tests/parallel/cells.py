@@ -48,6 +48,7 @@ UNEVEN_BATCH = 10  # 4 ranks use 12 slots, two of which are padding; accumulatio
 OWN_LOSSES = {  # classes of tests/parallel/module.py
     "gpt-weighted": "WeightedGPT",
     "gpt-heads": "HeadsGPT",
+    "gpt-untied-heads": "HeadsGPT",
     "gpt-contrastive": "ContrastiveGPT",
     "custom-weighted": "WeightedTiny",
     "custom-heads": "HeadsTiny",
@@ -120,7 +121,10 @@ class Cell:
             sizes = {"image_size": IMAGE, "patch_size": 4, "n_classes": CLASSES, "dim": 16, "n_heads": 4, "mlp_dim": 24}
             return ViTConfig(n_layers=layers, **sizes)
         sizes = {"vocab_size": VOCABULARY, "dim": 16, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 24}
-        sizes |= {"n_layers": layers, "tied_embeddings": self.model == "gpt-tied" or own is not None}
+        sizes |= {
+            "n_layers": layers,
+            "tied_embeddings": self.model == "gpt-tied" or (own is not None and self.model != "gpt-untied-heads"),
+        }
         if own is not None:
             return CustomModelConfig(_target_=f"tests.parallel.module.{own}", args=sizes)
         if self.model in ("gpt-options", "gpt-windows"):

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hpc_train.data.dataset import IGNORED, Batch, StepBatch
@@ -40,6 +41,7 @@ TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 # AdamW's epsilon: in fp32, 1e-8 would turn the noise in tiny gradients into steps of full size.
 EPS = {"fp64": 1e-8, "fp32": 1e-3}
 FLOOR = 1e-3
+SEPARATES = hasattr(FSDPModule, "set_separate_reduce_scatter_group")  # torch 2.13
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hpc_train.layout.techniques import KINDS
 from tests.checkpoint.progress import LONG, Progress
 from tests.checkpoint.tiny import LIMIT_S
 from tests.parallel.cells import MODELS, SAVERS, Cell, cells, covering, saver_cells
-from tests.parallel.oracle import AT_ONCE, check_cells
+from tests.parallel.oracle import AT_ONCE, SEPARATES, check_cells
 
 THREE = {"micro_batches": 3}
 FULL, SOME = ({"activation_checkpointing": mode} for mode in ("full", "selective:3"))
@@ -35,6 +35,20 @@ def test_every_layout_trains_as_one_process_does(world_size: int, record: Callab
     allowed, refused = cells(world_size, pipelines=False)
     record(check_cells({1: covering(allowed, "model"), 2: ON_TWO, 4: ON_FOUR}[world_size]), refused)
     assert {cell.strategy.get("data_parallel", "ddp") for cell in ON_TWO} == set(KINDS)
+
+
+def test_sums_over_three_ranks(record: Callable[..., None]) -> None:
+    """No factor is exact in a world that is no power of two; the head of a loss of its own is called more than once."""
+    zero3 = {"dp": 3, "data_parallel": "zero3"}
+    some = [
+        Cell(3, strategy={"dp": 3, "data_parallel": "zero1"}, batch=THREE),
+        Cell(3, "gpt-untied-heads", strategy=zero3, batch=THREE, train=FULL),
+        Cell(3, "custom", strategy=zero3 | {"comm": "user_buffers"}, batch=THREE),
+        Cell(3, "vit", strategy=zero3 | {"comm": "user_buffers"}, batch=THREE, loss_scale=1024.0),
+    ]
+    if SEPARATES:
+        some.append(Cell(3, strategy=zero3 | {"comm": "separate"}, batch=THREE))
+    record(check_cells(some), [])
 
 
 @pytest.mark.long_form(70)

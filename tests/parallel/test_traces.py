@@ -17,17 +17,20 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, StepBatch
+from hpc_train.errors import UserError
 from hpc_train.layout.validate import validate
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.fsdp import choose_communication
 from hpc_train.parallel.mesh import Mesh, join_mesh
 from tests.config.composing import config_of
-from tests.parallel.oracle import kept_mesh
+from tests.parallel.oracle import SEPARATES, kept_mesh
 from tests.ranks import run_on_world, run_ranks
 
 FOLDER = Path(__file__).parent / "traces"
@@ -44,6 +47,8 @@ FAKE = {  # the arguments of each strategy
     "tp": ["strategy=tp"],
     "cp": ["strategy=cp"],
 }
+if SEPARATES:
+    FAKE["zero3_separate"] = ["strategy=zero3", "strategy.comm=separate"]
 COMMUNICATING = {
     "dp": ["strategy=dp"],
     "pp": ["strategy=pp"],
@@ -58,14 +63,8 @@ REDUCTIONS = {0: "sum", 1: "avg", 3: "min", 4: "max", 8: "premul_sum"}  # torch'
 def config_for(arguments: list[str], micro: int | str) -> Config:
     sizes = ["n_layers=4", "dim=32", "n_heads=8", "n_kv_heads=8", "ffn_dim=64", "vocab_size=256"]
     data = ["data.vocab_size=256", f"data.sequence_length={SEQUENCE}", "batch.global_size=16"]
-    return config_of(
-        "model=gpt_tiny",
-        *(f"model.{size}" for size in sizes),
-        *data,
-        "precision=bf16",
-        f"batch.micro_size={micro}",
-        *arguments,
-    )
+    model = ["model=gpt_tiny", *(f"model.{size}" for size in sizes), "precision=bf16"]
+    return config_of(*model, *data, f"batch.micro_size={micro}", *arguments)
 
 
 class Recorder(TorchDispatchMode):
@@ -100,7 +99,8 @@ class Recorder(TorchDispatchMode):
             elif isinstance(value, torch.ScriptObject) and value._has_method("op"):
                 words.append(REDUCTIONS.get(value.op(), "other"))
             elif isinstance(value, torch.ScriptObject):
-                words.append(self._names.get(dist.ProcessGroup.unbox(value).group_name, "other"))
+                group = dist.ProcessGroup.unbox(value)
+                words.append(self._names.get(group.group_name, group.group_desc))
         tensors = [value for value in values if isinstance(value, Tensor)]
         largest = max(tensor.nbytes for tensor in tensors)
         return " ".join([*words, str(tensors[0].dtype).removeprefix("torch."), f"{largest:,} B"])
@@ -136,11 +136,8 @@ def traces(rank: int, world_size: int, configs: dict[str, Config]) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[str]]:
-    of_ranks = run_on_world(
-        4,
-        traces,
-        {name: config_for(words, "auto" if name == "model_parallel" else 4) for name, words in COMMUNICATING.items()},
-    )
+    sizes = {name: "auto" if name == "model_parallel" else 4 for name in COMMUNICATING}
+    of_ranks = run_on_world(4, traces, {name: config_for(words, sizes[name]) for name, words in COMMUNICATING.items()})
     both = {name: lines if name == "dp" else [*lines, "the last rank:", *of_ranks[-1][name]]
             for name, lines in of_ranks[0].items()}  # fmt: skip
     return both | run_ranks(1, fake_traces, {name: config_for(words, 1) for name, words in FAKE.items()})[0]
@@ -153,3 +150,9 @@ def test_the_collectives_of_a_step(found: dict[str, list[str]], name: str) -> No
     if os.environ.get("HPC_TRAIN_WRITE_TRACES"):
         path.write_text(text)
     assert path.read_text() == text
+
+
+def test_an_older_torch_has_no_separate_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPModule, "set_separate_reduce_scatter_group", raising=False)
+    with pytest.raises(UserError, match="gathers and scatters on one communicator only"):
+        choose_communication(nn.Linear(1, 1), "separate")

@@ -87,6 +87,14 @@ class StrategyConfig:
         unit="MB",
         when=when("buckets"),
     )
+    comm: str = key(
+        "default",
+        "How ZeRO communicates. separate scatters gradients on a separate communicator, so that they do not queue "
+        "behind gathers of parameters; it needs torch 2.13. user_buffers allocates the messages in memory that NCCL "
+        "has registered, which it sends without copies.",
+        choices=("default", "separate", "user_buffers"),
+        when=when("shards"),
+    )
     compression: str = key(
         "none",
         "How ddp and allreduce compress gradients; ZeRO supports only bf16. `bench step` measures the techniques.",
