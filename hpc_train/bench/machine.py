@@ -34,7 +34,7 @@ ENTRY = "hpc_train.bench.machine_worker:measure_machine"
 SECONDS = 1.5  # of one measurement; there are about forty
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
-FP8 = ("fp8_flops", "fp8_share")
+UNMEASURED = ("fp8_flops", "fp8_share", "tp_matmul_share")
 ALIKE = 0.15  # relative difference of the memory of devices that are the same
 ASSUMED = {
     "fabric_bytes_per_s": (1.25e9, "10 Gbit/s Ethernet, which the ranks of a node share"),
@@ -224,7 +224,7 @@ def machine_of(result: Mapping[str, Any], cores: int, name: str, source: str) ->
         device = str(result["device"])
         shipped_machine = same_device(device, rates["memory_bytes"])
         if shipped_machine is not None:
-            figures |= {key: shipped_machine.figures[key] for key in (*ASSUMED, *FP8)}
+            figures |= {key: shipped_machine.figures[key] for key in (*ASSUMED, *UNMEASURED)}
     figures |= peaks
     figures |= {key: Figure(float(value), "measured", source) for key, value in measured.items()}
     return Machine(name, device, {key: figures[key] for key in NAMES})

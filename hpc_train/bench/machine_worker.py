@@ -27,6 +27,7 @@ from hpc_train.config.schema import Config, GPTConfig, SyntheticDataConfig
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh, synchronize
+from hpc_train.parallel.tensor import apply_tensor_parallel
 from hpc_train.planner.passes import ATTENTION_BACKWARD, PRODUCTS
 from hpc_train.planner.work import TOUCHES, Block, count_work
 from hpc_train.preflight.measure import Ranks, copy_rate, measure, to_first
@@ -195,14 +196,15 @@ class _MachineBench:
 
     def launch(self) -> dict[str, float]:
         """Returns the host's time for a kernel: the time of a layer of a tiny model, divided by the kernels that the
-        planner counts.
+        planner counts. Also returns how many times as long a layer of DTensors takes.
 
         On CPUs, a core limits element-wise operations, not the memory. Their rate follows from the time of a larger
         layer, minus the time of its products, its attention and the host.
         """
         tiny, layer = self._layer_seconds(32, 8, 1)
         host_s = tiny / (3 * layer.kernels)
-        figures = {"launch_s": host_s}
+        split, _ = self._layer_seconds(32, 8, 1, split=True)
+        figures = {"launch_s": host_s, "tp_launches": max(1.0, split / tiny)}
         if not self.cuda:
             width, length, samples = self.sizes.layer
             seconds, layer = self._layer_seconds(width, length, samples)
@@ -265,10 +267,11 @@ class _MachineBench:
         right = torch.randn(k, n, device=self.device).to(dtype)
         return self._seconds(lambda: torch.mm(left, right))
 
-    def _layer_seconds(self, width: int, length: int, samples: int) -> tuple[float, Block]:
+    def _layer_seconds(self, width: int, length: int, samples: int, split: bool = False) -> tuple[float, Block]:
         """Returns the time of forward and backward of a layer of a GPT, and its work for one sample.
 
-        The time is a quarter of the difference between models with six and with two layers.
+        The time is a quarter of the difference between models with six and with two layers. With ``split`` the models
+        are those of tensor parallelism, on a mesh of one rank, which sends nothing.
         """
         times = []
         for layers in (2, 6):
@@ -279,6 +282,8 @@ class _MachineBench:
             config = replace(self.config, model=sizes, data=data)
             model = build_model(config.model, seed=0)
             assert isinstance(model, Model), "a GPT is one"
+            if split:
+                apply_tensor_parallel(model, self.mesh.device_mesh["tp"])
             model.to_empty(device=self.device)
             with torch.no_grad():
                 for parameter in model.parameters():

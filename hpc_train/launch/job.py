@@ -13,7 +13,7 @@ from hpc_train.config.values import fewest_nodes, node_range
 from hpc_train.errors import UserError
 from hpc_train.launch.gpus import depends_on_gpu_types, gpu_types_here
 from hpc_train.layout.layout import JobShape, Layout, Place
-from hpc_train.layout.memory import Memory, estimate, needed_bytes
+from hpc_train.layout.memory import Memory, estimate, needed_bytes, reserved_bytes
 from hpc_train.machine.allocation import workers_per_node
 from hpc_train.machine.gpus import gpu_memory
 from hpc_train.run.directory import RunDirectory
@@ -109,7 +109,7 @@ class Job:
         gpu_type = self.config.cluster.gpu_type
         if device_bytes is None and (gpu_type is not None or here):
             device_bytes = _memory_of_gpu(gpu_type)
-        return MemoryNeed(rank, needed_bytes(rank.total), device_bytes, "a GPU")
+        return MemoryNeed(rank, needed_bytes(rank.total, reserved_bytes(self.layout)), device_bytes, "a GPU")
 
     @property
     def agent_options(self) -> tuple[str, ...]:

@@ -65,6 +65,21 @@ class Layout:
         return self.pp * self.stages_per_rank
 
     @property
+    def communicators(self) -> int:
+        """Returns how many process groups of more than one rank a rank joins (``parallel/mesh.py``)."""
+        sizes_and_strides = {
+            (self.world_size, 1),
+            (self.pp, self.stage_ranks),
+            (self.dp, self.cp * self.tp),
+            (self.dp_cp, self.tp),
+            (self.dp_cp // self.shard, self.shard * self.tp),
+            (self.shard, self.tp),
+            (self.tp, 1),
+        }
+        links = 2 if self.pp > 2 else 0
+        return sum(size > 1 for size, _ in sizes_and_strides) + (self.cp > 1) + links
+
+    @property
     def kind(self) -> DataParallelKind:
         return TREE if self.logical_micro_batches else find_kind(self.data_parallel)
 

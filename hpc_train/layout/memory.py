@@ -37,25 +37,31 @@ from hpc_train.layout.sizes import Sizes, parameter_count, sizes_of, trained_cou
 from hpc_train.layout.techniques import CARRYING, IN_FLIGHT, CompilerMode, compiler_mode
 from hpc_train.units import format_bytes
 
-ALLOCATOR_SHARE = 0.05  # the bytes that the allocator reserves in addition, relative to the bytes in use; an estimate
-RESERVED_BYTES = 2.0e9  # for the CUDA context, libraries and buffers of collectives on a GPU; an estimate
+# Estimates for a GPU
+ALLOCATOR_SHARE = 0.05  # the bytes that the allocator reserves in addition, relative to the bytes in use
+CONTEXT_BYTES = 1.2e9  # for the CUDA context and libraries
+COMMUNICATOR_BYTES = 0.25e9  # for each communicator of NCCL
 
 
-def needed_bytes(
-    held: float, allocator_share: float = ALLOCATOR_SHARE, reserved_bytes: float = RESERVED_BYTES
-) -> float:
+def reserved_bytes(layout: Layout, context_bytes: float = CONTEXT_BYTES) -> float:
+    """Returns the bytes of a GPU that the context, libraries and the communicators of a rank take."""
+    return context_bytes + layout.communicators * COMMUNICATOR_BYTES
+
+
+def needed_bytes(held: float, reserved: float, allocator_share: float = ALLOCATOR_SHARE) -> float:
     """Returns the bytes that a GPU must have for ``held`` bytes of tensors.
 
     Args:
-        allocator_share: from the machine file that describes the GPU, like ``reserved_bytes``, if that file is known.
+        reserved: from ``reserved_bytes``.
+        allocator_share: from the machine file that describes the GPU, if that file is known.
     """
-    return held * (1 + allocator_share) + reserved_bytes
+    return held * (1 + allocator_share) + reserved
 
 
-def usable_bytes(device_bytes: float) -> float:
+def usable_bytes(device_bytes: float, reserved: float) -> float:
     """Returns the bytes of tensors that fit on a GPU with ``device_bytes`` of memory: the inverse of
     ``needed_bytes``."""
-    return (device_bytes - RESERVED_BYTES) / (1 + ALLOCATOR_SHARE)
+    return (device_bytes - reserved) / (1 + ALLOCATOR_SHARE)
 
 
 def estimate(config: Config, layout: Layout) -> Memory | None:
@@ -307,8 +313,10 @@ def rank_of(layout: Layout, rank: int, stages: Sequence[Stage]) -> Rank:
     gathers: Gathers = "never"
     reduces: Reduces = "after"
     if layout.shards_state:
-        gathers = "layer" if "parameters" in layout.kind.shards else "step"
-        reduces = "each" if layout.micro_batches == 1 or "gradients" in layout.kind.shards else "last"
+        # torch's stages keep parameters and gradients whole until the last micro-batch (backward_maybe_with_nosync)
+        shards = layout.kind.shards if layout.pp == 1 else ()
+        gathers = "layer" if "parameters" in shards else "step"
+        reduces = "each" if layout.micro_batches == 1 or "gradients" in shards else "last"
     views = layout.data_parallel == "ddp" and layout.dp_cp > 1  # DDP's gradients are views of its buckets
     return Rank(held, _actions(layout, rank, [*held]), layout.micro_batches, gathers, reduces, views)
 

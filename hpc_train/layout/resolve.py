@@ -16,7 +16,7 @@ from hpc_train.config.values import runs_own_code
 from hpc_train.errors import UserError
 from hpc_train.layout.compatibility import OF_LAYOUT, check_compatibility
 from hpc_train.layout.layout import Layout
-from hpc_train.layout.memory import estimate, needed_bytes
+from hpc_train.layout.memory import estimate, needed_bytes, reserved_bytes
 from hpc_train.layout.partition import check_split
 from hpc_train.layout.recomputation import describe_recomputation
 from hpc_train.layout.techniques import (
@@ -370,7 +370,8 @@ def _fewest_that_fit(config: Config, ranks: Ranks, device_bytes: float | None, n
     needed: dict[int, float] = {}
     for pp in candidates:
         try:
-            memory = estimate(config, _lay_out(config, ranks, pp, []))
+            layout = _lay_out(config, ranks, pp, [])
+            memory = estimate(config, layout)
         except UserError:  # such as fewer samples than replicas
             continue
         if memory is None or device_bytes is None:
@@ -380,7 +381,7 @@ def _fewest_that_fit(config: Config, ranks: Ranks, device_bytes: float | None, n
                 "strategy.pp=N sets another number"
             )
             return pp
-        needed[pp] = needed_bytes(memory.total)
+        needed[pp] = needed_bytes(memory.total, reserved_bytes(layout))
         if needed[pp] <= device_bytes:
             fewer = ", ".join(f"{number} need {format_bytes(size)}" for number, size in needed.items() if number != pp)
             note = f"{pp} pipeline ranks are the fewest whose stages fit: about {format_bytes(needed[pp])} of the "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import chain, islice, product
 from typing import Any
 
 from hpc_train.config.extensions import family_of
@@ -26,10 +26,13 @@ from hpc_train.planner.work import count_model, count_work
 KINDS = ("ddp", "zero1", "zero2", "zero3")  # allreduce where ddp does not support tensor parallelism
 CHECKPOINTING = ("none", "selective", "full")
 SIMULATED = 40  # the best candidates, whose pipelines are simulated; the others have the bubble of their schedule's row
-FURTHER: Mapping[str, tuple[str, ...]] = {  # keys that are compared only if they are asked for
+COMPILE = "train.compile"
+FAST_LINKS = 10e9  # bytes/s of a device, from which on replicas send their state faster than idle stages save it
+FURTHER: Mapping[str, tuple[Any, ...]] = {  # keys that are compared only if they are asked for
     "strategy.offload": ("none", "optimizer"),
     "strategy.compression": ("none", "bf16"),
     "strategy.schedule": ("1f1b", *(name for name in SCHEDULES if name not in ("1f1b", "sequential"))),
+    COMPILE: (False, True),
 }
 _FIRST = FURTHER["strategy.schedule"][0]
 MICRO_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -93,7 +96,7 @@ def candidates(
         UserError: ``devices`` do not fill whole nodes, or the model cannot be counted.
     """
     count_model(config)
-    work = count_work(config)
+    works = {compiled: count_work(with_values(config, {COMPILE: compiled})) for compiled in _compiled(config, also)}
     per_node = machine.devices_per_node
     if devices > per_node and devices % per_node:
         raise UserError(
@@ -110,11 +113,14 @@ def candidates(
             layout = checked_layout(chosen, nodes, workers)
         except UserError:
             continue
+        if _waits(layout, machine) and "strategy.pp" not in fixed:
+            continue
         if layout.world_size == devices and _key(values, layout) not in by_key:
-            prediction = predict_step(chosen, layout, machine, False, work)
+            prediction = predict_step(chosen, layout, machine, False, works[chosen.train.compile])
             by_key[_key(values, layout)] = Candidate(nodes, values, prediction)
     for candidate in [*islice(fastest(by_key.values()), SIMULATED)]:
         demand = candidate.prediction.demand
+        work = works[demand.config.train.compile]
         prediction = replace(predict_step(demand.config, candidate.layout, machine, True, work), demand=demand)
         by_key[_key(candidate.values, candidate.layout)] = replace(candidate, prediction=prediction)
     return [*by_key.values()]
@@ -132,19 +138,23 @@ def fastest(predicted: Iterable[Candidate], tolerance: float = 0.0) -> Iterator[
 
 def close_and_others(predicted: Iterable[Candidate], tolerance: float) -> tuple[list[Candidate], Iterator[Candidate]]:
     """Returns the candidates that fit and are within ``tolerance`` of the fastest, the simplest first, and all others
-    that fit, the fastest first.
+    that fit, the fastest first. Those that leave no room in the memory come after all that do.
     """
     ordered = sorted(predicted, key=lambda candidate: -candidate.prediction.samples_per_s)
-    first = next((number for number, candidate in enumerate(ordered) if candidate.prediction.fits), None)
+    roomy = (candidate for candidate in ordered if candidate.prediction.has_room)
+    tight = (candidate for candidate in ordered if candidate.prediction.fits and not candidate.prediction.has_room)
+    preferred = chain(roomy, tight)
+    first = next(preferred, None)
     if first is None:
         return [], iter(())
-    least = ordered[first].prediction.samples_per_s * (1 - tolerance)
-    slower = next(
-        (number for number, candidate in enumerate(ordered) if candidate.prediction.samples_per_s < least), len(ordered)
-    )
-    close = [candidate for candidate in ordered[first:slower] if candidate.prediction.fits]
-    others = (candidate for candidate in ordered[slower:] if candidate.prediction.fits)
-    return sorted(close, key=lambda candidate: candidate.complexity), others
+    least = first.prediction.samples_per_s * (1 - tolerance)
+    close = [first]
+    for candidate in preferred:
+        if candidate.prediction.samples_per_s < least or candidate.prediction.has_room < first.prediction.has_room:
+            preferred = chain([candidate], preferred)
+            break
+        close.append(candidate)
+    return sorted(close, key=lambda candidate: candidate.complexity), preferred
 
 
 def distinct(ranked: Iterable[Candidate]) -> Iterator[Candidate]:
@@ -212,6 +222,19 @@ def _choices(
         yield {name: value for name, value in chosen.items() if name in open_values or name not in fixed}
 
 
+def _compiled(config: Config, also: Collection[str]) -> Collection[bool]:
+    """Returns the values of ``train.compile`` that are compared."""
+    return FURTHER[COMPILE] if COMPILE in also else (config.train.compile,)
+
+
+def _waits(layout: Layout, machine: Machine) -> bool:
+    """Returns whether the stages of a pipeline compute one after the other although the links between them are fast."""
+    rates = machine.rates
+    spans_nodes = layout.world_size > machine.devices_per_node
+    link = rates.fabric_bytes_per_s if spans_nodes else rates.node_bytes_per_s
+    return layout.pp > 1 and layout.micro_batches == 1 and not rates.cores and link >= FAST_LINKS
+
+
 def _splits_batch(config: Config) -> bool:
     """Returns whether the size of micro-batches is open: it is not determined by their number, by a reproducible sum,
     or by updates inside the backward (which need one micro-batch)."""
@@ -233,7 +256,8 @@ def _is_sensible(chosen: Values, devices: int, per_node: int, fixed: Collection[
         "strategy.compression": chosen.get("strategy.compression", "none") == "none" or dp > 1,
         "strategy.schedule": chosen.get("strategy.schedule", _FIRST) == _FIRST or pp > 1,
         "strategy.stages_per_rank": chosen["strategy.stages_per_rank"] == 1 or pp > 1,
-        "strategy.data_parallel": kind == "ddp" or dp > 1,
+        # the stages of a pipeline hold their parameters and gradients whole, as with zero1
+        "strategy.data_parallel": kind == "ddp" or (dp > 1 and (pp == 1 or kind == "zero1")),
         "strategy.shard": chosen["strategy.shard"] != "node" or (kind.startswith("zero") and dp * tp > per_node > tp),
     }
     return all(differs[name] for name in differs if name not in fixed)

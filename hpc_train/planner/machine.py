@@ -41,7 +41,7 @@ class Rates:
 
     Attributes:
         devices_per_node: GPUs of a node, or ranks of a node of CPUs. memory_bytes: the memory of a device.
-        reserved_bytes: the part of it that the context, the libraries and the buffers of collectives take.
+        reserved_bytes: the part of it that the context and the libraries take, without communicators.
         allocator_share: what the allocator reserves beyond the bytes in use, as a share of them. bf16_flops: the peak
         of a device in bf16; 0 if it has no units for it. fp16_flops: the same in fp16. fp32_flops: the same in fp32
         without TF32. fp64_flops: the same in fp64. matmul_share: the share of the peak that large matrix products
@@ -57,7 +57,9 @@ class Rates:
         reduce-scatter, as a share of the bandwidth of the other collectives. Optional. In gloo, it is an all-reduce of
         which each rank keeps a part. fp8_flops: the peak of a device in fp8, without sparsity; 0 if it has no units for
         it. Optional. fp8_share: the share of this peak that large products reach, as a share of what they reach in
-        bf16. Optional.
+        bf16. Optional. tp_matmul_share: the rate of products that tensor-parallel ranks share, as a share of the rate
+        of whole ones. Optional. tp_launches: how many times as long as for a whole layer the host takes to start the
+        kernels of a tensor-parallel layer that is not compiled. Optional.
     """
 
     devices_per_node: float
@@ -83,6 +85,8 @@ class Rates:
     scatter_share: float = 1.0
     fp8_flops: float = 0.0
     fp8_share: float = 1.0
+    tp_matmul_share: float = 1.0
+    tp_launches: float = 1.0
 
 
 NAMES = tuple(field.name for field in fields(Rates))
@@ -92,6 +96,8 @@ OPTIONAL = {
     "scatter_share": Figure(1.0, "assumed", "NCCL's algorithms reach the same bandwidth"),
     "fp8_flops": Figure(0.0, "assumed", "no units for fp8, or their rate is unknown"),
     "fp8_share": Figure(1.0, "assumed", "products in fp8 reach the same share of the peak as those in bf16"),
+    "tp_matmul_share": Figure(1.0, "assumed", "products that ranks share are as fast as whole ones of their size"),
+    "tp_launches": Figure(8.0, "assumed", "DTensor's operations on a CPU, by bench machine with torch 2.13"),
 }
 # what the ranks of a node of CPUs share; and the bandwidths, since the cores move all bytes
 _SHARED = (

@@ -2,7 +2,8 @@
 
 A pass takes the time of its matrix products, its attention and the movement of its activations, plus the time of its
 tensor-parallel and context-parallel traffic, which nothing covers without ``strategy.async_tp``. On GPUs it takes at
-least as long as the host starts its kernels; the CUDA graph of a layer (``train.cuda_graphs``) starts like one kernel.
+least as long as the host starts its kernels; the CUDA graph of a layer (``train.cuda_graphs``) starts like one kernel,
+and a tensor-parallel layer that is not compiled starts several times as slowly, since each operation passes DTensor.
 On CPUs the cores run the kernels, start them and move the bytes of collectives, so nothing overlaps.
 
 In fp8 each product and each of its two gradients scales and casts both operands anew
@@ -137,19 +138,21 @@ class Passes:
         self.narrow = {"bf16": 2, "fp16": 2}.get(config.precision.name, self.width)
         self.weight = self.narrow if config.precision.weights == "bf16" else self.width
         self.gradient = self.width if layout.shards_state else self.weight  # FSDP sums gradients in fp32
-        self.flops_per_s = machine.peak(config.precision.name) * self.rates.matmul_share
+        share = self.rates.matmul_share * (self.rates.tp_matmul_share if layout.tp > 1 else 1.0)
+        self.flops_per_s = machine.peak(config.precision.name) * share
         self.attention_per_s = machine.peak(config.precision.name) * self.rates.attention_share
         self.tensor_ranks = group_of(layout.tp, 1, machine.devices_per_node)
         self.context_ranks = group_of(layout.cp, layout.tp, machine.devices_per_node)
         self.split = layout.cp * layout.tp  # the ranks that share the work of a block
         self.key_share = _key_share(config, layout)
         self.mode = compiler_mode(config)
+        self.launches = 1.0 if layout.tp == 1 or config.train.compile else self.rates.tp_launches
         self.linear_layers = None  # those that cover their traffic
         tell = family_of(config.model).linear_layers
         if self.mode == CompilerMode.ASYNC_TP and tell is not None:
             self.linear_layers = tell(config.model)
         self.float8 = IN_BF16 if self.rates.cores else float8_of(config, layout, work.tokens)
-        self.float8_per_s = self.rates.fp8_flops * self.rates.matmul_share * self.rates.fp8_share
+        self.float8_per_s = self.rates.fp8_flops * share * self.rates.fp8_share
         self.layers = {id(layer) for layer in work.blocks[1:-1]}
         self.in_float8 = self.layers or {id(work.blocks[0])}  # a model without layers is in its stem
         self._known: dict[tuple[int, LayerMode | None], float] = {}  # by a block's id; ``work`` keeps the blocks
@@ -201,10 +204,11 @@ class Passes:
 
     def _started(self, block: Block, kernels: int) -> float:
         """Returns the seconds in which the host starts the kernels of a pass."""
-        replayed = self.mode == CompilerMode.CUDA_GRAPHS and id(block) in self.layers
-        if replayed:
+        if id(block) not in self.layers:
+            return kernels * self.rates.launch_s
+        if self.mode == CompilerMode.CUDA_GRAPHS:
             return self.rates.launch_s
-        return kernels * self.rates.launch_s
+        return kernels * self.rates.launch_s * self.launches
 
     def _products(self, block: Block) -> float:
         if not block.products:

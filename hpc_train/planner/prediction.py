@@ -16,7 +16,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode, Recomputation
 from hpc_train.layout.counted import counted
 from hpc_train.layout.layout import Layout
-from hpc_train.layout.memory import Memory, estimate, exceeds, needed_bytes
+from hpc_train.layout.memory import Memory, estimate, exceeds, needed_bytes, reserved_bytes
 from hpc_train.layout.optimizers import values_per_parameter
 from hpc_train.layout.orders import BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, PipelineShape
 from hpc_train.layout.partition import layer_counts
@@ -38,6 +38,7 @@ from hpc_train.planner.work import Block, Work, count_work
 
 Collective = Callable[[float, Group, Rates], float]
 PARTS = {"compute_s": "compute", "bubble_s": "bubble", "communication_s": "communication", "optimizer_s": "optimizer"}
+ROOM = 0.93  # of the memory of a device, which a layout should not exceed
 SENT_SHARE = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}  # share of the bytes of fp32 gradients
 
 
@@ -48,7 +49,7 @@ class Demand:
     config: Config
     layout: Layout
     rates: Rates
-    _found: dict[float, bool] = field(default_factory=dict, init=False, repr=False)  # by the factor
+    _found: dict[tuple[float, float], bool] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def memory(self) -> Memory | None:
@@ -56,16 +57,23 @@ class Demand:
         return estimate(self.config, self.layout)
 
     @property
-    def needed_bytes(self) -> float:
-        """Returns ``memory`` with the context, the buffers of libraries and what the allocator adds."""
-        held = self.memory.total if self.memory else 0.0
-        return needed_bytes(held, self.rates.allocator_share, self.rates.reserved_bytes)
+    def reserved_bytes(self) -> float:
+        """Returns what the context, libraries and, on GPUs, the communicators of a rank take."""
+        if self.rates.cores:
+            return self.rates.reserved_bytes
+        return reserved_bytes(self.layout, self.rates.reserved_bytes)
 
-    def fits(self, factor: float) -> bool:
-        """Returns whether a device has ``factor`` times the memory and the reserved memory."""
-        if factor not in self._found:
-            self._found[factor] = not self.exceeds(self.rates.memory_bytes, factor)
-        return self._found[factor]
+    @property
+    def needed_bytes(self) -> float:
+        """Returns ``memory`` with the reserved memory and what the allocator adds."""
+        held = self.memory.total if self.memory else 0.0
+        return needed_bytes(held, self.reserved_bytes, self.rates.allocator_share)
+
+    def fits(self, factor: float, share: float = 1.0) -> bool:
+        """Returns whether ``share`` of a device has ``factor`` times the memory and the reserved memory."""
+        if (factor, share) not in self._found:
+            self._found[factor, share] = not self.exceeds(share * self.rates.memory_bytes, factor)
+        return self._found[factor, share]
 
     def exceeds(self, device_bytes: float, factor: float) -> bool:
         """Returns whether a device of ``device_bytes`` lacks ``factor`` times the memory plus the reserved memory.
@@ -73,7 +81,7 @@ class Demand:
         The replay ends as soon as a rank holds too much; for most layouts that do not fit, this is before the first
         backward.
         """
-        limit = (device_bytes - self.rates.reserved_bytes) / factor / (1 + self.rates.allocator_share)
+        limit = (device_bytes - self.reserved_bytes) / factor / (1 + self.rates.allocator_share)
         return exceeds(self.config, self.layout, limit)
 
 
@@ -108,7 +116,7 @@ class Prediction:
 
     @property
     def needed_bytes(self) -> float:
-        fixed = self.demand.rates.reserved_bytes
+        fixed = self.demand.reserved_bytes
         return fixed + (self.demand.needed_bytes - fixed) * self.memory_factor
 
     @property
@@ -132,6 +140,11 @@ class Prediction:
     @property
     def fits(self) -> bool:
         return self.demand.fits(self.memory_factor)
+
+    @property
+    def has_room(self) -> bool:
+        """Returns whether it fits with memory to spare, since the estimate of what libraries take is rough."""
+        return self.demand.fits(self.memory_factor, ROOM)
 
     def needs_more_than(self, other: Prediction) -> bool:
         """Returns whether it needs more memory than ``other``, in less time than ``needed_bytes`` takes."""
@@ -299,7 +312,7 @@ class _Step:
         if "parameters" in layout.kind.shards:
             gathers = batches
             again = gathered  # a second time for the backward
-        if "gradients" in layout.kind.shards:
+        if "gradients" in layout.kind.shards and layout.pp == 1:  # torch's stages add them up until the last one
             scatters = batches
         exposed = gathers * uncovered(gathered, micro_batch_s / 3, blocks, rates, busy)
         exposed += scatters * uncovered(scattered + again, micro_batch_s * 2 / 3, blocks, rates, busy)

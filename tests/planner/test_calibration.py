@@ -71,7 +71,7 @@ def test_the_parts_of_a_prediction_become_those_that_were_measured(tmp_path: Pat
     assert right.step_s == pytest.approx(0.3 * 1.1 + 0.4 * 2, rel=0.05), "the bubble has the factor of the step"
     assert right.samples_per_s * right.step_s == pytest.approx(new.samples_per_s * new.step_s)
     assert right.mfu / new.mfu == pytest.approx(new.step_s / right.step_s)
-    fixed = MACHINE.rates.reserved_bytes
+    fixed = new.demand.reserved_bytes
     assert right.needed_bytes - fixed == pytest.approx(1.1 * (new.needed_bytes - fixed))
     assert "the last 4 runs on h100 (gpt, bf16)" in str(found) and str(found).endswith("; corrected")
 

@@ -83,6 +83,18 @@ def test_tensor_parallel_ranks_gather_and_scatter_twice_in_each_pass() -> None:
         )
 
 
+def test_the_host_starts_layers_of_dtensors_slowly_unless_they_are_compiled() -> None:
+    split = ("strategy.tp=4", "strategy.dp=2", "strategy.data_parallel=zero1")
+    machine = changed(bf16_flops=1e30, memory_bytes_per_s=1e30, node_bytes_per_s=1e30, node_latency_s=0.0)
+    seconds = {}
+    for words in ((), split, (*split, "train.compile=true")):
+        config = config_of(*words)
+        found = passes(config, machine)
+        layer = found.work.blocks[1]
+        seconds[words] = found.forward(layer) / layer.kernels / machine.rates.launch_s
+    assert [*seconds.values()] == pytest.approx([1, machine.rates.tp_launches, 1])
+
+
 def test_context_parallel_ranks_exchange_queries_keys_values_and_the_result_in_each_pass() -> None:
     config = config_of("strategy.cp=4", "strategy.dp=2", "strategy.data_parallel=zero1")
     machine = changed(**ONLY_PRODUCTS)

@@ -16,6 +16,7 @@ from hpc_train.commands.plan.output import FOLDED, LEAST_NEEDED, WHY, print_fitt
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
+from hpc_train.layout.memory import estimate
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.planner.candidates import candidates, fastest
 from hpc_train.planner.machine import Figure, Machine, read_machine
@@ -136,6 +137,40 @@ def test_the_printed_command_trains_with_the_predicted_layout(capsys: pytest.Cap
     assert rows == sorted(rows, key=lambda row: row["step_s"])
 
 
+def test_compiled_layers_are_proposed_but_not_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["model=llama_1b", "data=synthetic", "precision=bf16", "--gpus", "16", "--machine", "h100", "--rows", "3"]
+    fixed = ["batch.micro_size=4", "train.activation_checkpointing=none", "strategy.pp=1"]
+    rows = rows_of(capsys, *asked, *fixed)
+    assert "strategy.tp=2 train.compile=true" in rows[0]["command"], "eager layers of DTensors keep the host busy"
+    assert rows[-1]["settings"]["train.compile"] is False and rows[-1]["settings"]["strategy.tp"] == 1
+    config = typed(compose(shlex.split(rows[-1]["command"])[3:-1]))
+    assert not config.train.compile
+    assert not any("train.compile" in row["settings"] for row in rows_of(capsys, *asked, *fixed, "train.compile=false"))
+
+
+def test_pipelines_that_wait_or_save_nothing_are_no_candidates() -> None:
+    config = config_of("model=llama_1b", "data=synthetic", "precision=bf16", "batch.global_size=32")
+    kept = {"strategy.tp", "train.activation_checkpointing"}
+    machine = read_machine("h100")
+    found = candidates(config, machine, 16, kept)
+    stages = [each.layout for each in found if each.layout.pp > 1]
+    assert stages and all(each.micro_batches > 1 and each.data_parallel in ("ddp", "zero1") for each in stages)
+    slow = replace(machine, figures={**machine.figures, "fabric_bytes_per_s": Figure(1e9, "assumed", "Ethernet")})
+    assert any(each.layout.pp > 1 and each.layout.micro_batches == 1 for each in candidates(config, slow, 16, kept))
+    named = candidates(replace(config, strategy=replace(config.strategy, pp=2)), machine, 16, {*kept, "strategy.pp"})
+    assert any(each.layout.micro_batches == 1 for each in named)
+
+
+def test_stages_hold_whole_gradients_under_each_zero_stage() -> None:
+    held = []
+    for kind in ("zero1", "zero2", "zero3"):
+        config = config_of(
+            *SEVEN, "strategy.dp=4", "strategy.pp=2", f"strategy.data_parallel={kind}", "batch.micro_size=1"
+        )
+        held.append(estimate(config, resolve_layout(config, 1, 8)))
+    assert held[0] == held[1] == held[2]
+
+
 @pytest.mark.long_form(6)
 def test_ranks_on_cpus_share_a_node_and_their_number_is_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(capsys, *TINY, "train.steps=10", "--gpus", "2,4", "--machine", "cpu")
@@ -195,7 +230,7 @@ def test_the_table_says_why_a_row_is_slower_and_what_is_assumed(capsys: pytest.C
 
 
 def test_the_command_is_short(capsys: pytest.CaptureFixture[str]) -> None:
-    given = [*SEVEN, "train.activation_checkpointing=none", "batch.micro_size=1"]
+    given = [*SEVEN, "train.activation_checkpointing=none", "batch.micro_size=1", "train.compile=false"]
     first = rows_of(capsys, *given, "--gpus", "8", "strategy.pp=1", "strategy.tp=1", "strategy.data_parallel=zero1")[0]
     words = shlex.split(first["command"])
     assert words[-2:] == ["strategy.data_parallel=zero1", "-m"] or words[-2].startswith("+strategy=")
@@ -302,7 +337,7 @@ def test_what_cannot_be_planned_is_refused(arguments: list[str], message: str) -
 
 
 def test_a_strategy_that_the_command_names_is_planned_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [*TINY, "train.steps=10", "--gpus", "8"]
+    asked = [*TINY, "train.steps=10", "train.compile=false", "--gpus", "8"]
     for name in ("hsdp", "hybrid"):
         (row,) = rows_of(capsys, *asked, f"+strategy={name}")
         words = shlex.split(row["command"])[3:-1]

@@ -39,7 +39,7 @@ from hpc_train.config.command_line import CommandLine
 from hpc_train.config.options import OptionParser
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, nearest
-from hpc_train.planner.candidates import FURTHER, with_values
+from hpc_train.planner.candidates import COMPILE, FURTHER, with_values
 from hpc_train.planner.faster import predicted_notes
 from hpc_train.planner.machine import (
     NAMES,
@@ -52,6 +52,7 @@ from hpc_train.planner.machine import (
     shipped,
 )
 from hpc_train.planner.passes import why_not_predicted
+from hpc_train.planner.prediction import ROOM
 from hpc_train.run.exits import Exit
 from hpc_train.runs.cost import Prices
 
@@ -86,7 +87,9 @@ def main(arguments: list[str]) -> int:
             raise unknown_end()
         sort = options.sort or ("time" if options.deadline is None else "gpus")
         prices = prices_of(options, config)
-        search = Search(machine, gpus, prices, options.rows, sort, options.also)
+        proposes = not (machine.rates.cores or config.train.compile or COMPILE in training.fixed)
+        also = options.also | ({COMPILE} if proposes else set())
+        search = Search(machine, gpus, prices, options.rows, sort, also)
         notes: list[str] = []
         if options.largest:
             rows, compared = _largest(training, search, options.deadline, notes)
@@ -96,7 +99,7 @@ def main(arguments: list[str]) -> int:
                 rows, notes = with_starts(rows, config, sort)
             if options.deadline is not None:
                 rows = in_time(rows, options.deadline)
-        notes += filter(None, [why_not_predicted(config, machine)])
+        notes += filter(None, [why_not_predicted(config, machine), _without_room(rows)])
         if not has_end:
             notes.append("the time to the end is unknown, since the length of the data determines it: set train.steps")
         learned = search.calibration(config)
@@ -118,6 +121,12 @@ def main(arguments: list[str]) -> int:
         for text in filter(None, [str(learned), *notes, *slow]):
             print(text)
     return Exit.DONE
+
+
+def _without_room(rows: list[Row]) -> str | None:
+    """Returns a line that names the rows that may run out of memory."""
+    tight = [str(number) for number, row in enumerate(rows, 1) if not row.prediction.has_room]
+    return f"more than {ROOM:.0%} of the memory, may run out of it: row {', '.join(tight)}" if tight else None
 
 
 def _largest(

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from hpc_train.commands.plan.rows import NOISE, PlannedTraining, Row, full_command, with_progress
 from hpc_train.layout.layout import Layout
+from hpc_train.planner.candidates import COMPILE
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.scaling import MOST_COMPARED, RATES, Assumed, Point, Range, scale
 from hpc_train.report.plots import check_scaling_plot, draw_scaling
@@ -124,6 +125,8 @@ def _cells(row: Row) -> dict[str, str]:
         techniques += f", {values['strategy.offload']} in host memory"
     if values.get("strategy.compression", "none") != "none":
         techniques += f", {values['strategy.compression']} gradients"
+    if values.get(COMPILE, False) and not row.training.config.train.compile:
+        techniques += ", compiled"
     cells |= {
         "GPUs": str(row.candidate.devices),
         "layout": split(layout) + techniques,

@@ -29,7 +29,7 @@ from hpc_train.layout.sizes import parameter_count
 from hpc_train.layout.techniques import AUTO
 from hpc_train.layout.validate import checked_layout
 from hpc_train.planner.calibration import Calibration, read_calibration
-from hpc_train.planner.candidates import Candidate, candidates, distinct, fastest, refusal, with_values
+from hpc_train.planner.candidates import COMPILE, Candidate, candidates, distinct, fastest, refusal, with_values
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.prediction import Prediction
 from hpc_train.run.directory import RunDirectory
@@ -125,7 +125,7 @@ class PlannedTraining:
                 continue
             if replace(layout, notes=candidate.layout.notes) == candidate.layout:
                 needed = fewer  # the key does not change the layout
-        words = [f"{name}={value}" for name, value in needed.items()]
+        words = [f"{name}={str(value).lower() if value is True else value}" for name, value in needed.items()]
         if strategy:
             words.insert(0, f"{self._strategy}={strategy}")
         return words
@@ -273,7 +273,8 @@ class Search:
     def find(self, training: PlannedTraining) -> tuple[list[Row], int]:
         """Returns the rows, the best first, equally many per number of GPUs, and how many layouts were compared.
 
-        The optimizer state is offloaded only if nothing fits without it, unless ``also`` or the user names the key.
+        The optimizer state is offloaded only if nothing fits without it, unless ``also`` or the user names the key. If
+        compiled layers are compared with others, the others have a row too.
 
         Raises:
             UserError: no layout is possible, or none fits.
@@ -286,7 +287,10 @@ class Search:
         rows = []
         for count in self.gpus:
             on_devices = [layout for layout in layouts if layout.devices == count]
-            best = islice(distinct(fastest(on_devices, NOISE)), share)
+            best = [*islice(distinct(fastest(on_devices, NOISE)), share)]
+            if len(best) > 1 and all(layout.values.get(COMPILE) for layout in best):
+                eager = [layout for layout in on_devices if not layout.values[COMPILE]]
+                best[-1] = next(fastest(eager, NOISE), best[-1])
             rows += [Row(training, layout, self.prices) for layout in best]
         if rows:
             return self.ordered(rows), len(layouts)
@@ -300,7 +304,7 @@ class Search:
             return sorted(rows, key=lambda row: (row.candidate.devices, row.prediction.step_s))
         if self.sort in ("gpu-hours", "cost"):
             return sorted(rows, key=lambda row: row.prediction.step_s * row.candidate.devices)
-        return sorted(rows, key=lambda row: row.prediction.step_s)
+        return sorted(rows, key=lambda row: (not row.prediction.has_room, row.prediction.step_s))
 
     def _candidates(self, training: PlannedTraining, also: frozenset[str]) -> list[Candidate]:
         learned = self.calibration(training.config)

@@ -25,7 +25,7 @@ from hpc_train.data.dataset import Batch, Dataset
 from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
-from hpc_train.layout.memory import usable_bytes
+from hpc_train.layout.memory import reserved_bytes, usable_bytes
 from hpc_train.layout.optimizers import values_per_parameter
 from hpc_train.layout.partition import Prediction, blocks_of, layers_of, partition, predict
 from hpc_train.models.batch_norm import has_batch_statistics
@@ -184,7 +184,8 @@ def _memory_cap(mesh: Mesh) -> int | None:
         return None
     smallest = torch.tensor(torch.cuda.get_device_properties(mesh.device).total_memory)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=mesh.control)
-    return int(usable_bytes(int(smallest))) // mesh.layout.stages_per_rank
+    usable = usable_bytes(int(smallest), reserved_bytes(mesh.layout))
+    return int(usable) // mesh.layout.stages_per_rank
 
 
 def _plan(

@@ -29,7 +29,7 @@ from unittest.mock import patch
 from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.layout.memory import ALLOCATOR_SHARE, Memory, needed_bytes
+from hpc_train.layout.memory import ALLOCATOR_SHARE, Memory, needed_bytes, reserved_bytes
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.planner.machine import Figure, Machine, read_machine
 from hpc_train.planner.passes import Passes
@@ -87,10 +87,10 @@ class OfProgram(Demand):
     @property
     def needed_bytes(self) -> float:
         assert self.memory is not None
-        return needed_bytes(self.memory.total)
+        return needed_bytes(self.memory.total, reserved_bytes(self.layout))
 
-    def fits(self, factor: float) -> bool:
-        return factor * self.needed_bytes <= self.rates.memory_bytes
+    def fits(self, factor: float, share: float = 1.0) -> bool:
+        return factor * self.needed_bytes <= share * self.rates.memory_bytes
 
 
 @dataclass(frozen=True)
@@ -291,6 +291,7 @@ def machine_of(row: Row) -> Machine:
     """Returns the machine of a row, with the GPUs per node and the network that its source states."""
     found, per_node = machine(MACHINES[row["gpu"]]), int(row["gpus_per_node"] or 8)
     figures = {**found.figures, "devices_per_node": Figure(per_node, "table", "the row")}
+    figures["tp_launches"] = Figure(1.0, "table", "the layers of their ranks are Megatron's, or compiled")
     if row["gpu"] in MEMORY:
         figures["memory_bytes"] = Figure(MEMORY[row["gpu"]], "table", "the row")
     network = NETWORKS.get((row["source"], row["gpu"]))
