@@ -12,7 +12,8 @@ from pathlib import Path
 
 from hpc_train.machine.sysfs import read_text
 
-CGROUPS = Path("/sys/fs/cgroup")
+SYSFS = Path("/sys")
+CGROUPS = SYSFS / "fs/cgroup"
 PROCESSES = Path("/proc")
 NODE = "the node's memory"
 GROUP = "the memory limit of the job or container"
@@ -30,12 +31,12 @@ class FreeMemory:
     bound: str
 
 
-def free_memory(groups: Path = CGROUPS, processes: Path = PROCESSES) -> FreeMemory:
-    """Returns the minimum of MemAvailable and the memory that each control group above this process leaves.
+def free_memory(groups: Path = CGROUPS, processes: Path = PROCESSES, sysfs: Path = SYSFS) -> FreeMemory:
+    """Returns the smallest of what the node has available and what each control group above this process leaves.
 
     The page cache of a group counts as free, since the kernel drops it before it kills a process.
     """
-    bounds = [FreeMemory(1024 * _field(processes / "meminfo", "MemAvailable:"), NODE)]
+    bounds = [FreeMemory(_available(processes, sysfs), NODE)]
     group = MemoryGroup.current(groups, processes)
     for level in (group.path, *group.path.parents):
         left = _left(level, group.version)
@@ -44,6 +45,25 @@ def free_memory(groups: Path = CGROUPS, processes: Path = PROCESSES) -> FreeMemo
         if level == group.root:
             break
     return min(bounds, key=lambda bound: bound.size)
+
+
+def _available(processes: Path, sysfs: Path) -> int:
+    """Returns the bytes of host memory that are available.
+
+    On a GH200 the memory of the GPU is a NUMA node without CPUs, which MemAvailable includes; then the free memory and
+    the page cache of the nodes with CPUs count.
+    """
+    available = 1024 * _field(processes / "meminfo", "MemAvailable:")
+    nodes = [*sysfs.glob("devices/system/node/node[0-9]*")]
+    with_cpus = [node for node in nodes if read_text(node / "cpulist")]
+    if len(with_cpus) in (0, len(nodes)):
+        return available
+    size = 0
+    for node in with_cpus:
+        number = node.name.removeprefix("node")
+        for name in ("MemFree", "Active(file)", "Inactive(file)"):
+            size += 1024 * _field(node / "meminfo", f"Node {number} {name}:")
+    return min(available, size)
 
 
 @dataclass(frozen=True)
@@ -100,7 +120,6 @@ def _field(file: Path, name: str) -> int:
     return int(match[1]) if match else 0
 
 
-SYSFS = Path("/sys")
 LANES = 4  # port_xmit_data and port_rcv_data count in units of 4 bytes (InfiniBand spec, PortCounters)
 
 

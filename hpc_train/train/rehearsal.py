@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.custom import target_count
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
+from hpc_train.machine.kernel_counters import free_memory
 from hpc_train.models import batch_norm
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model, canonical_name, keep_shared, named_parameters
@@ -195,8 +195,7 @@ def _hindrance(config: Config, mesh: Mesh, engine: Engine, activations: int) -> 
         free, _ = torch.cuda.mem_get_info(mesh.device)
         free += torch.cuda.memory_reserved(mesh.device) - torch.cuda.memory_allocated(mesh.device)
     else:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+        free = free_memory().size
     if needed < 0.9 * free:
         return None
     return f"the comparison needs {format_bytes(needed)}, but {format_bytes(free)} are free"

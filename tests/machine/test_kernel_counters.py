@@ -22,7 +22,7 @@ def free(tmp_path: Path, membership: str | None, files: dict[str, object]) -> Fr
         file = tmp_path / "groups" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{content}\n")
-    return free_memory(tmp_path / "groups", processes)
+    return free_memory(tmp_path / "groups", processes, tmp_path / "sys")
 
 
 V1, V2 = "9:cpu:/a\n4:memory:/slurm/job_7/step_0\n0::/\n", "0::/slurm/job_7/step_0\n"
@@ -60,6 +60,20 @@ def test_the_smallest_bound_counts(
     tmp_path: Path, membership: str | None, files: dict[str, object], size: int, bound: str
 ) -> None:
     assert free(tmp_path, membership, files) == FreeMemory(size, bound)
+
+
+def test_the_memory_of_a_gpu_is_not_that_of_the_host(tmp_path: Path) -> None:
+    """A GH200: node 0 has the CPUs, node 1 is the memory of the GPU."""
+    for number, cpus, sizes in ((0, "0-71", (1000, 200, 300)), (1, "", (2000, 0, 0))):
+        node = tmp_path / f"sys/devices/system/node/node{number}"
+        node.mkdir(parents=True)
+        (node / "cpulist").write_text(f"{cpus}\n")
+        names = ("MemFree", "Active(file)", "Inactive(file)")
+        lines = [f"Node {number} {name}: {size:>12} kB" for name, size in zip(names, sizes, strict=True)]
+        (node / "meminfo").write_text("\n".join(lines))
+    assert free(tmp_path, None, {}) == FreeMemory(1500 * 1024, NODE)
+    (tmp_path / "sys/devices/system/node/node1/cpulist").write_text("72-143\n")
+    assert free_memory(tmp_path / "groups", tmp_path / "proc", tmp_path / "sys").size == NODE_FREE
 
 
 def test_this_machine_has_memory_left() -> None:
