@@ -16,7 +16,7 @@ For AMD GPUs, on which these settings have not been tested:
 - LUMI, "PyTorch" (lumi-supercomputer.github.io/LUMI-EasyBuild-docs/p/PyTorch, read 2026): NCCL_SOCKET_IFNAME over the
   interfaces hsn0 to hsn3; NCCL_NET_GDR_LEVEL=3, the same as PHB, is the default since ROCm 6.2
 - LUMI, https://github.com/Lumi-supercomputer/LUMI-AI-Guide/pull/97 (May 2026): an explicit NCCL_NET_GDR_LEVEL
-- fi_cxi(7) of libfabric 2: what the variables FI_CXI_* do
+- fi_cxi(7) of libfabric 2: the meaning of the variables FI_CXI_*
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ FORK_SAFE = (
 
 
 def not_set_for_rccl(fabric: str) -> Iterator[tuple[str, str]]:
-    """Yields common variables that are not set, and the reason."""
+    """Yields the names of common variables that are not set, and the reasons."""
     if fabric != "one_node":
         yield "NCCL_NET_GDR_LEVEL", _GDR_LEVEL
     if fabric == "slingshot":

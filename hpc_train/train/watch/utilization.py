@@ -1,9 +1,9 @@
 """Measures how well a rank uses its device: FLOPs utilization (MFU, HFU), GPU utilization and peak memory.
 
 MFU = FLOP per sample x samples/s / (GPUs x peak), with the operations of one forward and backward pass (Chowdhery et
-al. 2022, PaLM, arXiv:2204.02311, appendix B) and, in every precision, the peak rate in bf16. HFU also counts the forward
-that activation checkpointing and a loss in chunks recompute, a third of forward plus backward (Narayanan et al. 2021,
-Megatron-LM, arXiv:2104.04473, section 5.1). Values under two other conventions are reported for comparison with
+al. 2022, PaLM, arXiv:2204.02311, appendix B) and, in every precision, the peak rate in bf16. HFU also counts the
+forward that activation checkpointing and a loss in chunks recompute, a third of forward plus backward (Narayanan et al.
+2021, Megatron-LM, arXiv:2104.04473, section 5.1). Values under two other conventions are reported for comparison with
 publications.
 """
 
