@@ -50,7 +50,7 @@ from hpc_train.train.watch.pipeline_watch import bubble_share
 from hpc_train.train.watch.profiler import communication_share
 from hpc_train.train.watch.utilization import (
     Peak,
-    count_flops,
+    count_mean_flops,
     describe_utilization,
     device_peak,
     peak_device_memory,
@@ -101,7 +101,7 @@ class StepBench:
         self.engine = training.engine
         self._take_step = TrainStep(config, mesh, self.engine, training.optimizer, HORIZON)
         self._feed = _feed_of(training.dataset, config, mesh)
-        self._dataset = training.dataset
+        self.dataset = training.dataset
         self.samples = len(training.dataset)
         self._control = Control(mesh)
         self._stop = stop
@@ -116,7 +116,7 @@ class StepBench:
     def inputs_shape(self) -> tuple[int, ...] | None:
         """Returns the shape of a sample's inputs; None if ``data.collate`` gives the model several."""
         if getattr(self.config.data, "collate", None) is None:
-            return self._dataset.inputs_shape()
+            return self.dataset.inputs_shape()
         inputs = self.example.micro_batches[0].inputs
         if isinstance(inputs, Tensor):
             return tuple(inputs.shape[1:])
@@ -276,8 +276,8 @@ def _utilization(bench: StepBench, samples_per_s: float) -> dict[str, Any] | Non
     shape = bench.inputs_shape()
     if shape is None:
         return None
-    inputs = torch.empty((1, *shape), device="meta")
-    count = count_flops(model, inputs, recomputation_of(config, mesh.layout), loss_form(config, mesh.layout))
+    recomputation = recomputation_of(config, mesh.layout)
+    count = count_mean_flops(model, bench.dataset, shape, recomputation, loss_form(config, mesh.layout))
     figures = count.utilization(samples_per_s, total)
     return {"value": figures["mfu"], **figures, **describe_utilization(count, total, source)}
 

@@ -294,6 +294,14 @@ class PackedDataset(Dataset):
         """Returns the share of all positions that hold a token."""
         return float(self._sizes.sum()) / (len(self) * self._length)
 
+    @property
+    def documents_per_sequence(self) -> dict[int, float]:
+        """Returns how many documents of each length a sequence has on average; its padding counts as one."""
+        assert self.lengths is not None
+        counts = np.bincount(np.concatenate([self._sizes, self._length - self.lengths]))
+        counts[0] = 0  # full sequences have no padding
+        return {length: int(counts[length]) / len(self) for length in np.flatnonzero(counts).tolist()}
+
     def sample(self, index: int, epoch: int) -> Sample:
         inputs, targets = np.zeros(self._length, np.int64), np.full(self._length, IGNORED, np.int64)
         positions = np.zeros(self._length, np.int64)

@@ -211,7 +211,7 @@ def test_the_groups_of_a_rank_on_gpus(world_size: int, rank: int, splits: list[i
     assert {axis: len(ranks) for axis, ranks in found["ranks"].items()} == {"cp": 1, "dp_cp": sizes["dp"], **sizes}
     assert all(rank in ranks for ranks in found["ranks"].values())
     one = MANY[world_size]
-    assert one.communicators == 1 + len(splits)
+    assert one.communicators == 1 + len(splits) - (one.pp > 2 and one.pp % 2), "an odd ring has a third round of links"
     assert found["coordinate"] == [
         rank // one.stage_ranks, rank // (one.shard * one.tp) % (one.dp_cp // one.shard),
         rank // one.tp % one.shard, rank % one.tp,

@@ -28,7 +28,7 @@ from hpc_train.train.watch.utilization import (
     FlopCount,
     GpuUtilization,
     Peak,
-    count_flops,
+    count_mean_flops,
     device_peak,
     peak_device_memory,
     peak_host_memory,
@@ -233,8 +233,8 @@ def make_meter(config: Config, mesh: Mesh, dataset: Dataset) -> Meter:
     model = build_model(config.model, config.train.seed)  # on the meta device, which needs no memory or time
     if not isinstance(model, Model):
         return Meter()
-    inputs = torch.empty((1, *dataset.inputs_shape()), device="meta")
-    count = count_flops(model, inputs, recomputation_of(config, mesh.layout), loss_form(config, mesh.layout))
+    recomputation = recomputation_of(config, mesh.layout)
+    count = count_mean_flops(model, dataset, dataset.inputs_shape(), recomputation, loss_form(config, mesh.layout))
     return Meter(count, per_device.times(mesh.layout.world_size)) if count.model else Meter()
 
 

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from hpc_train.config.schema import PrecisionConfig
 from hpc_train.config.values import Recomputation
+from hpc_train.data.dataset import Dataset
+from hpc_train.data.tokens import PackedDataset
 from hpc_train.layout.loss_chunks import LossForm
 from hpc_train.machine.amd_gpus import NODES, PCI, AmdNode
 from hpc_train.machine.gpus import DEVICES
@@ -74,6 +76,19 @@ class FlopCount:
     def hardware(self) -> float | None:
         return None if self.recomputed is None else self.model + self.recomputed
 
+    def plus(self, other: FlopCount, times: float) -> FlopCount:
+        """Returns the sum with ``times`` the operations of ``other``; what one of them does not know is None."""
+
+        def total(mine: float | None, others: float | None) -> float | None:
+            return None if mine is None or others is None else mine + times * others
+
+        return FlopCount(
+            self.model + times * other.model,
+            total(self.recomputed, other.recomputed),
+            total(self.causal, other.causal),
+            total(self.with_embeddings, other.with_embeddings),
+        )
+
     def utilization(self, samples_per_s: float, peak: Peak) -> dict[str, float]:
         """Returns ``mfu``, ``mfu_of_precision`` and, if known, ``hfu``, ``mfu_causal`` and ``mfu_with_embeddings``."""
         counts = {
@@ -84,6 +99,21 @@ class FlopCount:
         }
         shares = {name: count * samples_per_s / peak.flops for name, count in counts.items() if count is not None}
         return shares | {"mfu_of_precision": self.model * samples_per_s / peak.of_precision}
+
+
+def count_mean_flops(
+    model: Model, dataset: Dataset, shape: tuple[int, ...], recomputation: Recomputation, loss: LossForm
+) -> FlopCount:
+    """Counts the operations of the mean sample of ``dataset``, whose inputs have ``shape``.
+
+    Attention stays inside of packed documents, so a sequence counts as its documents: their squared lengths add up.
+    """
+    if not isinstance(dataset, PackedDataset):
+        return count_flops(model, torch.empty((1, *shape), device="meta"), recomputation, loss)
+    total = FlopCount(0.0, 0.0, 0.0, 0.0)
+    for length, number in dataset.documents_per_sequence.items():
+        total = total.plus(count_flops(model, torch.empty((1, length), device="meta"), recomputation, loss), number)
+    return total
 
 
 def count_flops(model: Model, inputs: Tensor, recomputation: Recomputation, loss: LossForm) -> FlopCount:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 from unittest.mock import Mock
 
+import numpy as np
 import pynvml
 import pytest
 import torch
 
 from hpc_train.config.schema import GPTConfig, PrecisionConfig, ViTConfig
 from hpc_train.config.values import Recomputation, parse_recomputation
+from hpc_train.data.tokens import PackedDataset
 from hpc_train.layout.loss_chunks import LossForm
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
@@ -22,6 +24,7 @@ from hpc_train.train.watch.utilization import (
     Peak,
     busy_share,
     count_flops,
+    count_mean_flops,
     device_peak,
     precision_notes,
 )
@@ -59,6 +62,20 @@ def test_what_a_gpt_computes(checkpointing: str, recomputed: float) -> None:
     assert found["mfu_of_precision"] == pytest.approx(10 * found["mfu"])
     assert found["mfu"] == pytest.approx(7 * (3 * LAYER + HEAD) / 1e6)
     assert found["hfu"] == pytest.approx(found["mfu"] + 7 * recomputed / 1e6)
+
+
+def test_attention_between_packed_documents_is_not_counted() -> None:
+    class Lengths:
+        def document_lengths(self) -> np.ndarray:
+            return np.array([6, 3, 4, 3])  # of which the last token is only a target
+
+    packed = PackedDataset(cast(Any, Lengths()), 8)
+    assert packed.documents_per_sequence == {5: 0.5, 3: 0.5, 2: 1.0, 4: 0.5}, "the last one is padding"
+    split = count_mean_flops(model(SIZES), packed, (8,), Recomputation(), LossForm())
+    whole = count_flops(model(SIZES), torch.empty(1, 8, device="meta"), Recomputation(), LossForm())
+    squares = (5**2 + 3**2) / 2 + (2**2 + 2**2 + 4**2) / 2
+    assert whole.model - split.model == pytest.approx(3 * 12 * 4 * (8**2 - squares))
+    assert split.causal == pytest.approx(split.model - 3 * 12 * 4 * squares / 2)
 
 
 def test_a_vision_transformer_has_neither_a_mask_nor_a_table() -> None:
