@@ -159,7 +159,7 @@ WATCHDOG = (
         (AcceleratorError("CUDA error: initialization error", 3), Failure.USER_ERROR),  # of a forked loader
         (
             AcceleratorError("CUDA error: no kernel image is available for execution on the device", 209),
-            Failure.USER_ERROR,
+            Failure.REFUSED,
         ),
     ],
     ids=lambda value: str(value).replace(HOW_TO_DEBUG, "").splitlines()[-1],
