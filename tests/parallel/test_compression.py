@@ -235,7 +235,9 @@ def messages(rank: int, world_size: int, cells: list[Cell]) -> list[list[torch.d
 
 
 def test_messages_are_in_bf16() -> None:
-    """There are those of two layers, of the head and of the rest, once in ``zero1`` and for each micro-batch in ``zero2``."""
+    """There are those of two layers, of the head and of the rest, once in ``zero1`` and for each
+    micro-batch in ``zero2``.
+    """
     kinds = {"zero1": 1, "zero2": 3}
     chosen = [Cell(2, "gpt", name, SPLITS[kind][1] | CAST, THREE) for kind in kinds for name in ("fp32", "bf16")]
     expected = [[torch.bfloat16] * 4 * times for times in kinds.values() for _ in range(2)]
