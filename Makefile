@@ -9,10 +9,10 @@
 # make test-pythons  the wheel on Python 3.12 and 3.13, those of them that this machine has, without torch: help, version,
 #                dry run, freeze; a minute, with packages from the index
 # make test-torch TORCH=2.15.0  the layouts, checkpoints, faults, doors and resumption on another version of torch, in an
-#                environment of its own that replaces that of the version before; TESTS=... runs others
+#                separate environment, which replaces that of the earlier version; TESTS=... runs others
 # make lint    ruff, mypy, import-linter
 # make docs    the documentation as web pages, in build/site; python -m http.server -d build/site serves them with search
-# make monitoring-up, monitoring-down  a Prometheus of your own that scrapes your runs, e.g. those of make slurm-up, and
+# make monitoring-up, monitoring-down  a private Prometheus that scrapes your runs, e.g. those of make slurm-up, and
 #                Grafana with the dashboards where it is installed; MONITORING_INSTALL=1 installs Prometheus
 # make bench-peers  our step against Lightning Fabric, Accelerate, Trainer, torchtitan and a bare loop, in an
 #                   environment of their own

@@ -2,7 +2,7 @@
 
     python -m benchmarks.sinks [--pairs 10] [--steps 400] [--each] [overrides]
 
-All means TensorBoard, CSV, W&B (offline), MLflow, the metrics file, the HTTP endpoint, which is scraped every second,
+All means TensorBoard, W&B (offline), MLflow, the metrics file, the HTTP endpoint, which is scraped every second,
 and OTLP; MLflow and OTLP send to stand-ins on this machine. ``--each`` measures each of them alone as well. Every step
 is a line of metrics, and the monitoring is updated every second: both are more often than in a usual run.
 
@@ -47,7 +47,6 @@ CASE = [
 OFF = ["telemetry.wandb.mode=disabled"]
 SINKS = {
     "tensorboard": [*OFF, "telemetry.tensorboard=true"],
-    "csv": [*OFF, "telemetry.csv=true"],
     "wandb": ["telemetry.wandb.mode=offline"],
     "mlflow": [*OFF, "telemetry.mlflow.uri=auto"],
     "file": [*OFF, "telemetry.prometheus.file=auto"],

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A Prometheus of your own that scrapes your runs, and a Grafana with the dashboards where one is installed.
+"""A private Prometheus that scrapes your runs, and a Grafana with the dashboards where one is installed.
 
     monitoring.py up      start them; prints the keys that a run needs to be seen
     monitoring.py down    stop exactly what was started, and remove its data
