@@ -269,8 +269,8 @@ def _utilization(bench: StepBench, samples_per_s: float) -> dict[str, Any] | Non
         measured = measured_gemm_flops(mesh.device, compute_dtype(precision) or parameter_dtype(precision), size)
         peak = Peak(measured, measured)
         source = "measured matrix product"
-    peaks: list[Peak] = _gather(peak, mesh)
-    total = Peak(sum(peak.flops for peak in peaks), sum(peak.of_precision for peak in peaks))
+    peaks: list[list[float]] = _gather([peak.flops, peak.of_precision], mesh)
+    total = Peak(sum(flops for flops, _ in peaks), sum(of_precision for _, of_precision in peaks))
     if not isinstance(model, Model):
         return None
     shape = bench.inputs_shape()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from hpc_train.bench.step import MEASURED, describe_advice, report
-from hpc_train.bench.step_worker import SIZES_MB, advice, advised
+from hpc_train.bench.step_worker import SIZES_MB, StepBench, _utilization, advice, advised
 from tests.doors.command import TINY, environment, hpc_train
 from tests.parallel.cells import Cell
 from tests.parallel.oracle import local_batch, mesh_of
@@ -78,6 +79,19 @@ def test_a_technique_that_loses_more_must_win_by_a_margin() -> None:
     assert advised({"none": 1.0, "bf16": 0.9, "powersgd": 1.1, "topk": 2.0}) == "none"
     assert advised({"none": 1.0, "bf16": 0.5, "powersgd": 0.45, "topk": 0.4}) == "bf16"
     assert advised({"none": 9.0, "bf16": 4.5, "powersgd": 0.6, "topk": 0.3}) == "topk"
+
+
+def utilization_of(rank: int, _: int, cell: Cell) -> dict[str, Any] | None:
+    mesh = mesh_of(cell, rank)
+    bench = SimpleNamespace(config=cell.config(), mesh=mesh, inputs_shape=lambda: (16,), dataset=None)
+    return _utilization(cast(StepBench, bench), 10.0)
+
+
+def test_the_utilization_is_relative_to_the_sum_of_the_peaks_that_the_ranks_measured() -> None:
+    first, second = run_on_world(2, utilization_of, Cell(2, strategy={"dp": 2}))
+    assert first == second and first is not None
+    assert first["mfu"] == first["mfu_of_precision"] == first["flops_per_sample"] * 10.0 / first["peak_flops"]
+    assert first["peak_source"] == "measured matrix product"
 
 
 def advice_of(rank: int, _: int, cells: list[Cell]) -> list[dict[str, Any]]:
