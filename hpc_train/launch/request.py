@@ -282,7 +282,8 @@ def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, 
     lines = [*_given_twice(line, reported), *notices(unread)]
     if not jobs:
         return lines
-    speeds = {(job.config.precision.name, job.config.precision.tf32, job.config.train.compile): job for job in jobs}
+    on_gpus = [job for job in jobs if job.gpus]
+    speeds = {(job.config.precision.name, job.config.precision.tf32, job.config.train.compile): job for job in on_gpus}
     for job in speeds.values():
         for text in registered(FASTER_SETTINGS)(job.config, job.layout, job.shape):
             setting = text.partition(":")[0]
