@@ -25,10 +25,12 @@ from hpc_train.layout.orders import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FU
 from hpc_train.layout.partition import layer_counts
 from hpc_train.layout.techniques import State
 from hpc_train.planner.prediction import Timeline, simulate
+from hpc_train.report.page import markup
 from hpc_train.report.page.markup import Scale, short
 from hpc_train.units import format_duration
 
 FOLDER = Path(__file__).parent / "pictures"
+TEMPLATES = Path(markup.__file__).parent / "templates"
 LIGHT = {
     "paper": "#ffffff",
     "panel": "#f1f5f9",
@@ -515,7 +517,7 @@ def chart(
 
 
 def report() -> Drawing:
-    """Draws the beginning of the report page of a run, whose HTML ``report.html`` in the folder of the pictures has."""
+    """Draws the beginning of the report page of a run, whose recorded HTML is in ``pictures/report.html``."""
     drawing = Drawing(
         "The report page of a run",
         "The verdict: the run is done and has recovered from a failure; its steps, losses, accuracy, and time. Then "
@@ -523,9 +525,12 @@ def report() -> Drawing:
         860,
         1850,
     )
+    # without the rules for phones and for paper, which would depend on the size of the picture
+    style = (TEMPLATES / "style.css").read_text().partition("@media (max-width")[0]
     page = (FOLDER / "report.html").read_text().replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')
     drawing.elements.append(
-        f'<foreignObject width="860" height="1850"><body xmlns="http://www.w3.org/1999/xhtml">{page}</body></foreignObject>'
+        '<foreignObject width="860" height="1850"><body xmlns="http://www.w3.org/1999/xhtml">'
+        f"<style>{style}</style>\n{page}</body></foreignObject>"
     )
     return drawing
 
