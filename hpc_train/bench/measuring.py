@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ from hpc_train.launch.script import ENVIRONMENT, IN_SHELL, container_of, exports
 from hpc_train.layout.layout import JobShape, Layout
 from hpc_train.machine.allocation import current_allocation, workers_per_node
 from hpc_train.machine.temporary import BENCH, TemporaryDirectory
+from hpc_train.opening import read_tail
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
@@ -247,7 +249,7 @@ def _script(job: Job, words: Sequence[str], result: Path) -> str:
 
 
 def wait(measurement: Measurement) -> dict[str, Any] | None:
-    """Waits for the result; returns None if no result appears within a grace period after the end of the job."""
+    """Waits for the result; returns None if the job fails, or if no result appears soon after its end."""
     queried = time.monotonic()
     gone = None  # when the job was first seen to have ended
     while True:
@@ -261,7 +263,20 @@ def wait(measurement: Measurement) -> dict[str, Any] | None:
             state = client.job_state(measurement.job_id, measurement.clusters)
             if state is None or state.is_alive:
                 gone = None
-            elif now - (gone := gone or now) > _SETTLE_S or not (state.ended_well or state.name == FORGOTTEN):
-                print(f"job {measurement.job_id} has no result ({state.name}): {measurement.log}", file=sys.stderr)
-                return None
+            else:
+                gone = gone or now
+                # without accounting, Slurm soon forgets with which exit code a job has ended
+                failed = _has_failed(measurement.log) or not (state.ended_well or state.name == FORGOTTEN)
+                if failed or now - gone > _SETTLE_S:
+                    print(f"job {measurement.job_id} has no result ({state.name}): {measurement.log}", file=sys.stderr)
+                    return None
         time.sleep(_POLL_S)
+
+
+def _has_failed(log: Path) -> bool:
+    """Returns whether the batch script has printed an exit code other than 0, which is its last line."""
+    try:
+        lines = read_tail(log, log.parent, 4096).splitlines()
+    except OSError:
+        return False
+    return re.fullmatch(r"exit code [1-9]\d*", lines[-1] if lines else "") is not None

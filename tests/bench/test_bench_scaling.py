@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpc_train.bench import measuring
+from hpc_train.bench.measuring import Measurement, wait
 from hpc_train.bench.scaling import STRONG, WEAK, paragraph, scaling_rows, table
+from hpc_train.schedulers.slurm import client
+from hpc_train.schedulers.slurm.states import FORGOTTEN, state_of
 from tests.doors.command import TINY, hpc_train
 
 HERE = ["cluster=local", "cluster.gpus_per_node=0", *TINY]
@@ -33,6 +38,24 @@ def result(ranks: int, step_s: float, batch: int) -> dict[str, Any]:
         "blocks": 5,
         "steps_per_block": 10,
     }
+
+
+def test_a_failed_job_that_slurm_has_forgotten_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measuring, "_POLL_S", 0.01)
+    monkeypatch.setattr(measuring, "_QUERY_EVERY_S", 0.0)
+    monkeypatch.setattr(client, "job_state", lambda job_id, clusters: state_of(FORGOTTEN))
+    job = Measurement("41", tmp_path / "0.out", tmp_path / "0.log")
+    job.log.write_text("TypeError: of the first rank\nexit code 1\n")
+    assert wait(job) is None  # and not after the 75 s in which a result may appear
+    assert "job 41 has no result" in capsys.readouterr().err
+    job.log.write_text("exit code 0\n")
+    monkeypatch.setattr(measuring, "_SETTLE_S", 0.2)
+    unfinished = tmp_path / "0.part"
+    unfinished.write_text('{"rows": []}\n')
+    threading.Timer(0.05, unfinished.rename, [job.result]).start()
+    assert wait(job) == {"rows": []}
 
 
 def test_speed_up_and_efficiency() -> None:
