@@ -158,7 +158,8 @@ def find_controller() -> tuple[Controller, str]:
         try:
             answer = run(command)
         except SlurmError as error:
-            said.append(f"{command[0]}: {(error.said.splitlines() or [''])[-1]}")
+            last = (error.said.splitlines() or [""])[-1]  # mostly with the name of the command
+            said.append(f"{command[0]}: {last.removeprefix(f'{command[0]}: ')}")
             if NO_CONFIGURATION in error.said and "SLURM_CONF" not in os.environ:
                 return Controller.UNCONFIGURED, said[0]
             if " is DOWN" in error.output:
