@@ -27,7 +27,7 @@ KINDS = ("ddp", "zero1", "zero2", "zero3")  # allreduce where ddp does not suppo
 CHECKPOINTING = ("none", "selective", "full")
 SIMULATED = 40  # the best candidates, whose pipelines are simulated; the others have the bubble of their schedule's row
 COMPILE = "train.compile"
-FAST_LINKS = 10e9  # bytes/s of a device, from which on replicas send their state faster than idle stages save it
+FAST_LINKS = 10e9  # bytes/s of a device; with faster links, replicas replace a pipeline that waits. Assumed
 FURTHER: Mapping[str, tuple[Any, ...]] = {  # keys that are compared only if they are asked for
     "strategy.offload": ("none", "optimizer"),
     "strategy.compression": ("none", "bf16"),

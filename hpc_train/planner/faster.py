@@ -15,8 +15,8 @@ from hpc_train.layout.validate import validate
 from hpc_train.planner.machine import Machine, machine_of_job
 from hpc_train.planner.prediction import predict_step
 
-LEAST_FACTOR = 1.15  # of two predicted steps; about the error of the planner
-COMPILATION_S = 120.0  # at the start of a run, without cached kernels
+LEAST_FACTOR = 1.15  # the smallest ratio of two predicted steps that is named; assumed
+COMPILATION_S = 120.0  # the compilation at the start of a run; assumed
 
 
 def faster_settings(config: Config, layout: Layout, shape: JobShape) -> list[str]:
@@ -32,14 +32,21 @@ def faster_settings(config: Config, layout: Layout, shape: JobShape) -> list[str
 
 UNKNOWN = (
     "note: precision=fp32 without TF32 uses a fraction of the matrix units of a GPU; precision=bf16 is several times "
-    "faster on GPUs that have it (A100 and later), and precision.tf32=true keeps fp32"
+    "faster on GPUs that have it (A100 and later), and precision.tf32=true lies between the two"
 )
 
 
 def predicted_notes(config: Config, layout: Layout, machine: Machine, nodes: int, workers: int) -> Iterator[str]:
-    """Yields the notes with predicted times for ``nodes`` x ``workers`` devices; none for a model of unknown size."""
+    """Yields the notes with predicted times for ``nodes`` x ``workers`` devices. For a model of unknown size, it yields
+    the note about fp32 without times.
+    """
     try:
         step_s = predict_step(config, layout, machine).step_s
+    except UserError:
+        if _in_full_fp32(config) and machine.rates.bf16_flops:
+            yield UNKNOWN
+        return
+    try:
         if _in_full_fp32(config) and machine.rates.bf16_flops:
             config = replace(config, precision=replace(config.precision, name="bf16"))
             in_bf16 = predict_step(config, layout, machine).step_s
@@ -47,7 +54,7 @@ def predicted_notes(config: Config, layout: Layout, machine: Machine, nodes: int
                 yield (
                     f"note: precision=fp32 without TF32: a step is predicted to take {step_s:.3g} s on {machine.name}, "
                     f"with precision=bf16 {in_bf16:.3g} s ({step_s / in_bf16:.1f} times faster); "
-                    "precision.tf32=true keeps fp32"
+                    "precision.tf32=true lies between the two"
                 )
             step_s = in_bf16
         if config.train.compile or config.model.kind not in FAMILIES or machine.rates.cores:
@@ -61,7 +68,7 @@ def predicted_notes(config: Config, layout: Layout, machine: Machine, nodes: int
                 f"note: train.compile=false: a step in {config.precision.name} is predicted to take {step_s:.3g} s on "
                 f"{machine.name}, with train.compile=true {compiled:.3g} s ({step_s / compiled:.1f} times faster)"
             )
-    except UserError:  # the size of the model is unknown, or the setting does not go with others
+    except UserError:  # the setting cannot be combined with others of this config
         return
 
 

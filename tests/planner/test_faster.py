@@ -49,6 +49,9 @@ def test_nothing_is_said_of_fast_settings(arguments: tuple[str, ...]) -> None:
 
 def test_unknown_gpus_and_models_get_a_note_without_numbers() -> None:
     assert notes(config_of(*LARGE)) == [UNKNOWN]
+    own = ("+strategy=dp", "model=custom", "model._target_=torch.nn.Identity", "data=synthetic", "data.task=images")
+    assert notes(config_of(*own, "cluster.gpus_per_node=8", "cluster.machine=h100")) == [UNKNOWN]
+    assert notes(config_of(*own, "cluster.gpus_per_node=8", "cluster.machine=v100")) == []
     assert notes(config_of(*LARGE, *COMPILED)) == []
 
 

@@ -125,7 +125,7 @@ class PlannedTraining:
                 continue
             if replace(layout, notes=candidate.layout.notes) == candidate.layout:
                 needed = fewer  # the key does not change the layout
-        words = [f"{name}={str(value).lower() if value is True else value}" for name, value in needed.items()]
+        words = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in needed.items()]
         if strategy:
             words.insert(0, f"{self._strategy}={strategy}")
         return words

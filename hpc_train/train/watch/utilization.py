@@ -167,7 +167,7 @@ def precision_notes(precision: PrecisionConfig, device: torch.device) -> list[st
     rates = "several times more slowly than precision=bf16"
     if peak is not None:
         rates = f"at up to {peak.of_precision / 1e12:.0f} TFLOP/s; precision=bf16 reaches {peak.flops / 1e12:.0f}"
-    return [f"precision=fp32 without TF32 computes matrix products {rates}; precision.tf32=true keeps fp32"]
+    return [f"precision=fp32 without TF32 computes matrix products {rates}; precision.tf32=true lies between"]
 
 
 def peak_host_memory() -> int:
