@@ -35,10 +35,11 @@ from hpc_train.units import counted, format_bytes
 
 @dataclass
 class Findings:
-    """What a dry run finds out.
+    """Holds the results of a dry run.
 
     Attributes:
         plans: the descriptions of ``jobs``, which would be accepted.
+        notes: the notices about the jobs; see ``notices_of``.
         submissions: the command line and batch script of each submission.
     """
 
@@ -46,6 +47,7 @@ class Findings:
     plans: list[str] = field(default_factory=list)
     submissions: list[tuple[str, str]] = field(default_factory=list)
     costs: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     errors: list[UserError] = field(default_factory=list)
 
     @property
@@ -65,7 +67,7 @@ class Findings:
         submissions = [{"command": command, "script": script} for command, script in self.submissions]
         errors = [error.as_json() for error in self.errors]
         head = {"verdict": self.verdict, "jobs": jobs, "submissions": submissions}
-        return json.dumps({**head, "costs": self.costs, "errors": errors})
+        return json.dumps({**head, "costs": self.costs, "notes": self.notes, "errors": errors})
 
 
 def dry_run(line: CommandLine, trust_owner: bool = False, results: TextIO | None = None) -> int:
@@ -85,55 +87,56 @@ def dry_run(line: CommandLine, trust_owner: bool = False, results: TextIO | None
     run_config = valid[0].run
     directory = Path(run_directory(run_config.root, run_config.name, run_config.fork))
 
-    found = Findings()
+    findings = Findings()
     plans: dict[str, int] = {}
     for number, (overrides, config) in enumerate(zip(jobs, configs, strict=True)):
         try:
             if isinstance(config, Exception):
                 raise translate(config) or config
             run = RunDirectory(job_directory(directory, number, len(jobs)))
-            kept = with_frozen_defaults(typed(config), run, line, overrides)
-            job = check_job(kept, run, number=number, overrides=_submitted(overrides), trust_owner=trust_owner)
+            job_config = with_frozen_defaults(typed(config), run, line, overrides)
+            job = check_job(job_config, run, number=number, overrides=_submitted(overrides), trust_owner=trust_owner)
             job = with_memory_note(job)
             plan = _plan(job)
             text = _shortened(plan, number, plans)
-            found.jobs.append(job)
-            found.plans.append(plan)
+            findings.jobs.append(job)
+            findings.plans.append(plan)
         except UserError as error:
             mistake = with_file(error, line)
-            found.refuse(mistake, (number,))
+            findings.refuse(mistake, (number,))
             text = f"job {number}: {' '.join(_submitted(overrides))}\n  refused: {mistake}"
         console.print(text, markup=False, highlight=False)
-    for text in notices_of(found.jobs, line):
+    findings.notes = notices_of(findings.jobs, line)
+    for text in findings.notes:
         console.print(text, markup=False, highlight=False)
 
     total = "nothing was written"
-    if found.errors:
-        total = f"{counted(len(jobs), 'job', 'jobs')}, {len(jobs) - len(found.jobs)} refused"
-    elif not _show_submissions(found, directory, console, line):
+    if findings.errors:
+        total = f"{counted(len(jobs), 'job', 'jobs')}, {len(jobs) - len(findings.jobs)} refused"
+    elif not _show_submissions(findings, directory, console, line):
         total = f"{counted(len(jobs), 'job', 'jobs')}, {len(jobs)} refused"
-    console.print(f"verdict: {found.verdict}\ndry run: {total}", highlight=False)
+    console.print(f"verdict: {findings.verdict}\ndry run: {total}", highlight=False)
     if results is not None:
-        print(found.as_json(), file=results)
-    return Exit.REFUSED if found.errors else Exit.DONE
+        print(findings.as_json(), file=results)
+    return Exit.REFUSED if findings.errors else Exit.DONE
 
 
-def _show_submissions(found: Findings, directory: Path, console: Console, line: CommandLine) -> bool:
+def _show_submissions(findings: Findings, directory: Path, console: Console, line: CommandLine) -> bool:
     """Prints commands and scripts as they would be submitted and the maximum cost, or why the site refuses the jobs.
 
     Returns whether it accepts them: all or none, because jobs are submitted together.
     """
-    executor = select_executor(found.jobs[0].config.cluster)
+    executor = select_executor(findings.jobs[0].config.cluster)
     try:
-        found.costs = executor.check(found.jobs)
+        findings.costs = executor.check(findings.jobs)
     except UserError as error:
         mistake = with_file(error, line)
-        found.refuse(mistake)
+        findings.refuse(mistake)
         console.print(f"refused: {mistake}", markup=False, highlight=False)
         return False
-    found.submissions = executor.plan(found.jobs, directory)
-    texts = [f"\n{command}\n\njob.sbatch:\n{script}" for command, script in found.submissions]
-    for text in (*texts, *found.costs):
+    findings.submissions = executor.plan(findings.jobs, directory)
+    texts = [f"\n{command}\n\njob.sbatch:\n{script}" for command, script in findings.submissions]
+    for text in (*texts, *findings.costs):
         console.print(text, markup=False, highlight=False)
     return True
 
