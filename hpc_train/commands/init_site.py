@@ -19,7 +19,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -228,7 +228,6 @@ def examine(ask: Query = query, environment: Mapping[str, str] = os.environ, *, 
         values.get("PartitionName", ""): values
         for values in map(values_of, answers.get("scontrol --all show partition", "").splitlines())
     }
-    nodes = [values_of(line) for line in answers.get("scontrol --all show node", "").splitlines()]
     hidden = {name for name, partition in site.partitions.items() if not partition.kinds}
     partitions = [
         partition if partition.kinds else _summed(partition, records[partition.name])
@@ -244,7 +243,7 @@ def examine(ask: Query = query, environment: Mapping[str, str] = os.environ, *, 
         _add_partition(survey, chosen, usable, site, records[chosen.name], gres)
         limits = _add_account(survey, chosen, site, records[chosen.name], ask)
         _add_limits(survey, chosen, records[chosen.name], limits)
-        _add_architecture(survey, chosen, nodes)
+        _add_architecture(survey, chosen)
     _add_federation(survey, ask(["scontrol", "show", "federation"]) or "", site)
     _add_software(survey, ask, environment)
     _add_root(survey, environment)
@@ -443,13 +442,12 @@ def _add_limits(
         survey.add("cluster.cpus_per_gpu", None, f"auto uses the JobDefaults of {chosen.name}: {defaults}")
 
 
-def _add_architecture(survey: Survey, chosen: Partition, nodes: Iterable[Mapping[str, str]]) -> None:
+def _add_architecture(survey: Survey, chosen: Partition) -> None:
     here = platform.machine()
-    kinds = {node["Arch"] for node in nodes if "Arch" in node and chosen.name in node.get("Partitions", "").split(",")}
-    if not kinds:
+    if not chosen.architectures:
         survey.missing.append("the architecture of the nodes: `scontrol show node` names none")
-    elif kinds != {here}:
-        why = f"the nodes are {_listed(sorted(kinds))} (scontrol show node), and this machine is {here}"
+    elif chosen.architectures != {here}:
+        why = f"the nodes are {_listed(sorted(chosen.architectures))} (scontrol show node), and this machine is {here}"
         survey.add("cluster.python", None, f"the Python of an environment for the nodes: {why}")
 
 
