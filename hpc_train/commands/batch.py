@@ -24,7 +24,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.continued import with_frozen_defaults
 from hpc_train.launch.executors.allocation import shape_in_script
-from hpc_train.launch.executors.slurm import slurm_shape
+from hpc_train.launch.executors.slurm import check_architecture, slurm_shape
 from hpc_train.launch.gpus import (
     asked_gpus,
     gpu_export_lines,
@@ -172,6 +172,7 @@ def _batch_script(composed: ComposedJob) -> list[Block]:
             fix="launch.chain=1, or submit the chain with -m",
         )
     site = read_site() if controller_answers() else NO_SITE
+    check_architecture(cluster, site)
     shape = slurm_shape(config, lambda: site)
     job = check_job(config, run, shape, overrides=composed.overrides)
     print_notices(job, line)
