@@ -15,6 +15,7 @@ from gpu_checks.check import Probe
 from gpu_checks.commands import TINY, Run, at_once, hpc_train, train
 from gpu_checks.steps import Steps, World
 from hpc_train.checkpoint.manager import CheckpointManager
+from hpc_train.checkpoint.run_store import RunStore
 from hpc_train.checkpoint.state import saved_state
 from hpc_train.layout.memory import estimate, host_copy_bytes
 from hpc_train.run.directory import RunDirectory
@@ -80,9 +81,8 @@ def large_save(probe: Probe) -> None:
     steps = world.steps(*model, "batch.global_size=1", "batch.micro_size=1", "checkpoint.asynchronous=true")
     run = RunDirectory(probe.folder / "run")
     run.create()
-    manager = CheckpointManager(
-        run, steps.engine, steps.optimizer, steps.mesh, steps.config, EventLog.open(run, "rank-0000", 0), 1
-    )
+    store = RunStore(run, steps.config, EventLog.open(run, "rank-0000", 0), steps.mesh.control)
+    manager = CheckpointManager(store, steps.engine, steps.optimizer, steps.mesh, 1)
     usual = min(_elapsed(steps) for _ in range(4))
     before, pinned_before = _resident_bytes(), _pinned_by_torch()
     probe.note("a step, s", usual)

@@ -25,6 +25,7 @@ from hpc_train.bench.worker import BenchRank, Training, measure_on_ranks
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.manifest import read_manifest, verify
 from hpc_train.checkpoint.reader import SafeReader
+from hpc_train.checkpoint.run_store import RunStore
 from hpc_train.checkpoint.state import compression_state, training_state
 from hpc_train.checkpoint.writer import quiet
 from hpc_train.parallel.mesh import largest, synchronize, synchronize_ranks
@@ -94,9 +95,8 @@ class _CheckpointBench:
         events = EventLog.open(run, rank_writer(mesh.rank), run.newest_attempt(), mesh.rank)
         self.run = run
         self.mesh = mesh
-        self.manager = CheckpointManager(
-            run, engine, training.optimizer, mesh, config, events, rank.spec.local_world_size
-        )
+        store = RunStore(run, config, events, mesh.control)
+        self.manager = CheckpointManager(store, engine, training.optimizer, mesh, rank.spec.local_world_size)
         self.state = training_state(engine, training.optimizer) | compression_state(engine)
         self.copies = [torch.zeros_like(_local(tensor), device="cpu") for tensor in self.state.values()]
         self.group = dist.new_group(backend="gloo")  # async_save needs a separate group

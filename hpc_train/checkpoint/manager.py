@@ -21,7 +21,8 @@ from hpc_train.checkpoint.agreement import from_rank, lowest, on_first, raise_lo
 from hpc_train.checkpoint.extra_state import check_extra_state, digests, extra_state
 from hpc_train.checkpoint.host_copies import HostCopies, SideStream, Snapshot, local_shard
 from hpc_train.checkpoint.manifest import FileEntry, Manifest
-from hpc_train.checkpoint.restoring import LoadHook, RestoredState, restore
+from hpc_train.checkpoint.restoring import LoadHook, OpenCheckpoint, RestoredState, restore
+from hpc_train.checkpoint.run_store import RunStore
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.state import (
     ALIASES,
@@ -34,21 +35,15 @@ from hpc_train.checkpoint.state import (
 from hpc_train.checkpoint.store import (
     Checkpoint,
     CheckpointStore,
-    Removals,
     Retention,
-    furthest_saved,
-    purged_error,
     record_save,
-    wait_for_checkpoint,
 )
-from hpc_train.checkpoint.verified import VerifiedCheckpoint, VerifiedSearch, on_network
 from hpc_train.checkpoint.writer import SaveFailed, TensorWriter
 from hpc_train.config.evaluation import best_metric
 from hpc_train.config.schema import Config
 from hpc_train.config.values import saves_asynchronously
 from hpc_train.errors import UserError
-from hpc_train.machine.storage import renames_by_copying
-from hpc_train.models.hf.lora import BASE, base_identity, check_base
+from hpc_train.models.hf.lora import BASE, base_identity
 from hpc_train.parallel.mesh import Mesh, use_device
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
@@ -56,10 +51,6 @@ from hpc_train.units import format_bytes
 
 # A slow file system does not end training. If a save hangs, the next one waits for it, and the agent sees the hang.
 SLOWEST_WRITE = timedelta(days=1)
-
-
-class Superseded(Exception):
-    """Reports that a newer attempt works on the run, so that this one must not change it."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +82,10 @@ class CheckpointManager:
             update of the optimizer may have waited that long.
     """
 
-    run: RunDirectory
+    run_store: RunStore
     engine: ModelState
     optimizer: OptimizerState
     mesh: Mesh
-    config: Config
-    events: EventLog
     ranks_of_node: int
     durable_s: float | None = field(default=None, init=False)
     copied_s: float = field(default=0.0, init=False)
@@ -111,7 +100,6 @@ class CheckpointManager:
     _group: dist.ProcessGroup = field(init=False)
     _writer: TensorWriter = field(init=False)
     _facts: dict[str, Any] = field(init=False)  # on rank 0, for the manifests
-    _removals: Removals = field(init=False)
     _whole: dict[Checkpoint, Manifest] = field(default_factory=dict, init=False)  # on rank 0; see ``prune``
 
     def __post_init__(self) -> None:
@@ -126,13 +114,22 @@ class CheckpointManager:
         base = base_identity(self.config.model) if self.mesh.rank == 0 else None
         aliases = dict(getattr(self.engine, "aliases", {}))  # the state of a custom loop has none
         self._facts = {key: value for key, value in ((BASE, base), (ALIASES, aliases)) if value}
-        self._removals = Removals(self._report_removal)
+
+    @property
+    def run(self) -> RunDirectory:
+        return self.run_store.run
+
+    @property
+    def config(self) -> Config:
+        return self.run_store.config
+
+    @property
+    def events(self) -> EventLog:
+        return self.run_store.events
 
     @property
     def store(self) -> CheckpointStore:
-        commit = self.config.checkpoint.commit
-        by_marker = renames_by_copying(self.run.checkpoints) if commit == "auto" else commit == "marker"
-        return CheckpointStore(self.run.checkpoints, self._check_claim, by_marker)
+        return self.run_store.store
 
     def save(
         self,
@@ -250,7 +247,7 @@ class CheckpointManager:
 
         Each rank calls it independently.
         """
-        self._removals.wait(give_up)
+        self.run_store.removals.wait(give_up)
 
     def wait(self) -> None:
         """Waits until the background save has finished."""
@@ -263,69 +260,29 @@ class CheckpointManager:
         """Loads the newest valid checkpoint of this run or of the run it was forked from; returns None without any.
 
         Raises:
-            UserError: the checkpoint does not match the model or optimizer, all checkpoints are damaged, the saved
-                ones have disappeared, or the run that this one was forked from has none.
+            UserError: see ``RunStore.newest`` and ``load``.
         """
+        return self.load(self.run_store.newest())
 
-        def revoke() -> None:
-            self._removals.wait()
-            self.store.revoke(self.events.attempt)
-            self._removals.start(self.store.remove_hidden)
+    def load(self, checkpoint: OpenCheckpoint | None) -> RestoredState | None:
+        """Loads ``checkpoint``; with None, it only checks whether the model's state can be saved.
 
-        on_first(revoke, self._group)
+        Raises:
+            UserError: the checkpoint does not match the model or optimizer, or checkpoints cannot hold the model's
+                state.
+        """
         self._check_extra_state()
-        verified = self._search(self.store)
-        if verified is None and on_first(self._appears_late, self._group):
-            verified = self._search(self.store)
-        forked_from = self.run.record().get("forked_from")
-        forked = False
-        if verified is None and forked_from is not None:
-            forked = True
-            verified = self._search(CheckpointStore(RunDirectory(Path(forked_from)).checkpoints), writable=False)
-            if verified is None:
-                raise UserError(
-                    f"the run was forked from {forked_from}, which no longer has a checkpoint",
-                    where=str(forked_from),
-                    fix="restore a checkpoint there, or choose another run.name to start at step 0",
-                )
-        if verified is None:
+        if checkpoint is None:
             return None
-        check_base(self.config.model, verified.manifest.extra, str(verified.checkpoint.path))
-        restored, self._load_hook = restore(verified, forked, self.engine, self.optimizer, self.mesh, self._group)
+        restored, self._load_hook = restore(checkpoint, self.engine, self.optimizer, self.mesh, self._group)
         if restored.missing:
             missing = ", ".join(restored.missing[:SHOWN])
             message = f"the checkpoint lacks the state {missing} of the model, which keeps its initial value"
             self._warn(restored.step, message)
         if restored.path.parent == self.store.root:
-            self._whole[verified.checkpoint] = verified.manifest
-            self._saved_step = verified.checkpoint.step
+            self._whole[checkpoint.checkpoint] = checkpoint.manifest
+            self._saved_step = restored.step
         return restored
-
-    def _search(self, store: CheckpointStore, writable: bool = True) -> VerifiedCheckpoint | None:
-        """Returns the newest valid checkpoint of ``store``; damaged ones that this run may write are set aside."""
-
-        def report(checkpoint: Checkpoint, problem: str) -> None:
-            path = checkpoint.path
-            if writable:
-                path = store.set_aside(checkpoint, self.events.attempt)
-            print(f"skipping the damaged checkpoint of step {checkpoint.step} in {path}: {problem}", flush=True)
-            self.events.write("checkpoint_set_aside", step=checkpoint.step, path=str(path), message=problem)
-
-        full = self.config.checkpoint.verify == "full"
-        return VerifiedSearch(store, self._group, full, VISIBILITY_TIMEOUT_S, report, writable).newest()
-
-    def _appears_late(self) -> bool:
-        """Returns whether a checkpoint has become visible since the search; called on rank 0 if none was found.
-
-        Raises:
-            Purged: the run has saved a checkpoint and none becomes visible.
-        """
-        saved = furthest_saved(self.run)
-        if saved == 0:
-            return False
-        if wait_for_checkpoint(self.store, VISIBILITY_TIMEOUT_S * on_network(self.store.root)):
-            return True
-        raise purged_error(self.run, saved)
 
     def _check_extra_state(self) -> None:
         """Checks on all ranks that checkpoints can hold the state dicts of the modules. Collective."""
@@ -354,26 +311,9 @@ class CheckpointManager:
         Returns None and changes nothing if there is no such checkpoint.
         """
         self.wait()
-        if not on_first(partial(self._set_aside_after, step), self._group):
+        if not self.run_store.set_aside_after(step):
             return None
         return self.restore()
-
-    def _set_aside_after(self, step: int) -> bool:
-        self._removals.wait()
-        store = self.store
-        committed = store.committed()
-        if not any(checkpoint.step <= step for checkpoint in committed):
-            return False
-        for checkpoint in committed:
-            if checkpoint.step > step:
-                self.events.write(
-                    "checkpoint_set_aside",
-                    step=checkpoint.step,
-                    path=str(store.set_aside(checkpoint, self.events.attempt)),
-                    message=f"rolling back to a checkpoint of step {step} or earlier",
-                    rolled_back=True,
-                )
-        return True
 
     def _perform(self, save: _Save) -> None:
         """Writes and commits a checkpoint; stores an error for ``_surface``."""
@@ -440,7 +380,7 @@ class CheckpointManager:
         path = str(committed.path)
         self.events.write("checkpoint_saved", step=save.step, path=path, bytes=manifest.size, seconds=seconds)
         record_save(self.run, save.step)
-        self._removals.start(partial(self._prune, committed, manifest))
+        self.run_store.removals.start(partial(self._prune, committed, manifest))
 
     def _prune(self, committed: Checkpoint, manifest: Manifest) -> None:
         settings = self.config.checkpoint
@@ -448,31 +388,18 @@ class CheckpointManager:
         self._whole[committed] = manifest  # each rank has sent the sizes of its files
         self.store.prune(retention, self.events.attempt, self._whole)
 
-    def _report_removal(self, error: Exception) -> None:
-        if not isinstance(error, Superseded):  # which the next save reports
-            self.events.write("warning", step=self._saved_step or 0, message=f"cannot remove old checkpoints: {error}")
-
     def _check_space(self, writing: Path, tensor_bytes: int, files: int) -> None:
         keep = self.config.checkpoint.keep
         try:
             check_space(writing, self.store, tensor_bytes, files, keep)
         except OSError:
-            if not self._removals.busy:
+            if not self.run_store.removals.busy:
                 raise
-            self._removals.wait()  # it is making room
+            self.run_store.removals.wait()  # it is making room
             check_space(writing, self.store, tensor_bytes, files, keep)
-
-    def _check_claim(self) -> None:
-        newest = self.run.newest_attempt()
-        if newest > self.events.attempt:
-            raise Superseded(f"attempt {newest} has taken over the run from attempt {self.events.attempt}")
 
     def _warn(self, step: int, message: str) -> None:
         """Prints a warning on rank 0 and records it."""
         if self.mesh.rank == 0:
             self.events.write("warning", step=step, message=message)
             print(message, flush=True)
-
-
-# seconds for a missing or short file on a network file system, whose attribute caches may be 60 s old
-VISIBILITY_TIMEOUT_S = 75.0

@@ -1,15 +1,18 @@
 """Reads tensors of a verified checkpoint without executing code from it.
 
 ``.metadata`` is a pickle: it is read with an allow-list of the few plain value classes that DCP writes, and then
-checked. Each tensor is a zip archive that torch reads with ``weights_only``; its directory is checked first, so that a
-small file cannot decompress into a large one. Objects other than tensors are rejected.
+checked. Each tensor is a zip archive with a description, which torch reads with ``weights_only``, and its elements,
+which are not compressed. Only the bytes from the first to the last element that a rank needs are read, so a rank that
+holds some rows of a stored tensor reads these rows. Objects other than tensors are rejected.
 """
 
 from __future__ import annotations
 
 import importlib
 import io
+import operator
 import pickle
+import struct
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,7 +25,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from hpc_train.checkpoint.agreement import broadcast_bytes, on_first, raise_lowest
@@ -102,15 +105,23 @@ class SafeReader(dcp.FileSystemReader):
         return data
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self._wait_for({self.storage_data[item.storage_index].relative_path for item in plan.items})
-        return super().read_data(plan, planner)
+        items_of: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            items_of.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        self._wait_for(items_of)
+        for name, items in items_of.items():
+            items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
+            with (Path(self.path) / name).open("rb", buffering=0) as file:
+                for item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(_read_box(file, self.storage_data[item.storage_index], item))
+                    planner.commit_tensor(item, target)
+        finished: Future[None] = Future()
+        finished.set_result(None)
+        return finished
 
     def _wait_for(self, names: Iterable[str]) -> None:
         verify(Path(self.path), self._manifest, names, full=False, visibility_timeout_s=self._visibility_s)
-
-    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
-        _check_archive(_Window(file, sinfo.offset, sinfo.length), sinfo)
-        return super()._slice_file(file, sinfo)
 
 
 def read_metadata(data: bytes, manifest: Manifest) -> Metadata:
@@ -209,22 +220,63 @@ class _Window(io.RawIOBase):
         self._at = base + offset
         return self._at
 
-    def read(self, size: int | None = -1) -> bytes:
-        rest = max(0, self._length - self._at)
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
         self._file.seek(self._offset + self._at)
-        data: bytes = self._file.read(rest if size is None or size < 0 else min(size, rest))
-        self._at += len(data)
-        return data
+        filled = 0
+        while filled < len(view):  # one call of the system reads 2 GiB at most
+            count = self._file.readinto(view[filled:])
+            if not count:
+                break
+            filled += count
+        self._at += filled
+        return filled
 
 
-def _check_archive(archive: _Window, info: _StorageInfo) -> None:
+def _read_box(file: io.RawIOBase, info: _StorageInfo, item: ReadItem) -> Tensor:
+    """Returns the box of a stored tensor that ``item`` describes, and reads no other rows of it.
+
+    Raises:
+        BadCheckpoint: the archive is damaged, or it holds no tensor that contains the box.
+    """
+    where = f"{info.relative_path} at {info.offset}"
+    archive = _Window(file, info.offset, info.length)
     try:
-        members = zipfile.ZipFile(archive).infolist()  # type: ignore[call-overload]
-    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
-        raise BadCheckpoint(f"{info.relative_path} at {info.offset}: not a stored tensor ({error})") from None
-    stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
-    if not stored or sum(member.file_size for member in members) > info.length:
-        raise BadCheckpoint(f"{info.relative_path} at {info.offset}: the archive would decompress beyond its size")
+        stored, begin = _describe(archive)
+        ends = map(operator.add, item.storage_offsets, item.lengths)
+        if not all(end <= size for end, size in zip(ends, stored.shape, strict=True)):
+            raise ValueError("it is smaller than its description")
+    except (zipfile.BadZipFile, pickle.UnpicklingError, ValueError, OSError, RuntimeError) as error:
+        raise BadCheckpoint(f"{where}: not a stored tensor ({error})") from None
+    strides = stored.stride()
+    first = sum(map(operator.mul, item.storage_offsets, strides))
+    count = sum((length - 1) * stride for length, stride in zip(item.lengths, strides, strict=True)) + 1
+    if 0 in item.lengths:
+        count = 0
+    begin += (stored.storage_offset() + first) * stored.itemsize
+    data = torch.empty(count * stored.itemsize, dtype=torch.uint8)
+    archive.seek(begin)
+    if archive.readinto(data.numpy()) < len(data):
+        raise BadCheckpoint(f"{where}: the archive ends before the tensor does")
+    return data.view(stored.dtype).as_strided(tuple(item.lengths), strides)
+
+
+def _describe(archive: _Window) -> tuple[Tensor, int]:
+    """Returns a tensor on ``meta`` like the stored one, and where its storage begins in the archive."""
+    with zipfile.ZipFile(archive) as directory:  # type: ignore[call-overload]
+        (storage,) = (member for member in directory.infolist() if "/data/" in member.filename)
+    if storage.compress_type != zipfile.ZIP_STORED:
+        raise ValueError("its elements are compressed")
+    archive.seek(storage.header_offset + _LENGTHS_IN_HEADER)
+    name_length, extra_length = struct.unpack("<HH", archive.read(4))
+    archive.seek(0)
+    stored = torch.load(archive, map_location="meta", weights_only=True)  # type: ignore[arg-type]
+    if not isinstance(stored, Tensor) or stored.untyped_storage().nbytes() > storage.file_size:
+        raise ValueError("its description does not match its elements")
+    return stored, storage.header_offset + _LENGTHS_IN_HEADER + 4 + name_length + extra_length
+
+
+_LENGTHS_IN_HEADER = 26  # offset of the lengths of name and extra field in the header of a member of a zip archive
 
 
 def _require(condition: bool, message: str) -> None:

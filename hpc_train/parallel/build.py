@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from torch import nn
@@ -25,11 +25,14 @@ from hpc_train.parallel.precision.float8 import check_use
 from hpc_train.parallel.replica_engine import ReplicaEngine, ReproducibleEngine
 
 
-def build_engine(config: Config, mesh: Mesh, layers: Sequence[range] | None = None) -> Engine:
+def build_engine(
+    config: Config, mesh: Mesh, layers: Sequence[range] | None = None, restored: Collection[str] = ()
+) -> Engine:
     """Builds the model on ``meta`` and the engine for ``mesh.layout``. Collective.
 
     Args:
         layers: the layers of each pipeline stage from ``balance.plan_split``; None follows ``strategy.pp_split``.
+        restored: the parameters that a checkpoint will be loaded into, which are neither drawn nor read from files.
 
     Raises:
         UserError: the model cannot be distributed as the layout requires.
@@ -69,15 +72,15 @@ def build_engine(config: Config, mesh: Mesh, layers: Sequence[range] | None = No
     if config.train.z_loss:
         _check_z_loss(model)
     if mesh.layout.logical_micro_batches:
-        return ReproducibleEngine(config, mesh, model)
+        return ReproducibleEngine(config, mesh, model, restored)
     if mesh.layout.pp == 1 and mesh.layout.tp == 1:
-        return ReplicaEngine(config, mesh, model)
+        return ReplicaEngine(config, mesh, model, restored)
     whole = _check_parts(model, mesh)
     if mesh.layout.pp == 1:
-        return ReplicaEngine(config, mesh, whole)
+        return ReplicaEngine(config, mesh, whole, restored)
     from hpc_train.parallel.pipeline.engine import PipelineEngine  # torch's pipelining takes a second to import
 
-    return PipelineEngine(config, mesh, whole, layers)
+    return PipelineEngine(config, mesh, whole, layers, restored)
 
 
 def _check_z_loss(model: Model | WrappedModel) -> None:

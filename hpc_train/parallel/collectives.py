@@ -1,4 +1,4 @@
-"""Exchanges plain values between ranks, and the samples for a loss that compares the samples of all ranks.
+"""Exchanges plain values and tensors between ranks, and the samples for a loss that compares the samples of all ranks.
 
 Plain values (texts, numbers, None, lists, and dicts with texts as keys) travel as JSON, since torch's functions for
 Python objects send pickles, which run code where they are read. A tuple arrives as a list.
@@ -7,6 +7,7 @@ Python objects send pickles, which run code where they are read. A tuple arrives
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -48,6 +49,47 @@ def _encoded(value: Any) -> Tensor:
 
 def _decoded(data: Tensor) -> Any:
     return json.loads(data.numpy().tobytes())
+
+
+_BUCKET_BYTES = 64 << 20
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Sends the values of ``tensors`` of rank ``source`` of ``group`` to its other ranks, in place. Collective.
+
+    Tensors of one dtype are sent together, 64 MiB at a time. A larger tensor is sent without a copy if it is
+    contiguous and on ``device``.
+
+    Args:
+        tensors: plain tensors on any device, of the same shapes and dtypes and in the same order on all ranks.
+        device: the device of the tensors that ``group`` can send.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():  # a rank may hold no rows
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        bucket: list[Tensor] = []
+        for tensor in alike:
+            if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > _BUCKET_BYTES:
+                _broadcast_bucket(bucket, source, group, device)
+                bucket = []
+            bucket.append(tensor)
+        _broadcast_bucket(bucket, source, group, device)
+
+
+def _broadcast_bucket(bucket: list[Tensor], source: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    first = bucket[0]
+    if len(bucket) == 1 and first.is_contiguous() and first.device == device:
+        dist.broadcast(first.view(-1).view(torch.uint8), group=group, group_src=source)
+        return
+    sent = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket])
+    dist.broadcast(sent.view(torch.uint8), group=group, group_src=source)
+    if group.rank() == source:
+        return
+    for tensor, values in zip(bucket, sent.split([tensor.numel() for tensor in bucket]), strict=True):
+        tensor.copy_(values.view(tensor.shape))
 
 
 @torch._disable_dynamo

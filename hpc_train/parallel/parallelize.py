@@ -8,6 +8,7 @@ parameter besides its own shards.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from typing import TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel, begin_training
 from hpc_train.parallel.activation_checkpointing import apply_activation_checkpointing
 from hpc_train.parallel.activation_offload import offload_activations
+from hpc_train.parallel.collectives import broadcast_tensors
 from hpc_train.parallel.compile import compile_model, share_memory
 from hpc_train.parallel.context import apply_context_parallel
 from hpc_train.parallel.gradient_norm import sparse_gradient
@@ -43,12 +45,14 @@ from hpc_train.parallel.tensor import apply_tensor_parallel
 AnyModel = TypeVar("AnyModel", bound=Model | WrappedModel)
 
 
-def parallelize(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
+def parallelize(config: Config, mesh: Mesh, model: AnyModel, restored: Collection[str] = ()) -> AnyModel:
     """Turns ``model`` (whole or a pipeline stage) in place into the part that this rank trains, without DDP's wrapper.
 
     Args:
         model: a model on ``meta`` that initializes itself, or a user's module. For a user's module, the values of the
-        first rank are used, so the other ranks may have it on ``meta`` if it is sharded.
+            first rank are used, so the other ranks may have it on ``meta`` if it is sharded.
+        restored: the parameters that a checkpoint will be loaded into; those of a model that initializes itself get no
+            values before.
     """
     dtype = parameter_dtype(config.precision.name)
     offload = config.strategy.offload == "all"
@@ -80,8 +84,8 @@ def parallelize(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
         shard(model, mesh, mesh.layout.kind, config.precision.name, offload)
     if initializes:
         assert isinstance(model, Model | HFWhole)
-        replicas = mesh.group("dp_cp") if sharder is None and mesh.layout.dp_cp > 1 else None
-        materialize(model, mesh.device, config.train.seed, dtype, home, replicas)
+        replicas = mesh.group("dp_cp" if sharder is None else "dp_replicate")
+        materialize(model, mesh.device, config.train.seed, dtype, home, replicas, restored)
     elif sharder is not None:
         _hand_out(model, mesh, values, home)
     if config.precision.weights == "bf16":
@@ -180,14 +184,8 @@ def check_no_complex(model: nn.Module) -> None:
 
 def take_first_replica(model: nn.Module, mesh: Mesh) -> None:
     """Broadcasts parameters and buffers of the first rank, since a user's module may differ between ranks."""
-    if mesh.layout.dp_cp == 1:
-        return
-    group = mesh.group("dp_cp")
-    for tensor in (*model.parameters(), *model.buffers()):
-        sent = tensor.detach().contiguous()  # NCCL accepts only contiguous tensors
-        dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
-        if not tensor.is_contiguous():
-            tensor.detach().copy_(sent)
+    if mesh.layout.dp_cp > 1:
+        broadcast_tensors((*model.parameters(), *model.buffers()), 0, mesh.group("dp_cp"), mesh.device)
 
 
 def is_meta(module: nn.Module) -> bool:
@@ -208,6 +206,7 @@ def materialize(
     dtype: torch.dtype,
     home: torch.device | None = None,
     replicas: dist.ProcessGroup | None = None,
+    restored: Collection[str] = (),
 ) -> None:
     """Allocates ``module`` (whole or a stage, sharded or not) and initializes its parameters.
 
@@ -219,6 +218,7 @@ def materialize(
         home: the device of sharded parameters if it is not ``device``.
         replicas: a group whose ranks hold the same parameters. Its first rank reads those that are stored in files, and
             sends them to the others, so that the shared file system is read once and not by each replica.
+        restored: canonical names of parameters that get no values, because a checkpoint follows.
     """
     with keep_shared(module):
         module.to_empty(device=home or device)
@@ -227,17 +227,16 @@ def materialize(
         for raw, parameter in module.named_parameters():
             name = canonical_name(raw)
             name = module.tied.get(name, name)
-            if replicas is None or not module.is_stored(name):
+            if name in restored:
+                continue
+            if replicas is None or replicas.size() == 1 or not module.is_stored(name):
                 _fill(module, name, parameter, seed, device)
                 continue
             if replicas.rank() == 0:
                 _fill(module, name, parameter, seed, device)
-            local = local_part(parameter)
-            if local.numel():  # a rank of tensor parallelism may hold no rows
-                dist.broadcast(local, dist.get_global_rank(replicas, 0), group=replicas)
-                synchronize(
-                    device
-                )  # otherwise, the timeout of NCCL would begin for all parameters before the first is read
+            broadcast_tensors([local_part(parameter)], 0, replicas, device)
+            # otherwise, the timeout of NCCL would begin for all parameters before the first is read
+            synchronize(device)
     module.init_buffers(device)
 
 

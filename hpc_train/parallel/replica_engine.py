@@ -35,14 +35,15 @@ class ReplicaEngine:
 
     Args:
         model: a model on ``meta``, or one with values, of which those of dp rank 0 are used.
+        restored: see ``parallelize``.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
+    def __init__(self, config: Config, mesh: Mesh, model: Model | WrappedModel, restored: Collection[str] = ()) -> None:
         self._mesh = mesh
         self._precision = config.precision.name
         self._own_count = model.own_count
         self.check_loss = (model.own_count or isinstance(model, WrappedModel)) and not model.mixes_samples
-        self._model = parallelize(config, mesh, model)
+        self._model = parallelize(config, mesh, model, restored)
         tied = getattr(self._model, "tied", {})
         self._parameters = named_parameters([self._model], tied)
         self.aliases: Mapping[str, str] = aliases(
@@ -224,14 +225,14 @@ class ReproducibleEngine(ReplicaEngine):
             it if the forward pass changes buffers.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
+    def __init__(self, config: Config, mesh: Mesh, model: Model | WrappedModel, restored: Collection[str] = ()) -> None:
         if batch_norm.has_batch_statistics(model):
             raise UserError(
                 "batch statistics depend on the number of ranks, so the bits of the weights would depend on it too",
                 where="train.reproducible, model",
                 fix="train.reproducible=null, or use a model without BatchNorm",
             )
-        super().__init__(config, mesh, model)
+        super().__init__(config, mesh, model, restored)
         self._seed = config.train.seed
         self._own = mesh.layout.logical_of(mesh.dp_rank)
         self._reduction = TreeReduction(mesh)

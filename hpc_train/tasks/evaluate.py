@@ -160,7 +160,7 @@ def evaluate_checkpoint(spec: WorkerSpec, stop: StopFlag) -> Exit:
         UserError: the config does not fit the data, or the checkpoint is damaged, does not fit the model or
             has no weights of the hook.
     """
-    from hpc_train.checkpoint.restoring import load_weights
+    from hpc_train.checkpoint.restoring import load_weights, open_weights
     from hpc_train.checkpoint.store import Checkpoint
     from hpc_train.models.hf.lora import check_base
     from hpc_train.parallel.build import build_engine
@@ -178,9 +178,11 @@ def evaluate_checkpoint(spec: WorkerSpec, stop: StopFlag) -> Exit:
     mesh = join(spec, config)
     evaluation = build_evaluation(config, mesh, spec.ranks_on_cores)
     plan = plan_split(config, mesh, evaluation.feeds[MAIN].dataset)
-    engine = build_engine(config, mesh, plan.layers if plan is not None else None)
-    manifest = load_weights(engine, mesh, Checkpoint(request.step, Path(request.checkpoint)), request.weights)
+    source = open_weights(Checkpoint(request.step, Path(request.checkpoint)), mesh)
+    manifest = source.manifest
     check_base(config.model, manifest.extra, request.checkpoint)
+    engine = build_engine(config, mesh, plan.layers if plan is not None else None, source.parameters)
+    load_weights(source, engine, mesh, request.weights)
     check_evaluation_padding(config, mesh, engine, evaluation)
     began = time.monotonic()
     with heartbeat.during(Phase.EVALUATION, manifest.step):

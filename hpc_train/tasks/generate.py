@@ -157,7 +157,7 @@ def generate_tokens(spec: WorkerSpec, stop: StopFlag) -> Exit:
         UserError: the checkpoint is damaged, does not fit the model or has no weights of the hook, or the outputs of
             the model are not logits.
     """
-    from hpc_train.checkpoint.restoring import load_weights
+    from hpc_train.checkpoint.restoring import load_weights, open_weights
     from hpc_train.checkpoint.store import Checkpoint
     from hpc_train.models.hf.lora import check_base
     from hpc_train.parallel.build import build_engine
@@ -171,9 +171,11 @@ def generate_tokens(spec: WorkerSpec, stop: StopFlag) -> Exit:
     heartbeat = Heartbeat.of(spec.heartbeat)
     answer_requests(spec)
     mesh = join(spec, config)
-    engine = build_engine(config, mesh)
-    manifest = load_weights(engine, mesh, Checkpoint(request.step, Path(request.checkpoint)), request.weights)
+    source = open_weights(Checkpoint(request.step, Path(request.checkpoint)), mesh)
+    manifest = source.manifest
     check_base(config.model, manifest.extra, request.checkpoint)
+    engine = build_engine(config, mesh, restored=source.parameters)
+    load_weights(source, engine, mesh, request.weights)
     control = Control(mesh)
     began = time.monotonic()
     shown = 0.0

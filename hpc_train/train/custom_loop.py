@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpc_train.checkpoint.extra_state import decoded, encoded, tensors_in
 from hpc_train.checkpoint.manager import CheckpointManager
+from hpc_train.checkpoint.run_store import RunStore
 from hpc_train.checkpoint.state import TensorShape
 from hpc_train.config.import_path import locate
 from hpc_train.config.schema import Config
@@ -581,7 +582,9 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
                 _heartbeat=heartbeat,
                 _report=open_report(run, mesh, events, 0),
                 _schedule=save_schedule(config, run, mesh),
-                _checkpoints=CheckpointManager(run, state, state, mesh, config, events, spec.local_world_size),
+                _checkpoints=CheckpointManager(
+                    RunStore(run, config, events, mesh.control), state, state, mesh, spec.local_world_size
+                ),
                 _state=state,
             )
             if mesh.rank == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+from collections.abc import Collection
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch.distributed.checkpoint  # noqa: F401  a slow import, which forked w
 
 from hpc_train.checkpoint.agreement import lowest
 from hpc_train.checkpoint.manager import CheckpointManager
-from hpc_train.checkpoint.restoring import RestoredState
+from hpc_train.checkpoint.restoring import OpenCheckpoint, RestoredState
+from hpc_train.checkpoint.run_store import RunStore
 from hpc_train.config.schema import Config
 from hpc_train.config.values import DEBUG_STEPS, parse_profile
 from hpc_train.data.build import build_dataset
@@ -129,15 +131,17 @@ def _build(
     artifacts = kept_artifacts(config, mesh, run.compiled)
     if artifacts is not None:
         artifacts.load()
-    engine = _build_engine(config, run, mesh, events, training)
+    store = RunStore(run, config, events, mesh.control)
+    checkpoint = store.newest()
+    engine = _build_engine(config, mesh, store, checkpoint, training)
     names = [name for part in engine.parts for name in parts_in_evaluation(part)]
     if names and mesh.rank == 0:
         print(f"modules that stay in evaluation mode, which their constructor has set: {join_names(names)}")
     check_groups(config.optim, engine, mesh)
     optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
 
-    checkpoints = CheckpointManager(run, engine, optimizer, mesh, config, events, spec.local_world_size)
-    restored = checkpoints.restore()
+    checkpoints = CheckpointManager(store, engine, optimizer, mesh, spec.local_world_size)
+    restored = checkpoints.load(checkpoint)
     start = 0
     skipped = NOTHING
     states: States = {}
@@ -221,17 +225,24 @@ def _check_agreement(mesh: Mesh, facts: dict[str, Any]) -> None:
         raise RuntimeError(f"the ranks see different inputs. rank 0: {first}; {different}")
 
 
-def _build_engine(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, training: Dataset) -> Engine:
-    """Builds the engine with the choices of earlier attempts, and wraps it for balance reports, debugging and
-    checks."""
+def _build_engine(
+    config: Config, mesh: Mesh, store: RunStore, checkpoint: OpenCheckpoint | None, training: Dataset
+) -> Engine:
+    """Builds the engine with the choices of earlier attempts, and wraps it for balance reports, debugging and checks.
+
+    Parameters that will be loaded from ``checkpoint`` are neither drawn nor read from pretrained files.
+    """
     check_compiler_device(config, int(mesh.device.type == "cuda"))
-    plan = plan_split(config, mesh, training, run)
-    engine = build_engine(config, mesh, plan.layers if plan is not None else None)
+    plan = plan_split(config, mesh, training, store.run)
+    restored: Collection[str] = ()
+    if checkpoint is not None and config.optim._target_ is None:  # a user's optimizer may read the initial values
+        restored = checkpoint.parameters
+    engine = build_engine(config, mesh, plan.layers if plan is not None else None, restored)
     if mesh.layout.pp > 1:
         if plan is not None and mesh.rank == 0:
             print(plan.describe())
-            events.write("pipeline_split", **plan.as_json())
-        engine = PipelineWatch(engine, mesh, plan, events)
+            store.events.write("pipeline_split", **plan.as_json())
+        engine = PipelineWatch(engine, mesh, plan, store.events)
     if config.train.debug:
         engine = DebuggedEngine(engine, mesh.rank, mesh.layout.tp == 1)
     if is_user_code(config, engine):

@@ -15,8 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from hpc_train.checkpoint import disk, manager, space
-from hpc_train.checkpoint.manager import CheckpointManager, Superseded
+from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.manifest import verify
+from hpc_train.checkpoint.run_store import Superseded
 from hpc_train.checkpoint.store import CheckpointStore, Retention
 from hpc_train.checkpoint.writer import SaveFailed
 from hpc_train.errors import UserError

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from examples.own_pipeline_model import Classifier, Layer, ResidualNet, Stem
 from hpc_train.checkpoint.extra_state import digests
 from hpc_train.checkpoint.listing import choose
-from hpc_train.checkpoint.restoring import load_weights
+from hpc_train.checkpoint.restoring import load_weights, open_weights
 from hpc_train.checkpoint.transfer import export
 from hpc_train.config.compose import typed
 from hpc_train.data.build import build_dataset
@@ -165,7 +165,7 @@ def resumed(rank: int, world_size: int, first: Path, then: list[Path]) -> list[A
         assert again.manager.restore() is not None
         found.append((digests(again.engine.parts), again.steps(2, 3)))
         engine = build_engine(config, again.mesh)
-        load_weights(engine, again.mesh, choose(run, None))
+        load_weights(open_weights(choose(run, None), again.mesh), engine, again.mesh)
         assert digests(engine.parts) == found[-1][0], "an evaluation has it too"
     return found
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from hpc_train.checkpoint.manager import Superseded
 from hpc_train.checkpoint.manifest import METADATA, FileEntry, Manifest, read_manifest
+from hpc_train.checkpoint.run_store import Superseded
 from hpc_train.checkpoint.store import CheckpointStore, Retention
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.processes import process_state

@@ -157,9 +157,7 @@ def load_all(
         mesh = join_again(configs[kind], rank, world_size)
         for source in (source for source, its in cases if its == kind):
             run = RunDirectory(Path(folder, "loads", target, source, kind))
-            training = Training.of(run, configs[kind], mesh)
-            restored = training.manager.restore()
-            assert restored is not None and restored.step == HALF
+            training = Training.resumed(run, configs[kind], mesh)
             training.manager.close(lambda: False)
             found[source, kind] = distance(training, training.steps(HALF, END), expected, wanted)
     return found

@@ -23,6 +23,7 @@ from hpc_train.checkpoint import host_copies as copying
 from hpc_train.checkpoint import manager as managing
 from hpc_train.checkpoint.host_copies import HostArena, HostCopies, SideStream
 from hpc_train.checkpoint.manager import CheckpointManager
+from hpc_train.checkpoint.run_store import RunStore
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.checkpoint.writer import write_tensors
 from hpc_train.config.compose import typed
@@ -343,7 +344,8 @@ def save_on_a_gpu(rank: int, world_size: int, path: str) -> tuple[list[tuple[Any
     for name in ("cudart", "Stream", "current_stream", "Event", "stream"):
         setattr(torch.cuda, name, getattr(cuda, name))
     mesh = replace(training.mesh, device=GPU)
-    manager = CheckpointManager(run, training.engine, training.optimizer, mesh, config, training.manager.events, 1)
+    store = RunStore(run, config, training.manager.events, mesh.control)
+    manager = CheckpointManager(store, training.engine, training.optimizer, mesh, 1)
     with redirect_stdout(StringIO()) as printed:
         manager.save(1, {})
         manager.wait()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from hpc_train.checkpoint.manager import CheckpointManager
+from hpc_train.checkpoint.run_store import RunStore
 from hpc_train.checkpoint.state import training_state
 from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
@@ -37,14 +39,26 @@ class Training:
     manager: CheckpointManager
 
     @classmethod
-    def of(cls, run: RunDirectory, config: Config, mesh: Mesh) -> Training:
+    def of(cls, run: RunDirectory, config: Config, mesh: Mesh, restored: Collection[str] = ()) -> Training:
         run.create()
-        engine = build_engine(config, mesh)
+        engine = build_engine(config, mesh, restored=restored)
         optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
         events = EventLog.open(run, f"rank-{mesh.rank}", 0, mesh.rank)
         ranks = mesh.layout.world_size
-        manager = CheckpointManager(run, engine, optimizer, mesh, config, events, ranks)
+        store = RunStore(run, config, events, mesh.control)
+        manager = CheckpointManager(store, engine, optimizer, mesh, ranks)
         return cls(config, mesh, engine, optimizer, manager)
+
+    @classmethod
+    def resumed(cls, run: RunDirectory, config: Config, mesh: Mesh) -> Training:
+        """Resumes from the newest checkpoint. Parameters are NaN until it is loaded."""
+        checkpoint = RunStore(run, config, EventLog.open(run, f"rank-{mesh.rank}", 0, mesh.rank), mesh.control).newest()
+        assert checkpoint is not None
+        torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
+        training = cls.of(run, config, mesh, checkpoint.parameters)
+        torch.use_deterministic_algorithms(False)
+        training.manager.load(checkpoint)
+        return training
 
     def steps(self, start: int, end: int) -> list[float]:
         """Takes the steps from ``start`` to ``end - 1`` and returns the loss of each."""

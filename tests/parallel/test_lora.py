@@ -15,6 +15,7 @@ from torch import Tensor
 from hpc_train.checkpoint.listing import choose, verified_manifest
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.reader import StoredTensors
+from hpc_train.checkpoint.run_store import RunStore
 from hpc_train.checkpoint.transfer import export_hf
 from hpc_train.config.schema import Config, HFModelConfig, LoraConfig, OptimConfig
 from hpc_train.errors import UserError
@@ -160,7 +161,8 @@ def manager_of(trained: Trained, config: Config, mesh: Mesh, folder: Path) -> Ch
     run = RunDirectory(folder)
     run.create()
     events = EventLog.open(run, f"rank-{mesh.rank}", 0, mesh.rank)
-    return CheckpointManager(run, trained.engine, trained.optimizer, mesh, config, events, mesh.layout.world_size)
+    store = RunStore(run, config, events, mesh.control)
+    return CheckpointManager(store, trained.engine, trained.optimizer, mesh, mesh.layout.world_size)
 
 
 def resumed(rank: int, saved: Path, folder: Path, before: Cell, after: Cell) -> Any:

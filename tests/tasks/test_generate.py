@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_train.checkpoint.restoring import load_weights
+from hpc_train.checkpoint.restoring import load_weights, open_weights
 from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.commands import model
 from hpc_train.config.compose import typed
@@ -105,7 +105,7 @@ def generated(rank: int, world_size: int, base: str, strategy: list[str]) -> lis
     mesh = join_again(config, rank, world_size)
     engine = build_engine(config, mesh)
     alone, together = Decoder(engine, mesh), Decoder(engine, mesh, width=24)
-    load_weights(engine, mesh, checkpoint_of(Path(base)))
+    load_weights(open_weights(checkpoint_of(Path(base)), mesh), engine, mesh)
     greedy, drawn = together.run(ROWS, NEW), alone.run(ROWS, NEW, DRAWN)
     if config.strategy.tp == 1:
         assert greedy is not None and alone.run(ROWS, NEW) == greedy, "padding at the end changes nothing"
@@ -115,7 +115,7 @@ def generated(rank: int, world_size: int, base: str, strategy: list[str]) -> lis
         first = greedy[0]
         assert alone.run(ROWS[:1], NEW, ends=[first[2]]) == [first[: first.index(first[2]) + 1]]
         assert alone.run(ROWS, NEW, proceed=lambda done: done < 2) is None
-    load_weights(engine, mesh, checkpoint_of(Path(base)), "ema")
+    load_weights(open_weights(checkpoint_of(Path(base)), mesh), engine, mesh, "ema")
     return [greedy, drawn, together.run(ROWS, NEW)]
 
 

@@ -142,10 +142,10 @@ def go_on(rank: int, world_size: int, paths: list[str]) -> list[float]:
     for number, path in enumerate(paths):
         training = opened(path, rank, world_size)
         if number and path != paths[-1]:
-            training.manager.run = RunDirectory(Path(paths[0]))
+            training.manager.run_store.run = RunDirectory(Path(paths[0]))
             assert training.manager.restore() is not None
         training.steps(*((0, len(paths) - 1) if path == paths[-1] else (number, number + 1)))
-        training.manager.run = RunDirectory(Path(paths[0]))
+        training.manager.run_store.run = RunDirectory(Path(paths[0]))
         if path != paths[-1]:
             training.manager.save(number + 1, {"tokens": 0, "loss_scale": None}, final=True)
         found = [

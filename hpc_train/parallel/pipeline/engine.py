@@ -74,6 +74,7 @@ class PipelineEngine:
     Args:
         model: the whole model on ``meta``; it is not changed.
         layers: the layers of each stage from a profile; None follows ``strategy.pp_split``.
+        restored: see ``parallelize``.
 
     Raises:
         UserError: the model cannot be cut into the stages of ``mesh.layout``.
@@ -81,7 +82,14 @@ class PipelineEngine:
 
     updates: UpdatesInBackward | None = None
 
-    def __init__(self, config: Config, mesh: Mesh, model: Model, layers: Sequence[range] | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        model: Model,
+        layers: Sequence[range] | None = None,
+        restored: Collection[str] = (),
+    ) -> None:
         layout = mesh.layout
         check_extension(layout)
         self._mesh = mesh
@@ -90,7 +98,7 @@ class PipelineEngine:
         layers = layers or split_layers(len(model.layers), layout.stages, config.strategy.pp_split)
         placement = layout.placement
         held = [stage for stage in range(layout.stages) if placement[stage] == mesh.pp_rank]
-        models = {stage: parallelize(config, mesh, cut(model, stage, layers)) for stage in held}
+        models = {stage: parallelize(config, mesh, cut(model, stage, layers), restored) for stage in held}
         self._tied = TiedWeights(models, model.tied, layers, placement, mesh)
         self._parameters = named_parameters(models.values(), model.tied)
         self.aliases = model.tied
