@@ -8,6 +8,7 @@ only an operation that changes a tensor waits for its copy: for parameters and o
 from __future__ import annotations
 
 import mmap
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -48,6 +49,7 @@ class HostArena:
         self._cuda = cuda
         self._memory: mmap.mmap | None = None
         self._pinned: bool | None = None  # None before the attempt
+        self._pinning: threading.Thread | None = None
 
     @property
     def size(self) -> int:
@@ -79,8 +81,35 @@ class HostArena:
         flat = torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=offset)
         return flat.view(like.shape)
 
+    def begin_pin(self) -> None:
+        """Pins the memory in a thread, for which ``pin`` waits.
+
+        At 3 to 4 GB/s, an arena of 50 GB takes 15 s. Most of the time is spent to map the pages, which the thread does
+        before it calls CUDA, since a call may block those of other threads.
+        """
+        if self._device.type != "cuda" or self._pinned is not None or self._pinning is not None or not self._memory:
+            return
+        pages = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+        def map_and_pin() -> None:
+            self._cuda.set_device(self._device)
+            pages.zero_()
+            self._register()
+
+        self._pinning = threading.Thread(target=map_and_pin, name="pin-checkpoint-memory", daemon=True)
+        self._pinning.start()
+
     def pin(self) -> None:
         """Pins the memory for a GPU. If the system refuses, copies from the device are slower but correct."""
+        self._end_pin()
+        self._register()
+
+    def _end_pin(self) -> None:
+        if self._pinning is not None:
+            self._pinning.join()
+            self._pinning = None
+
+    def _register(self) -> None:
         if self._device.type != "cuda" or self._pinned is not None or self._memory is None:
             return
         code = int(self._cuda.cudart().cudaHostRegister(self._address, self.size, _PORTABLE))
@@ -93,6 +122,7 @@ class HostArena:
 
     def release(self) -> None:
         """Frees the memory when no tensor refers to it. All copies into it must be complete."""
+        self._end_pin()
         if self._pinned:
             self._cuda.cudart().cudaHostUnregister(self._address)
         self._pinned = None
@@ -198,6 +228,10 @@ class HostCopies:
         except OSError as error:  # the address space of this process is limited
             return f"the process cannot reserve {format_bytes(needed)} of host memory: {error}"
         return None
+
+    def begin_pin(self) -> None:
+        """Pins the memory that ``shortage`` has reserved in a thread, so that the first ``take`` need not."""
+        self._arena.begin_pin()
 
     @torch.no_grad()  # otherwise autograd records ``DTensor.to_local``
     def take(self, state: Mapping[str, Tensor], until_update: Collection[str] = ()) -> Snapshot:

@@ -160,7 +160,7 @@ class CheckpointManager:
         self.wait()
         if self._saved_step != step:
             began = time.monotonic()
-            state = saved_state(self.engine, self.optimizer, self.mesh) | dict(tensors or {}) | self._extra_state(step)
+            state = self._state(step, tensors)
             snapshot = self._snapshot(step, state) if self._asynchronous and not final else None
             save = _Save(step, extra, metrics or {}, began, state, snapshot, final, again)
             if snapshot is not None:
@@ -173,6 +173,22 @@ class CheckpointManager:
             self._surface(final)
         if final:
             self._copies.release()
+
+    def prepare(self, step: int, tensors_at: Callable[[int], Mapping[str, Tensor]]) -> None:
+        """Reserves the host memory of asynchronous saves from a GPU, and pins it while training continues. Collective.
+
+        Args:
+            step: the number of steps taken; after the first, the state of the optimizer has its size.
+            tensors_at: returns the tensors of hooks that a save at a step would get.
+        """
+        if not self._asynchronous or self.mesh.device.type != "cuda":
+            return
+        if self._has_room(step, self._state(step, tensors_at(step))):
+            self._copies.begin_pin()
+
+    def _state(self, step: int, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """Returns the tensors that this rank saves. Collective."""
+        return saved_state(self.engine, self.optimizer, self.mesh) | dict(tensors or {}) | self._extra_state(step)
 
     def _extra_state(self, step: int) -> dict[str, Tensor]:
         """Returns the extra state that this rank saves. Collective.
@@ -204,11 +220,20 @@ class CheckpointManager:
 
     def _snapshot(self, step: int, state: Mapping[str, Tensor]) -> Snapshot | None:
         """Starts the host copies of an asynchronous save; returns None if a node lacks memory for them. Collective."""
+        if not self._has_room(step, state):
+            return None
+        snapshot = self._copies.take(state, kept_until_update(self.engine, state))
+        if snapshot.hold is not None:
+            self.optimizer.before_next_update(snapshot.hold)
+        return snapshot
+
+    def _has_room(self, step: int, state: Mapping[str, Tensor]) -> bool:
+        """Reserves the memory for host copies of ``state``; returns whether every node has it. Collective."""
         if self._anywhere(not self._copies.is_planned(state)):
             try:
                 self._copies.plan(state, self._writer.names(state))
             except SaveFailed:
-                return None  # the synchronous save reports the error
+                return False  # the synchronous save reports the error
         problem = self._copies.shortage(state, self.ranks_of_node)
         lacks = self._anywhere(problem is not None)
         if self._lacked is not lacks:
@@ -224,12 +249,7 @@ class CheckpointManager:
             elif self.mesh.rank == 0 and setting == "checkpoint.asynchronous=auto":
                 size = format_bytes(self._copies.bytes_of(state))
                 print(f"{setting}: training continues during saves; rank 0 copies {size} to host memory", flush=True)
-        if lacks:
-            return None
-        snapshot = self._copies.take(state, kept_until_update(self.engine, state))
-        if snapshot.hold is not None:
-            self.optimizer.before_next_update(snapshot.hold)
-        return snapshot
+        return not lacks
 
     def _anywhere(self, flag: bool) -> bool:
         """Returns whether ``flag`` is true on any rank. Collective."""

@@ -249,6 +249,7 @@ class Trainer:
         if self._is_first_step:
             self._is_first_step = False
             self._report_first_step(self.step + 1, began)
+            self.checkpoints.prepare(self.step + 1, self.hooks.state_tensors)
             has_own_count = any(getattr(part, "own_count", False) for part in self.engine.parts)
             if agreement.target_count == 0 and not has_own_count:
                 self.report.warning(self.step + 1, NO_TARGETS.format(f"the batch of step {self.step + 1}"))

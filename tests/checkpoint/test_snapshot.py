@@ -107,6 +107,9 @@ class FakeCuda:
         self.calls: list[tuple[Any, ...]] = []
         self.code = code
 
+    def set_device(self, device: torch.device) -> None:
+        self.calls.append(("set_device", device, threading.current_thread().name))
+
     def cudart(self) -> FakeCuda:
         return self
 
@@ -162,6 +165,24 @@ def test_the_arena_is_pinned_once_in_its_exact_size_and_given_back() -> None:
     assert [call[0] for call in cuda.calls] == ["register", "unregister"]
     assert cuda.calls[0][2] == (5 << 20) + 4096 and cuda.calls[0][1] == cuda.calls[1][1]
     assert arena.size == 0
+
+
+def test_a_thread_pins_the_arena_before_the_first_save() -> None:
+    cuda = FakeCuda()
+    arena = HostArena(GPU, cuda)
+    arena.begin_pin()
+    assert not cuda.calls, "nothing is reserved"
+    arena.reserve(5000)
+    for _ in range(2):
+        arena.begin_pin()
+    arena.pin()
+    assert [call[0] for call in cuda.calls] == ["set_device", "register"]
+    assert cuda.calls[0][1:] == (GPU, "pin-checkpoint-memory")
+    arena.begin_pin()
+    arena.reserve(3 << 20)  # the memory is not given back while a thread pins it
+    arena.begin_pin()
+    arena.release()
+    assert [call[0] for call in cuda.calls[2:]] == ["unregister", "set_device", "register", "unregister"]
 
 
 def test_an_arena_that_cannot_be_pinned_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,10 +244,19 @@ class Hooks:
         if step == self._collected:
             return
         self._collected = step
+        for hook in self._hooks:
+            hook.call("checkpoint", self._at(step))
+        self._collect(step)
+
+    def state_tensors(self, step: int) -> Mapping[str, Tensor]:
+        """Returns tensors as a save would, without an event."""
+        self._collect(step)
+        return self.tensors
+
+    def _collect(self, step: int) -> None:
         self.values.clear()
         self.tensors.clear()
         for hook in self._hooks:
-            hook.call("checkpoint", self._at(step))
             self.values[hook.name], tensors = hook.state(step)
             self.tensors |= {f"{HOOKS}{hook.name}.{key}": tensor for key, tensor in tensors.items()}
 
