@@ -168,12 +168,14 @@ def files_read(rank: int, world_size: int, cell: Cell, saved: Path, lora: int | 
 
 @pytest.mark.long_form(15)
 @pytest.mark.parametrize(
-    ("strategy", "lora"), [(SPLITS[0], None), (PIPELINES[0], None), (SPLITS[0], 2)], ids=["dp", "stages", "adapters"]
+    ("strategy", "lora"),
+    [(SPLITS[0], None), (PIPELINES[0], None), (SPLITS[0], 2), (SPLITS[4], None)],
+    ids=["dp", "stages", "adapters", "hsdp"],
 )
 def test_one_replica_reads_the_files(strategy: dict[str, Any], lora: int | None, saved: Path) -> None:
     expected = transformers.AutoModelForCausalLM.from_pretrained(saved / "llama", dtype=torch.float32).state_dict()
     found = run_on_world(4, files_read, cell_of("llama", strategy), saved, lora, imports=HUGGING_FACE)
-    readers = strategy.get("pp", 1)
+    readers = strategy.get("pp", strategy.get("shard", 1))
     assert sum(count > 0 for count, _ in found) == readers, [count for count, _ in found]
     for _, weights in found if lora is None else ():
         assert weights and error({name: torch.from_numpy(one) for name, one in weights.items()}, expected) == 0
