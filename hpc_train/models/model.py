@@ -171,9 +171,9 @@ class Model(nn.Module):
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         """Fills ``value`` (the full parameter ``name``, never a shard) in place with its initial values."""
 
-    def is_stored(self, name: str) -> bool:
-        """Returns whether the parameter ``name`` is read from files. Replicas then get its values from the first
-        replica."""
+    def starts_on_host(self, name: str) -> bool:
+        """Returns whether the initial values of the parameter ``name`` are read from files or drawn on the CPU.
+        Replicas then get them from the first replica."""
         return False
 
     def stored_box(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:

@@ -216,8 +216,9 @@ def materialize(
         seed: the seed of the run.
         dtype: the dtype of the floating-point parameters.
         home: the device of sharded parameters if it is not ``device``.
-        replicas: a group whose ranks hold the same parameters. Its first rank reads those that are stored in files, and
-            sends them to the others, so that the shared file system is read once and not by each replica.
+        replicas: a group whose ranks hold the same parameters. Its first rank reads those that are stored in files or
+            drawn on the CPU, and sends them to the others, so that the shared file system is read once and not by each
+            replica.
         restored: canonical names of parameters that get no values, because a checkpoint follows.
     """
     with keep_shared(module):
@@ -229,7 +230,7 @@ def materialize(
             name = module.tied.get(name, name)
             if name in restored:
                 continue
-            if replicas is None or replicas.size() == 1 or not module.is_stored(name):
+            if replicas is None or replicas.size() == 1 or not module.starts_on_host(name):
                 _fill(module, name, parameter, seed, device)
                 continue
             if replicas.rank() == 0:

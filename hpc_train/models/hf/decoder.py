@@ -168,8 +168,8 @@ class HFDecoder(Model):
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         self._values.fill(hf_name(name), value, generator)
 
-    def is_stored(self, name: str) -> bool:
-        return self._values.is_stored(hf_name(name))
+    def starts_on_host(self, name: str) -> bool:
+        return True
 
     def stored_box(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
         return self._values.read(hf_name(name), begin, size)
@@ -372,8 +372,8 @@ class HFWhole(WrappedModel):
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         self._values.fill(name, value, generator)
 
-    def is_stored(self, name: str) -> bool:
-        return self._values.is_stored(name)
+    def starts_on_host(self, name: str) -> bool:
+        return True
 
     def stored_box(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
         return self._values.read(name, begin, size)

@@ -31,9 +31,6 @@ class AdapterValues(FirstValues):
     """The initial values of a model with adapters: the weights of the base model, and peft's values for the
     adapters."""
 
-    def is_stored(self, name: str) -> bool:
-        return not _is_adapter(name) and super().is_stored(name.replace(_BASE, "."))
-
     def read(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
         if _is_adapter(name):
             return None

@@ -361,12 +361,9 @@ class FirstValues:
     def __deepcopy__(self, memo: Any) -> FirstValues:
         return self  # it does not change, and pipeline stages share it
 
-    def is_stored(self, name: str) -> bool:
-        return name in self._stored
-
     def read(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
         """Returns a box of a parameter in its stored dtype; None if the files do not have the parameter."""
-        if self._files is None or not self.is_stored(name):
+        if self._files is None or name not in self._stored:
             return None
         return self._files.read(self._stored[name], begin, size)
 
@@ -381,12 +378,14 @@ class FirstValues:
         with torch.random.fork_rng(devices=()), torch.no_grad():
             torch.manual_seed(seed)
             self._initialize(path, shell)
-            if shell._parameters[attribute].isnan().any() and hasattr(shell, "reset_parameters"):  # type: ignore[union-attr]
+            drawn = shell._parameters[attribute]
+            assert drawn is not None
+            is_drawn = not drawn.isnan().any()
+            if not is_drawn and hasattr(shell, "reset_parameters"):
                 torch.manual_seed(seed)
                 shell.reset_parameters()  # type: ignore[operator]
-        drawn = shell._parameters[attribute]
-        assert drawn is not None
-        if drawn.isnan().any():
+                is_drawn = not drawn.isnan().any()
+        if not is_drawn:
             raise UserError(
                 f"{type(self._skeleton).__name__} does not define the initial values of {name}",
                 where="model",
