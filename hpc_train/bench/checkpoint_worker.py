@@ -24,9 +24,10 @@ from hpc_train.bench.request import CheckpointRequest, Spread, paired_ratio
 from hpc_train.bench.worker import BenchRank, Training, measure_on_ranks
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.manifest import read_manifest, verify
-from hpc_train.checkpoint.reader import SafeReader
+from hpc_train.checkpoint.restoring import load_tensors, open_checkpoint
 from hpc_train.checkpoint.run_store import RunStore
 from hpc_train.checkpoint.state import compression_state, training_state
+from hpc_train.checkpoint.verified import VerifiedCheckpoint
 from hpc_train.checkpoint.writer import quiet
 from hpc_train.parallel.mesh import largest, synchronize, synchronize_ranks
 from hpc_train.run.agent_worker import WorkerSpec
@@ -116,12 +117,19 @@ class _CheckpointBench:
         """Saves synchronously, as at the end of a run, and then verifies and loads the checkpoint."""
         self.step += 1
         times = {"save": self._timed(lambda: self.manager.save(self.step, {}, final=True))}
-        path = self.manager.store.committed()[-1].path
+        checkpoint = self.manager.store.committed()[-1]
+        path = checkpoint.path
         manifest = read_manifest(path)
         self.bytes = manifest.size
         share = sorted(manifest.files)[self.mesh.rank :: self.mesh.layout.world_size]
         times["verify"] = self._timed(lambda: verify(path, manifest, share))
-        times["load"] = self._timed(lambda: self._load(SafeReader(path, manifest)))
+        verified = VerifiedCheckpoint(checkpoint, manifest)
+
+        def load() -> None:
+            source = open_checkpoint(verified, self.mesh.control)
+            load_tensors(self.state, source.reader, self.mesh, self.mesh.control)
+
+        times["load"] = self._timed(load)
         self._forget(path)
         return times
 
@@ -138,7 +146,10 @@ class _CheckpointBench:
         times = {
             "dcp_save": self._timed(lambda: dcp.save(dict(self.state), storage_writer=writer, process_group=self.group))
         }
-        times["dcp_load"] = self._timed(lambda: self._load(dcp.FileSystemReader(path)))
+        reader = dcp.FileSystemReader(path)
+        times["dcp_load"] = self._timed(
+            lambda: dcp.load(dict(self.state), storage_reader=reader, process_group=self.group)
+        )
         self._forget(path)
         return times
 
@@ -170,9 +181,6 @@ class _CheckpointBench:
                     digest.update(data[begin : begin + _PIECE])
 
         return {"memcpy": self._timed(copy_state), "hash": self._timed(hash_copies)}
-
-    def _load(self, reader: dcp.FileSystemReader) -> None:
-        dcp.load(dict(self.state), storage_reader=reader, process_group=self.group)
 
     def _in_background(self, begin: Callable[[], None], end: Callable[[], None]) -> tuple[float, float]:
         """Returns the seconds until ``begin`` returns, and until ``end`` returns."""

@@ -144,7 +144,7 @@ def restore(
     compression = CompressionLoad(engine, stored if with_optimizer else {})
     check_match(required(stored), required_shapes, where=str(path))
     extra_state = ExtraLoad(engine.parts, source.stored)
-    _load(state | compression.targets | extra_state.targets, source.reader, mesh, group)
+    load_tensors(state | compression.targets | extra_state.targets, source.reader, mesh, group)
     compression.finish()
     round_to_weights(engine.named_parameters().values())
     optimizer.loaded()
@@ -162,7 +162,7 @@ def restore(
     def load_hook(tensors: Mapping[str, Tensor]) -> str | None:
         problem: str | None = lowest(missing_in(source.stored, shapes(tensors)), group)
         if problem is None:
-            _load(tensors, source.reader, mesh, group)
+            load_tensors(tensors, source.reader, mesh, group)
         return problem
 
     return restored, load_hook
@@ -210,12 +210,12 @@ def load_weights(source: OpenCheckpoint, engine: ModelState, mesh: Mesh, hook: s
     replaced = {} if hook is None else weights_of_hook(source.stored, hook)
     extra_state = ExtraLoad(engine.parts, source.stored)
     weights = {replaced.get(name, name): tensor for name, tensor in state.items()}
-    _load(weights | extra_state.targets, source.reader, mesh, group)
+    load_tensors(weights | extra_state.targets, source.reader, mesh, group)
     round_to_weights(engine.named_parameters().values())
     extra_state.finish()
 
 
-def _load(state: Mapping[str, Tensor], reader: SafeReader, mesh: Mesh, group: dist.ProcessGroup) -> None:
+def load_tensors(state: Mapping[str, Tensor], reader: SafeReader, mesh: Mesh, group: dist.ProcessGroup) -> None:
     """Loads this rank's parts. Replicas read each part once, and each of them reads an equal share of the bytes.
 
     Each rank plans its own reads, since DCP would send all plans to rank 0 and back.
