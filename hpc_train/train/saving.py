@@ -27,7 +27,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import PASSING, Failure
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.report import Report
-from hpc_train.train.step import Control
+from hpc_train.train.step import NESTED, Control
 from hpc_train.units import format_duration
 
 FIRST_S = 300.0  # with auto, the time until the first save, which measures the cost of a save
@@ -223,7 +223,7 @@ class LastSave:
                     deadline = min(deadline, self.stop.since + self._stopping_s)
                 now = time.monotonic()
                 may_succeed = not error.codes.isdisjoint(TRANSIENT) and now + pause < deadline
-                control = Control(self.mesh)
+                control = Control(self.mesh, NESTED)
                 control.post(False, 0, save=may_succeed and self.mesh.rank == 0)  # rank 0 decides
                 if not control.read().save:
                     raise

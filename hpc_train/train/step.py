@@ -9,13 +9,17 @@ agreement is a small asynchronous all-reduce on a CPU group. It is posted before
 so no rank waits for it, and all ranks see a stop request at the same step. A request that arrives after its rank has
 posted would take effect a step later. After a slow step, the ranks therefore agree once more before the next step
 begins.
+
+The all-reduce of gloo is a ring, in which 2 (n - 1) messages wait for each other: at 1,024 ranks it takes longer than a
+short step. Many ranks exchange the messages in ceil(log2(n)) rounds instead, in a thread.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -189,15 +193,25 @@ class Agreement:
 
 
 SLOW_S = 5.0  # seconds between two messages; a synchronous all-reduce on the hosts takes much less time
+NESTED = 1  # the tag of messages that are posted and read while a message about a step may be pending
+RING_RANKS = 64  # the largest world that agrees over gloo's ring, whose 126 messages take a few milliseconds
 
 
 class Control:
-    """Posts and reads the message of each step. Each ``post`` is followed by one ``read`` on every rank."""
+    """Posts and reads the message of each step. Each ``post`` is followed by one ``read`` on every rank.
 
-    def __init__(self, mesh: Mesh) -> None:
+    Args:
+        tag: distinguishes its messages from those of another Control that has posted and not read.
+    """
+
+    def __init__(self, mesh: Mesh, tag: int = 0) -> None:
         self._group = mesh.control
+        self._tag = tag
+        self._rounds: ThreadPoolExecutor | None = None
+        if mesh.layout.world_size > RING_RANKS:
+            self._rounds = ThreadPoolExecutor(1, "agreement")
         self._counts = mesh.pp_rank == mesh.cp_rank == mesh.tp_rank == 0  # one rank per replica reports its targets
-        self._pending: tuple[Tensor, dist.Work] | None = None
+        self._pending: tuple[Tensor, Callable[[], object]] | None = None  # the message and what waits for its sum
         self._posted = deque[float](maxlen=2)  # time.monotonic() of the newest messages
 
     def post(self, stop: bool, local_count: int, save: bool = False, end: bool = False, items: int = 0) -> None:
@@ -217,9 +231,7 @@ class Control:
         self._posted.append(now)
         counts = (local_count, items) if self._counts else (0, 0)
         message = torch.tensor([int(stop), *counts, int(save), int(end), int(is_slow)])
-        work = dist.all_reduce(message, group=self._group, async_op=True)
-        assert work is not None
-        self._pending = message, work
+        self._pending = message, self._sum(message)
 
     def read(self, flag: StopFlag | None = None) -> Agreement:
         """Returns the agreement; waits for the ``post`` of the slowest rank.
@@ -229,12 +241,48 @@ class Control:
                 None on all ranks or on none.
         """
         assert self._pending is not None, "nothing was posted"
-        message, work = self._pending
+        message, wait = self._pending
         self._pending = None
-        work.wait()
+        wait()
         stop, target_count, items, save, end, slow = message.tolist()
         if flag is not None and slow and not stop:
-            late = torch.tensor(int(flag.requested))
-            dist.all_reduce(late, group=self._group)
+            late = torch.tensor([int(flag.requested)])
+            self._sum(late)()
             stop = late.item()
         return Agreement(stop > 0, target_count, save > 0, end > 0, items)
+
+    def _sum(self, message: Tensor) -> Callable[[], object]:
+        """Starts to sum ``message`` over all ranks in place, and returns the function that waits for the sum."""
+        if self._rounds is not None:
+            return self._rounds.submit(sum_in_rounds, message, self._group, self._tag).result
+        work = dist.all_reduce(message, group=self._group, async_op=True)
+        assert work is not None
+        return work.wait
+
+
+def sum_in_rounds(message: Tensor, group: dist.ProcessGroup, tag: int) -> None:
+    """Sums ``message``, a vector on the CPU, over the n ranks of ``group`` in place, in ceil(log2(n)) rounds.
+
+    This is the all-gather of Bruck et al. 1997 (doi:10.1109/71.642949): in each round, a rank receives as many messages
+    as it has from a higher rank. Every rank adds them up.
+    """
+    rank = group.rank()
+    ranks = group.size()
+    messages = message.new_empty(ranks, len(message))  # of this rank and the following ones
+    messages[0] = message
+    distances = [2**number for number in range((ranks - 1).bit_length())]
+    # posted before the rounds, in each of which this thread may wait for the interpreter's lock
+    parts = [messages[distance : 2 * distance] for distance in distances]
+    received = [
+        dist.irecv(part, group=group, group_src=(rank + distance) % ranks, tag=tag)
+        for part, distance in zip(parts, distances, strict=True)
+    ]
+    sent = []
+    for part, distance, work in zip(parts, distances, received, strict=True):
+        sent.append(dist.isend(messages[: len(part)], group=group, group_dst=(rank - distance) % ranks, tag=tag))
+        assert work is not None
+        work.wait()
+    for work in sent:
+        assert work is not None
+        work.wait()
+    message.copy_(messages.sum(0))

@@ -40,7 +40,7 @@ from hpc_train.train.evaluation import Evaluation
 from hpc_train.train.hooks import Hooks
 from hpc_train.train.report import SKIPPED, SUMS, Line, Readback, Report, name_attention, weights_sha256
 from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule
-from hpc_train.train.step import Agreement, Control, SkippedSteps, StepOutcome, TrainStep
+from hpc_train.train.step import NESTED, Agreement, Control, SkippedSteps, StepOutcome, TrainStep
 from hpc_train.train.watch.measures import Measures, Meter
 from hpc_train.train.watch.memory import report_memory
 from hpc_train.train.watch.profiler import Profiler
@@ -395,7 +395,7 @@ class Trainer:
         A stop request interrupts the evaluation, except at the end of the run.
         """
         began = time.monotonic()
-        control = Control(self.mesh) if self.step < self._end else None
+        control = Control(self.mesh, NESTED) if self.step < self._end else None
         self.report.evaluation_started(self.step)
         with self.meter.pausing(), self.heartbeat.during(Phase.EVALUATION, self.step), self.hooks.evaluating(self.step):
             metrics = self.evaluation.run(self.engine, control, self.stop)

@@ -110,6 +110,14 @@ def stop_in_a_slow_step_three(spec: WorkerSpec, stop: StopFlag) -> None:
     stop_in(3, spec, stop)
 
 
+def stop_in_rounds(spec: WorkerSpec, stop: StopFlag) -> None:
+    """The ranks agree as those of large worlds do."""
+    from hpc_train.train import step
+
+    step.RING_RANKS = 1
+    stop_in_a_slow_step_three(spec, stop)
+
+
 def stop_in_an_evaluation(spec: WorkerSpec, stop: StopFlag) -> None:
     from hpc_train.train import evaluation
 
@@ -180,10 +188,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
         pytest.param(partial(stop_in, 0), Exit.STOPPED, 1, id="first"),
         pytest.param(partial(stop_in, 3), Exit.STOPPED, 5, id="third"),
         pytest.param(stop_in_a_slow_step_three, Exit.STOPPED, 4, id="slow"),
+        pytest.param(stop_in_rounds, Exit.STOPPED, 4, id="rounds"),
         pytest.param(partial(stop_in, 9), Exit.DONE, 10, id="last"),
     ],
 )
-@pytest.mark.long_form(10, cases=["start", "first", "slow", "last"])
+@pytest.mark.long_form(10, cases=["start", "first", "slow", "rounds", "last"])  # test_step.py has the rounds
 def test_a_stop_request_loses_no_step(
     tmp_path: Path, uninterrupted: RunDirectory, prepare: object, code: Exit, saved_at: int
 ) -> None:
