@@ -23,6 +23,7 @@ from hpc_train.config.values import with_all_workers
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.request import check_job
+from hpc_train.layout.memory import COMMUNICATOR_BYTES
 from hpc_train.machine.allocation import current_allocation, workers_per_node
 from hpc_train.planner.machine import NAMES, OPTIONAL, Figure, Machine, parse_machine, read_machine, shipped
 from hpc_train.run.directory import RunDirectory
@@ -218,6 +219,8 @@ def machine_of(result: Mapping[str, Any], cores: int, name: str, source: str) ->
         "attention_share": min(1.0, rates["attention_flops"] / peak),
         "cores": cores,
     }
+    if not cores and result["nodes"] * result["ranks_per_node"] > 1:  # the planner adds the communicator of all ranks
+        measured["reserved_bytes"] = max(0.0, rates["reserved_bytes"] - COMMUNICATOR_BYTES)
     figures = dict(OPTIONAL) | {key: Figure(value, "assumed", reason) for key, (value, reason) in ASSUMED.items()}
     device = f"{cores} CPU cores"
     if not cores:

@@ -13,6 +13,8 @@ import torch
 
 from hpc_train.bench.machine import fit_rate, machine_of, same_device
 from hpc_train.bench.machine_worker import _MachineBench
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.memory import reserved_bytes
 from hpc_train.planner.machine import read_machine
 from tests.doors.command import hpc_train
 from tests.ranks import run_ranks
@@ -39,7 +41,7 @@ FIGURES = {
 
 def result(device: str, **more: float) -> dict[str, Any]:
     figures = FIGURES | more
-    return {"device": device, "units": 132, "ranks_per_node": 8, "precision": "bf16", "figures": figures}
+    return {"device": device, "units": 132, "nodes": 1, "ranks_per_node": 8, "precision": "bf16", "figures": figures}
 
 
 def test_what_one_node_does_not_show_is_that_of_the_same_gpu() -> None:
@@ -60,6 +62,13 @@ def test_an_unknown_gpu_has_measured_peaks_and_assumes_the_rest() -> None:
     assert same_device("NVIDIA H100 PCIe", 85e9) is None and same_device("NVIDIA H100", 50e9) is None
     found = same_device("NVIDIA A100-SXM4-40GB", 42e9)
     assert found is not None and found.name == "a100-40"
+
+
+def test_the_communicator_of_all_ranks_counts_once() -> None:
+    machine = machine_of(result("NVIDIA H100 80GB HBM3"), 0, "mine", "here")
+    assert reserved_bytes(Layout(8, 1, 1, 1, "ddp", "1f1b", 1, 1, 1), machine.rates.reserved_bytes) == 3e9
+    single = result("NVIDIA H100 80GB HBM3") | {"ranks_per_node": 1}
+    assert machine_of(single, 0, "mine", "here").rates.reserved_bytes == 3e9, "it has none"
 
 
 def links(rank: int, world_size: int) -> dict[str, float]:
