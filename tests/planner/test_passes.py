@@ -16,7 +16,16 @@ from hpc_train.layout.resolve import resolve_layout
 from hpc_train.models.build import build_model
 from hpc_train.models.wrapped import layers_of
 from hpc_train.planner.machine import Figure, Machine, read_machine
-from hpc_train.planner.passes import Passes, float8_of, gather, group_of, why_not_predicted
+from hpc_train.planner.passes import (
+    FSDP_GATHER,
+    FSDP_HOOKS,
+    FSDP_SCATTER,
+    Passes,
+    float8_of,
+    gather,
+    group_of,
+    why_not_predicted,
+)
 from hpc_train.planner.prediction import predict_step
 from hpc_train.planner.work import Block, count_work
 from tests.config.composing import compose
@@ -84,7 +93,7 @@ def test_tensor_parallel_ranks_gather_and_scatter_twice_in_each_pass() -> None:
 
 
 def test_the_host_starts_layers_of_dtensors_slowly_unless_they_are_compiled() -> None:
-    split = ("strategy.tp=4", "strategy.dp=2", "strategy.data_parallel=zero1")
+    split = ("strategy.tp=4", "strategy.dp=2", "strategy.data_parallel=allreduce")
     machine = changed(bf16_flops=1e30, memory_bytes_per_s=1e30, node_bytes_per_s=1e30, node_latency_s=0.0)
     seconds = {}
     for words in ((), split, (*split, "train.compile=true")):
@@ -93,6 +102,26 @@ def test_the_host_starts_layers_of_dtensors_slowly_unless_they_are_compiled() ->
         layer = found.work.blocks[1]
         seconds[words] = found.forward(layer) / layer.kernels / machine.rates.launch_s
     assert [*seconds.values()] == pytest.approx([1, machine.rates.tp_launches, 1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "forward", "backward"),
+    [
+        ("allreduce", 0, 0),
+        ("zero1", FSDP_HOOKS + FSDP_GATHER / 4, FSDP_HOOKS + FSDP_SCATTER / 4),
+        ("zero2", FSDP_HOOKS + FSDP_GATHER / 4, FSDP_HOOKS + FSDP_SCATTER),
+        ("zero3", FSDP_HOOKS + FSDP_GATHER, FSDP_HOOKS + FSDP_GATHER + FSDP_SCATTER),
+    ],
+)
+def test_fsdp_keeps_the_host_busy_also_with_compiled_layers(kind: str, forward: float, backward: float) -> None:
+    machine = changed(bf16_flops=1e30, memory_bytes_per_s=1e30)
+    split = (f"strategy.data_parallel={kind}", "train.compile=true")
+    found = passes(config_of(*split, "strategy.dp=8", "batch.global_size=32", "batch.micro_size=1"), machine)
+    layer = found.work.blocks[1]
+    assert found.layout.micro_batches == 4
+    times = found.forward(layer), found.backward(layer, "none")
+    kernels = [seconds / machine.rates.launch_s for seconds in times]
+    assert kernels == pytest.approx([layer.kernels + forward, 2 * layer.kernels + backward])
 
 
 def test_context_parallel_ranks_exchange_queries_keys_values_and_the_result_in_each_pass() -> None:
