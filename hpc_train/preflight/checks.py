@@ -14,7 +14,7 @@ from hpc_train.preflight.nccl_log import Transport
 
 WARNING, ERROR = "warning", "error"
 # classes of findings, which are the keys of cluster.preflight_action
-TCP, SHARED_GPU, SLOW_DEVICE, CONFIG = "tcp", "shared_gpu", "slow_device", "config"
+TCP, NVLINK, SHARED_GPU, SLOW_DEVICE, CONFIG = "tcp", "nvlink", "shared_gpu", "slow_device", "config"
 VERSIONS, NETWORK, CLOCK = "versions", "network", "clock"
 SKEW_WARN_S, SKEW_ERROR_S = 0.1, 1.0  # munge rejects more than 300 s
 GEMM_WARN, GEMM_ERROR = 0.95, 0.85  # shares of the median of the GPUs of one model
@@ -169,17 +169,21 @@ def check_inside(ranks: Sequence[RankFacts], nvlink: Container[str]) -> Iterator
     Args:
         nvlink: the nodes in which NVLink connects all GPUs.
     """
-    inside = {rank.node: rank.transport.inside for rank in ranks if rank.transport and rank.transport.inside}
-    for node, transports in inside.items():
-        if "P2P" not in transports and node in nvlink:
-            yield PreflightFinding(
-                NETWORK,
-                ERROR,
-                f"NCCL copies through host memory ({', '.join(transports)}) in {node}, although its GPUs have NVLink",
-                "remove NCCL_P2P_DISABLE, --gpus-per-task and --gpu-bind; `nvidia-smi nvlink -s` on the node shows "
-                "links that are down",
-                node,
-            )
+    logged = [rank for rank in ranks if rank.transport and rank.transport.inside]
+    copying = [rank for rank in logged if rank.transport and "P2P" not in rank.transport.inside and rank.node in nvlink]
+    nodes: dict[str, str | None] = {rank.node: rank.node for rank in copying}  # text of the message -> unfit node
+    if 2 * len(nodes) >= len({rank.node for rank in logged}) and nodes:
+        nodes = {", ".join(nodes): None}  # with so many nodes, the cause is not in single nodes
+    for text, unfit in nodes.items():
+        yield PreflightFinding(
+            NVLINK,
+            ERROR,
+            f"NCCL copies through host memory (SHM) in {text}, although the GPUs have NVLink",
+            "remove NCCL_P2P_DISABLE, --gpus-per-task and --gpu-bind; set cluster.visible_gpus=all if a driver or a "
+            "container refuses access to GPUs that a rank does not see; `nvidia-smi nvlink -s` on the node shows links "
+            "that are down",
+            unfit,
+        )
 
 
 def check_copies(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:

@@ -41,7 +41,7 @@ from hpc_train.preflight.checks import (
     slow_devices,
 )
 from hpc_train.preflight.measure import Crew, Effort, measure_all, paired_test
-from hpc_train.preflight.nccl_log import Transport
+from hpc_train.preflight.nccl_log import Transport, parse_transport
 from hpc_train.preflight.run import actions_of, nccl_log, preflight, stop_for
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
@@ -137,11 +137,23 @@ def test_tcp_beside_an_active_rdma_port_is_an_error_and_a_copy_through_the_host_
     assert "NCCL_DMABUF_ENABLE=1" in only(check_transport(amd, {})).fix
 
 
-def test_a_node_that_does_not_use_its_nvlink_is_named() -> None:
-    copied, linked = Transport(inside=("SHM",)), Transport(inside=("P2P", "SHM"))
-    ranks = [replace(rank, transport=copied if rank.node == "n1" else linked) for rank in gpus()]
+THROUGH_HOST = """\
+n1:1186:1372 [1] NCCL INFO Channel 00 : 1[1] -> 0[0] via SHM/direct/direct
+n1:1186:1372 [1] NCCL INFO Channel 01 : 1[1] -> 0[0] via SHM/direct/direct
+"""
+OVER_NVLINK = "n0:1186:1372 [1] NCCL INFO Channel 00/0 : 1[1] -> 0[0] via P2P/CUMEM/read\n"
+
+
+def test_a_node_that_does_not_use_its_nvlink_ends_the_job() -> None:
+    copied, linked = parse_transport(THROUGH_HOST), parse_transport(OVER_NVLINK)
+    ranks = [replace(rank, transport=copied if rank.rank == 2 else linked) for rank in gpus()]
     found = only(check_inside(ranks, {"n0", "n1", "n2"}))
     assert (found.level, found.unfit) == ("error", "n1") and "host memory (SHM) in n1" in found.message
+    with pytest.raises(UserError, match=r"cluster\.visible_gpus=all") as refused:
+        stop_for([found], DEFAULT)
+    assert "cluster.preflight_action.nvlink=warn" in refused.value.fix
+    everywhere = [replace(rank, transport=copied) for rank in ranks]
+    assert only(check_inside(everywhere, {"n0", "n1", "n2"})).unfit is None
     assert not list(check_inside(ranks, {"n0"})), "it has none"
     assert not list(check_inside(gpus(), {"n0", "n1"})), "nothing is known"
 
@@ -332,7 +344,7 @@ def test_what_stops_a_job_by_default() -> None:
     stop_for(
         [problem("tcp", "warning"), problem("network", unfit="n1"), problem("clock"), problem("versions")], DEFAULT
     )
-    for kind in ("tcp", "shared_gpu", "config"):
+    for kind in ("tcp", "nvlink", "shared_gpu", "config"):
         with pytest.raises(UserError, match=f"a problem of {kind}: fix it") as refused:
             stop_for([problem("clock"), problem(kind)], DEFAULT)
         assert f"cluster.preflight_action.{kind}=warn" in refused.value.fix and "clock" not in str(refused.value)

@@ -116,6 +116,7 @@ class ClusterConfig:
     preflight_action: Any = key(
         {
             "tcp": "stop",
+            "nvlink": "stop",
             "shared_gpu": "stop",
             "slow_device": "exclude",
             "config": "stop",
