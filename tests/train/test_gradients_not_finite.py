@@ -120,14 +120,30 @@ def with_large_scale(spec: WorkerSpec, stop: StopFlag) -> None:
 
 
 def with_large_scale_and_no_last_step(spec: WorkerSpec, stop: StopFlag) -> None:
+    """Also writes the scales of each rank to a file."""
     with_large_scale(spec, stop)
     poison({11}, spec, stop)
+    update = LossScale.update
+
+    def recorded(self: LossScale, finite: torch.Tensor) -> None:
+        update(self, finite)
+        with Path(spec.run_dir, f"scales-{spec.rank}").open("a") as file:
+            file.write(f"{self.value.item()}\n")
+
+    LossScale.update = recorded  # type: ignore[method-assign]
 
 
-def test_fp16_halves_its_scale_until_gradients_are_finite_and_grows_again(tmp_path: Path) -> None:
-    """One skipped step at the end does not fail the run."""
-    run = frozen(tmp_path / "run", "+strategy=zero2", "precision=fp16", "train.steps=12")
+@pytest.mark.parametrize("strategy", ["dp", "zero1", "zero2", "zero3", "pp"])
+@pytest.mark.long_form(8, cases=["dp", "zero1", "zero3", "pp"])  # zero2 covers the decision
+def test_fp16_halves_its_scale_until_gradients_are_finite_and_grows_again(tmp_path: Path, strategy: str) -> None:
+    """On all ranks alike. One skipped step at the end does not fail the run."""
+    saved = ["checkpoint.every=1", "checkpoint.keep=2"]
+    run = frozen(tmp_path / "run", f"+strategy={strategy}", "precision=fp16", "train.steps=12", *saved)
     assert run_attempt(run, 2, with_large_scale_and_no_last_step) == [0, 0]
+    first, second = ((run.path / f"scales-{rank}").read_text().splitlines() for rank in range(2))
+    assert len(first) == 12 and first == second
+    before, after = (read_tensors(run.checkpoints / f"step-{step:08d}") for step in (11, 12))
+    assert all(torch.equal(before[name], after[name]) for name in before), "rank 1 alone overflows in the last step"
     lines = run.read_metrics()
     scales = [line["loss_scale"] for line in lines]
     assert lines[0]["grad_norm"] is None
