@@ -20,6 +20,7 @@ from hpc_train.config.schema import ClusterConfig, ElasticConfig
 from hpc_train.config.values import asked_nodes, node_range
 from hpc_train.errors import UserError
 from hpc_train.launch.job import Job
+from hpc_train.machine.placement import group_nodes, parse_switch_sizes
 from hpc_train.run.requests import ANNOUNCING
 from hpc_train.schedulers.slurm.limits import cores, memory
 from hpc_train.schedulers.slurm.records import gpus_of, seconds
@@ -174,6 +175,27 @@ def stop_note(job: Job) -> str:
         f"Slurm will signal the job {lead.seconds:g} to {lead.seconds + 60:g} s before its time limit, to save a "
         f"checkpoint: {lead.reason}"
     )
+
+
+def segment_note(job: Job, topology: str) -> list[str]:
+    """Returns a line that proposes ``--segment`` if the job needs several blocks and a group of ranks fits into one.
+
+    Args:
+        topology: the output of ``scontrol show topology``.
+    """
+    block = max(parse_switch_sizes(topology).values(), default=0)
+    fewest, nodes = asked_nodes(job.config)
+    group = group_nodes(job.layout, job.workers)
+    is_asked = not {"segment", "switches"}.isdisjoint(job.config.cluster.extra)
+    if is_asked or fewest != nodes or nodes <= block or not 1 < group <= block or nodes % group:
+        return []
+    kind = "pipeline stage"
+    if job.layout.shard > 1:
+        kind = "shard group"
+    return [
+        f"note: a block of this cluster has {block} nodes, and the job needs {nodes}: +cluster.extra.segment={group} "
+        f"keeps the {group} nodes of each {kind} in one block"
+    ]
 
 
 def signal_lead(job: Job) -> StopTime:

@@ -146,6 +146,26 @@ def has_blocks(environment: Mapping[str, str] = os.environ) -> bool:
     return environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").startswith("block.")
 
 
+def group_nodes(layout: Layout, workers_per_node: int) -> int:
+    """Returns the nodes of a group of ranks that exchange the most: those that shard one copy of the state or, without
+    sharding, those of a pipeline stage."""
+    ranks = layout.stage_ranks
+    if layout.shard > 1:
+        ranks = layout.shard * layout.tp
+    return -(-ranks // workers_per_node)
+
+
+def segment(layout: Layout, workers_per_node: int, nodes: int, block: int) -> int:
+    """Returns the largest value of ``--segment`` that divides such a group and, as sbatch requires, the nodes of the
+    job.
+
+    Args:
+        block: the number of nodes of a block.
+    """
+    group = group_nodes(layout, workers_per_node)
+    return max(size for size in range(1, min(group, block) + 1) if group % size == 0 and nodes % size == 0)
+
+
 def judge(network: Network, layout: Layout, workers_per_node: int, *, blocks: bool, switches: str | None) -> list[str]:
     """Returns a line for each problem with the placement of ``layout``; the last line suggests an improvement.
 
@@ -165,8 +185,8 @@ def judge(network: Network, layout: Layout, workers_per_node: int, *, blocks: bo
     if not problems:
         return []
     if blocks:
-        group = -(-layout.stage_ranks // workers_per_node)
-        fix = f"+cluster.extra.segment={min(group, network.size)} requests that many nodes of one block at a time"
+        size = segment(layout, workers_per_node, nodes, network.size)
+        fix = f"+cluster.extra.segment={size} requests that many nodes of one block at a time"
     elif switches is None:
         fewer = min(network.needed, len(used) - 1) if network.size > 1 else 1
         on = "one switch" if fewer == 1 else f"{fewer} switches"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,22 @@ def test_resources_stand_on_the_command_line(slurm: Path, tmp_path: Path) -> Non
     script = (job.run.path / "job.sbatch").read_text()
     assert "#SBATCH" not in script
     assert f"RUN={job.run.path}\n" in script
+
+
+def test_a_segment_keeps_each_shard_group_in_one_block(slurm: Path, tmp_path: Path) -> None:
+    plugin, blocks = "TopologyPlugin = topology/block", "BlockName=b1 BlockIndex=0 Nodes=g[1-18] BlockSize=18"
+    command(slurm, "scontrol", f'case "$*" in *config*) echo "{plugin}";; *topology*) echo "{blocks}";; esac')
+
+    def proposed(nodes: int | str, shard: int, **extra: str) -> list[str]:
+        job = make_job(tmp_path / "sweep", cluster=replace(SITE, nodes=nodes, gpus_per_node=1, extra=extra), gpus=1)
+        job = replace(job, layout=replace(job.layout, shard=shard))
+        return [line for line in SlurmJobExecutor().check([job]) if "extra.segment" in line]
+
+    (line,) = proposed(32, 16)
+    assert "a block of this cluster has 18 nodes, and the job needs 32: +cluster.extra.segment=16 keeps the 16" in line
+    assert proposed(16, 8) == [], "the job fits into one block"
+    assert proposed(32, 32) == [], "a group is larger than a block"
+    assert proposed(32, 16, segment="16") == proposed("16-32", 16) == []
 
 
 def test_jobs_of_one_shape_are_one_array_and_keep_their_order(slurm: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from hpc_train.machine.placement import (
     network_of,
     node_order,
     parse_switch_sizes,
+    segment,
     switch_address,
     with_nvlink_domain,
 )
@@ -147,4 +148,6 @@ def test_one_switch_and_a_torus_are_not_judged() -> None:
 def test_blocks_and_a_request_for_switches_have_other_fixes() -> None:
     network = Network(("b1", "b2"), 18)
     assert "+cluster.extra.segment=2" in judge(network, layout(1, 8), 4, blocks=True, switches=None)[-1]
+    shards = Layout(64, 1, 1, 48, "zero3", "1f1b", 1, 4, 1)
+    assert segment(shards, 4, 16, 9) == 4, "divides the 12 nodes of a shard group and the job"
     assert "max_switch_wait" in judge(network, layout(1, 8), 4, blocks=False, switches="1@00:10:00")[-1]

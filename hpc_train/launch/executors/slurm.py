@@ -39,6 +39,7 @@ from hpc_train.launch.sbatch import (
     identity,
     options,
     output_file,
+    segment_note,
     stop_note,
     survives_node_loss,
 )
@@ -143,6 +144,9 @@ class SlurmJobExecutor:
         check_architecture(jobs[0].config.cluster, self.site)
         lines = [*cost_lines(jobs, self.site), *dict.fromkeys(map(stop_note, jobs))]
         lines += [*check_room(jobs), *check_shared(jobs[0].run.path), *notes_of_withheld()]
+        if self.site.has_blocks:
+            topology = client.show_topology()
+            lines += dict.fromkeys(note for job in jobs for note in segment_note(job, topology))
         for group in self._by_shape(jobs):
             check_limits(group[0], self.site)
             result = _test_only(group[0], {**options(group[0], self.site), **_array(group)})

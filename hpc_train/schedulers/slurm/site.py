@@ -104,12 +104,14 @@ class Site:
 
     Attributes:
         keeps_comments: whether ``sacct`` knows the comments of jobs, where each run leaves a summary.
+        has_blocks: whether Slurm places jobs in blocks of nodes, such as the NVLink domains of NVL72.
     """
 
     name: str
     max_array_size: int | None = None
     enforced: frozenset[str] = frozenset()
     keeps_comments: bool = False
+    has_blocks: bool = False
     partitions: Mapping[str, Partition] = field(default_factory=dict)
     associations: tuple[Association, ...] | None = None
     qos: Mapping[str, PartitionLimits] | None = None
@@ -215,6 +217,7 @@ def _site(answers: Mapping[str, str | None]) -> Site:
         max_array_size=number(config.get("MaxArraySize")),
         enforced=frozenset(config.get("AccountingStorageEnforce", "none").split(",")),
         keeps_comments="job_comment" in config.get("AccountingStoreFlags", "").split(","),
+        has_blocks=config.get("TopologyPlugin") == "topology/block",
         partitions={partition.name: partition for partition in partitions},
         associations=None if answers["associations"] is None else associations,
         qos=qos or None,
