@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -132,6 +132,15 @@ class Probe:
         """Records a fact."""
         self._write(Finding(self.check.name, what, shown(measured), "", None))
 
+    def row(self, cells: Mapping[str, Any]) -> None:
+        """Records a row of a table of measurements; ``cells`` maps each column to its value."""
+        shown_cells = {column: shown(value) for column, value in cells.items()}
+        append(self.place.out, {"kind": "row", "check": self.check.name, "cells": shown_cells})
+
+    def rows(self, check: str) -> list[dict[str, str]]:
+        """Returns the rows of the last run of ``check``."""
+        return rows_of([line for line in read(self.place.out) if line.get("check") == check])
+
     def _write(self, finding: Finding) -> None:
         append(self.place.out, {"kind": "finding", **asdict(finding)})
 
@@ -178,8 +187,43 @@ def table(lines: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     rows = [f"{len(devices)} x {devices[0]}" if devices else "no GPU", f"torch {machine.get('torch')}"]
     heading = ", ".join([*rows, f"Python {machine.get('python')}"])
     seen = dict.fromkeys([*names, *(line["check"] for line in lines if "check" in line)])
-    body = [row for name in seen for row in _rows(name, [line for line in lines if line.get("check") == name])]
-    return "\n".join([heading, "", "| check | verdict | s | measured | expected |", "|" + " --- |" * 5, *body, ""])
+    of_check = {name: [line for line in lines if line.get("check") == name] for name in seen}
+    body = [row for name, those in of_check.items() for row in _rows(name, those)]
+    measured = [cells for those in of_check.values() for cells in rows_of(those)]
+    return "\n".join(
+        [
+            heading,
+            "",
+            *_measurements(measured),
+            "| check | verdict | s | measured | expected |",
+            "|" + " --- |" * 5,
+            *body,
+            "",
+        ]
+    )
+
+
+def rows_of(lines: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """Returns the rows of measurements of the last run of one check."""
+    rows: list[dict[str, str]] = []
+    for line in lines:
+        if line["kind"] == "begin":
+            rows = []
+        elif line["kind"] == "row":
+            rows.append(line["cells"])
+    return rows
+
+
+def _measurements(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Returns a table for each sequence of ``rows`` with the same columns, in the form of the pages of measurements."""
+    lines: list[str] = []
+    columns: list[str] = []
+    for cells in rows:
+        if columns != [*cells]:
+            columns = [*cells]
+            lines += [""] * bool(lines) + [_row(*columns), "|---|" + "---:|" * (len(columns) - 1)]
+        lines.append(_row(*cells.values()))
+    return [*lines, ""] if lines else []
 
 
 def _rows(name: str, lines: Sequence[dict[str, Any]]) -> list[str]:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.savers import ROWS
 from gpu_checks.check import Check
+from hpc_train.config.schema.model import GPTConfig
 
 # ``expected_s`` is an estimate: 12 s for a training by command, nearly all for its start; 4 s for a process with
 # CUDA and NCCL; 10 s for the first compilation of a layer, whose result later checks find in a cache. Measured on one
@@ -42,23 +49,78 @@ LATER = (  # for which a visit has time only if others take less than estimated;
     Check("profile_files", "gpu_checks.kernels:profile_files", 60, gpus=0, expected_s=15),
     Check("pictures", "gpu_checks.training:pictures", 60, gpus=0, expected_s=12),
     Check("cuda_graphs", "gpu_checks.training:cuda_graphs", 120, expected_s=40),
-    Check("levers", "gpu_checks.levers:levers", 545, gpus=0, least_s=120, expected_s=480),
     Check("fp8", "gpu_checks.float8:float8", 240, gpus=0, least_s=60, expected_s=140),
 )
 TOGETHER = (
+    Check("transports", "gpu_checks.several:transports", 120, gpus=2, expected_s=30),
     Check("layouts", "gpu_checks.several:layouts", 240, gpus=2, least_s=60, expected_s=180),
     Check("start_up", "gpu_checks.several:start_up", 60, gpus=2, expected_s=15),
     Check("contexts", "gpu_checks.several:background_saves", 180, gpus=2, expected_s=30),
-    Check("transports", "gpu_checks.several:transports", 120, gpus=2, expected_s=30),
     Check("killed_in_a_collective", "gpu_checks.several:killed_in_a_collective", 120, gpus=2, expected_s=35),
     Check("compiled_replicas", "gpu_checks.several:compiled_replicas", 120, gpus=2, expected_s=90),
     Check("async_tp", "gpu_checks.several:async_tp", 180, gpus=2, expected_s=80),
     Check("overlap", "gpu_checks.several:overlap", 120, gpus=2, expected_s=45),
 )
 
-ALL = (*ALONE, *TOGETHER, *LATER)
+
+@dataclass(frozen=True)
+class Lever:
+    """Changes of the experiment ``gpt1b_h200`` whose speed and memory are measured.
+
+    Attributes:
+        title: the first cell of its row.
+        compiler: settings of TorchInductor.
+    """
+
+    title: str
+    overrides: tuple[str, ...] = ()
+    compiler: Mapping[str, Any] = field(default_factory=dict)
 
 
-def checks_for(gpus: int, cpu_ranks: int = 0) -> tuple[Check, ...]:
-    """Returns the checks of a machine: with several GPUs first those that need them."""
+# The keys of kernels of attention, by their values; a version of hpc_train without the key measures none of them.
+ATTENTION = ("fa3", "fa4", "cudnn") if hasattr(GPTConfig, "attention") else ()
+FIRST = {
+    **{value: Lever(f"attention: {value}", (f"model.attention={value}",)) for value in ATTENTION},
+    "graphs_32": Lever("CUDA graphs, micro-batches of 32", ("batch.micro_size=32", "train.cuda_graphs=true")),
+    "products": Lever("kernels of products by measurement", compiler={"max_autotune_gemm": True}),
+}
+SAVERS = {re.sub(r"\W+", "_", title): Lever(title, overrides) for title, overrides in ROWS.items()}
+LEVERS = {f"lever_{name}": lever for name, lever in {**FIRST, **SAVERS}.items()}
+STEADY = (  # 100 steps each, with clock and power
+    Check("turns", "gpu_checks.levers:turns", 420, gpus=0, least_s=90, expected_s=345),
+    Check("seven_billion", "gpu_checks.levers:seven_billion", 240, gpus=0, least_s=90, expected_s=150),
+    *(Check(name, "gpu_checks.levers:lever", 240, gpus=0, least_s=45, expected_s=120) for name in LEVERS),
+)
+STRATEGIES = ("dp", "zero2", "zero3")
+PRETRAINED = tuple(
+    Check(f"pretrain_{name}", "gpu_checks.node:pretrain", 240, gpus=2, least_s=60, expected_s=115)
+    for name in STRATEGIES
+)
+NODE = (  # what only several GPUs can show, beside ``TOGETHER``
+    Check("communication", "gpu_checks.node:communication", 480, gpus=2, least_s=90, expected_s=420),
+    Check("saves", "gpu_checks.node:saves", 180, gpus=2, least_s=60, expected_s=80),
+)
+
+ALL = (*ALONE, *TOGETHER, *LATER, *PRETRAINED, *NODE, *STEADY)
+BY_NAME = {check.name: check for check in ALL}
+
+
+def _named(*names: str) -> tuple[Check, ...]:
+    return tuple(BY_NAME[name] for name in names)
+
+
+# Of the 900 seconds for which a GPU is lent, less the start of the machine; two commands with the same directory.
+ONE_GPU_S = 780.0
+FIRST_MINUTES_S = 600.0  # of a node
+ONE_GPU = _named("facts", "turns", *(f"lever_{name}" for name in FIRST), "rotation", "seven_billion")
+FIRST_MINUTES = (*_named("facts", "transports", "layouts"), *PRETRAINED)
+PLANS: Mapping[str, Sequence[Check]] = {
+    "one-gpu": ONE_GPU,
+    "levers": _named("facts", "turns", *(f"lever_{name}" for name in SAVERS)),
+    "node": (*FIRST_MINUTES, *NODE, *(check for check in TOGETHER if check not in FIRST_MINUTES)),
+}
+
+
+def checks_for(gpus: int) -> tuple[Check, ...]:
+    """Returns the checks of a visit without a plan: with several GPUs first those that need them."""
     return (*TOGETHER, *ALONE, *LATER) if gpus > 1 else (*ALONE, *TOGETHER, *LATER)

@@ -128,9 +128,13 @@ def _version(package: str) -> str:
 
 
 def _smi(query: str) -> str:
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    return smi(query, "--format=csv,noheader,nounits")
+
+
+def smi(*arguments: str) -> str:
+    """Returns what nvidia-smi prints, or why it prints nothing."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False)
     except OSError as error:
         return str(error)
     return done.stdout.strip() or done.stderr.strip()

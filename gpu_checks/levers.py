@@ -1,49 +1,62 @@
-"""What each lever of speed or memory costs and gains: the same model with one option changed at a time.
+"""The speed of a GPT of 1.2 billion parameters over 100 steps: in turns with a bare loop, and with one lever changed.
 
-Each row is measured in a separate process, so that it begins with an empty GPU and a row that crashes or runs out of
-memory ends alone. It is forked from the check's process, which has imported torch and has not started CUDA. The first
-and the last row are a bare compiled loop: the table compares with the first, and the difference of the two tells how
-far speeds drift. The rows share a cache of compiled kernels.
+A lever is an option of speed or memory. Each is measured in the process of a check, which begins with an empty GPU.
+Steps are timed by events on the GPU, without a synchronization, while the clock, the power and the temperature of the
+GPU are read every two seconds.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-import multiprocessing as mp
-import os
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from statistics import fmean, median
+from itertools import pairwise
+from statistics import median
+from threading import Event, Thread
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from benchmarks.savers import AS_IT_STANDS, ROWS
+from benchmarks.savers import AS_IT_STANDS, SMI, SMI_EVERY_S, gpu_state
 from gpu_checks.check import Probe
-from gpu_checks.runner import kill_all
-from gpu_checks.speed import MFU, RATIO, SMALL, for_this_gpu
+from gpu_checks.checks import LEVERS
+from gpu_checks.commands import TINY
+from gpu_checks.speed import SMALL, for_this_gpu, is_large
 from gpu_checks.steps import World
 from hpc_train.bench.bare_loop import bare_batches, build_bare_loop
+from hpc_train.bench.request import Spread, paired_ratio
 from hpc_train.config.schema import Config
-from hpc_train.layout.layout import Layout
+from hpc_train.errors import UserError
 from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.layout.recomputation import recomputation_of
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
+from hpc_train.parallel.precision import dtypes
 from hpc_train.train.watch.peak_rates import peak_flops
 from hpc_train.train.watch.utilization import count_flops, peak_host_memory
 
-BARE, BARE_AGAIN = "the bare loop", "the bare loop again"
-FP8 = "fp8"  # begins the names of rows whose products are not those of the bare loop
-WARM_UP, BLOCKS, STEPS = 3, 3, 2
-LEAST_S, MOST_S = 25.0, 90.0  # a row is started with so much time left; one that takes longer is stopped
-END_S = 3.0  # from the limit of a row to the end of its process
-# what must take less memory than the experiment as it stands
+WARM_UP = 3  # steps
+STEPS = 100
+BLOCK = 5  # steps of a contender before the next one takes its turn
+FEW = 4  # steps on the CPU
+END_S = 8.0  # of the limit of a check, for its end
+BARE, APART = "bare loop", "queries, keys and values by three products"
+MEMORY = "Peak GiB"
+# Llama 2 7B with 32,768 tokens per step. The anchor is KempnerForge's MFU on one H200 for 8.03 billion parameters, also
+# with 32,768 tokens in sequences of 4,096, but with full recomputation (benchmarks/mfu_scaling of its repository).
+SEVEN_BILLION = (
+    "model=llama_7b", "data=synthetic", "data.vocab_size=32000", "data.sequence_length=4096", "precision=bf16",
+    "optim.moments=bf16", "train.compile=true", "batch.global_size=8", "batch.micro_size=2", "cluster=local",
+    "cluster.preflight=off",
+)  # fmt: skip
+ANCHOR = 0.578
+NARROW = ("model.n_layers=2", "model.dim=32", "model.ffn_dim=64", "model.n_heads=4", "model.n_kv_heads=4", *TINY)
+# levers that must take less memory than the experiment as it stands
 SMALLER = (
     "moments in bf16", "weights in bf16", "checkpointing: ops", "checkpointing: full",
     "checkpointing: every third layer", "half the micro-batch", "optimizer on the host", "activations on the host",
@@ -53,109 +66,147 @@ SMALLER = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """Attributes:
-    tokens_per_s: the median over the blocks.
-    mfu: relative to the peak in bf16, also in fp8; 0 on the CPU.
-    memory: peak bytes of torch's allocator, or of the process on the CPU.
-    begin_s: the seconds from the start of the process to the end of the warm-up, which compiles.
+    """The steps of one training.
+
+    Attributes:
+        seconds: of each step.
+        mfu: relative to the peak in bf16, also in fp8; NaN on the CPU.
+        memory: peak bytes of torch's allocator, or of the process on the CPU; 0 if others share it.
+        states: what nvidia-smi showed meanwhile.
     """
 
-    tokens_per_s: float
+    seconds: Sequence[float]
+    tokens: int
     mfu: float
     memory: int
-    begin_s: float
+    states: Sequence[dict[str, float]]
 
 
-def levers(probe: Probe) -> None:
-    """Every lever runs, saves the memory that it is there for, and the best row in bf16 reaches 60 % of the peak."""
-    found = _measured(probe, _rows(probe))
-    bare = fmean(each.tokens_per_s for name, each in found.items() if name in (BARE, BARE_AGAIN))
-    own = found[AS_IT_STANDS]
-    probe.within("tokens/s as it stands / the bare loop", own.tokens_per_s / bare, low=RATIO if probe.on_gpu else 0)
-    if not probe.on_gpu:
-        return
-    for name in (name for name in SMALLER if name in found):
-        probe.within(f"{name}: memory / as it stands", found[name].memory / own.memory, high=0.99)
-    best = max(each.mfu for name, each in found.items() if not name.startswith(FP8))
-    probe.within("MFU of the best row in bf16", best, low=MFU)
-
-
-def _rows(probe: Probe) -> Mapping[str, tuple[str, ...]]:
-    own = ROWS if probe.on_gpu else {AS_IT_STANDS: ROWS[AS_IT_STANDS]}
-    return {BARE: (), **own, BARE_AGAIN: ()}
-
-
-def _shown(each: Measurement, bare: Measurement) -> str:
-    speed = f"{each.tokens_per_s:,.0f} tokens/s, {each.tokens_per_s / bare.tokens_per_s:.3f} of the bare loop"
-    return f"{speed}, MFU {each.mfu:.1%}, {each.memory / 2**30:.2f} GiB, begins after {each.begin_s:.0f} s"
-
-
-def _measured(probe: Probe, rows: Mapping[str, tuple[str, ...]]) -> dict[str, Measurement]:
-    """Measures rows until the limit of the check; of the last ones that of the bare loop is kept time for."""
-    until = time.monotonic() + probe.check.limit_s - 10
-    found = {}
-    for name, overrides in rows.items():
-        left = until - time.monotonic() - (LEAST_S + END_S if name not in (BARE, BARE_AGAIN) else 0)
-        if left < LEAST_S:
-            probe.note(name, "not measured: no time is left")
-            continue
-        result = _in_process(measure, (probe, name, overrides), min(left, MOST_S))
-        if isinstance(result, Measurement):
-            found[name] = result
-            probe.note(name, _shown(result, found.get(BARE, result)))
-            continue
-        print(f"--- {name}\n{result}", flush=True)
-        probe.expect(name, result.strip().rpartition("\n")[2], "a speed", ok=False)
-    return found
-
-
-def _in_process(function: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float) -> Any:
-    """Returns the result of ``function``, or the text of what went wrong."""
-    context = mp.get_context("fork")  # a child of this process, with which the runner kills it
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, function, arguments))
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv() if receiver.poll(limit_s) else f"it took more than {limit_s:.0f} s"
-    except EOFError:
-        process.join()
-        return f"its process ended with {process.exitcode}"
-    finally:
-        kill_all(process)
-
-
-def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.setsid()
-    try:
-        sender.send(function(*arguments))
-    except BaseException:
-        sender.send(traceback.format_exc())
-    os._exit(0)
-
-
-def measure(probe: Probe, name: str, overrides: tuple[str, ...]) -> Measurement:
-    """Measures the steps of one row in this process."""
-    began = time.monotonic()
-    given = for_this_gpu() if probe.on_gpu else [*SMALL, "precision=bf16"]
+def turns(probe: Probe) -> None:
+    """A training is as fast as a bare loop of the same model, in turns on a GPU that has reached its temperature."""
+    until = time.monotonic() + probe.check.limit_s - END_S
     world = World(probe)
-    config = world.config(*given, *overrides)
-    step = _bare_step(config, world) if name in (BARE, BARE_AGAIN) else world.of(config).step
-    for _ in range(WARM_UP):
-        step()
-    _wait(probe)
-    begin_s = time.monotonic() - began
+    config = world.config(*_experiment(probe))
+    contenders = {AS_IT_STANDS: world.of(config).step, BARE: _bare_step(config, world)}
+    if not probe.on_gpu or is_large():  # else the states of three trainings do not fit
+        contenders[APART] = _apart(config, world)
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for step in contenders.values():
+        for _ in range(WARM_UP):
+            step()
     gc.disable()  # as in a training, which collects at chosen steps
-    seconds = median(_block(probe, step) for _ in range(BLOCKS)) / STEPS
-    samples_per_s = config.batch.global_size / seconds
+    order = list(contenders)
+    block = BLOCK if probe.on_gpu else 1
+    with watched_gpu() as states:
+        while len(seconds[order[0]]) < _steps(probe) and time.monotonic() < until:
+            for name in order:
+                seconds[name] += timed(probe, contenders[name], block)
+            order.reverse()
+    for name, those in seconds.items():
+        _row(probe, name, Measurement(those, _tokens(config), _mfu(probe, config, median(those)), 0, states))
+    totals = {name: [sum(those[i : i + block]) for i in range(0, len(those), block)] for name, those in seconds.items()}
+    for name in order:
+        if name != AS_IT_STANDS:
+            ratio = paired_ratio(totals[name], totals[AS_IT_STANDS])
+            measured = f"{ratio.median:.4f} ({ratio.low:.4f} to {ratio.high:.4f})"
+            not_slower = ratio.high >= 1 or not probe.on_gpu
+            probe.expect(f"speed / {name}, 95 % interval", measured, "not below 1", not_slower)
+    probe.within("steps of each", len(seconds[BARE]), low=3 * block)
+
+
+def lever(probe: Probe) -> None:
+    """A lever of speed or memory runs, and one that saves memory takes less than the experiment as it stands."""
+    chosen = LEVERS[probe.check.name]
+    try:
+        measurement = _measured(probe, (*_experiment(probe), *chosen.overrides), chosen.compiler)
+    except UserError as error:  # a package or a GPU that this machine lacks
+        probe.expect(f"{chosen.title} is refused", error, "a fix", bool(error.fix))
+        return
+    _row(probe, chosen.title, measurement)
+    probe.within("steps", len(measurement.seconds), low=FEW)
+    unchanged = probe.rows("lever_as_it_stands")
+    if probe.on_gpu and chosen.title in SMALLER and unchanged:
+        probe.within("GiB / as it stands", measurement.memory / 2**30 / float(unchanged[0][MEMORY]), high=0.99)
+
+
+def seven_billion(probe: Probe) -> None:
+    """Llama 2 7B on one GPU reaches the MFU that is published for a model of that size on one H200."""
+    small = () if probe.on_gpu else (*NARROW, "train.compile=false", "cluster.gpus_per_node=0")
+    measurement = _measured(probe, (*SEVEN_BILLION, *small), {})
+    _row(probe, "Llama 2 7B", measurement)
+    probe.within("steps", len(measurement.seconds), low=FEW)
+    if probe.on_gpu:
+        probe.within("MFU", measurement.mfu, low=ANCHOR)
+
+
+def _measured(probe: Probe, overrides: Sequence[str], compiler: Any) -> Measurement:
+    """Measures a training of ``overrides`` alone in this process."""
+    from torch._inductor import config as inductor_config
+
+    until = time.monotonic() + probe.check.limit_s - END_S
+    world = World(probe)
+    config = world.config(*overrides)
+    with inductor_config.patch(compiler) if compiler else nullcontext():
+        step = world.of(config).step
+        for _ in range(WARM_UP):
+            step()
+        gc.disable()
+        seconds: list[float] = []
+        with watched_gpu() as states:
+            while len(seconds) < _steps(probe) and time.monotonic() < until:
+                seconds += timed(probe, step, FEW)
     memory = torch.cuda.max_memory_allocated() if probe.on_gpu else peak_host_memory()
-    mfu = _mfu(config, resolve_layout(config, 1, 1), samples_per_s) if probe.on_gpu else 0.0
-    return Measurement(samples_per_s * config.data.sequence_length, mfu, memory, begin_s)
+    return Measurement(seconds, _tokens(config), _mfu(probe, config, median(seconds)), memory, states)
+
+
+def timed(probe: Probe, step: Callable[[], object], count: int) -> list[float]:
+    """Returns the seconds of each of ``count`` steps, on a GPU from the end of the kernels of the step before."""
+    if not probe.on_gpu:
+        moments = [time.perf_counter()]
+        for _ in range(count):
+            step()
+            moments.append(time.perf_counter())
+        return [after - before for before, after in pairwise(moments)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [1e-3 * before.elapsed_time(after) for before, after in pairwise(events)]
+
+
+@contextmanager
+def watched_gpu() -> Iterator[list[dict[str, float]]]:
+    """Yields a list to which a thread appends the clock, the power and the temperature of the first GPU."""
+    states: list[dict[str, float]] = []
+    ended = Event()
+
+    def watch() -> None:
+        while not ended.wait(SMI_EVERY_S):
+            states.append(gpu_state())
+
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield states
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _experiment(probe: Probe) -> list[str]:
+    return for_this_gpu() if probe.on_gpu else [*SMALL, "precision=bf16"]
+
+
+def _steps(probe: Probe) -> int:
+    return STEPS if probe.on_gpu else FEW
 
 
 def _bare_step(config: Config, world: World) -> Callable[[], object]:
     mesh = world.mesh(config)
-    loop, batches = build_bare_loop("single", config, mesh), bare_batches(config, mesh)
+    loop = build_bare_loop("single", config, mesh)
+    batches = bare_batches(config, mesh)
 
     def step() -> None:
         batch = next(batches)
@@ -164,23 +215,51 @@ def _bare_step(config: Config, world: World) -> Callable[[], object]:
     return step
 
 
-def _block(probe: Probe, step: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    for _ in range(STEPS):
-        step()
-    _wait(probe)
-    return time.perf_counter() - begin
+def _apart(config: Config, world: World) -> Callable[[], object]:
+    """Returns the step of a training that does not compute queries, keys and values as one product."""
+    train = world.of(config).step
+
+    def step() -> None:
+        with patch.object(dtypes, "can_join", return_value=False):
+            train()
+
+    return step
 
 
-def _wait(probe: Probe) -> None:
-    if probe.on_gpu:
-        torch.cuda.synchronize()
+def _tokens(config: Config) -> int:
+    return config.batch.global_size * config.data.sequence_length
 
 
-def _mfu(config: Config, layout: Layout, samples_per_s: float) -> float:
+def _row(probe: Probe, title: str, measurement: Measurement) -> None:
+    speed = Spread.of([measurement.tokens / seconds for seconds in measurement.seconds])
+    clock, power, temperature = (_typical(measurement.states, name) for name in SMI)
+    probe.row(
+        {
+            "": title,
+            "Tokens/s": f"{speed.median:,.0f}",
+            "5 % to 95 %": f"{speed.low:,.0f} to {speed.high:,.0f}",
+            "Steps": len(measurement.seconds),
+            "MFU": f"{100 * measurement.mfu:.1f} %" if math.isfinite(measurement.mfu) else "",
+            MEMORY: f"{measurement.memory / 2**30:.1f}" if measurement.memory else "",
+            "MHz": clock,
+            "W": power,
+            "°C": temperature,
+        }
+    )
+
+
+def _typical(states: Sequence[dict[str, float]], name: str) -> str:
+    values = [state[name] for state in states if name in state]
+    return f"{median(values):.0f}" if values else ""
+
+
+def _mfu(probe: Probe, config: Config, seconds: float) -> float:
+    peak = peak_flops(torch.cuda.get_device_name(0), "bf16") if probe.on_gpu else None
+    if peak is None:
+        return math.nan
+    layout = resolve_layout(config, 1, 1)
     model = build_model(config.model, config.train.seed)
     assert isinstance(model, Model)
     inputs = torch.empty((1, config.data.sequence_length), device="meta")
     count = count_flops(model, inputs, recomputation_of(config, layout), loss_form(config, layout))
-    peak = peak_flops(torch.cuda.get_device_name(0), "bf16")
-    return math.nan if peak is None else count.model * samples_per_s / peak
+    return count.model * config.batch.global_size / seconds / peak

@@ -1,4 +1,4 @@
-"""A model that is disturbed in one of its forward passes, for checks of what a run does then."""
+"""A model that is disturbed in one of its forward passes, and a hook that kills a rank."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from hpc_train.hooks import Hook, HookContext
 
 FOR_EVER_S = 5000.0
 CYCLES_PER_S = 2e9  # of a GPU's clock, at most
@@ -148,3 +150,26 @@ def disturbed(how: str, once: Path, **arguments: float) -> list[str]:
     given = {"how": f"'{how}'", "once": str(once), **arguments}
     target = ["model=custom", "model._target_=gpu_checks.models.Disturbed", "model.class_dim=last"]
     return [*target, *(f"+model.args.{name}={value}" for name, value in given.items())]
+
+
+class Killer(Hook):
+    """Kills the process of ``rank`` after the step ``at``, once in the life of a run: then the file ``once`` exists."""
+
+    def __init__(self, once: str, at: int, rank: int) -> None:
+        self.once = Path(once)
+        self.at = at
+        self.rank = rank
+
+    def step(self, context: HookContext) -> None:
+        if context.step == self.at and context.rank == self.rank and not self.once.exists():
+            self.once.write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(once: Path, at: int, rank: int) -> list[str]:
+    """Returns the overrides of a training with this hook."""
+    arguments = {"once": once, "at": at, "rank": rank}
+    return [
+        "+hooks.killer._target_=gpu_checks.models.Killer",
+        *(f"+hooks.killer.args.{k}={v}" for k, v in arguments.items()),
+    ]

@@ -28,7 +28,7 @@ from gpu_checks.commands import (
     largest_difference,
     train,
 )
-from gpu_checks.environment import COLLECTIONS, contexts
+from gpu_checks.environment import COLLECTIONS, contexts, smi
 from gpu_checks.models import disturbed, told_by
 from hpc_train.run.exits import Failure
 
@@ -162,7 +162,7 @@ _NVLS = re.compile(r"NVLS multicast support is available")
 
 
 def transports(probe: Probe) -> None:
-    """NCCL connects the GPUs in the same way whether each rank sees all GPUs of the node or only its own."""
+    """NCCL connects the GPUs alike whether a rank sees all GPUs of the node or one, and beside NVLink not by memory."""
     found = {}
     for visible in ("all", "own"):
         folder = probe.folder / visible
@@ -175,6 +175,11 @@ def transports(probe: Probe) -> None:
         found[visible] = count_transports(path.read_text(errors="replace") for path in folder.glob("nccl-*"))
     if probe.on_gpu:
         probe.within("channels between GPUs", sum(found["all"].values()), low=1)
+        probe.note("channels, and ranks with NVLink SHARP (NVLS)", [f"{name}: {n}" for name, n in found["all"].items()])
+    if probe.on_gpu and "GB/s" in smi("nvlink", "--status"):
+        for visible, counts in found.items():
+            through_host = sum(count for name, count in counts.items() if name.startswith("SHM"))
+            probe.equal(f"{visible}: channels through host memory (SHM) beside NVLink", through_host, 0)
     probe.equal("channels by transport with cluster.visible_gpus=own", found["own"], found["all"])
 
 

@@ -24,7 +24,7 @@ MFU, RATIO = 0.6, 0.98  # of the best row; ours / the bare loop
 
 def steps(probe: Probe) -> None:
     """Steps of 1.2 billion parameters as fast as a bare loop, and at 60 % of the peak with the best options."""
-    names = [name for name in WANTED if name != LARGER or _is_large()] if probe.on_gpu else WANTED[:1]
+    names = [name for name in WANTED if name != LARGER or is_large()] if probe.on_gpu else WANTED[:1]
     given, count = (for_this_gpu(), "3") if probe.on_gpu else (SMALL, "2")
     amount = ["--pairs", count, "--steps", count]
     begin = time.monotonic()
@@ -44,10 +44,10 @@ def steps(probe: Probe) -> None:
 
 def for_this_gpu() -> list[str]:
     """Returns the experiment of an H200, with smaller micro-batches for a smaller GPU."""
-    return EXPERIMENT if _is_large() else [*EXPERIMENT, "batch.micro_size=8"]
+    return EXPERIMENT if is_large() else [*EXPERIMENT, "batch.micro_size=8"]
 
 
-def _is_large() -> bool:
+def is_large() -> bool:
     return torch.cuda.get_device_properties(0).total_memory > 120e9
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpu_checks.check import read
-from gpu_checks.checks import ALL
+from gpu_checks.checks import ALL, PLANS, checks_for
 from gpu_checks.wheels import MOST_BYTES, ROOT, TARGET, UNNEEDED, WITH_TORCH, Wheel, WheelError, check, required
 from tests.checkpoint.progress import IN_LONG_FORM
 
@@ -64,8 +64,15 @@ def test_the_checks_are_imported_and_run_on_a_cpu_with_what_is_carried(carried: 
 
 @IN_LONG_FORM  # the case before
 @pytest.mark.timeout(1500)
-def test_all_checks_pass_on_a_cpu_or_need_a_gpu(carried: dict[str, str], tmp_path: Path) -> None:
-    assert verdicts(carried, tmp_path) == {check.name: "not run" if check.gpus else "passed" for check in ALL}
+@pytest.mark.parametrize("options", [(), ("--plan", "one-gpu"), ("--plan", "node", "--cpu-ranks", "2")])
+def test_all_checks_pass_on_a_cpu_or_need_a_gpu(
+    options: tuple[str, ...], carried: dict[str, str], tmp_path: Path
+) -> None:
+    checks = PLANS[options[1]] if options else checks_for(0)
+    ranks = 2 if "node" in options else 0
+    passing = {check.name for check in checks if check.gpus == 0 or 1 < check.gpus <= ranks}
+    wanted = {check.name: "passed" if check.name in passing else "not run" for check in checks}
+    assert verdicts(carried, tmp_path, *options) == wanted
 
 
 def verdicts(environment: dict[str, str], out: Path, *options: str) -> dict[str, str]:

@@ -6,20 +6,33 @@ import importlib
 import inspect
 import json
 import math
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 import gpu_checks
-from benchmarks.savers import AS_IT_STANDS, ROWS
 from gpu_checks import levers
-from gpu_checks.check import Check, Place, Probe, Verdict, read
-from gpu_checks.checks import ALL, ALONE, TOGETHER, VISIT_S, checks_for
+from gpu_checks.check import Check, Place, Probe, Verdict, read, table
+from gpu_checks.checks import (
+    ALL,
+    ALONE,
+    ATTENTION,
+    FIRST,
+    FIRST_MINUTES,
+    FIRST_MINUTES_S,
+    LEVERS,
+    ONE_GPU,
+    ONE_GPU_S,
+    PLANS,
+    TOGETHER,
+    VISIT_S,
+    checks_for,
+)
 from gpu_checks.commands import largest_difference
 from gpu_checks.faults import _waiting
 from gpu_checks.kernels import covered
@@ -27,7 +40,12 @@ from gpu_checks.runner import FAILURES, HEAD_BYTES, MOST_BYTES, RESERVE_S, TAIL_
 from gpu_checks.several import _check_contexts, count_transports, hidden_share
 from gpu_checks.speed import EXPERIMENT
 from gpu_checks.steps import World
+from hpc_train.config.compose import compose, typed
+from hpc_train.config.schema import Config
+from hpc_train.layout.memory import estimate
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.layout.validate import validate
+from hpc_train.parallel.precision import dtypes
 
 MACHINE = {"gpus": 0, "devices": [], "torch": "0"}
 Run = Callable[..., dict[str, dict[str, Any]]]
@@ -153,6 +171,8 @@ def test_every_check_can_be_found_and_has_one_name() -> None:
         assert callable(each.function())
     assert checks_for(1)[0] == ALONE[0]
     assert checks_for(4)[0] == TOGETHER[0]
+    planned = {each for plan in PLANS.values() for each in plan}
+    assert planned | set(checks_for(1)) == set(ALL)
 
 
 def test_every_function_that_takes_a_probe_is_a_check() -> None:
@@ -170,6 +190,10 @@ def test_every_function_that_takes_a_probe_is_a_check() -> None:
 
 def test_the_checks_of_one_gpu_fit_into_a_visit() -> None:
     assert sum(each.expected_s for each in ALONE) <= VISIT_S
+    without_package = [each for each in ONE_GPU if each.name not in {f"lever_{kernel}" for kernel in ATTENTION}]
+    assert sum(each.expected_s for each in without_package) <= ONE_GPU_S
+    assert sum(each.expected_s for each in FIRST_MINUTES) <= FIRST_MINUTES_S
+    assert set(PLANS["node"]) > set(TOGETHER)
     for each in ALL:
         assert each.least_s <= each.limit_s
         assert each.expected_s < each.limit_s
@@ -236,35 +260,46 @@ def test_each_rank_has_a_context_on_its_own_gpu_only(tmp_path: Path, seen: set[t
     assert [line["ok"] for line in read(tmp_path / "out")].count(False) == failed
 
 
-def test_a_row_of_levers_that_fails_ends_alone() -> None:
-    assert levers._in_process(max, (1, 2), 30) == 2
-    assert "ZeroDivisionError" in levers._in_process(divmod, (1, 0), 30)
-    assert levers._in_process(os._exit, (3,), 30) == "its process ended with 3"
-    assert levers._in_process(time.sleep, (60,), 0.1) == "it took more than 0 s"
-    assert set(levers.SMALLER) < set(ROWS)
+def test_rows_of_the_last_run_of_each_check_are_tables_of_measurements(tmp_path: Path) -> None:
+    probe = Probe(check("good"), Place(tmp_path, tmp_path, gpus=0))
+    probe.row({"": "before", "Tokens/s": "1"})
+    lines = [*read(tmp_path), {"kind": "begin", "check": "good"}]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    probe.row({"": "dp", "Tokens/s": "1,000"})
+    probe.row({"": "zero3", "Tokens/s": 0.5})
+    Probe(check("bad"), probe.place).row({"": "first save", "s": 1.0})
+    assert probe.rows("good") == [{"": "dp", "Tokens/s": "1,000"}, {"": "zero3", "Tokens/s": "0.5"}]
+    shown = table(read(tmp_path), ["good", "bad"])
+    assert (
+        "|  | Tokens/s |\n|---|---:|\n| dp | 1,000 |\n| zero3 | 0.5 |\n\n|  | s |\n|---|---:|\n| first save | 1 |"
+        in shown
+    )
+    assert "before" not in shown
 
 
-def test_what_levers_have_measured_is_told_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    speeds = {levers.BARE: 100.0, AS_IT_STANDS: 110.0, levers.BARE_AGAIN: 90.0}
-    told: dict[str, list[str]] = {}
-
-    def measured(function: Any, arguments: Any, limit_s: float) -> levers.Measurement:
-        name = arguments[1]
-        told[name] = [line["what"] for line in read(tmp_path) if line["kind"] == "finding"]
-        return levers.Measurement(speeds[name], 0.0, 2**30, 1.0)
-
-    monkeypatch.setattr(levers, "_in_process", measured)
-    levers.levers(Probe(check("levers", limit_s=500), Place(tmp_path, tmp_path, gpus=0)))
-    assert told == {levers.BARE: [], AS_IT_STANDS: [levers.BARE], levers.BARE_AGAIN: [levers.BARE, AS_IT_STANDS]}
-    found = {line["what"]: line["measured"] for line in read(tmp_path) if line["kind"] == "finding"}
-    assert found[AS_IT_STANDS].startswith("110 tokens/s, 1.100 of the bare loop, ")
-    assert found["tokens/s as it stands / the bare loop"].startswith("1.15")  # of the mean of both
-
-
-def test_rows_of_levers_are_valid_for_one_gpu(tmp_path: Path) -> None:
+def test_levers_are_valid_for_one_gpu(tmp_path: Path) -> None:
+    assert set(levers.SMALLER) < {lever.title for lever in LEVERS.values()}
     world = World(Probe(check("good"), Place(tmp_path, tmp_path, gpus=1)))
-    for overrides in (ROWS["CUDA graphs"], ROWS["activations by a budget"]):
-        assert validate(world.config(*EXPERIMENT, *overrides), 1, 1).world_size == 1
+    for lever in FIRST.values():
+        assert validate(world.config(*EXPERIMENT, *lever.overrides), 1, 1).world_size == 1
+    assert validate(world.config(*levers.SEVEN_BILLION), 1, 1).micro_batches == 4
+
+
+def test_llama_2_7b_fits_on_an_h200() -> None:
+    config = typed(compose([*levers.SEVEN_BILLION, "cluster.gpus_per_node=1", "cluster.machine=h200"]))
+    needed = estimate(config, resolve_layout(config, 1, 1))
+    assert needed is not None
+    assert needed.total < 0.93 * 141e9
+
+
+def test_a_contender_does_not_join_queries_keys_and_values() -> None:
+    projections = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    joined: list[bool] = []
+    training = SimpleNamespace(step=lambda: joined.append(dtypes.can_join(projections)))
+    world: Any = SimpleNamespace(of=lambda config: training)
+    levers._apart(Config(), world)()
+    training.step()
+    assert joined == [False, True]
 
 
 def test_what_cannot_be_compared_differs() -> None:
