@@ -19,7 +19,7 @@ from hpc_train.run.freeze import load
 from hpc_train.version import __version__
 from tests.config.composing import config_of
 from tests.doors.command import environment, hpc_train
-from tests.releases.record import HERE, OVERRIDES
+from tests.releases.record import HERE, INTERRUPTED, OVERRIDES, STRATEGIES, losses_of
 
 VERSIONS = sorted(path.name.removesuffix(".tar.gz") for path in HERE.glob("*.tar.gz"))
 CONTINUED = [override for override in OVERRIDES if not override.startswith("train.steps=")]
@@ -115,6 +115,26 @@ def test_the_run_of_a_release_trains_on(version: str, tmp_path: Path) -> None:
     shown = hpc_train("evaluate", "run", "--json", cwd=tmp_path, env=environment())
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert json.loads(shown.stdout)["step"] == 5
+
+
+@pytest.mark.long_form(25)  # above a checkpoint of the release is read
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("archive", sorted(HERE.glob("interrupted-*.tgz")), ids=lambda path: path.stem)
+def test_a_killed_run_of_a_release_continues_with_the_losses_of_an_undisturbed_one(
+    archive: Path, strategy: str, tmp_path: Path
+) -> None:
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path / "outputs", filter="data")
+    run = tmp_path / "outputs" / strategy
+    expected = json.loads((tmp_path / "outputs" / "losses.json").read_text())[strategy]
+    before = losses_of(run)
+    done = hpc_train(*INTERRUPTED, f"+strategy={strategy}", f"run.name={strategy}", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len([*(run / "metrics").iterdir()]) == 2  # it was continued, and not begun again
+    losses = losses_of(run)
+    assert len(before) < len(losses) == len(expected) == 60
+    for step, values in expected.items():
+        assert losses[step] == pytest.approx(values, rel=1e-5), step  # the kernels of another processor
 
 
 @pytest.mark.parametrize("version", VERSIONS)
