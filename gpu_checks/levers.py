@@ -1,4 +1,4 @@
-"""The speed of a GPT of 1.2 billion parameters over 100 steps: in turns with a bare loop, and with one lever changed.
+"""The speed of a GPT of 1.2 billion parameters: in turns with a bare loop, and with one lever changed at a time.
 
 A lever is an option of speed or memory. Each is measured in the process of a check, which begins with an empty GPU.
 Steps are timed by events on the GPU, without a synchronization, while the clock, the power and the temperature of the
@@ -41,8 +41,9 @@ from hpc_train.train.watch.peak_rates import peak_flops
 from hpc_train.train.watch.utilization import count_flops, peak_host_memory
 
 WARM_UP = 3  # steps
-STEPS = 100
+STEPS = 100  # of each contender
 BLOCK = 5  # steps of a contender before the next one takes its turn
+LEVER_STEPS = 60  # a minute, on a GPU that the contenders have warmed
 FEW = 4  # steps on the CPU
 END_S = 8.0  # of the limit of a check, for its end
 BARE, APART = "bare loop", "queries, keys and values by three products"
@@ -98,7 +99,7 @@ def turns(probe: Probe) -> None:
     order = list(contenders)
     block = BLOCK if probe.on_gpu else 1
     with watched_gpu() as states:
-        while len(seconds[order[0]]) < _steps(probe) and time.monotonic() < until:
+        while len(seconds[BARE]) < (STEPS if probe.on_gpu else FEW) and time.monotonic() < until:
             for name in order:
                 seconds[name] += timed(probe, contenders[name], block)
             order.reverse()
@@ -153,7 +154,7 @@ def _measured(probe: Probe, overrides: Sequence[str], compiler: Any) -> Measurem
         gc.disable()
         seconds: list[float] = []
         with watched_gpu() as states:
-            while len(seconds) < _steps(probe) and time.monotonic() < until:
+            while len(seconds) < (LEVER_STEPS if probe.on_gpu else FEW) and time.monotonic() < until:
                 seconds += timed(probe, step, FEW)
     memory = torch.cuda.max_memory_allocated() if probe.on_gpu else peak_host_memory()
     return Measurement(seconds, _tokens(config), _mfu(probe, config, median(seconds)), memory, states)
@@ -197,10 +198,6 @@ def watched_gpu() -> Iterator[list[dict[str, float]]]:
 
 def _experiment(probe: Probe) -> list[str]:
     return for_this_gpu() if probe.on_gpu else [*SMALL, "precision=bf16"]
-
-
-def _steps(probe: Probe) -> int:
-    return STEPS if probe.on_gpu else FEW
 
 
 def _bare_step(config: Config, world: World) -> Callable[[], object]:
