@@ -53,7 +53,7 @@ LATER = (  # for which a visit has time only if others take less than estimated;
 )
 TOGETHER = (
     Check("transports", "gpu_checks.several:transports", 120, gpus=2, expected_s=30),
-    Check("layouts", "gpu_checks.several:layouts", 240, gpus=2, least_s=60, expected_s=180),
+    Check("layouts", "gpu_checks.several:layouts", 330, gpus=2, least_s=60, expected_s=180),
     Check("start_up", "gpu_checks.several:start_up", 60, gpus=2, expected_s=15),
     Check("contexts", "gpu_checks.several:background_saves", 180, gpus=2, expected_s=30),
     Check("killed_in_a_collective", "gpu_checks.several:killed_in_a_collective", 120, gpus=2, expected_s=35),

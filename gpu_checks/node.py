@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from statistics import median
 from typing import Any
 
@@ -43,8 +44,9 @@ def pretrain(probe: Probe) -> None:
     once = probe.folder / "once"
     run = train(
         probe, "run", *_model(probe), f"+strategy={strategy}", *killed(once, at, last),
-        f"train.steps={steps}", f"checkpoint.every={every}", ranks=probe.place.ranks,
+        f"train.steps={steps}", f"checkpoint.every={every}", "checkpoint.keep=1", ranks=probe.place.ranks,
     )  # fmt: skip
+    shutil.rmtree(run.path / "checkpoints")  # 15 GB of each strategy
     failed = [(event["class"], event["rank"]) for event in run.events("worker_failed")]
     probe.equal("the first failure, its rank", failed[:1], [(Failure.KILLED.value, last)])
     resumed = run.events("resumed")
@@ -154,8 +156,9 @@ def saves(probe: Probe) -> None:
     steps, every = (40, 10) if probe.on_gpu else (12, 3)
     run = train(
         probe, "run", *_model(probe), "+strategy=zero2", "checkpoint.asynchronous=true",
-        f"checkpoint.every={every}", f"train.steps={steps}", ranks=probe.place.ranks,
+        f"checkpoint.every={every}", f"train.steps={steps}", "checkpoint.keep=1", ranks=probe.place.ranks,
     )  # fmt: skip
+    shutil.rmtree(run.path / "checkpoints")
     held = [line["save_s"] for line in run.metrics() if line["save_s"] > 0]
     committed = [event["seconds"] for event in run.events("checkpoint_saved")]
     probe.within("saves that steps have seen", len(held), low=3)
