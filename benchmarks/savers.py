@@ -1,18 +1,13 @@
-"""What each saver of memory costs in speed: ``bench step`` of one experiment, with one option changed at a time.
+"""What each saver of memory costs in speed: ``bench step`` of an experiment, with one option changed at a time.
 
-    python -m benchmarks.savers [--experiment gpt1b_h200] [--pairs 3] [--steps 3] [--budget 540] [--out DIR]
-                                      [overrides]
-
-The first row is the experiment as it stands, in turn with a bare PyTorch loop on the same device that computes the same
+The row of the experiment as it stands is in turn with a bare PyTorch loop on the same device that computes the same
 products: as many chunks of the loss, the same recomputation. On one H200 a row takes about a minute, most of it before
-the first timed step; all rows fit into ten minutes. Each row is printed and, with ``--out``, appended to
-``savers.jsonl`` when it is known. The rows share a cache of compiled kernels. A row that fails shows its whole output,
-and the others go on; those that the budget leaves no time for are named.
+the first timed step. The rows share a cache of compiled kernels. A row that fails has its whole output, and the others
+go on; those that the budget leaves no time for are named. ``python -m gpu_checks`` measures with it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -22,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +51,6 @@ LEAST_S = 20.0  # with less left no row is started
 END_S = 5.0  # from SIGTERM to SIGKILL
 SMI_EVERY_S = 2.0
 SMI = ("clocks.sm", "power.draw", "temperature.gpu")
-HEADING = f"{'':34}{'tokens/s':>10} {'of first':>9} {'MFU':>7} {'GiB':>7} {'MHz':>6} {'W':>5} {'°C':>4}"
 
 
 @dataclass(frozen=True)
@@ -77,27 +71,6 @@ class Row:
     error: str = ""
     gpu: Mapping[str, float] = field(default_factory=dict)
     late: bool = False
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("--experiment", default="gpt1b_h200")
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds in all")
-    parser.add_argument("--out", type=Path, help="folder that gets savers.jsonl")
-    options, overrides = parser.parse_known_args()
-    given = [f"+experiment={options.experiment}", *overrides]
-    amount = ["--pairs", str(options.pairs), "--steps", str(options.steps)]
-    print(HEADING)
-    first: float | None = None
-    for row in measured(ROWS, given, amount, options.budget):
-        if isinstance(row, str):
-            print(row, flush=True)
-            continue
-        keep(row, options.out)
-        first = first or (None if row.result is None else speed(row.result))
-        print(text_of(row, first), flush=True)
 
 
 def measured(
@@ -177,14 +150,6 @@ def gpu_state() -> dict[str, float]:
         return {}
 
 
-def keep(row: Row, out: Path | None) -> None:
-    """Appends ``row`` to the file in ``out`` at once."""
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        with (out / "savers.jsonl").open("a") as file:
-            file.write(json.dumps(asdict(row)) + "\n")
-
-
 def text_of(row: Row, first: float | None) -> str:
     """Returns the line of the table, with a second one for the bare loop; of a failed row its whole output."""
     if row.result is None:
@@ -209,7 +174,3 @@ def text_of(row: Row, first: float | None) -> str:
 
 def speed(rates: dict[str, Any]) -> float:
     return float(rates["tokens_per_s"]["median"])
-
-
-if __name__ == "__main__":
-    main()

@@ -64,7 +64,7 @@ def test_the_checks_are_imported_and_run_on_a_cpu_with_what_is_carried(carried: 
 
 @IN_LONG_FORM  # the case before
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("options", [(), ("--plan", "one-gpu"), ("--plan", "node", "--cpu-ranks", "2")])
+@pytest.mark.parametrize("options", [(), ("--plan", "one-gpu"), ("--plan", "node", "--cpu-ranks", "2")], ids=" ".join)
 def test_all_checks_pass_on_a_cpu_or_need_a_gpu(
     options: tuple[str, ...], carried: dict[str, str], tmp_path: Path
 ) -> None:

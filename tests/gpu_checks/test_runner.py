@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import gpu_checks
-from gpu_checks import levers
+from gpu_checks import levers, node, speed
 from gpu_checks.check import Check, Place, Probe, Verdict, read, table
 from gpu_checks.checks import (
     ALL,
@@ -29,17 +29,20 @@ from gpu_checks.checks import (
     ONE_GPU,
     ONE_GPU_S,
     PLANS,
+    STRATEGIES,
     TOGETHER,
     VISIT_S,
     checks_for,
 )
-from gpu_checks.commands import largest_difference
+from gpu_checks.commands import SMALL, SYNTHETIC, largest_difference
 from gpu_checks.faults import _waiting
 from gpu_checks.kernels import covered
+from gpu_checks.models import killed
 from gpu_checks.runner import FAILURES, HEAD_BYTES, MOST_BYTES, RESERVE_S, TAIL_BYTES, Runner, keep_output
 from gpu_checks.several import _check_contexts, count_transports, hidden_share
 from gpu_checks.speed import EXPERIMENT
 from gpu_checks.steps import World
+from hpc_train.config.arguments import with_right_plus
 from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import Config
 from hpc_train.layout.memory import estimate
@@ -283,6 +286,17 @@ def test_levers_are_valid_for_one_gpu(tmp_path: Path) -> None:
     for lever in FIRST.values():
         assert validate(world.config(*EXPERIMENT, *lever.overrides), 1, 1).world_size == 1
     assert validate(world.config(*levers.SEVEN_BILLION), 1, 1).micro_batches == 4
+
+
+def test_trainings_of_a_node_are_valid_for_eight_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "is_large", lambda: True)
+    given = [*SYNTHETIC, *SMALL, *node._model(Probe(check("good"), Place(tmp_path, tmp_path, gpus=8)))]
+    given += ["cluster.gpus_per_node=8", *killed(tmp_path / "once", at=30, rank=7)]
+    for strategy in STRATEGIES:
+        layout = validate(typed(compose(with_right_plus([*given, f"+strategy={strategy}"]))), 1, 8)
+        assert (layout.world_size, layout.micro_batches) == (8, 2)
+    for overrides, _ in node.COMMUNICATION.values():
+        validate(typed(compose(with_right_plus([*given, "+strategy=zero3", *overrides]))), 1, 8)
 
 
 def test_llama_2_7b_fits_on_an_h200() -> None:
