@@ -111,7 +111,7 @@ def _named(*names: str) -> tuple[Check, ...]:
     return tuple(BY_NAME[name] for name in names)
 
 
-# Of the 900 seconds for which a GPU is lent, less the start of the machine; two commands with the same directory.
+# A visit of 15 minutes less the start of the machine, in two commands with the same directory where one may take ten.
 ONE_GPU_S = 780.0
 FIRST_MINUTES_S = 600.0  # of a node
 KERNELS = {"attention_kernels"} & set(BY_NAME)
