@@ -27,7 +27,7 @@ from hpc_train.parallel.precision.dtypes import autocast, set_hidden_dtype
 from hpc_train.parallel.precision.masters import local_part, master_of, narrow_weights, saved_value
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
-from hpc_train.train.optimizers import optimizer as optimizers
+from hpc_train.train.optimizers import held
 from hpc_train.train.optimizers.optimizer import Optimizer
 from tests.checkpoint.training import Training, join_again
 from tests.parallel.cells import DATA_PARALLEL, Cell
@@ -145,7 +145,7 @@ def test_bf16_weights_are_the_same_under_every_strategy(model: str, names: tuple
 @pytest.mark.parametrize("chunk", [1, 700, 2**26])
 def test_updates_in_parts_are_those_of_all_at_once(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Also with compact moments, and a step that is not finite changes nothing."""
-    monkeypatch.setattr(optimizers, "WIDENED", chunk)
+    monkeypatch.setattr(held, "MOST_ELEMENTS", chunk)
     for moments in ("fp32", "bf16"):
         model, narrow = (nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8)) for _ in range(2))
         narrow.load_state_dict(model.state_dict())

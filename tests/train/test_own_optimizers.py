@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.own_optimizer import Lion
 from hpc_train.checkpoint.state import TensorShape, shapes
@@ -27,7 +31,7 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.parallelize import materialize
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
-from hpc_train.train.optimizers import probe
+from hpc_train.train.optimizers import held, probe
 from hpc_train.train.optimizers.learning_rate import learning_rates
 from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.optimizers.own import check_elementwise
@@ -87,17 +91,30 @@ def train_plainly(cell: Cell) -> Mapping[str, Tensor]:
 
 
 def compare(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
-    return [compare_one(rank, cell) for cell in cells]
+    """Every second cell updates groups of a few parameters."""
+    errors = []
+    for number, cell in enumerate(cells):
+        with mock.patch.object(held, "MOST_ELEMENTS", (2**26, 300)[number % 2]):
+            errors.append(compare_one(rank, cell))
+    return errors
 
 
 def compare_one(rank: int, cell: Cell) -> float:
+    """Before each step, it takes one that is not finite."""
     mesh, config = mesh_of(cell, rank), cell.config()
     engine = build_engine(config, mesh)
     parameters = engine.named_parameters()
     optimizer = Optimizer(MIXED, parameters, config.strategy.offload == "optimizer")
     for step in range(STEPS):
         engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
-        optimizer.step(LR, engine.clip_grad_norm_(MAX_NORM).isfinite())
+        finite = engine.clip_grad_norm_(MAX_NORM).isfinite()
+        gradients = {name: value.grad for name, value in parameters.items() if value.grad is not None}
+        for name, gradient in gradients.items():
+            parameters[name].grad = torch.full_like(gradient, torch.nan)
+        optimizer.step(LR, torch.tensor(False))
+        for name, gradient in gradients.items():
+            parameters[name].grad = gradient
+        optimizer.step(LR, finite)
     return error({name: whole(value.detach()) for name, value in parameters.items()}, train_plainly(cell))
 
 
@@ -123,6 +140,79 @@ def test_every_optimizer_trains_as_in_one_process_under_every_strategy() -> None
     assert not {cell: error for cell, error in worst.items() if not error < 1e-10}
     single = [Cell(1, strategy={}), Cell(1, strategy={"offload": "optimizer"})]
     assert max(run_on_world(1, compare, single)[0]) < 1e-10
+
+
+class Received(TorchDispatchMode):
+    """Counts the bytes that this rank receives from others in collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function._opname == "alltoall_base_":
+            output, _, group, received, _ = args[:5]
+            row = output.nbytes // max(1, sum(received))
+            self.bytes += output.nbytes - row * received[dist.ProcessGroup.unbox(group).rank()]
+        elif function.namespace in ("c10d", "_c10d_functional") and "wait" not in function._opname:
+            raise AssertionError(f"{function} is not counted")
+        return function(*args, **(kwargs or {}))
+
+
+def receive(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[int, int]]:
+    """Returns the bytes that each optimizer step receives, and those of the parameters that are updated whole."""
+    found = []
+    for cell in cells:
+        mesh = mesh_of(cell, rank)
+        engine = build_engine(cell.config(), mesh)
+        parameters = engine.named_parameters()
+        optimizer = Optimizer(MIXED, parameters)
+        engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
+        with Received() as received:
+            optimizer.step(LR, torch.tensor(True))
+        names = [name for name in parameters if re.search(r"wq|wk|ffn\.w1|wo|attention_norm|head\.norm|ffn\.w2", name)]
+        size = sum(parameters[name].nbytes for name in names if isinstance(parameters[name], DTensor))
+        found.append((received.bytes, size))
+    return found
+
+
+def test_a_parameter_travels_to_its_owner_and_back_only() -> None:
+    """Over n ranks, (n - 1) / n of the gradients and of the values. Replicas of shards repeat this."""
+    cells = [
+        Cell(4, strategy={"dp": 4, "data_parallel": kind, **shard})
+        for kind, shard in (("zero3", {}), ("zero1", {"shard": 2}))
+    ]
+    for ranks, shards in zip(zip(*run_on_world(4, receive, cells), strict=True), (4, 2), strict=True):
+        size = ranks[0][1]
+        assert sum(received for received, _ in ranks) == (4 // shards) * 2 * size * (shards - 1) / shards
+        assert max(received for received, _ in ranks) < 2.5 * size / shards
+
+
+def test_the_host_updates_a_group_while_the_next_one_arrives() -> None:
+    """With offload, it waits for the gradients of one group only."""
+    log: list[str] = []
+
+    class Copy(held.HostCopy):
+        def __init__(self, hosts: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+            super().__init__(hosts, tensors)
+            self.name = "x".join(map(str, tensors[0].shape))
+            log.append(f"copy {self.name}")
+
+        def wait(self) -> None:
+            super().wait()
+            log.append(f"wait {self.name}")
+
+    with mock.patch.multiple(held, HostCopy=Copy, MOST_ELEMENTS=8):
+        parameters = {str(size): nn.Parameter(torch.ones(size)) for size in (5, 6, 7)}
+        optimizer = Optimizer(OptimConfig(), parameters, offload=True)
+        optimizer._parts[0].inner.register_step_post_hook(lambda *_: log.append("update"))  # type: ignore[union-attr]
+        for value in parameters.values():
+            value.grad = torch.ones_like(value)
+        optimizer.step(0.1, torch.tensor(True))
+    steps = [each for each in log if each not in ("copy ", "wait ")]  # of the flag
+    assert steps == [
+        "copy 5", "copy 6", "wait 5", "update", "copy 7", "wait 6", "update", "wait 7", "update",
+    ]  # fmt: skip
 
 
 SAVED = [

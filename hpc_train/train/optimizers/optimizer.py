@@ -2,13 +2,17 @@
 
 AdamW and SGD are elementwise, so each rank updates its local shards as plain tensors, with one fused kernel per group
 and without DTensor's dispatch. If the gradient norm is not finite, the fused kernels leave parameters and state
-unchanged (``found_inf``, the protocol of ``torch.amp.GradScaler``); the host does not read the flag. With a custom
-optimizer that does not support this protocol, the host reads the flag in each step.
+unchanged (``found_inf``, the protocol of ``torch.amp.GradScaler``). A custom optimizer that does not support this
+protocol is undone on the device (``OwnState.update``). In both cases the host does not read the flag.
+
+With offload, the update runs on the host, and the next forward needs its result. An update that is one step late would
+train with other numbers, so the host must wait for gradients in every step. It waits for one group of parameters at a
+time: while the gradients of a group arrive, the host updates the group before, whose new values travel back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +30,8 @@ from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.train.optimizers import own
 from hpc_train.train.optimizers.compact_adamw import CompactAdamW
-from hpc_train.train.optimizers.held import Held, MasterShard, hold
+from hpc_train.train.optimizers.held import Held, HostFlag, MasterShard, groups_of, hold
 from hpc_train.train.optimizers.own import OwnState, check_elementwise, flattened
-
-WIDENED = 2**26  # elements; the gradients of so many masters (256 MiB), or of one larger master, are in fp32 at a time
 
 
 class Optimizer:
@@ -48,8 +50,15 @@ class Optimizer:
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._config = config
         self._groups = parameter_groups(config)
+        self._offload = offload
         self._held = hold(trained, {name: self._target(name).elementwise for name in trained}, offload)
-        self._together = [*_updated_together(self._held.values())]
+        limited = [
+            offload or isinstance(held, MasterShard) or self._target(name).path is not None
+            for name, held in self._held.items()
+        ]
+        self._together = groups_of(self._held.values(), limited)
+        for group in self._together:
+            group.fetch()
         members: dict[str, dict[str, ParameterGroup | None]] = {}  # by the config key of the optimizer
         for name in trained:
             members.setdefault(self._target(name).where, {})[name] = self._group(name)
@@ -62,17 +71,32 @@ class Optimizer:
     def step(self, learning_rate: float, finite: Tensor) -> None:
         """Updates the parameters from their ``.grad`` unless ``finite`` (a scalar bool on the device) is false."""
         self._prepare()
-        waits = any(part.waits for part in self._parts)
-        for together in self._together:
-            for held in together:
-                held.refresh()
-            # with offload, this also waits for the copies of the gradients
-            if waits and not finite.item():
-                return
+        flag: HostFlag | None = None
+        on_device: Tensor | None = finite
+        if self._offload:
+            flag = HostFlag(finite)
+            on_device = None
+        for part in self._parts:
+            part.begin(learning_rate)
+        groups = self._together
+        for previous, group, following in zip([None, *groups], groups, [*groups[1:], None], strict=False):
+            if previous is None:
+                group.begin()
+            if following is not None:
+                following.begin()
+            group.refresh()
+            if flag is None or flag.value:  # the flag precedes the gradients, for which the host has waited
+                parameters = [held.local for held in group.members if held.local is not None]
+                for part in self._parts:
+                    part.update(parameters, on_device)
+                group.write_back()
+            if previous is not None:
+                previous.finish()
+        for group in groups[-1:]:
+            group.finish()
+        if flag is None or flag.value:
             for part in self._parts:
-                part.update(learning_rate, finite)
-            for held in together:
-                held.write_back()
+                part.end()
 
     @torch.no_grad()
     def step_some(self, learning_rate: float, parameters: Sequence[nn.Parameter], finite: Tensor) -> None:
@@ -80,9 +104,9 @@ class Optimizer:
         uses."""
         self._prepare()
         for part in self._parts:
-            with part.only(parameters) as some:
-                if some and not (part.waits and not finite.item()):
-                    part.update(learning_rate, finite)
+            part.begin(learning_rate)
+            part.update(parameters, finite)
+            part.end()
 
     def _prepare(self) -> None:
         while self._before_update:
@@ -148,29 +172,11 @@ class Optimizer:
     @torch.no_grad()
     def loaded(self) -> None:
         """Applies values that a checkpoint load has written to the parameters and to ``named_state``."""
-        for held in self._held.values():
-            held.fetch()
+        for group in self._together:
+            group.fetch()
         for part in self._parts:
             if part.user is not None:
                 part.user.loaded()
-
-
-def _updated_together(held: Iterable[Held]) -> Iterator[list[Held]]:
-    """Yields groups of parameters that are updated together: all parameters, except masters on the device. Masters need
-    gradients in fp32, so a group has only a few of them, to limit the size of the copies. Optimizers skip parameters
-    without a gradient.
-    """
-    together: list[Held] = []
-    elements = 0
-    for shard in held:
-        if isinstance(shard, MasterShard) and not shard.offloaded:
-            elements += shard.local.numel()
-            if together and elements > WIDENED:
-                yield together
-                together = []
-                elements = shard.local.numel()
-        together.append(shard)
-    yield together
 
 
 @dataclass
@@ -181,23 +187,22 @@ class _Part:
         inner: the torch optimizer; None if other ranks own all these parameters.
         lr_factors: the factor of the learning rate for each of torch's parameter groups.
         user: names the state of a custom optimizer; None for the built-in optimizers.
-        waits: whether the host reads whether the gradients are finite. It is the same on all ranks that share them.
-        updates: the number of updates so far.
-        places: parameter -> number of its torch parameter group; filled by the first call of ``only``.
+        undoes: whether the optimizer cannot skip an update by itself.
+        updates: the number of steps so far.
+        places: parameter -> number of its torch parameter group; filled by the first call of ``update``.
     """
 
     names: list[str]
     inner: torch.optim.Optimizer | None
     lr_factors: list[float]
     user: OwnState | None
-    waits: bool
+    undoes: bool
     updates: int = 0
     places: dict[Tensor, int] = field(default_factory=dict)
 
     @contextmanager
-    def only(self, parameters: Sequence[nn.Parameter]) -> Iterator[bool]:
-        """Restricts the optimizer to those of its parameters that are in ``parameters``. Yields whether there are
-        any."""
+    def _only(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Restricts the optimizer to those of its parameters that are in ``parameters``, and yields them."""
         groups = self.inner.param_groups if self.inner is not None else []
         members = [group["params"] for group in groups]
         if not self.places:
@@ -208,12 +213,13 @@ class _Part:
         for parameter in some:
             groups[self.places[parameter]]["params"].append(parameter)
         try:
-            yield bool(some)
+            yield some
         finally:
             for group, all_members in zip(groups, members, strict=True):
                 group["params"] = all_members
 
-    def update(self, learning_rate: float, finite: Tensor) -> None:
+    def begin(self, learning_rate: float) -> None:
+        """Prepares the updates of a step."""
         if self.inner is None:
             return
         for group, factor in zip(self.inner.param_groups, self.lr_factors, strict=True):
@@ -221,17 +227,37 @@ class _Part:
                 group["lr"].fill_(learning_rate * factor)
             elif "lr" in group:
                 group["lr"] = learning_rate * factor
-        if not self.waits:
-            # with offload this copy waits for the device and thereby for the copies of the gradients
-            device = next(group["params"][0].device for group in self.inner.param_groups if group["params"])
-            self.inner.found_inf = (~finite).to(device, torch.float32)  # type: ignore[attr-defined]
-        self.updates += 1
-        if self.user is None or self.updates > 2:  # the first update creates some values
-            self.inner.step()
+        if self.user is not None and self.updates < 2:  # the first update creates some values
+            self.user.before_update()
+
+    def update(self, parameters: Sequence[nn.Parameter], finite: Tensor | None) -> None:
+        """Updates those of ``parameters`` that this part has.
+
+        Args:
+            finite: whether to update, a bool scalar on the device of the parameters; None if the host knows that it is
+                true.
+        """
+        if self.inner is None:
             return
-        self.user.before_update()
-        self.inner.step()
-        self.user.check_update()
+        with self._only(parameters) as some:
+            if not some:
+                return
+            if self.undoes and finite is not None:
+                assert self.user is not None
+                self.user.update(some, finite)
+                return
+            if not self.undoes:
+                skips = torch.zeros((), device=some[0].device)
+                if finite is not None:
+                    skips = (~finite).to(some[0].device, torch.float32)
+                self.inner.found_inf = skips  # type: ignore[attr-defined]
+            self.inner.step()
+
+    def end(self) -> None:
+        """Counts the step, and checks the first ones."""
+        if self.user is not None and self.inner is not None and self.updates < 2:
+            self.user.check_update()
+        self.updates += 1
 
 
 def _part(
@@ -271,11 +297,11 @@ def _part(
                     refuse_unknown(f"the optimizer {config.name}", [*group.args], allowed, f"{group.where}.args")
         lr_factors = [factors[id(group["params"][0])] for group in inner.param_groups]
     if target.path is None:
-        return _Part([*members], inner, lr_factors, None, waits=False)
+        return _Part([*members], inner, lr_factors, None, undoes=False)
     state = OwnState(target, inner, {name: held[name] for name in members})
     # torch's fused optimizers skip an update by themselves if found_inf is set
-    waits = not target.elementwise or not getattr(inner, "_step_supports_amp_scaling", False)
-    return _Part([*members], inner, lr_factors, state, waits)
+    undoes = not getattr(inner, "_step_supports_amp_scaling", False)
+    return _Part([*members], inner, lr_factors, state, undoes)
 
 
 def _built_in(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

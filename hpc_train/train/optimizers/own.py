@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -23,7 +23,7 @@ from hpc_train.checkpoint.state import TensorShape
 from hpc_train.config.import_path import locate, refuse_unknown
 from hpc_train.errors import UserError
 from hpc_train.layout.optimizers import GIVEN, Target
-from hpc_train.train.optimizers.held import Held, local_part
+from hpc_train.train.optimizers.held import Held, HostFlag, local_part
 
 
 def check_signature(target: Target, of_groups: Collection[str] = ()) -> Callable[..., Any]:
@@ -134,6 +134,21 @@ def _updated(target: Target, value: Tensor, gradients: list[Tensor]) -> Tensor:
     return parameter.detach()
 
 
+@dataclass(frozen=True)
+class _Undoable:
+    """Restores the state of a parameter before an update that was not finite.
+
+    Attributes:
+        finite: whether the update was finite.
+        keys: the names of the tensors in ``flattened``, before the update.
+        values: those of them that the device has not restored.
+    """
+
+    finite: HostFlag
+    keys: Sequence[str]
+    values: Mapping[str, Tensor]
+
+
 @dataclass
 class OwnState:
     """Names and loads the state of a custom optimizer.
@@ -147,16 +162,69 @@ class OwnState:
     held: Mapping[str, Held]
     _expected: dict[str, dict[str, Tensor]] = field(default_factory=dict, init=False)
     _values: dict[str, Any] | None = field(default=None, init=False)
+    _undoable: dict[Tensor, _Undoable] = field(default_factory=dict, init=False)
+
+    def update(self, parameters: Sequence[Tensor], finite: Tensor) -> None:
+        """Calls the optimizer, and undoes on the device what it has changed if ``finite`` is false.
+
+        The host does not wait for ``finite``. Before the next update of a parameter the flag is known. The host then
+        reads it, to undo what is not on the device: numbers, tensors on the host, and what the update has created.
+
+        Args:
+            parameters: those of the optimizer's parameter groups.
+            finite: a bool scalar on the device of the parameters.
+        """
+        assert self.optimizer is not None
+        updated = [parameter for parameter in parameters if parameter.grad is not None]
+        self._settle(updated)
+        gradients = [parameter.grad for parameter in updated]
+        values = [parameter.detach().clone() for parameter in updated]
+        states = [{key: value.clone() for key, value in self._flat(parameter).items()} for parameter in updated]
+        for parameter in updated:  # a decomposition of NaN would raise an exception
+            assert parameter.grad is not None
+            parameter.grad = torch.where(finite, parameter.grad, 0.0)
+        self.optimizer.step()
+        flag: HostFlag | None = None
+        for parameter, gradient, value, before in zip(updated, gradients, values, states, strict=True):
+            parameter.grad = gradient
+            parameter.copy_(torch.where(finite, parameter, value))
+            after = self._flat(parameter)
+            rest: dict[str, Tensor] = {}
+            for key, earlier in before.items():
+                tensor = after.get(key)
+                is_number = ":" in key
+                if is_number or tensor is None or tensor.device != finite.device or tensor.shape != earlier.shape:
+                    rest[key] = earlier
+                else:
+                    tensor.copy_(torch.where(finite, tensor, earlier))
+            if rest or after.keys() != before.keys():
+                flag = flag or HostFlag(finite)
+                self._undoable[parameter] = _Undoable(flag, [*before], rest)
+
+    def _flat(self, parameter: Tensor) -> dict[str, Tensor]:
+        assert self.optimizer is not None
+        return flattened(self.optimizer.state.get(parameter, {}), f"{self.target.where}._target_")
+
+    def _settle(self, parameters: Iterable[Tensor]) -> None:
+        """Undoes the rest of the last update of each of ``parameters`` if it was not finite."""
+        for parameter in parameters:
+            last = self._undoable.pop(parameter, None)
+            if last is None or last.finite.value:
+                continue
+            assert self.optimizer is not None
+            tensors = {**self._flat(parameter), **last.values}
+            self.optimizer.state[parameter] = restored({key: tensors[key] for key in last.keys}, parameter.dtype)
 
     def named(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yields the name of each parameter and key -> tensor of its state, or the tensors into which the next load
         writes."""
+        self._settle([*self._undoable])
         for name, held in self.held.items():
             tensors = self._expected.get(name, {})
             if not self._expected:
                 if self.optimizer is None or held.local is None:
                     continue
-                tensors = flattened(self.optimizer.state.get(held.local, {}), f"{self.target.where}._target_")
+                tensors = self._flat(held.local)
                 for key, tensor in tensors.items():
                     if self.target.elementwise and tensor.ndim and tensor.shape != held.local.shape:
                         raise self._not_elementwise(name, key, tuple(tensor.shape), tuple(held.local.shape))
@@ -178,6 +246,7 @@ class OwnState:
             stored: name -> tensor of this optimizer in a checkpoint.
         """
         self._expected = {}
+        self._undoable = {}
         if self.optimizer is not None:
             self.optimizer.state.clear()
         for full, entry in stored.items():
