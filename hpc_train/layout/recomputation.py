@@ -95,35 +95,41 @@ def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
     norms = float((counts.norm_inputs - branches) * normed + branches * narrow)
     results = counts.layer - counts.fused if config.train.compile else counts.layer
     of_scores = 2 * max(4, narrow) + narrow * (narrow < 4)
+    copies, received = _exchanged(config, layout, counts)
     sizes: dict[LayerMode, float] = {
-        "none": norms + (results + _exchanged(config, layout, counts)) * narrow + counts.scores * of_scores,
-        "ops": inputs + (counts.products + counts.scores) * narrow,
+        "none": norms + (results + copies) * narrow + counts.scores * of_scores,
+        "ops": inputs + (counts.products + counts.scores + received) * narrow,
         "full": inputs,
     }
     if layout.tp > 1:
         split = family_of(config.model).tensor_parallel
         gathered = 2.0 * counts.layer_input * narrow  # the inputs of attention and of the feed-forward branch
+        # with ops, the sums of both branches take the place of the products whose partial sums they add up
         shared: dict[LayerMode, float] = {"none": gathered + norms, "ops": gathered + inputs, "full": inputs}
         if split is not None and split.shards_sequence:
             shared = {"none": gathered, "ops": gathered, "full": 0.0}
+            sizes["ops"] += gathered
         sizes = {mode: shared[mode] + (size - shared[mode]) / layout.tp for mode, size in sizes.items()}
     return {mode: layout.micro_size * counts.tokens / layout.cp * size for mode, size in sizes.items()}
 
 
-def _exchanged(config: Config, layout: Layout, counts: Activations) -> float:
-    """Returns the additional results per token that a layer keeps because context-parallel ranks exchange heads.
+def _exchanged(config: Config, layout: Layout, counts: Activations) -> tuple[float, float]:
+    """Returns the additional results per token that a layer keeps because context-parallel ranks exchange heads:
+    without recomputation, and with ``ops``.
 
-    These are a second copy of the result of attention and, if ranks share a key-value head, the copies of this head.
-    Attention that keeps its scores keeps the keys and values of every query in any case.
+    Without recomputation, these are a second copy of the result of attention and, if ranks share a key-value head, the
+    copies of this head. Attention that keeps its scores keeps the keys and values of every query in any case. ``ops``
+    keeps all that is received: queries, keys and values, and the result of attention.
     """
     heads = family_of(config.model).context_heads
     if layout.cp == 1 or heads is None:
-        return 0.0
-    if counts.scores:
-        return counts.mixed
+        return 0.0, 0.0
     queries, keys = (getattr(config.model, name) for name in heads)
     copies = max(0, layout.cp // max(1, keys // layout.tp) - 1)
-    return counts.mixed * (1 + 2 * copies * keys / queries)
+    received = counts.mixed * (2 + 2 * (1 + copies) * keys / queries)
+    if counts.scores:
+        return counts.mixed, received
+    return counts.mixed * (1 + 2 * copies * keys / queries), received
 
 
 def layers_of_rank(config: Config, layout: Layout, pp_rank: int) -> list[HeldLayer]:

@@ -99,15 +99,9 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _exchanged(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-    sent = blocks.contiguous()
-    if torch.compiler.is_compiling():  # torch 2.11 computes wrong gradients if the result is given
-        exchanged: Tensor = functional_collectives.all_to_all_single(sent, None, None, group)
-        return exchanged
-    received = torch.empty_like(sent)
-    # on the communicator's stream, where the communication is measured
-    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-    assert work is not None
-    work.wait()
+    # activation checkpointing can keep the result, and torch 2.11 compiles wrong gradients if the result is given
+    exchanged = functional_collectives.all_to_all_single(blocks.contiguous(), None, None, group)
+    received: Tensor = functional_collectives.wait_tensor(exchanged)
     return received
 
 

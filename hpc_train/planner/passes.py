@@ -200,10 +200,9 @@ class Passes:
 
         It ends with the last tensor that the backward needs, which is the input of the layer's last product, so the
         product and the reduce-scatter of its result are left out (torch.utils.checkpoint with use_reentrant=False).
-        Results of collectives are not kept, so that cheap operations include the other collectives.
         """
         if recomputed == "ops":
-            return self._moved(block) + self._traffic(block, "again", 0.0)
+            return self._moved(block)
         float8 = self._float8(block)
         products = self._products(block) - self._at_full_rate(block, block.last)
         device = products + self._attention(block) + self._moved(block) + self._cast(float8.forward)

@@ -26,6 +26,7 @@ from hpc_train.parallel.activation_checkpointing import apply_activation_checkpo
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.precision.masters import local_part
 from hpc_train.run.directory import RunDirectory
 from hpc_train.train.hooks import HookContext
 from hpc_train.train.hooks.ema import EMA
@@ -34,7 +35,7 @@ from hpc_train.train.watch.memory import MemoryReport, report_memory
 from tests.parallel.cells import Cell, Form, in_two_forms
 from tests.parallel.memory import Allocations, gpt_config, norms_of_gpus
 from tests.parallel.oracle import kept_mesh, local_batch, mesh_of
-from tests.ranks import run_on_world
+from tests.ranks import run_on_world, run_ranks
 
 LAYERS, SEQUENCE, VOCABULARY, DIM = 6, 32, 512, 16
 
@@ -331,7 +332,7 @@ def test_constant_buffers_are_copied_once() -> None:
     ]
 
 
-GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single")
 
 
 class _Counted(TorchDispatchMode):
@@ -342,28 +343,79 @@ class _Counted(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.calls[str(function).split(".")[1]] += 1
+        if function.namespace == "_c10d_functional" and function._opname in COLLECTIVES:
+            self.calls[function._opname] += 1
         return function(*args, **(kwargs or {}))
 
 
-def collectives(rank: int, _: int, one: Cell, layers: int) -> dict[str, int]:
-    """Returns the calls of collectives in a step of a model with so many layers."""
-    config, mesh = one.config(), mesh_of(one, rank)
-    model: Any = replace(config.model, n_layers=layers)  # type: ignore[call-arg]
-    engine = build_engine(replace(config, model=model), mesh)
-    batch = local_batch(one, mesh.layout, mesh.dp_rank, 0)
-    with _Counted() as counted:
-        engine.train_step(0, batch)
-    return {name: counted.calls[name] // len(batch.micro_batches) for name in (GATHER, SCATTER)}
+def collectives(rank: int, _: int, cells: list[Cell]) -> list[tuple[dict[str, int], list[Tensor]]]:
+    """Returns the collectives of hidden states in a step of each cell, and its gradients."""
+    found = []
+    for cell in cells:
+        mesh = mesh_of(cell, rank)
+        engine = build_engine(cell.config(), mesh)
+        with _Counted() as counted:
+            engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
+        parameters = engine.named_parameters().values()
+        gradients = [local_part(value.grad) for value in parameters if value.grad is not None]
+        found.append((dict(counted.calls), gradients))
+    return found
 
 
-@pytest.mark.long_form(6)
-def test_cheap_operations_repeat_the_collectives_of_a_layer_as_a_whole_layer_does() -> None:
-    strategy = {"tp": 2, "data_parallel": "allreduce"}
-    of_layer = {}
-    for mode in ("none", "ops", "full"):
-        one = Cell(2, "gpt", strategy=strategy, train={"activation_checkpointing": mode})
-        few, many = (run_on_world(2, collectives, one, layers)[0] for layers in (2, 3))
-        of_layer[mode] = {name: many[name] - few[name] for name in many}
-    assert of_layer["none"] == {GATHER: 4, SCATTER: 4}
-    assert of_layer["ops"] == of_layer["full"] == {GATHER: 6, SCATTER: 5}
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        ("gpt", {"tp": 2, "data_parallel": "allreduce"}),
+        ("gpt", {"cp": 2}),
+        pytest.param("vit", {"tp": 2}, marks=pytest.mark.long_form(5)),
+        pytest.param("gpt-options", {"tp": 2}, marks=pytest.mark.long_form(5)),
+    ],
+)
+def test_cheap_operations_repeat_no_collective(model: str, strategy: dict[str, Any]) -> None:
+    """The gradients have the same bits; a layer that is recomputed as a whole repeats collectives."""
+    cells = [
+        Cell(2, model, strategy=strategy, train={"activation_checkpointing": mode}) for mode in ("none", "ops", "full")
+    ]
+    for none, ops, full in run_on_world(2, collectives, cells):
+        assert ops[0] == none[0]
+        assert sum(full[0].values()) > sum(none[0].values()) > 0
+        assert ops[1]
+        assert all(torch.equal(one, other) for one, other in zip(ops[1], none[1], strict=True))
+
+
+def compiled_calls(rank: int, _: int, cells: list[Cell]) -> list[list[Counter[str]]]:
+    """Returns the collectives and products in the graphs of the forward and of the backward pass of each cell."""
+    import torch._inductor.compile_fx as inductor
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs: list[Counter[str]] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        names = (getattr(node.target, "_opname", "") for node in graph.graph.nodes)
+        graphs.append(Counter(name for name in names if name in (*COLLECTIVES, "mm")))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    inductor.compile_fx = lambda graph, inputs, **_: backend(graph, inputs)  # type: ignore[assignment]
+    found = []
+    for cell in cells:
+        graphs.clear()
+        torch._dynamo.reset()
+        mesh = mesh_of(cell, rank)
+        engine = build_engine(cell.config(), mesh)
+        engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
+        found.append([*graphs])
+    return found
+
+
+@pytest.mark.long_form(40)  # test_cheap_operations_repeat_no_collective has the decision
+@pytest.mark.parametrize("strategy", [{"tp": 2, "data_parallel": "allreduce"}, {"cp": 2}], ids=["tp", "cp"])
+def test_compiled_layers_repeat_neither_collectives_nor_products(strategy: dict[str, Any]) -> None:
+    cells = [
+        Cell(2, "gpt", strategy=strategy, train={"activation_checkpointing": mode, "compile": True})
+        for mode in ("none", "ops")
+    ]
+    for none, ops in run_ranks(2, compiled_calls, cells, timeout=280):
+        assert ops == none
+        assert any(calls.keys() - {"mm"} for calls in none)

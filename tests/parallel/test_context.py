@@ -214,8 +214,9 @@ def test_each_rank_keeps_its_share_of_the_activations(options: dict[str, Any]) -
     kept = {ranks: _kept_by_layers(ranks, options) for ranks in (1, 2, 4)}
     for ranks, by_mode in kept.items():
         for mode, held in by_mode.items():
-            # without activation checkpointing, attention's result is kept before and after its exchange
-            assert held == pytest.approx(kept[1][mode] / ranks, rel=0.06 if mode == "none" else 0.01), (ranks, mode)
+            if mode != "ops":  # which keeps all that is exchanged
+                # without activation checkpointing, attention's result is kept before and after its exchange
+                assert held == pytest.approx(kept[1][mode] / ranks, rel=0.06 if mode == "none" else 0.01), (ranks, mode)
             assert held == pytest.approx(_estimated(ranks, mode, options), rel=0.05), (ranks, mode)
 
 
