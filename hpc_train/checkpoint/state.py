@@ -27,6 +27,7 @@ from hpc_train.checkpoint.agreement import from_rank
 from hpc_train.errors import UserError
 from hpc_train.parallel.engine import Compression
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.precision.dtypes import COMPUTE_DTYPES
 from hpc_train.parallel.precision.masters import saved_value
 
 SHOWN = 8  # names listed per problem in a message
@@ -167,9 +168,11 @@ def check_match(stored: Mapping[str, TensorShape], needed: Mapping[str, TensorSh
 
 
 def _loads_into(stored: TensorShape, needed: TensorShape, converts: bool) -> bool:
-    """Returns whether a tensor can be loaded; optimizer state may change its dtype, parameters may not."""
+    """Returns whether a tensor can be loaded; optimizer state may change its dtype, and frozen parameters, which may be
+    in fp32 or in a compute dtype."""
     numbers = stored.dtype.is_floating_point and needed.dtype.is_floating_point
-    return stored == needed or (converts and numbers and stored.shape == needed.shape)
+    frozen = stored.dtype != needed.dtype and {stored.dtype, needed.dtype} <= {torch.float32, *COMPUTE_DTYPES.values()}
+    return stored == needed or ((converts or frozen) and numbers and stored.shape == needed.shape)
 
 
 PREFIX = "compression."

@@ -22,7 +22,6 @@ from hpc_train.errors import UserError, check_all
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.optimizers import EMA, own_targets
 from hpc_train.layout.recomputation import knows_sizes
-from hpc_train.layout.sizes import trained_share
 from hpc_train.layout.techniques import (
     CARRYING,
     KINDS,
@@ -373,7 +372,6 @@ UNCHUNKED_LOSS = Condition(
 UNKNOWN_LAYERS = Condition(
     "a model whose activations are unknown", lambda config, _: not knows_sizes(config) and config.model.kind
 )
-FROZEN_WEIGHTS = Condition("`model.lora`", lambda config, _: trained_share(config.model) < 1, "model.lora")
 Z_LOSS = _key("train.z_loss")
 NO_NEXT_TOKEN = Condition("a model that predicts no next token", _other_task, "model")
 COMPARED_SAMPLES = Condition(
@@ -725,7 +723,6 @@ OF_RUN: tuple[Exclusion, ...] = (
     Exclusion(
         WEIGHTS, FULL_UPDATES, "{it.where}._target_={it.path}: it updates whole parameters, not shards of masters"
     ),
-    Exclusion(WEIGHTS, FROZEN_WEIGHTS, "model.lora: the frozen weights have no masters"),
     Exclusion(
         CUDA_GRAPHS,
         PIPELINE,

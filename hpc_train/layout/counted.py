@@ -27,7 +27,7 @@ from hpc_train.layout.recomputation import compute_width, residual_width
 from hpc_train.users import user_cache
 from hpc_train.version import __version__
 
-_FORMAT = 2
+_FORMAT = 3
 _PACKAGES = ("torch", "transformers")  # their versions may change the counts
 _SHAPES = (("channels", "image_size", "image_size"), ("sequence_length",))  # keys with the sizes of a sample
 
@@ -38,6 +38,7 @@ class Block:
 
     Attributes:
         parameters, trained: the number of parameters, and the number of parameters that train.
+        narrow: the number of frozen parameters that are held in the compute type, if it is bf16 or fp16.
         products: FLOPs of the forward in matrix products and convolutions with weights.
         attention: FLOPs of the forward in products of activations, not halved for a causal mask.
         backward: FLOPs of the backward.
@@ -50,6 +51,7 @@ class Block:
 
     parameters: int
     trained: int
+    narrow: int
     products: float
     attention: float
     backward: float

@@ -165,12 +165,13 @@ def per_parameter(config: Config, layout: Layout) -> PerParameter:
     on_device = offload != "all"
     masters = config.precision.weights == "bf16"
     weight = narrow if masters else width
-    of_masters = width * masters / shard * (offload == "none")
+    of_masters = trained * width * masters / shard * (offload == "none")
+    rounded = narrow_share(config.model)
     return PerParameter(
-        held=weight / shard * on_device + of_masters,
+        held=(weight - rounded * (weight - narrow)) / shard * on_device + of_masters,
         optimizer=trained * moments / shard * (offload == "none"),
         hooks=trained * width * averages_of_weights(config) / shard * on_device,
-        cast=narrow * (narrow < weight and not sharded),
+        cast=narrow * (1 - rounded) * (narrow < weight and not sharded),
         gathered=narrow * sharded,
         fresh=trained * narrow,
         whole=trained * (width if sharded else weight),  # FSDP sums the gradients of micro-batches in fp32
@@ -288,6 +289,14 @@ def trained_share(model: ModelConfig) -> float:
     if not count or trained is None:
         return 1.0
     return trained / count
+
+
+def narrow_share(model: ModelConfig) -> float:
+    """Returns the share of the parameters that do not train and are held in the compute type, if it is bf16 or fp16:
+    the base model of adapters, and what a counted model holds in it."""
+    if isinstance(model, CountedModel):
+        return sum(block.narrow for block in model.counts.blocks) / max(1, parameter_count(model) or 0)
+    return 1 - trained_share(model)
 
 
 def trained_count(model: ModelConfig) -> int | None:

@@ -12,7 +12,7 @@ import pickle
 import resource
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -78,7 +78,7 @@ def count(config: Config) -> Counts:
                 fix="operations whose shapes follow from those of the inputs, or a ModelFamily with parameters, "
                 "activations and flops_per_sample (docs/extend.md)",
             ) from error
-        return _counts(model, batch, *_traces(config, model, batch))
+        return _counts(config, model, batch)
 
 
 def _without_values(config: Config, batch: Batch) -> Counts:
@@ -90,7 +90,7 @@ def _without_values(config: Config, batch: Batch) -> Counts:
         with keep_shared(model):
             model.to_empty(device=torch.device("cpu"))
         batch = batch.map(mode.from_tensor)
-        return _counts(model, batch, *_traces(config, model, batch))
+        return _counts(config, model, batch)
 
 
 def _traces(config: Config, model: Model | WrappedModel, batch: Batch) -> tuple[_Trace, _Trace]:
@@ -318,7 +318,13 @@ def block_names(model: Model | WrappedModel) -> tuple[str, ...]:
     return model.block_names
 
 
-def _counts(model: Model | WrappedModel, batch: Batch, wide: _Trace, narrow: _Trace) -> Counts:
+def _counts(config: Config, model: Model | WrappedModel, batch: Batch) -> Counts:
+    rounded = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+    if model.saves_frozen:
+        rounded = {parameter for parameter in rounded if parameter.itemsize == 2}
+    for parameter in rounded:
+        parameter.data = parameter.data.float()  # for the passes in fp32
+    wide, narrow = _traces(config, model, batch)
     is_model = isinstance(model, Model)
     seen = set[int]()
     # a shared parameter belongs to its first block, and parameters outside of blocks belong to the stem or the head
@@ -333,7 +339,7 @@ def _counts(model: Model | WrappedModel, batch: Batch, wide: _Trace, narrow: _Tr
         if id(parameter) not in seen:
             owned[inside or outside].append(parameter)
         seen.add(id(parameter))
-    blocks = [_block(wide.blocks[name], narrow.blocks[name], owned[name]) for name in wide.blocks]
+    blocks = [_block(wide.blocks[name], narrow.blocks[name], owned[name], rounded) for name in wide.blocks]
     hidden = wide.blocks[wide.names[0]].hidden // SAMPLES if wide.names else 0
     inputs = batch.inputs
     is_tokens = isinstance(inputs, Tensor) and inputs.ndim == 2 and not inputs.is_floating_point()
@@ -344,11 +350,14 @@ def _counts(model: Model | WrappedModel, batch: Batch, wide: _Trace, narrow: _Tr
     return Counts(tuple(blocks), hidden, tokens, products, isinstance(model, Model), tied, files, versions())
 
 
-def _block(wide: _Block, narrow: _Block, parameters: Sequence[nn.Parameter]) -> Block:
+def _block(
+    wide: _Block, narrow: _Block, parameters: Sequence[nn.Parameter], rounded: Collection[nn.Parameter]
+) -> Block:
     largest = max(wide.kept, default=(0, 0), key=lambda entry: entry[0])
     return Block(
         parameters=sum(parameter.numel() for parameter in parameters),
         trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        narrow=sum(parameter.numel() for parameter in parameters if parameter in rounded),
         products=wide.products / SAMPLES,
         attention=wide.attention / SAMPLES,
         backward=wide.backward / SAMPLES,

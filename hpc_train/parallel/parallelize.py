@@ -37,7 +37,7 @@ from hpc_train.parallel.compile import compile_model, share_memory
 from hpc_train.parallel.context import apply_context_parallel
 from hpc_train.parallel.gradient_norm import sparse_gradient
 from hpc_train.parallel.mesh import Mesh, synchronize
-from hpc_train.parallel.precision.dtypes import parameter_dtype, set_hidden_dtype
+from hpc_train.parallel.precision.dtypes import set_hidden_dtype, set_parameter_dtypes
 from hpc_train.parallel.precision.float8 import use_float8
 from hpc_train.parallel.precision.masters import local_part, narrow_weights
 from hpc_train.parallel.tensor import apply_tensor_parallel
@@ -54,7 +54,6 @@ def parallelize(config: Config, mesh: Mesh, model: AnyModel, restored: Collectio
         restored: the parameters that a checkpoint will be loaded into; those of a model that initializes itself get no
             values before.
     """
-    dtype = parameter_dtype(config.precision.name)
     offload = config.strategy.offload == "all"
     home = torch.device("cpu") if offload else mesh.device
     sharder = sharder_of(mesh.layout)
@@ -75,17 +74,19 @@ def parallelize(config: Config, mesh: Mesh, model: AnyModel, restored: Collectio
     batch_norm.keep_weights_fp32(model)
     if not initializes:
         if sharder is None:
-            model.to(device=mesh.device, dtype=dtype)
+            set_parameter_dtypes(model, config.precision, False, mesh.device)
             take_first_replica(model, mesh)
         else:
-            values = _put_aside(model, dtype)
+            set_parameter_dtypes(model, config.precision, True)
+            values = _put_aside(model)
     if sharder is not None:
         shard = locate(sharder, f"strategy.data_parallel={mesh.layout.data_parallel}")
         shard(model, mesh, mesh.layout.kind, config.precision.name, offload)
     if initializes:
         assert isinstance(model, Model | HFWhole)
         replicas = mesh.group("dp_cp" if sharder is None else "dp_replicate")
-        materialize(model, mesh.device, config.train.seed, dtype, home, replicas, restored)
+        set_parameter_dtypes(model, config.precision, sharder is not None)
+        materialize(model, mesh.device, config.train.seed, None, home, replicas, restored)
     elif sharder is not None:
         _hand_out(model, mesh, values, home)
     if config.precision.weights == "bf16":
@@ -101,10 +102,9 @@ def sharder_of(layout: Layout) -> str | None:
     return None
 
 
-def _put_aside(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+def _put_aside(model: nn.Module) -> dict[str, Tensor]:
     """Returns the values of a user's module by name and moves the module to ``meta``."""
     with torch.no_grad():
-        model.to(dtype=dtype)
         values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         with keep_shared(model):
             model.to(device="meta")
@@ -203,7 +203,7 @@ def materialize(
     module: Model | HFWhole,
     device: torch.device,
     seed: int,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     home: torch.device | None = None,
     replicas: dist.ProcessGroup | None = None,
     restored: Collection[str] = (),
@@ -214,7 +214,8 @@ def materialize(
         module: a module on ``meta``; a tied copy (``module.tied``) gets the values of its canonical name.
         device: the device that draws the random values.
         seed: the seed of the run.
-        dtype: the dtype of the floating-point parameters.
+        dtype: the dtype of the floating-point parameters; None keeps those of ``module``. Values in half precision are
+            drawn in fp32 and rounded.
         home: the device of sharded parameters if it is not ``device``.
         replicas: a group whose ranks hold the same parameters. Its first rank reads those that are stored in files or
             drawn on the CPU, and sends them to the others, so that the shared file system is read once and not by each
@@ -222,8 +223,9 @@ def materialize(
         restored: canonical names of parameters that get no values, because a checkpoint follows.
     """
     with keep_shared(module):
+        if dtype is not None:
+            module.to(dtype=dtype)
         module.to_empty(device=home or device)
-        module.to(dtype=dtype)
     with torch.no_grad():
         for raw, parameter in module.named_parameters():
             name = canonical_name(raw)
@@ -243,13 +245,19 @@ def materialize(
 
 def _fill(model: Model | HFWhole, name: str, parameter: Tensor, seed: int, device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(parameter_seed(seed, name))
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
     if not isinstance(parameter, DTensor):
-        model.init_parameter(name, parameter, generator)
+        full = parameter
+        if parameter.dtype != dtype and not model.is_stored(name):
+            full = torch.empty(parameter.shape, dtype=dtype, device=device)
+        model.init_parameter(name, full, generator)
+        if full is not parameter:
+            parameter.copy_(full)
         return
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     stored = model.stored_box(name, tuple(offset), tuple(shape)) if all(shape) else None
     if stored is None:
-        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        full = torch.empty(parameter.shape, dtype=dtype, device=device)
         model.init_parameter(name, full, generator)
         stored = _shard_of(full, parameter)
     parameter.to_local().copy_(stored)

@@ -24,7 +24,7 @@ from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result, re
 from hpc_train.parallel.gradient_norm import UpdatesInBackward
 from hpc_train.parallel.mesh import Mesh, all_gather_tensor
 from hpc_train.parallel.parallelize import parallelize
-from hpc_train.parallel.precision.dtypes import KeptCasts, autocast, kept_dtype
+from hpc_train.parallel.precision.dtypes import KeptCasts, autocast, kept_dtype, parameter_dtype
 from hpc_train.parallel.replicas import divide_by_count_, finish_own_count, make_replicas
 from hpc_train.parallel.tensor import check_sequence
 from hpc_train.parallel.writes import SharedBuffers
@@ -293,7 +293,7 @@ class ReproducibleEngine(ReplicaEngine):
             for parameter in self._parameters.values()
         ]
         sums = [loss_sum, count] if self._own_count else [loss_sum]
-        dtype = gradients[0].dtype
+        dtype = parameter_dtype(self._precision)  # a frozen weight may be in the compute dtype
         flat = [
             *(gradient.reshape(-1) for gradient in gradients),
             *(value.detach().to(dtype).view(1) for value in sums),

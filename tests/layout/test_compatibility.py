@@ -16,7 +16,6 @@ from hpc_train.config.schema import (
     CIFAR100DataConfig,
     Config,
     HFModelConfig,
-    LoraConfig,
     StreamDataConfig,
     TargetConfig,
 )
@@ -106,7 +105,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "a model whose activations are unknown": CUSTOM,
     "a model that predicts no next token": VIT,
     "a loss that compares samples": {**CUSTOM, "model": Cell(1, "custom-contrastive").config().model},
-    "`model.lora`": {"model": HFModelConfig(name_or_path="small", task="causal_lm", lora=LoraConfig(rank=2))},
     "`output_router_logits` of `model=hf`": {"model": EXPERTS},
     "`train.z_loss`": {"train.z_loss": 1e-4},
     "`train.epochs`": {"train.epochs": 1.0, "train.steps": None},

@@ -85,6 +85,36 @@ class FrozenNet(ResidualNet):
             part.requires_grad_(False)
 
 
+class RoundedNet(FrozenNet):
+    """Holds its frozen half in bf16, with ``wide`` in fp32."""
+
+    def __init__(self, width: int, image_size: int, n_classes: int, wide: bool = False) -> None:
+        super().__init__(width, image_size, n_classes)
+        for part in (self.stem, self.layers["0"], self.layers["1"]):
+            assert part is not None
+            part.to(torch.float32 if wide else torch.bfloat16)
+
+    def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
+        super().init_parameter(name, value, generator)
+        if name.startswith(("stem", "layers.0", "layers.1")):
+            value.copy_(value.bfloat16())
+
+
+class RoundedTiny(Tiny):
+    """Has a frozen norm and a frozen product in bf16, with ``wide`` in fp32, between the layers that train."""
+
+    def __init__(self, classes: int, wide: bool = False) -> None:
+        super().__init__(classes)
+        self.middle = nn.Linear(6, 6)
+        for part in (self.norm, self.middle):
+            part.requires_grad_(False).bfloat16()
+            if wide:
+                part.float()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.middle(self.norm(self.first(inputs)).relu().mean((2, 3))))
+
+
 class CountingTiny(Tiny):
     """Counts its forward passes in a buffer, which does not change its outputs."""
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,16 +19,19 @@ from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.reader import StoredTensors
 from hpc_train.checkpoint.run_store import RunStore
 from hpc_train.checkpoint.transfer import export_hf
-from hpc_train.config.schema import Config, HFModelConfig, LoraConfig, OptimConfig
+from hpc_train.config.schema import Config, HFModelConfig, LoraConfig, OptimConfig, PrecisionConfig
 from hpc_train.errors import UserError
+from hpc_train.layout.sizes import parameter_count, per_parameter
 from hpc_train.models.build import build_model
 from hpc_train.models.hf.family import hf_name
 from hpc_train.models.hf.lora import BASE, exported_name
 from hpc_train.models.hf.sizes import trained_parameters
+from hpc_train.parallel import parallelize
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import materialize
+from hpc_train.parallel.precision.dtypes import set_hidden_dtype, set_parameter_dtypes
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.train.optimizers.optimizer import Optimizer
@@ -243,3 +248,67 @@ def check_checkpoint(run: RunDirectory, trained: Any, saved: Path, to: Path) -> 
         plain = base("llama", saved)(tokens).logits
     torch.testing.assert_close(logits["loaded"], logits["trained"], rtol=0, atol=1e-10)
     assert (plain - logits["loaded"]).abs().max() > 1e-3, "the adapter changes the function"
+
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.long_form(8)  # imports peft; the short form of test_masters.py has the dtypes of other frozen weights
+def test_the_base_of_8_billion_parameters_takes_16_gb(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    model = HFModelConfig(name_or_path=str(tmp_path), task="causal_lm", pretrained=False, lora=LoraConfig(rank=16))
+    built: Any = build_model(model, SEED)
+    sharded = Cell(8, strategy=ZERO3 | {"dp": 8})
+    for precision, gigabytes in {"fp32": 32.1, "bf16": 16.1}.items():
+        set_hidden_dtype(built, PrecisionConfig(name=precision))
+        set_parameter_dtypes(built, PrecisionConfig(name=precision), is_sharded=False)
+        held = dict.fromkeys((True, False), 0)
+        for parameter in built.parameters():
+            held[parameter.requires_grad] += parameter.nbytes
+        assert held[False] == pytest.approx(gigabytes * 1e9, rel=0.01)
+        for cell in (Cell(1), sharded):
+            config = replace(cell.config(), model=model, precision=PrecisionConfig(name=precision))
+            layout = cell.layout()
+            estimated = per_parameter(config, layout).held * (parameter_count(model) or 0) * layout.shard
+            assert estimated == pytest.approx(sum(held.values()), rel=0.01)
+
+
+def in_both_dtypes(rank: int, world_size: int, saved: Path) -> list[float]:
+    """Returns the differences of the gradients from those with a base in fp32, under several layouts."""
+    found = []
+    for model, strategy in (("llama", {"dp": 2}), ("llama", ON_TWO), ("vit", ON_TWO | {"data_parallel": "zero1"})):
+        cell = cell_of(model, strategy, precision="bf16")
+        gradients = []
+        for held in (torch.bfloat16, torch.float32):
+            convert: Any = set_parameter_dtypes
+            if held == torch.float32:
+                convert = partial(in_fp32, set_parameter_dtypes)
+            mesh = mesh_of(cell, rank)
+            with mock.patch.object(parallelize, "set_parameter_dtypes", convert):
+                engine = build_engine(config_of(model, cell, saved), mesh)
+            base = [value for part in engine.parts for value in part.parameters() if not value.requires_grad]
+            assert max(base, key=Tensor.numel).dtype == held
+            engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
+            gradients.append({name: whole(value.grad) for name, value in engine.named_parameters().items()})
+        found.append(error(*gradients))
+    return found
+
+
+def in_fp32(convert: Any, model: Any, precision: PrecisionConfig, *others: Any) -> None:
+    convert(model, PrecisionConfig(name="fp32"), *others)
+
+
+@pytest.mark.long_form(15)  # the short form of test_masters.py compares frozen weights of other modules
+def test_a_base_in_bf16_gives_the_gradients_of_fp32(saved: Path) -> None:
+    for found in run_on_world(2, in_both_dtypes, saved, imports=HUGGING_FACE):
+        assert found == [0.0, 0.0, 0.0]

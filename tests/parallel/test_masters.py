@@ -16,21 +16,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.schema import Config, OptimConfig, PrecisionConfig
+from hpc_train.config.compose import typed
+from hpc_train.config.schema import Config, CustomModelConfig, OptimConfig, PrecisionConfig
 from hpc_train.data.dataset import IGNORED
-from hpc_train.errors import UserError
 from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.parallelize import apply_loss_form, materialize
+from hpc_train.parallel.parallelize import apply_loss_form, is_meta, materialize
 from hpc_train.parallel.precision.dtypes import autocast, set_hidden_dtype
 from hpc_train.parallel.precision.masters import local_part, master_of, narrow_weights, saved_value
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.freeze import load
+from hpc_train.run.freeze import freeze, load
 from hpc_train.train.optimizers import held
 from hpc_train.train.optimizers.optimizer import Optimizer
 from tests.checkpoint.training import Training, join_again
-from tests.parallel.cells import DATA_PARALLEL, Cell
+from tests.config.composing import compose
+from tests.parallel.cells import CLASSES, DATA_PARALLEL, IMAGE, Cell
 from tests.parallel.oracle import error, global_batch, local_batch, mesh_of, whole
 from tests.ranks import run_on_world
 from tests.train.runs import frozen
@@ -217,8 +218,150 @@ def test_checkpoints_have_the_bits_of_the_masters(
             assert found == expected, strategy
 
 
-def test_a_model_with_frozen_weights_is_refused() -> None:
+def test_only_weights_that_train_have_masters() -> None:
     model = nn.Linear(4, 4)
     model.bias.requires_grad_(False)
-    with pytest.raises(UserError, match="bias does not train"):
-        narrow_weights(model)
+    bias = model.bias.detach().clone()
+    narrow_weights(model)
+    assert master_of(model.weight) is not None and master_of(model.bias) is None
+    assert torch.equal(saved_value(model.bias), bias.bfloat16())
+
+
+FROZEN: dict[str, dict[str, Any]] = {
+    "RoundedTiny": {"classes": CLASSES},
+    "RoundedNet": {"width": 16, "image_size": IMAGE, "n_classes": CLASSES},
+}
+FROZEN_SPLITS: dict[str, dict[str, dict[str, Any]]] = {
+    "RoundedTiny": {
+        **DATA_PARALLEL,
+        "offload": {"dp": 2, "data_parallel": "zero3", "offload": "all"},
+        "reproducible": {"dp": 2, "reproducible": True},
+    },
+    "RoundedNet": {
+        name: SPLITS[name] for name in ("1f1b", "gpipe", *(name for name in DATA_PARALLEL if "zero" in name))
+    },
+}
+
+
+def gradients_with_frozen(
+    rank: int, model: str, split: dict[str, Any], wide: bool
+) -> tuple[Values, dict[str, torch.dtype]]:
+    """Returns the gradients of a step, and the dtype of each frozen weight. With ``wide`` the model is all in fp32."""
+    reproducible = "reproducible" in split
+    train = {"reproducible": "any_world_size"} if reproducible else {}
+    batch: dict[str, Any] = {"global_size": 4, "logical_micro_batches" if reproducible else "micro_size": 2}
+    strategy = {key: value for key, value in split.items() if key != "reproducible"}
+    cell = Cell(2, "own", "bf16", strategy, batch, train)
+    target = CustomModelConfig(_target_=f"tests.parallel.module.{model}", args={**FROZEN[model], "wide": wide})
+    config, mesh = replace(cell.config(), model=target), mesh_of(cell, rank)
+    engine = build_engine(config, mesh)
+    engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
+    parameters = engine.named_parameters()
+    gradients = {name: whole(value.grad) for name, value in parameters.items() if value.requires_grad}
+    assert all(value.dtype == torch.float32 for value in parameters.values() if value.requires_grad)
+    return gradients, {name: value.dtype for name, value in parameters.items() if not value.requires_grad}
+
+
+def alone_in_fp32(model: str) -> Values:
+    """Returns the gradients of one process that holds all weights in fp32."""
+    cell = Cell(1, "own", "bf16", {}, {"global_size": 4})
+    target = CustomModelConfig(_target_=f"tests.parallel.module.{model}", args={**FROZEN[model], "wide": True})
+    config = replace(cell.config(), model=target)
+    module: Any = build_model(config.model, config.train.seed)
+    if is_meta(module):
+        materialize(module, CPU, config.train.seed, torch.float32)
+    set_hidden_dtype(module, config.precision)
+    inputs, targets = global_batch(cell, 0)
+    count = int((targets != IGNORED).sum())
+    for part, wanted in zip(inputs.split(2), targets.split(2), strict=True):
+        with autocast("bf16", CPU):
+            loss, *_ = module(part, {}, wanted)
+        (loss / count).backward()
+    return {name: value.grad for name, value in module.named_parameters() if value.requires_grad}
+
+
+def with_frozen(rank: int, _: int, cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[float, float, Any]]:
+    """Returns the relative differences of the gradients from those with all weights in fp32, under the same layout and
+    in one process, and the dtypes of the frozen weights of this rank."""
+    found = []
+    for model, split in cases:
+        gradients, held = gradients_with_frozen(rank, model, split, wide=False)
+        in_fp32, _ = gradients_with_frozen(rank, model, split, wide=True)
+        expected = alone_in_fp32(model)
+        differences = [error(gradients, others) for others in (in_fp32, expected) if gradients]  # a stage has none
+        found.append((*(differences or (0.0, 0.0)), held))
+    return found
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param([("RoundedTiny", "allreduce"), ("RoundedTiny", "zero3"), ("RoundedNet", "1f1b")], id="short"),
+        pytest.param(
+            [(model, name) for model, splits in FROZEN_SPLITS.items() for name in splits],
+            id="every",
+            marks=pytest.mark.long_form(10),
+        ),
+    ],
+)
+def test_frozen_weights_in_bf16_give_the_gradients_of_fp32(chosen: list[tuple[str, str]]) -> None:
+    """Weights that only products use stay in bf16; others do so under ZeRO, which casts them in any case."""
+    cases: list[Any] = [(model, FROZEN_SPLITS[model][name]) for model, name in chosen]
+    for ranks in run_on_world(2, with_frozen, cases):
+        for (model, split), (difference, from_one, held) in zip(cases, ranks, strict=True):
+            sharded = "zero" in split.get("data_parallel", "")
+            assert difference == 0, (model, split)
+            assert from_one < (0.01 if sharded else 1e-6), (model, split)  # ZeRO sums other gradients in bf16
+            for name, dtype in held.items():
+                narrow = sharded or name.startswith("middle")
+                assert dtype == (torch.bfloat16 if narrow else torch.float32), (split, name)
+
+
+def frozen_run(path: Path, strategy: str, *words: str) -> RunDirectory:
+    """Freezes a run in bf16 of a model whose first half does not train."""
+    sizes = [f"+model.args.{key}={value}" for key, value in FROZEN["RoundedNet"].items()]
+    data = ("data=synthetic", "data.task=images", f"data.image_size={IMAGE}", f"data.n_classes={CLASSES}")
+    target = ("model=custom", "model._target_=tests.parallel.module.RoundedNet", *sizes)
+    run = RunDirectory(path)
+    free = ("batch.global_size=8", "train.steps=6", "precision=bf16", "telemetry.wandb.mode=disabled")
+    freeze(typed(compose([f"+strategy={strategy}", *target, *data, *free, *words])), run)
+    return run
+
+
+def frozen_values(rank: int, world_size: int, run: RunDirectory, saves: bool) -> tuple[dict[str, list[float]], Any]:
+    """Trains and saves, or loads and trains; returns all weights at the checkpoint, and the dtypes of frozen ones."""
+    training = Training.of(run, load(run), join_again(load(run), rank, world_size))
+    if saves:
+        training.steps(0, 3)
+        training.manager.save(3, {})
+        training.manager.close(lambda: False)
+    else:
+        restored = training.manager.restore()
+        assert restored is not None and restored.step == 3 and restored.with_optimizer
+    parameters = training.engine.named_parameters()
+    values = {name: whole(value.detach()).float().flatten().tolist() for name, value in parameters.items()}
+    if not saves:
+        training.steps(3, 5)
+    return values, {value.dtype for value in parameters.values() if not value.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("zero3 +model.args.wide=true", "zero3"),
+        *(
+            pytest.param("zero2", each, marks=pytest.mark.long_form(8))
+            for each in ("dp", "pp", "zero3 precision=fp32", "zero1")
+        ),
+    ],
+)
+def test_frozen_weights_load_in_either_dtype(tmp_path: Path, before: str, after: str) -> None:
+    """As in a checkpoint of a version that held them in fp32, or under a layout that holds others in bf16."""
+    saved = frozen_run(tmp_path / "saved", *before.split())
+    expected, _ = run_on_world(2, frozen_values, saved, True)[0]
+    run = frozen_run(tmp_path / "loaded", *after.split())
+    shutil.copytree(saved.path / "checkpoints", run.path / "checkpoints", dirs_exist_ok=True)
+    narrow = after in ("zero3", "zero1")
+    for values, dtypes in run_on_world(2, frozen_values, run, False):
+        assert all(values[name] == expected[name] for name in values)
+        assert not dtypes or dtypes == {torch.bfloat16 if narrow else torch.float32}

@@ -85,6 +85,12 @@ def test_kept_bytes_are_those_that_autograd_keeps_of_real_values(target: str) ->
     assert total(counts, "narrow_bytes") < total(counts, "wide_bytes")
 
 
+def test_frozen_weights_that_a_module_holds_in_bf16_are_counted_apart() -> None:
+    overrides = ("model=custom", "model._target_=tests.parallel.module.RoundedTiny", "+model.args.classes=10", *IMAGES)
+    counts = counting.count(config_of(*overrides, "data.n_classes=10"))
+    assert total(counts, "narrow") == total(counts, "parameters") - total(counts, "trained") == 2 * 6 + 7 * 6
+
+
 OWN = """
 import torch
 from torch import nn

@@ -2,10 +2,11 @@
 
 Parameters, gradients and optimizer state are fp32. ``bf16`` and ``fp16`` run the forward pass under autocast, which
 casts the inputs of matrix products and keeps norms, softmax and losses in fp32; weights are cast once per step
-(``KeptCasts``). ZeRO (``fsdp.py``) gathers the parameters in the compute dtype, which halves the traffic; gradients
-are reduced in fp32 unless ``strategy.compression`` says otherwise. ``precision.weights=bf16`` keeps weights and
-gradients in bf16, with fp32 masters for the optimizer (``masters.py``), and ``precision.fp8`` computes products in fp8
-(``float8.py``). ``fp64`` is for exact comparisons.
+(``KeptCasts``), and the frozen weights of adapters when they are read (``set_parameter_dtypes``). ZeRO (``fsdp.py``)
+gathers the parameters in the compute dtype, which halves the traffic; gradients are reduced in fp32 unless
+``strategy.compression`` says otherwise. ``precision.weights=bf16`` keeps weights and gradients in bf16, with fp32
+masters for the optimizer (``masters.py``), and ``precision.fp8`` computes products in fp8 (``float8.py``). ``fp64`` is
+for exact comparisons.
 
 So that the strategies compute the same numbers, the hidden states between the layers of a model (its residual stream)
 have one dtype, ``precision.residual``, whether the parameters were cast or not; they also travel between pipeline
@@ -29,7 +30,7 @@ from hpc_train.config.schema import PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.models.linear_layers import CASTS, JOINED, Together, can_join, product_dtype
-from hpc_train.models.model import Model
+from hpc_train.models.model import Model, keep_shared
 from hpc_train.parallel.precision.float8 import Float8Linear
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,6 +54,51 @@ def autocast(name: str, device: torch.device) -> AbstractContextManager[object]:
     if dtype is None:
         return nullcontext()
     return torch.autocast(device.type, dtype=dtype)
+
+
+def set_parameter_dtypes(
+    model: nn.Module, precision: PrecisionConfig, is_sharded: bool, device: torch.device | None = None
+) -> None:
+    """Converts parameters and buffers in place to ``parameter_dtype``, or frozen weights to the compute dtype.
+
+    A frozen weight needs no more precision than the forward pass uses. It is held in the compute dtype if
+
+    - no checkpoint would lose its value: checkpoints do not contain it, since it is read from files again (the base
+      model of adapters), or ``model`` already holds it in this dtype; and
+    - each use casts it in any case, so that the numbers are those of a weight in fp32: with ZeRO, which gathers all
+      parameters in the compute dtype, always; otherwise in linear layers, convolutions and the embeddings of a stem.
+
+    Args:
+        model: a model or stage, sharded or not, after ``set_hidden_dtype``.
+        is_sharded: whether ZeRO shards or will shard its parameters.
+        device: the device to move it to; None leaves it where it is.
+    """
+    wide = parameter_dtype(precision.name)
+    narrow = compute_dtype(precision.name)
+    frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+    if getattr(model, "saves_frozen", True):
+        frozen = {parameter for parameter in frozen if parameter.dtype == narrow}
+    if not is_sharded:
+        for module in model.modules():
+            if not _casts_on_use(model, module, narrow):
+                frozen -= {*module.parameters(recurse=False)}
+
+    def convert(value: Tensor) -> Tensor:
+        if not value.is_floating_point():
+            return value.to(device=device)
+        if narrow is not None and value in frozen:
+            return value.to(device=device, dtype=narrow)
+        return value.to(device=device, dtype=wide)
+
+    with keep_shared(model):
+        model._apply(convert)
+
+
+def _casts_on_use(model: nn.Module, module: nn.Module, narrow: torch.dtype | None) -> bool:
+    """Returns whether ``module``, a part of ``model``, only uses its weights in the compute dtype ``narrow``."""
+    if isinstance(model, Model) and type(module).forward is nn.Embedding.forward:
+        return model.hidden_dtype == narrow and model.stem is not None and module in {*model.stem.modules()}
+    return type(module).forward in _FORWARDS and "forward" not in module.__dict__
 
 
 def choose_tf32(precision: PrecisionConfig, device: torch.device) -> None:

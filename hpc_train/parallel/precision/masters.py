@@ -4,7 +4,8 @@ The forward and the backward pass use the bf16 weights, so gradients are also in
 (``train/optimizers/held.py``), which are sharded like the weights, and rounds them to the weights after each update.
 Without masters an update that is smaller than half a unit in the last place of a weight, 0.2 % of it, would be lost
 (Micikevicius et al. 2018, arXiv:1710.03740). Checkpoints contain the masters under the names of the parameters, so they
-are the same files as those of a run with fp32 weights.
+are the same files as those of a run with fp32 weights. Weights that do not train are only rounded: they have no
+masters, and checkpoints contain the rounded values.
 
 The attribute of a parameter that holds its master survives as long as the parameter object, which FSDP keeps after the
 model is sharded.
@@ -19,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from hpc_train.errors import UserError
-from hpc_train.models.model import canonical_name, keep_shared
+from hpc_train.models.model import keep_shared
 
 _MASTER = "fp32_master"  # the attribute of a parameter
 
@@ -44,27 +44,20 @@ def like_shard(value: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def narrow_weights(model: nn.Module) -> None:
-    """Converts the parameters of ``model`` to bf16 in place, and keeps their values. Buffers stay as they are.
+    """Converts the parameters of ``model`` to bf16 in place, and keeps the values of those that train. Buffers stay as
+    they are.
 
     Args:
         model: a model or stage with its values, sharded or not, before anything refers to its parameters.
-
-    Raises:
-        UserError: a parameter does not train.
     """
-    frozen = [canonical_name(name) for name, value in model.named_parameters() if not value.requires_grad]
-    if frozen:
-        raise UserError(
-            f"precision.weights=bf16 needs a master of each weight, but {frozen[0]} does not train and has none",
-            where="precision.weights, model",
-            fix="precision.weights=fp32",
-        )
-    values = {name: local_part(value.detach()).float() for name, value in model.named_parameters()}
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    values = {name: local_part(value.detach()).float() for name, value in trained.items()}
     with keep_shared(model):
         # buffers stay as they are, and FSDP takes over the new shards
         model._apply(lambda value: value.to(torch.bfloat16) if isinstance(value, nn.Parameter) else value)
     for name, parameter in model.named_parameters():
-        keep_master(parameter, values[name])
+        if name in values:
+            keep_master(parameter, values[name])
 
 
 def keep_master(parameter: nn.Parameter, local: Tensor) -> None:
