@@ -9,13 +9,17 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
 
 from gpu_checks.check import Probe
 from gpu_checks.commands import largest_difference
 from gpu_checks.steps import World, profiled
 from hpc_train.data.dataset import Batch
 from hpc_train.data.device_copy import with_document_ends
+from hpc_train.errors import UserError
+from hpc_train.layout.techniques import ATTENTION_KERNELS
 from hpc_train.models import packed_attention
+from hpc_train.models.attention import choose_kernel
 from hpc_train.models.packed_attention import (
     BOUNDARIES,
     EFFICIENT,
@@ -53,6 +57,44 @@ def packed_documents(probe: Probe) -> None:
             probe.note("milliseconds, forward and backward", [f"{n} {1e3 * s:.3g}" for n, s in seconds.items()])
             probe.within("time with a mask / without", seconds["mask"] / seconds[kernel], low=FASTER)
     _check_training(probe)
+
+
+def attention_kernels(probe: Probe) -> None:
+    """Each kernel of ``train.attention`` that this machine has computes the numbers of PyTorch's, and is timed with
+    whole sequences and with packed documents. The others are refused with the reason."""
+    length, heads = (8192, 32) if probe.on_gpu else (256, 4)
+    sizes = [[length // DOCUMENTS] * DOCUMENTS] * 2
+    context = document_context(_batch(probe.device, sizes).context)
+    for width in (64, 128):
+        given = _heads(probe.device, (2, length, heads, width), torch.bfloat16)
+        ways: dict[str, Attend] = {"whole": _grouped}
+        if BOUNDARIES in context:
+            ways["packed"] = lambda q, k, v: attend_inside_documents(VARLEN, q, k, v, context[BOUNDARIES], Scores())
+        exact = {name: _results(attend, given) for name, attend in ways.items()}
+        for kernel in ("auto", *ATTENTION_KERNELS):
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, *_OTHERS], set_priority=kernel != "auto"):
+                try:
+                    choose_kernel(kernel, torch.device(probe.device))
+                except UserError as error:
+                    probe.expect(f"{kernel}: refused", error.what, "a GPU without it", True)
+                    continue
+                for name, attend in ways.items():
+                    case = f"{kernel}, heads of {width}, {name}"
+                    found = _results(attend, given)
+                    _compare(probe, case, found, [each.float() for each in exact[name]], ERRORS[torch.bfloat16])
+                    if probe.on_gpu:
+                        probe.note(
+                            f"{case}: milliseconds, forward and backward", f"{1e3 * _seconds(attend, given):.3g}"
+                        )
+            restore_flash_attention_impl(_raise_warn=False)
+
+
+_OTHERS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def _batch(device: str, lengths: list[list[int]]) -> Batch:

@@ -235,7 +235,8 @@ def depends_on_gpu_types(config: Config, gpus: int) -> bool:
     node.
     """
     is_slow = config.precision.name == "fp32" or not config.train.compile
-    return gpus > 0 and (is_slow or config.precision.fp8 is not None or bool(open_keys(config)))
+    needs_kernels = config.precision.fp8 is not None or config.train.attention != "auto"
+    return gpus > 0 and (is_slow or needs_kernels or bool(open_keys(config)))
 
 
 def gpu_types_here(cluster: ClusterConfig) -> frozenset[str]:

@@ -32,10 +32,10 @@ from hpc_train.config.values import asked_nodes, runs_own_code
 from hpc_train.errors import Mistakes, UserError
 from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.job import Choice, Job
-from hpc_train.layout.float8 import check_gpus
+from hpc_train.layout.float8 import architecture_of, check_gpus
 from hpc_train.layout.layout import JobShape, Layout
 from hpc_train.layout.resolve import check_chosen, open_keys
-from hpc_train.layout.techniques import check_compiler_device
+from hpc_train.layout.techniques import check_attention_device, check_compiler_device
 from hpc_train.layout.validate import validate
 from hpc_train.layout.without_effect import WithoutEffect, notices, user_keys, without_effect
 from hpc_train.registration import CHOOSE_LAYOUT, FASTER_SETTINGS, MACHINE_OF_JOB, registered
@@ -199,6 +199,13 @@ def check_config(config: Config, shape: JobShape) -> Layout:
             validate(config, shape.fewest_nodes, shape.workers, shape.device_bytes)
     with mistakes.collected():
         check_compiler_device(config, shape.gpus)
+    with mistakes.collected():
+        architectures = {gpu: architecture_of(gpu) for gpu in sorted(shape.gpu_types)}
+        if not shape.gpus:
+            architectures = {"a CPU": "no GPU"}
+        for gpu, architecture in architectures.items():
+            if architecture is not None:
+                check_attention_device(config.train.attention, gpu, architecture)
     if config.precision.fp8 is not None and shape.gpus:
         with mistakes.collected():
             types = shape.gpu_types

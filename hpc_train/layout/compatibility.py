@@ -23,6 +23,7 @@ from hpc_train.layout.layout import Layout
 from hpc_train.layout.optimizers import EMA, own_targets
 from hpc_train.layout.recomputation import knows_sizes
 from hpc_train.layout.techniques import (
+    ATTENTION_KERNELS,
     CARRYING,
     KINDS,
     CompilerMode,
@@ -202,6 +203,25 @@ def _why_not_stages(config: Config, _: Layout) -> str:
     return "" if family.why_not_stages is None else family.why_not_stages(config.model)
 
 
+def _unsupported_head(config: Config, _: Layout) -> str:
+    """Returns the width of the model's heads if it is known and the kernel of ``train.attention`` does not support it,
+    with the widths that it supports."""
+    kernel = ATTENTION_KERNELS.get(config.train.attention)
+    if kernel is None:
+        return ""
+    model: Any = config.model
+    values = vars(model)
+    if isinstance(model, HFModelConfig):
+        values = hf_config.read(model.name_or_path, model.revision, model.config) or {}
+    width = values.get("head_dim")
+    heads = values.get("n_heads", values.get("num_attention_heads"))
+    if width is None and isinstance(heads, int):
+        width = values.get("dim", values.get("hidden_size", 0)) // heads
+    if not width or (width <= kernel.widest and width % 8 == 0):
+        return ""
+    return f"multiples of 8 up to {kernel.widest}, not {width}"
+
+
 def _shards_sequence(config: Config) -> bool:
     plan = family_of(config.model).tensor_parallel
     return plan is None or plan.shards_sequence
@@ -335,6 +355,18 @@ WEIGHTS = _key(
     message="precision.weights=bf16 does not support {reason}",
     fix="precision.weights=fp32{instead}",
 )
+NOT_HALF = Condition(
+    "`fp32` or `fp64`",
+    lambda config, _: config.precision.name not in ("bf16", "fp16") and config.precision.name,
+    "precision.name",
+)
+ATTENTION = Condition(
+    "`train.attention`",
+    lambda config, _: config.train.attention != "auto" and config.train.attention,
+    "train.attention",
+    message="train.attention={this} needs {reason}",
+    fix="train.attention=auto{instead}",
+)
 COMPILED = _key("train.compile")
 INTERPRETED = Condition("no `train.compile`", lambda config, _: not config.train.compile)
 CUDA_GRAPHS = Condition(
@@ -369,6 +401,10 @@ UNCHUNKED_LOSS = Condition(
     "a model that computes its loss in one piece",
     lambda config, _: not family_of(config.model).chunks_loss(config.model) and config.model.kind,
 )
+CAPPED_SCORES = Condition(
+    "`model.attention_softcap`", lambda config, _: getattr(config.model, "attention_softcap", None)
+)
+WIDE_HEADS = Condition("heads that the kernel does not support", _unsupported_head)
 UNKNOWN_LAYERS = Condition(
     "a model whose activations are unknown", lambda config, _: not knows_sizes(config) and config.model.kind
 )
@@ -750,6 +786,9 @@ OF_RUN: tuple[Exclusion, ...] = (
     Exclusion(ASYNC_TP, NO_TENSOR, "strategy.tp=2 or more"),
     Exclusion(ASYNC_TP, NO_SEQUENCE_SHARDS, "a model whose ranks hold shards of the sequence, such as a gpt"),
     Exclusion(ASYNC_TP, CPUS, "GPUs"),
+    Exclusion(ATTENTION, NOT_HALF, "queries in bf16 or fp16, but precision.name is {it}", ", or precision=bf16"),
+    Exclusion(ATTENTION, CAPPED_SCORES, "scores without model.attention_softcap, which no kernel has"),
+    Exclusion(ATTENTION, WIDE_HEADS, "heads whose widths are {it}"),
     Exclusion(ASYNC_TP, ISOLATED_GPU, "cluster.visible_gpus=all, since ranks write to the memory of each other's GPUs"),
     Exclusion(
         EARLY_STOP,

@@ -18,6 +18,55 @@ from hpc_train.errors import UserError, nearest
 from hpc_train.layout import orders
 from hpc_train.layout.orders import Action, PipelineShape
 
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """Describes a kernel that ``train.attention`` selects.
+
+    Attributes:
+        majors: the major compute capabilities of the GPUs that it supports.
+        widest: the most elements of a head.
+        registered: its name in ``torch.nn.attention``; empty if it is part of PyTorch.
+        package: the module with the kernels; empty if it is part of PyTorch.
+    """
+
+    majors: tuple[int, ...]
+    widest: int
+    registered: str = ""
+    package: str = ""
+
+
+# GPUs of fa3, fa4: the checks of torch/nn/attention/_fa3.py and _fa4.py (torch 2.13). Heads: README and
+# flash_attn/cute/interface.py of Dao-AILab/flash-attention; for cuDNN, the width that it supports on all GPUs.
+ATTENTION_KERNELS = {
+    "fa3": AttentionKernel((9,), 256, "FA3", "flash_attn_interface"),
+    "fa4": AttentionKernel((9, 10), 128, "FA4", "flash_attn.cute.interface"),
+    "cudnn": AttentionKernel((8, 9, 10, 12), 128),
+}
+
+
+def check_attention_device(name: str, device: str, architecture: str) -> None:
+    """Checks that a device has the kernel ``name`` of ``train.attention``.
+
+    Args:
+        device: its name in the message.
+        architecture: a compute capability such as ``9.0``, an AMD architecture such as ``gfx942``, or ``no GPU``.
+
+    Raises:
+        UserError: it does not have the kernel.
+    """
+    kernel = ATTENTION_KERNELS.get(name)
+    if kernel is None or architecture.partition(".")[0] in {str(major) for major in kernel.majors}:
+        return
+    supported = ", ".join(f"{major}.x" for major in kernel.majors)
+    raise UserError(
+        f"train.attention={name} needs an NVIDIA GPU of compute capability {supported}, but the device is {device} "
+        f"({architecture})",
+        where="train.attention",
+        fix="train.attention=auto, or a cluster.gpu_type that has it",
+    )
+
+
 Placement = Literal["linear", "looped", "v"]
 MicroBatches = Literal["one", "any", "multiple_of_ranks"]
 State = Literal["parameters", "gradients", "optimizer"]

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from hpc_train.data.dataset import Batch
+from hpc_train.errors import UserError
+from hpc_train.layout.techniques import ATTENTION_KERNELS, check_attention_device
 from hpc_train.models import packed_attention as packed
 from hpc_train.models.linear_layers import Together, project
 from hpc_train.models.model import Model
@@ -165,7 +167,10 @@ class Attention(nn.Module):
         )
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device) if masked else None
         call = _call(query, key, value, mask, self.causal, self.scores.scale)
-        name = SDPBackend(torch._fused_sdp_choice(**call)).name.removesuffix("_ATTENTION").lower()
+        backend = SDPBackend(torch._fused_sdp_choice(**call))
+        name = backend.name.removesuffix("_ATTENTION").lower()
+        if backend == SDPBackend.FLASH_ATTENTION:
+            name = packed.flash_kernel().replace(" attention", "")
         return f"scaled_dot_product_attention uses its {name} implementation"
 
 
@@ -222,6 +227,50 @@ def attention_backend(parts: Iterable[nn.Module], batch: Batch, dtype: torch.dty
             layers = ((f"with a window of {window}" if window else "without a window") for window in windows)
             return "; ".join(f"layers {layer}: {text}" for layer, text in zip(layers, windows.values(), strict=True))
     return None
+
+
+def choose_kernel(name: str, device: torch.device) -> str | None:
+    """Makes all attention of this process use the kernel ``name`` of ``train.attention``, also in compiled code.
+
+    PyTorch has this choice once per process: the registered implementation of its flash attention, which the operators
+    of ``scaled_dot_product_attention`` and ``varlen_attn`` call, and the order in which the former tries its backends.
+
+    Returns:
+        A description for the log; None for ``auto``.
+
+    Raises:
+        UserError: the device or the installed packages do not have the kernel.
+    """
+    if name == "auto":
+        return None
+    kernel = ATTENTION_KERNELS[name]
+    setting = f"train.attention={name}"
+    architecture = "no GPU"
+    found = device.type
+    if device.type == "cuda":
+        found = torch.cuda.get_device_name(device)
+        architecture = "AMD"
+        if torch.version.hip is None:
+            architecture = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    check_attention_device(name, found, architecture)
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    origin = "cuDNN, and flash attention of PyTorch for packed documents"
+    if kernel.registered:
+        origin = f"{kernel.package} in the place of PyTorch's flash attention"
+        try:
+            torch.nn.attention.activate_flash_attention_impl(kernel.registered)
+        except (AttributeError, ImportError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"{setting} needs the module {kernel.package}, which torch {torch.__version__} cannot "
+                f"activate: {error}",
+                where="train.attention, the installed packages",
+                fix="install the kernels of https://github.com/Dao-AILab/flash-attention for this torch, or "
+                "train.attention=auto",
+            ) from error
+    else:
+        order = [SDPBackend.CUDNN_ATTENTION, *order]
+    torch.nn.attention._sdpa_kernel(order, set_priority=True)
+    return f"{setting}: {origin}"
 
 
 @dataclass(frozen=True)

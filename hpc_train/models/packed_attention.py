@@ -168,11 +168,17 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, lo
     return mixed.squeeze(0)
 
 
+def flash_kernel() -> str:
+    """Returns which flash attention this process calls: that of PyTorch, or the one that is activated in its place."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # PyTorch 2.11 lacks it
+    return (current and current()) or "flash attention"
+
+
 def description(kernel: str, scores: Scores) -> str:
     """Describes ``VARLEN`` or ``EFFICIENT`` for the log."""
     if kernel == VARLEN:
         window = "" if scores.window is None else f" and a window of {scores.window} tokens"
-        return f"varlen_attn (flash attention) inside each document{window}, without a mask"
+        return f"varlen_attn ({flash_kernel()}) inside each document{window}, without a mask"
     return (
         "the memory-efficient kernel inside each document, without a mask, because varlen_attn needs bf16 or fp16, "
         "heads of at most 256 elements and compute capability 8.0"

@@ -20,6 +20,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.machine.environment import rejected_variable
 from hpc_train.machine.network.decision import ALLOCATOR_SETTINGS, GROWING_SEGMENTS
+from hpc_train.models.attention import choose_kernel
 from hpc_train.parallel.mesh import Mesh, join_mesh, use_device
 from hpc_train.parallel.precision.dtypes import choose_tf32
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
@@ -43,6 +44,9 @@ def join(spec: WorkerSpec, config: Config) -> Mesh:
     if device.type == "cuda":
         check_architecture(device)
     choose_tf32(config.precision, device)
+    chosen = choose_kernel(config.train.attention, device)
+    if chosen is not None and spec.rank == 0:
+        print(f"attention: {chosen}")
     if device.type == "cuda" and config.train.reproducible is None and config.data.collate is None:  # fixed shapes
         torch.backends.cudnn.benchmark = True  # times the algorithms of each convolution in the first step
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import (
+    SDPBackend,
+    _cur_sdpa_kernel_backends,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 from torch.overrides import TorchFunctionMode
 
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import GPTConfig
 from hpc_train.errors import UserError
+from hpc_train.layout.techniques import ATTENTION_KERNELS
 from hpc_train.layout.validate import validate
-from hpc_train.models.attention import Attention, RotaryScaling, rotary_tables
+from hpc_train.models.attention import Attention, RotaryScaling, choose_kernel, rotary_tables
 from hpc_train.models.hf_names import gpt_config, hf_config, hf_name
+from hpc_train.models.packed_attention import VARLEN, Scores, description, flash_kernel
 from hpc_train.run.imported import model_overrides
 from tests.config.composing import compose
 from tests.models.models import with_values
@@ -125,3 +137,96 @@ def test_what_makes_no_sense_is_refused() -> None:
         scaled = replace(config, model=replace(config.model, rope_scaling=SCALING | change))
         with pytest.raises(UserError, match="factor"):
             validate(scaled, 1, 1)
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Describes a GPU of compute capability 9.0, and undoes the choice of a kernel."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    with sdpa_kernel([*CURRENT], set_priority=True):
+        yield
+    restore_flash_attention_impl(_raise_warn=False)
+
+
+CURRENT = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION)
+
+
+def backends() -> list[SDPBackend]:
+    """Returns the backends in the order in which torch tries them."""
+    return _cur_sdpa_kernel_backends(with_priority=True)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("name", "registered"), [("fa3", "FA3"), ("fa4", "FA4")])
+def test_an_installed_kernel_takes_the_place_of_flash_attention(
+    name: str, registered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-ins are registered by torch itself; whole sequences no longer prefer cuDNN."""
+    package = ATTENTION_KERNELS[name].package
+    stand_in = ModuleType(package)
+    stand_in._flash_attn_fwd = stand_in._flash_attn_bwd = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, package, stand_in)
+    operators = SimpleNamespace(fwd=None, bwd=None)
+    monkeypatch.setattr(torch.ops, "flash_attn_3", operators, raising=False)
+    monkeypatch.setattr(torch.nn.attention._fa4, "_fa4_import_module", lambda module: sys.modules[module])
+    assert choose_kernel("auto", GPU) is None and backends() == [*CURRENT]
+    text = choose_kernel(name, GPU)
+    assert text == f"train.attention={name}: {package} in the place of PyTorch's flash attention"
+    assert current_flash_attention_impl() == registered == flash_kernel()
+    assert backends()[0] == SDPBackend.FLASH_ATTENTION and SDPBackend.CUDNN_ATTENTION not in backends()
+    assert description(VARLEN, Scores()) == f"varlen_attn ({registered}) inside each document, without a mask"
+    restore_flash_attention_impl()
+    assert flash_kernel() == "flash attention"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_cudnn_is_preferred() -> None:
+    assert "cuDNN, and flash attention of PyTorch for packed documents" in str(choose_kernel("cudnn", GPU))
+    assert backends()[0] == SDPBackend.CUDNN_ATTENTION and {*backends()} == {*CURRENT}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("name", "device", "capability", "what"),
+    [
+        (
+            "fa3",
+            torch.device("cpu"),
+            (9, 0),
+            r"needs an NVIDIA GPU of compute capability 9.x, but the device is cpu \(no GPU\)",
+        ),
+        ("fa3", GPU, (10, 0), r"compute capability 9.x, but the device is H100 \(10.0\)"),
+        ("fa4", GPU, (8, 0), "compute capability 9.x, 10.x, but"),
+        ("cudnn", GPU, (7, 5), "compute capability 8.x, 9.x, 10.x, 12.x, but"),
+        ("fa3", GPU, (9, 0), "needs the module flash_attn_interface, which torch .* cannot activate: No module named"),
+        (
+            "fa4",
+            GPU,
+            (10, 3),
+            "flash_attn.cute.interface, which torch .* cannot activate: No module named",
+        ),
+    ],
+)
+def test_a_kernel_that_is_missing_is_refused(
+    name: str, device: torch.device, capability: tuple[int, int], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with pytest.raises(UserError, match=what):
+        choose_kernel(name, device)
+    assert backends() == [*CURRENT] and current_flash_attention_impl() is None
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", ["fa3", "cudnn"])
+def test_an_amd_gpu_or_a_torch_without_the_registration_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
+    monkeypatch.delattr(torch.nn.attention, "current_flash_attention_impl")
+    assert flash_kernel() == "flash attention"
+    if name == "cudnn":
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(UserError, match="an NVIDIA GPU" if name == "cudnn" else "cannot activate: module"):
+        choose_kernel(name, GPU)

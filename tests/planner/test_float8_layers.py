@@ -173,6 +173,14 @@ def test_the_memory_of_the_casts_is_that_of_the_largest_counted_product(folder: 
     assert sizes_of(counted(none), layout).activations.gradients == before.gradients
 
 
+def make_sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sbatch = folder / "bin/sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/sh\nexit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
+
+
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
@@ -190,13 +198,34 @@ def test_the_memory_of_the_casts_is_that_of_the_largest_counted_product(folder: 
 def test_gpus_that_cannot_compute_a_recipe_are_refused_before_the_submission(
     words: list[str], refusal: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sbatch = folder / "bin/sbatch"
-    sbatch.parent.mkdir()
-    sbatch.write_text("#!/bin/sh\nexit 1\n")
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
+    make_sbatch(folder, monkeypatch)
     run, config = RunDirectory(folder / "run"), job_of("precision=fp8", *words)
     assert check_job(job_of("precision=bf16"), run).gpus == 4
+    if refusal is None:
+        assert check_job(config, run).gpus == 4
+        return
+    with pytest.raises(UserError, match=refusal):
+        check_job(config, run)
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["train.attention=fa3", "cluster.gpu_type=a100"], r"capability 9\.x, but the device is a100 \(8\.0\)"),
+        (["train.attention=fa3", "cluster.gpu_type=b200"], r"capability 9\.x, but the device is b200 \(10\.0\)"),
+        (["train.attention=cudnn", "cluster.gpu_type=mi300x"], r"but the device is mi300x \(gfx942\)"),
+        (["train.attention=fa3", "cluster.gpus_per_node=0"], r"but the device is a CPU \(no GPU\)"),
+        (["train.attention=fa4", "precision=fp32"], r"queries in bf16 or fp16, but precision\.name is fp32"),
+        (["train.attention=fa4", "model.head_dim=192"], "multiples of 8 up to 128, not 192"),
+        (["train.attention=fa3", "cluster.gpu_type=h200"], None),
+        (["train.attention=fa4", "cluster.gpu_type=gb200"], None),
+    ],
+)
+def test_a_kernel_of_attention_is_refused_before_the_submission(
+    words: list[str], refusal: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_sbatch(folder, monkeypatch)
+    run, config = RunDirectory(folder / "run"), job_of("precision=bf16", *words)
     if refusal is None:
         assert check_job(config, run).gpus == 4
         return

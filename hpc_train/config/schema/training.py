@@ -278,6 +278,13 @@ class TrainConfig:
         "pay where the GPU waits for the host: small models and micro-batches. Strategies single and dp support it.",
         when=when("train.compile", True),
     )
+    attention: str = key(
+        "auto",
+        "The kernel of attention on GPUs, in bf16 or fp16. auto is the choice of PyTorch. fa3 (Hopper) and fa4 (Hopper "
+        "and Blackwell) activate the kernels of the modules flash_attn_interface and flash_attn.cute.interface, also "
+        "for packed documents. cudnn prefers cuDNN, except for packed documents.",
+        choices=("auto", "fa3", "fa4", "cudnn"),
+    )
     nonfinite_limit: int = key(
         50,
         "The number of consecutive steps without a finite gradient after which the run rolls back to a checkpoint. "
