@@ -225,6 +225,10 @@ def test_only_weights_that_train_have_masters() -> None:
     narrow_weights(model)
     assert master_of(model.weight) is not None and master_of(model.bias) is None
     assert torch.equal(saved_value(model.bias), bias.bfloat16())
+    optimizer, before = Optimizer(OptimConfig(lr=1e-2), dict(model.named_parameters())), model.weight.detach().clone()
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step(1e-2, torch.tensor(True))
+    assert torch.equal(model.bias, bias.bfloat16()) and not torch.equal(model.weight, before)
 
 
 FROZEN: dict[str, dict[str, Any]] = {
