@@ -247,11 +247,11 @@ def _fill(model: Model | HFWhole, name: str, parameter: Tensor, seed: int, devic
     generator = torch.Generator(device).manual_seed(parameter_seed(seed, name))
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     if not isinstance(parameter, DTensor):
-        full = parameter
-        if parameter.dtype != dtype and not model.is_stored(name):
+        if parameter.dtype == dtype:
+            model.init_parameter(name, parameter, generator)
+        else:
             full = torch.empty(parameter.shape, dtype=dtype, device=device)
-        model.init_parameter(name, full, generator)
-        if full is not parameter:
+            model.init_parameter(name, full, generator)
             parameter.copy_(full)
         return
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
