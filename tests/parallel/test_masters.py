@@ -312,11 +312,11 @@ def test_frozen_weights_in_bf16_give_the_gradients_of_fp32(chosen: list[tuple[st
     """Weights that only products use stay in bf16; others do so under ZeRO, which casts them in any case."""
     cases: list[Any] = [(model, FROZEN_SPLITS[model][name]) for model, name in chosen]
     for ranks in run_on_world(2, with_frozen, cases):
-        for (model, split), (difference, from_one, held) in zip(cases, ranks, strict=True):
+        for (model, split), (difference, from_one, dtypes) in zip(cases, ranks, strict=True):
             sharded = "zero" in split.get("data_parallel", "")
             assert difference == 0, (model, split)
             assert from_one < (0.01 if sharded else 1e-6), (model, split)  # ZeRO sums other gradients in bf16
-            for name, dtype in held.items():
+            for name, dtype in dtypes.items():
                 narrow = sharded or name.startswith("middle")
                 assert dtype == (torch.bfloat16 if narrow else torch.float32), (split, name)
 
