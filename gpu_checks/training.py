@@ -178,22 +178,31 @@ def _raised_in(steps: Steps) -> str:
 
 
 def overflow(probe: Probe) -> None:
-    """A step of fp16 whose gradients overflow changes no weight, halves the scale, and is counted."""
-    steps = World(probe).tiny_gpt("precision=fp16")
+    """A step of fp16 whose gradients overflow changes no weight, halves the scale, and is counted.
+
+    AdamW skips it in its kernel, and the update of Muon is undone.
+    """
+    world = World(probe)
+    for optimizer in ("adamw", "muon"):
+        _overflow(probe, world.tiny_gpt("precision=fp16", f"optim={optimizer}"), optimizer)
+
+
+def _overflow(probe: Probe, steps: Steps, optimizer: str) -> None:
     scale = steps.take.loss_scale
     assert scale is not None
     scale.value.fill_(1e30)
     before = steps.parameters()
     steps.step()
     changed = [name for name, value in steps.parameters().items() if not torch.equal(value, before[name])]
-    probe.equal("weights that a skipped step changes", changed, [])
-    probe.equal("skipped steps", steps.take.skipped_in_a_row, 1)
-    probe.within("loss scale after it (1e30 before)", float(scale.value), high=2.0**24)
+    probe.equal(f"{optimizer}: weights that a skipped step changes", changed, [])
+    probe.equal(f"{optimizer}: skipped steps", steps.take.skipped_in_a_row, 1)
+    probe.within(f"{optimizer}: loss scale after it (1e30 before)", float(scale.value), high=2.0**24)
     scale.value.fill_(1024.0)
     steps.step()
-    probe.equal("skipped steps after a good one", steps.take.skipped_in_a_row, 0)
+    probe.equal(f"{optimizer}: skipped steps after a good one", steps.take.skipped_in_a_row, 0)
     changed = [name for name, value in steps.parameters().items() if not torch.equal(value, before[name])]
-    probe.equal("weights that it changes", len(changed), len(before))
+    probe.equal(f"{optimizer}: weights that it changes", len(changed), len(before))
+    steps.close()
 
 
 def pictures(probe: Probe) -> None:

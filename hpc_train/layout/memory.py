@@ -357,7 +357,7 @@ def _actions(layout: Layout, rank: int, stages: Sequence[int]) -> tuple[Action, 
     return order(PipelineShape(layout.pp, layout.stages_per_rank, min(layout.micro_batches, enough)), rank)
 
 
-WIDENED_BYTES = 2.0**28  # fp32 gradients that the optimizer holds at a time (train/optimizers/optimizer.py)
+WIDENED_BYTES = 2.0**28  # fp32 gradients that the optimizer holds at a time (train/optimizers/held.py)
 
 
 @dataclass

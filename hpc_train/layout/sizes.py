@@ -161,7 +161,8 @@ def per_parameter(config: Config, layout: Layout) -> PerParameter:
     trained = trained_share(config.model)
     moments = values_per_parameter(config.optim) * (2 if config.optim.moments == "bf16" else width)
     if (sharded or layout.tp > 1) and held_whole(config.optim):
-        moments += 2 * width  # the owner of a parameter has full copies of the parameter and its gradient
+        # the owner has a full copy of each parameter, and of some at a time full gradients and what undoes an update
+        moments += 2 * width
     on_device = offload != "all"
     masters = config.precision.weights == "bf16"
     weight = narrow if masters else width
