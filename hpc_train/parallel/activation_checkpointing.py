@@ -82,8 +82,8 @@ def apply_activation_checkpointing(model: nn.Module, recomputation: Recomputatio
             block = model.get_submodule(name)
             contexts: Callable[[], Contexts] | None = None
             if mode == "ops":
-                kept = PRODUCTS | ({WAIT} if compiled else COLLECTIVES)
-                contexts = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
+                saved = PRODUCTS | ({WAIT} if compiled else COLLECTIVES)
+                contexts = partial(create_selective_checkpoint_contexts, partial(_policy, saved))
             if not compiled and any(True for _ in block.buffers()):  # compiled code changes buffers once
                 contexts = with_buffers(block, contexts)
             extra = {} if contexts is None else {"context_fn": contexts}
@@ -91,9 +91,9 @@ def apply_activation_checkpointing(model: nn.Module, recomputation: Recomputatio
             replace_block(model, name, wrapper)
 
 
-def _policy(kept: frozenset[str], _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(saved: frozenset[str], _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operator.name()
-    if name not in kept or (name in PRODUCTS and _is_partial(name, args)):
+    if name not in saved or (name in PRODUCTS and _is_partial(name, args)):
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE
 

@@ -380,7 +380,7 @@ def test_cheap_operations_repeat_no_collective(model: str, strategy: dict[str, A
         assert ops[0] == none[0]
         assert sum(full[0].values()) > sum(none[0].values()) > 0
         assert ops[1]
-        assert all(torch.equal(one, other) for one, other in zip(ops[1], none[1], strict=True))
+        assert all(torch.equal(*pair) for pair in zip(ops[1], none[1], strict=True))
 
 
 def compiled_calls(rank: int, _: int, cells: list[Cell]) -> list[list[Counter[str]]]:

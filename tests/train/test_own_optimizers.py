@@ -209,7 +209,7 @@ def test_the_host_updates_a_group_while_the_next_one_arrives() -> None:
         for value in parameters.values():
             value.grad = torch.ones_like(value)
         optimizer.step(0.1, torch.tensor(True))
-    steps = [each for each in log if each not in ("copy ", "wait ")]  # of the flag
+    steps = [entry for entry in log if entry not in ("copy ", "wait ")]  # of the flag
     assert steps == [
         "copy 5", "copy 6", "wait 5", "update", "copy 7", "wait 6", "update", "wait 7", "update",
     ]  # fmt: skip
