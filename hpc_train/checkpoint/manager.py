@@ -299,6 +299,10 @@ class CheckpointManager:
             missing = ", ".join(restored.missing[:SHOWN])
             message = f"the checkpoint lacks the state {missing} of the model, which keeps its initial value"
             self._warn(restored.step, message)
+        if restored.rounded:
+            names = ", ".join(restored.rounded[:SHOWN])
+            message = f"frozen weights that are wider in the checkpoint are rounded: {names}"
+            self._warn(restored.step, message)
         if restored.path.parent == self.store.root:
             self._whole[checkpoint.checkpoint] = checkpoint.manifest
             self._saved_step = restored.step

@@ -63,6 +63,7 @@ class RestoredState:
         forked: whether the checkpoint belongs to the run that this one was forked from.
         drops_residuals: whether the residuals of compressed gradients are dropped, since this layout has none.
         missing: entries of the model's state dict that the checkpoint lacks, which keep their initial values.
+        rounded: frozen parameters that the checkpoint has in fp32, and the run in bf16 or fp16.
     """
 
     step: int
@@ -72,6 +73,7 @@ class RestoredState:
     forked: bool = False
     drops_residuals: bool = False
     missing: tuple[str, ...] = ()
+    rounded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,11 @@ def restore(
         source.forked,
         drops_residuals=compression.drops,
         missing=tuple(lowest(extra_state.missing or None, group) or ()),
+        rounded=tuple(
+            name.removeprefix("model.")
+            for name, shape in model_part(required_shapes).items()
+            if shape.dtype.itemsize < stored[name].dtype.itemsize
+        ),
     )
 
     def load_hook(tensors: Mapping[str, Tensor]) -> str | None:

@@ -332,8 +332,14 @@ def frozen_run(path: Path, strategy: str, *words: str) -> RunDirectory:
     return run
 
 
-def frozen_values(rank: int, world_size: int, run: RunDirectory, saves: bool) -> tuple[dict[str, list[float]], Any]:
-    """Trains and saves, or loads and trains; returns all weights at the checkpoint, and the dtypes of frozen ones."""
+def frozen_values(
+    rank: int, world_size: int, run: RunDirectory, saves: bool, warns: bool
+) -> tuple[dict[str, list[float]], Any]:
+    """Trains and saves, or loads and trains; returns all weights at the checkpoint, and the dtypes of frozen ones.
+
+    Args:
+        warns: whether the load reports that it rounds values.
+    """
     training = Training.of(run, load(run), join_again(load(run), rank, world_size))
     if saves:
         training.steps(0, 3)
@@ -342,6 +348,7 @@ def frozen_values(rank: int, world_size: int, run: RunDirectory, saves: bool) ->
     else:
         restored = training.manager.restore()
         assert restored is not None and restored.step == 3 and restored.with_optimizer
+        assert bool(restored.rounded) is warns
     parameters = training.engine.named_parameters()
     values = {name: whole(value.detach()).float().flatten().tolist() for name, value in parameters.items()}
     if not saves:
@@ -362,10 +369,10 @@ def frozen_values(rank: int, world_size: int, run: RunDirectory, saves: bool) ->
 def test_frozen_weights_load_in_either_dtype(tmp_path: Path, before: str, after: str) -> None:
     """As in a checkpoint of a version that held them in fp32, or under a layout that holds others in bf16."""
     saved = frozen_run(tmp_path / "saved", *before.split())
-    expected, _ = run_on_world(2, frozen_values, saved, True)[0]
+    expected, _ = run_on_world(2, frozen_values, saved, True, False)[0]
     run = frozen_run(tmp_path / "loaded", *after.split())
     shutil.copytree(saved.path / "checkpoints", run.path / "checkpoints", dirs_exist_ok=True)
     narrow = after in ("zero3", "zero1")
-    for values, dtypes in run_on_world(2, frozen_values, run, False):
+    for values, dtypes in run_on_world(2, frozen_values, run, False, "wide" in before):
         assert all(values[name] == expected[name] for name in values)
         assert not dtypes or dtypes == {torch.bfloat16 if narrow else torch.float32}
