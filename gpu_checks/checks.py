@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.savers import ROWS
 from gpu_checks.check import Check
-from hpc_train.config.schema.training import TrainConfig
+from hpc_train.layout.techniques import ATTENTION_KERNELS
 
 # ``expected_s`` is an estimate: 12 s for a training by command, nearly all for its start; 4 s for a process with
 # CUDA and NCCL; 10 s for the first compilation of a layer, whose result later checks find in a cache. Measured on one
@@ -78,14 +78,15 @@ class Lever:
     compiler: Mapping[str, Any] = field(default_factory=dict)
 
 
-ATTENTION = ("fa3", "fa4", "cudnn") if hasattr(TrainConfig, "attention") else ()  # a machine without one refuses it
+KERNELS = {value: Lever(f"attention: {value}", (f"train.attention={value}",)) for value in ATTENTION_KERNELS}
+PACKAGES = [name for name, kernel in ATTENTION_KERNELS.items() if kernel.package]  # without it, refused at once
 FIRST = {
-    **{value: Lever(f"attention: {value}", (f"train.attention={value}",)) for value in ATTENTION},
+    **{name: KERNELS[name] for name in PACKAGES},
     "graphs_32": Lever("CUDA graphs, micro-batches of 32", ("batch.micro_size=32", "train.cuda_graphs=true")),
     "products": Lever("kernels of products by measurement", compiler={"max_autotune_gemm": True}),
 }
 SAVERS = {re.sub(r"\W+", "_", title): Lever(title, overrides) for title, overrides in ROWS.items()}
-LEVERS = {f"lever_{name}": lever for name, lever in {**FIRST, **SAVERS}.items()}
+LEVERS = {f"lever_{name}": lever for name, lever in {**KERNELS, **FIRST, **SAVERS}.items()}
 STEADY = (  # a minute or more of each row, with clock and power
     Check("turns", "gpu_checks.levers:turns", 420, gpus=0, least_s=90, expected_s=330),
     Check("seven_billion", "gpu_checks.levers:seven_billion", 240, gpus=0, least_s=90, expected_s=150),
@@ -115,12 +116,11 @@ def _named(*names: str) -> tuple[Check, ...]:
 # A visit of 15 minutes less the start of the machine, in two commands with the same directory where one may take ten.
 ONE_GPU_S = 780.0
 FIRST_MINUTES_S = 600.0  # of a node
-KERNELS = {"attention_kernels"} & set(BY_NAME)
-ONE_GPU = _named("facts", "turns", *KERNELS, *(f"lever_{name}" for name in FIRST), "seven_billion")
+ONE_GPU = _named("facts", "turns", "attention_kernels", *(f"lever_{name}" for name in FIRST), "seven_billion")
 FIRST_MINUTES = (*_named("facts", "transports", "layouts"), *PRETRAINED)
 PLANS: Mapping[str, Sequence[Check]] = {
     "one-gpu": ONE_GPU,
-    "levers": _named("facts", "turns", *(f"lever_{name}" for name in SAVERS)),
+    "levers": _named("facts", "turns", *(f"lever_{name}" for name in SAVERS), "lever_cudnn"),
     "node": (*FIRST_MINUTES, *NODE, *(check for check in TOGETHER if check not in FIRST_MINUTES)),
 }
 

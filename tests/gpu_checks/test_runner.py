@@ -21,13 +21,13 @@ from gpu_checks.check import Check, Place, Probe, Verdict, read, table
 from gpu_checks.checks import (
     ALL,
     ALONE,
-    ATTENTION,
     FIRST,
     FIRST_MINUTES,
     FIRST_MINUTES_S,
     LEVERS,
     ONE_GPU,
     ONE_GPU_S,
+    PACKAGES,
     PLANS,
     STRATEGIES,
     TOGETHER,
@@ -193,7 +193,7 @@ def test_every_function_that_takes_a_probe_is_a_check() -> None:
 
 def test_the_checks_of_one_gpu_fit_into_a_visit() -> None:
     assert sum(each.expected_s for each in ALONE) <= VISIT_S
-    without_package = [each for each in ONE_GPU if each.name not in {f"lever_{kernel}" for kernel in ATTENTION}]
+    without_package = [each for each in ONE_GPU if each.name not in {f"lever_{name}" for name in PACKAGES}]
     assert sum(each.expected_s for each in without_package) <= ONE_GPU_S
     assert sum(each.expected_s for each in FIRST_MINUTES) <= FIRST_MINUTES_S
     assert set(PLANS["node"]) > set(TOGETHER)
