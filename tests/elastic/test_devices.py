@@ -145,6 +145,7 @@ def test_the_flight_recorder_uses_the_gpu_of_the_rank(
 
 
 THREADS = {  # module: whether its threads may call CUDA
+    "checkpoint/host_copies.py": "pins memory",
     "checkpoint/manager.py": "copies and saves tensors",
     "checkpoint/store.py": "no",
     "data/build.py": "no",
@@ -162,6 +163,7 @@ THREADS = {  # module: whether its threads may call CUDA
     "report/monitoring/exits.py": "no",
     "telemetry/sinks/follow.py": "no",
     "telemetry/sinks/tracking.py": "no",
+    "train/step.py": "no",
     "train/processes.py": "the barrier at the end, and events of the flight recorder",
 }
 
