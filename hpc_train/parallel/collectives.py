@@ -51,15 +51,15 @@ def _decoded(data: Tensor) -> Any:
     return json.loads(data.numpy().tobytes())
 
 
-_BUCKET_BYTES = 64 << 20
+_BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}  # gloo is fastest with buffers that stay in a cache
 
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup, device: torch.device) -> None:
     """Sends the values of ``tensors`` of rank ``source`` of ``group`` to its other ranks, in place. Collective.
 
-    Tensors of one dtype are sent together, 64 MiB at a time. A larger tensor is sent without a copy if it is
-    contiguous and on ``device``.
+    Tensors of one dtype are sent together, 64 MiB at a time (4 MiB on CPUs). A larger tensor is sent without a copy if
+    it is contiguous and on ``device``.
 
     Args:
         tensors: plain tensors on any device, of the same shapes and dtypes and in the same order on all ranks.
@@ -72,7 +72,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.Proces
     for alike in by_dtype.values():
         bucket: list[Tensor] = []
         for tensor in alike:
-            if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > _BUCKET_BYTES:
+            if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > _BUCKET_BYTES[device.type]:
                 _broadcast_bucket(bucket, source, group, device)
                 bucket = []
             bucket.append(tensor)
