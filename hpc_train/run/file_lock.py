@@ -143,11 +143,13 @@ def acquire(folder: Path, owner: LockOwner, ask_slurm: bool = True) -> Lock:
             lock = Lock(folder, before.number + 1)
         if not _create(lock, owner):
             continue
-        if lock.is_newest():
-            for number in _lock_numbers(folder):
-                # since numbers begin again, a stale directory listing may have led to a higher one than the holder's
+        numbers = _lock_numbers(folder)
+        if numbers and max(numbers) == lock.number:  # the file may be gone: a holder removes all numbers up to its own
+            for number in numbers:
+                # since numbers begin again, a stale directory listing may have led to a higher one than the holder's,
+                # and the number of the lock before may be another process's by now
                 other = Lock(folder, number)
-                if number < lock.number and other != before and other.is_held(owner, ask_slurm):
+                if number < lock.number and other.is_held(owner, ask_slurm):
                     lock.path.unlink(missing_ok=True)
                     raise LockHeld(other)
                 if number <= lock.number - _OLD_LOCKS:

@@ -65,6 +65,42 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"count"}, "a short lock leaves nothing"
 
 
+def test_a_number_that_another_process_has_taken_again_is_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = LockOwner.of_this_process()
+    first = file_lock.acquire(tmp_path, here)
+    first.release()
+    create = file_lock._create
+
+    def create_after_others(lock: file_lock.Lock, owner: LockOwner) -> bool:
+        if lock.number == 2:
+            first.path.unlink()
+            assert create(first, here), "another process takes the number of the lock that was just removed"
+        return create(lock, owner)
+
+    monkeypatch.setattr(file_lock, "_create", create_after_others)
+    with pytest.raises(file_lock.LockHeld):
+        file_lock.acquire(tmp_path, here)
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
+
+
+def test_a_lock_whose_file_was_removed_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder removes all numbers up to its own."""
+    create = file_lock._create
+    created = []
+
+    def create_and_lose_the_first(lock: file_lock.Lock, owner: LockOwner) -> bool:
+        created.append(create(lock, owner))
+        if len(created) == 1:
+            lock.path.unlink()
+        return created[-1]
+
+    monkeypatch.setattr(file_lock, "_create", create_and_lose_the_first)
+    assert file_lock.acquire(tmp_path, LockOwner.of_this_process()).path.exists()
+    assert created == [True, True]
+
+
 def test_a_lease_leaves_nothing_unless_its_holder_was_passed_over(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     with lease.hold_lease(run):
