@@ -31,7 +31,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.launcher import enqueue, prepare_all, tell_without_effect
 from hpc_train.launch.request import parse_line
 from hpc_train.runs import lookup
-from hpc_train.runs.job_status import SlurmStatuses, time_left
+from hpc_train.runs.job_status import JobStatuses, time_left
 from hpc_train.telemetry.progress import final_result
 from hpc_train.telemetry.terminal import Terminal
 
@@ -82,7 +82,7 @@ class Run:
 
     def __init__(self, target: str | Path) -> None:
         self._directory = lookup.find_run(str(target), "status").run
-        self._slurm = SlurmStatuses()
+        self._slurm = JobStatuses()
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"

@@ -37,7 +37,7 @@ from hpc_train.run.owner import open_run
 from hpc_train.run.streams import unescaped
 from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.client import LostAnswer, Problem, SlurmError
-from hpc_train.schedulers.slurm.states import FORGOTTEN
+from hpc_train.schedulers.states import FORGOTTEN
 
 NOT_FOR_MEASURING = ("signal", "requeue", "no-requeue", "no-kill", "open-mode")  # options of a job that trains
 _POLL_S = 1.0

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from hpc_train.config.options import OptionParser
 from hpc_train.elastic.agent import run_agent
 from hpc_train.elastic.warm_parent.head_start import HeadStart
-from hpc_train.machine.allocation import refuse_misplaced
+from hpc_train.machine.allocation import current_allocation, refuse_misplaced
 from hpc_train.run.code import reexec_from_snapshot
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from hpc_train.run.owner import TRUST, open_run
 from hpc_train.run.snapshot import check_copy
 from hpc_train.run.streams import stdout_for_results
+from hpc_train.schedulers.current import current_job
 
 
 def start_agent(arguments: list[str], begun: HeadStart | None = None) -> int:
@@ -33,7 +33,7 @@ def start_agent(arguments: list[str], begun: HeadStart | None = None) -> int:
     run = RunDirectory(options.run_dir.absolute())
     open_run(run, "agent", options.trust_owner)
     load(run)  # raises for a directory that is not a run, before this process is replaced
-    is_first = os.environ.get("SLURM_NODEID", "0") == "0"
+    is_first = current_allocation().node_rank == 0
     if is_first:
         check_copy(run)
     reexec_from_snapshot(run)  # which also ends the head start, since its pipe is closed
@@ -58,7 +58,7 @@ def _run(run: RunDirectory, is_first: bool, shows_progress: bool, begun: HeadSta
         from hpc_train.report.page.build import write_at_end  # other agents do not need its modules
 
         write_at_end(run)
-    if "SLURM_JOB_ID" in os.environ:
+    if current_job().job_id:
         return code  # the batch script reads the records of the agents
     from hpc_train.runs.job_status import final_code
 

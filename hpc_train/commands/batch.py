@@ -18,6 +18,7 @@ import psutil
 
 from hpc_train.checkpoint.space import stop_time
 from hpc_train.config.arguments import refuse_search
+from hpc_train.config.extensions import is_import_path
 from hpc_train.config.options import OptionParser
 from hpc_train.config.run_path import job_directory
 from hpc_train.config.schema import Config
@@ -32,6 +33,7 @@ from hpc_train.launch.gpus import (
 from hpc_train.launch.request import ComposedJob, check_job, compose_job, freeze_job, parse_line, print_notices
 from hpc_train.launch.sbatch import NO_SITE, options, refuse_lost_signal, short_lead, stop_note, survives_node_loss
 from hpc_train.launch.script import (
+    BY_VARIABLES,
     Block,
     Script,
     blocks_of,
@@ -44,9 +46,13 @@ from hpc_train.launch.script import (
 from hpc_train.machine.allocation import refuse_components
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_text
-from hpc_train.run.lease import add_submission
+from hpc_train.run.lease import add_submission, job_ids
 from hpc_train.run.owner import TRUST
-from hpc_train.schedulers.slurm.client import controller_answers, own_job
+from hpc_train.schedulers.current import ENVIRONMENT, current_job
+from hpc_train.schedulers.environment import EnvironmentJob
+from hpc_train.schedulers.job import CurrentJob
+from hpc_train.schedulers.slurm.client import controller_answers
+from hpc_train.schedulers.slurm.job import SlurmJob
 from hpc_train.schedulers.slurm.site import read_site
 
 SPOOLED = "slurm_script"  # slurmd's copy of a batch script
@@ -71,34 +77,49 @@ def freeze_run(arguments: list[str]) -> int:
     line = parse_line(rest)
     refuse_search(line, "freeze")
     job = compose_job(line, "freeze", sweep="add --task N to freeze job N of the sweep", task=options.task)
-    job_id = os.environ.get("SLURM_JOB_ID")
-    if job.config.run.name is None and job_id is not None:
+    in_job = current_job()
+    is_slurm = isinstance(in_job, SlurmJob)
+    if job.config.run.name is None and is_slurm:
         # the name survives a requeue, and the tasks of an array share one parent directory
-        array = job_id if options.task is None else os.environ.get("SLURM_ARRAY_JOB_ID", job_id)
+        array = in_job.job_id if options.task is None else os.environ.get("SLURM_ARRAY_JOB_ID", in_job.job_id)
         job.config.run.name = f"slurm-{array}"
+    elif job.config.run.name is None and in_job.job_id:
+        job.config.run.name = in_job.job_id
     run = RunDirectory(job_directory(job.directory, options.task or 0, job.count))
-    is_requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
-    if not (is_requeued and run.config.exists()):
+    if not (in_job.job_id and run.config.exists() and _is_restarted(in_job, run)):
         job = replace(job, config=with_frozen_defaults(job.config, run, line, job.overrides))
-        if job_id is not None:
+        if is_slurm:
             check_signal(job.config, run)
         _freeze(job, run, options.trust_owner)
-        if job_id is not None:
-            add_submission(run, "script", job_id=own_job())
+        if is_slurm:
+            add_submission(run, "script", job_id=in_job.name)
+        elif in_job.job_id:
+            add_submission(run, "script", job_id=in_job.name, scheduler=ENVIRONMENT)
     print(json.dumps({"run": str(run.path)}) if options.json else run.path)
     return 0
+
+
+def _is_restarted(job: CurrentJob, run: RunDirectory) -> bool:
+    """Returns whether an earlier start of ``job`` has frozen ``run``."""
+    if isinstance(job, SlurmJob):
+        return job.restart > 0
+    return job.name in job_ids((run.record().get("submissions") or [{}])[-1])
 
 
 def _freeze(composed: ComposedJob, run: RunDirectory, trust_owner: bool) -> None:
     """Freezes a run for the job of the batch script around this process, or for a job to be submitted."""
     config = composed.config
     shape = None
-    if "SLURM_JOB_NUM_NODES" in os.environ:
+    in_job = current_job()
+    if in_job.nodes() is not None:
         shape = shape_in_script(config)
     job = check_job(config, run, shape, overrides=composed.overrides, trust_owner=trust_owner)
     freeze_job(replace(job, options=composed.line.options), composed.directory / "code")
     print_notices(job, composed.line)
-    write_text(run.job_script, by_hand(survives_node_loss(config.elastic), config.run.on_event))
+    text = by_hand(survives_node_loss(config.elastic), config.run.on_event)
+    if isinstance(in_job, EnvironmentJob):
+        text = f"{BY_VARIABLES}\n"
+    write_text(run.job_script, text)
     write_text(run.gpus_script, "".join(f"{line}\n" for line in gpu_export_lines()))
 
 
@@ -163,8 +184,11 @@ def _batch_script(composed: ComposedJob) -> list[Block]:
     run = RunDirectory(composed.directory)
     config = with_frozen_defaults(composed.config, run, line, composed.overrides)
     cluster = config.cluster
-    if cluster.kind == "local":
-        raise UserError("a batch script needs Slurm, got cluster.kind=local", where="cluster.kind", fix="cluster=slurm")
+    if cluster.kind not in ("auto", "slurm"):
+        fix = "cluster=slurm"
+        if is_import_path(cluster.kind):
+            fix += "; launch.dry_run=true -m prints what this scheduler would get"
+        raise UserError(f"a batch script needs Slurm, got cluster.kind={cluster.kind}", where="cluster.kind", fix=fix)
     if config.launch.chain > 1:
         raise UserError(
             f"script takes one job, but launch.chain={config.launch.chain} makes a chain of jobs",

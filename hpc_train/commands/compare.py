@@ -32,7 +32,7 @@ from hpc_train.runs.comparison import (
     metric_of,
     varied,
 )
-from hpc_train.runs.job_status import SlurmStatuses, View
+from hpc_train.runs.job_status import JobStatuses, View
 from hpc_train.runs.job_table import BEST, short_path
 from hpc_train.runs.lookup import RunHandle, find_run, find_runs, statuses_of
 from hpc_train.telemetry.progress import speed_column
@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     conditions = [Threshold.parse(text) for text in options.fail_if]
     runs = list({item.run.path: item for target in options.runs for item in find_runs(target, "compare")}.values())
-    statuses = statuses_of(runs, SlurmStatuses())
+    statuses = statuses_of(runs, JobStatuses())
     views = [item.view(statuses) for item in runs]
     compared = _comparison(runs)
     if options.metric is not None:
@@ -141,7 +141,7 @@ def _judge(
             fix = "name two runs, or --baseline RUN"
             raise UserError("there is no run to compare with", where="--fail-if", fix=fix)
     if base is not None:
-        reference = base.view(statuses_of([base], SlurmStatuses())).metrics
+        reference = base.view(statuses_of([base], JobStatuses())).metrics
     code = Exit.DONE
     for item, view in zip(runs, views, strict=True):
         if base is not None and item.run.path == base.run.path:

@@ -22,7 +22,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import LINE_BYTES
 from hpc_train.run.streams import unescaped
 from hpc_train.runs.diagnosis import find_cause
-from hpc_train.runs.job_status import SlurmStatuses, attempt_end, failure_text
+from hpc_train.runs.job_status import JobStatuses, attempt_end, failure_text
 from hpc_train.runs.lookup import RunHandle, find_run, statuses_of
 
 LINE = re.compile(r"(\S{23}) \[(\d{1,9})\] ")
@@ -214,7 +214,7 @@ def _print_failure(run: RunDirectory, attempt: int, as_json: bool) -> None:
 
 
 def _follow(item: RunHandle, logs: NodeLogs, out: TextIO) -> int:
-    slurm = SlurmStatuses()
+    slurm = JobStatuses()
     as_json = logs.selection.as_json
     try:
         while True:

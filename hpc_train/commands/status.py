@@ -24,9 +24,10 @@ from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.runs.comparison import Comparison, best_metric_of, evaluated_parts
 from hpc_train.runs.cost import Prices
 from hpc_train.runs.diagnosis import excluded_nodes
-from hpc_train.runs.job_status import JobStatus, SlurmStatuses, View, time_left
+from hpc_train.runs.job_status import JobStatuses, View, time_left
 from hpc_train.runs.job_table import BEST, DIRECTORY, short_path
 from hpc_train.runs.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of, unreadable
+from hpc_train.schedulers.scheduler import JobStatus
 from hpc_train.telemetry.progress import failing, saves, speed_column, spent_line
 from hpc_train.telemetry.terminal import Terminal, text_table, wide
 from hpc_train.units import counted, format_duration, format_metric
@@ -54,7 +55,7 @@ def main(arguments: list[str]) -> int:
         items = overview.runs
     else:
         items = find_runs(options.target, "status", unreadable=True)
-    statuses = statuses_of(items, SlurmStatuses(silent=overview is not None and overview.silent))
+    statuses = statuses_of(items, JobStatuses(silent=overview is not None and overview.silent))
     readable = [item for item in items if item.error is None]
     if overview is None and len(readable) == 1:
         load(readable[0].run)  # it raises the error of a damaged or changed config

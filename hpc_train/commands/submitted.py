@@ -27,15 +27,15 @@ from hpc_train.run.directory import RunDirectory, lease_folder
 from hpc_train.run.exits import Exit
 from hpc_train.run.file_lock import LockOwner, newest_lock
 from hpc_train.run.lease import is_live
-from hpc_train.run.owner import TRUST, files_below, foreign_files, user_name
+from hpc_train.run.owner import TRUST, foreign_owner, user_name
 from hpc_train.run.processes import started
 from hpc_train.run.requests import record_stop_request, request_stacks, stacks_answers
 from hpc_train.runs.comparison import Comparison, metric_of
-from hpc_train.runs.job_status import SlurmStatuses, View, ask, outcome, status_of
+from hpc_train.runs.job_status import JobStatuses, View, outcome
 from hpc_train.runs.job_table import JobTable, print_messages, print_results
 from hpc_train.runs.lookup import COMMENT, RunHandle, find_run, find_runs, statuses_of, stop_runs
-from hpc_train.schedulers.slurm.client import cancel as cancel_jobs
 from hpc_train.schedulers.slurm.client import on_clusters
+from hpc_train.schedulers.slurm.jobs import ask, status_of
 from hpc_train.telemetry.progress import is_done, train_longer
 from hpc_train.telemetry.terminal import Terminal
 from hpc_train.units import counted
@@ -94,7 +94,7 @@ def retry(arguments: list[str]) -> int:
     _add_submission_options(parser)
     options = parser.parse_args(arguments)
     runs = find_runs(options.failed, "retry", trust_owner=options.trust_owner)
-    statuses = statuses_of(runs, SlurmStatuses())
+    statuses = statuses_of(runs, JobStatuses())
     unfinished = [item for item in runs if item.view(statuses).exit not in (None, Exit.DONE)]
     message = f"resubmitting {len(unfinished)} of {len(runs)} runs"
     if not unfinished:
@@ -166,28 +166,28 @@ def cancel_runs(runs: Sequence[RunHandle], *, save: bool) -> int:
     """Cancels the jobs of ``runs`` and returns how many were waiting or running.
 
     Args:
-        save: whether running Slurm jobs save a checkpoint first. A job on this machine always does.
+        save: whether running jobs save a checkpoint first. A job on this machine always does.
 
     Raises:
-        UserError: scancel failed, or a run of another user names a process or job that is not proved to be the
+        UserError: the scheduler refuses, or a run of another user names a process or job that is not proved to be the
             caller's and to work on this run. Nothing was cancelled then.
     """
     for item in runs:
         refuse_unproven(item)
-    slurm = SlurmStatuses()
-    statuses = statuses_of(runs, slurm)
-    in_slurm = [item for item in runs if item.job_id in statuses and statuses[item.job_id].present]
+    known = JobStatuses()
+    statuses = statuses_of(runs, known)
+    queued = [item for item in runs if item.job_id in statuses and statuses[item.job_id].present]
     local = [item for item in runs if item.lives_here()]
     stop_runs(local)
-    for item in in_slurm:
+    for item in queued:
         record_stop_request(item.run)
-    for clusters in {item.clusters for item in in_slurm}:
-        ids = [job_id for item in in_slurm if item.clusters == clusters for job_id in item.job_ids]
-        states = slurm.of(ids, clusters)
+    for jobs in {item.jobs for item in queued}:
+        ids = [job_id for item in queued if item.jobs == jobs for job_id in item.job_ids]
+        states = known.of(ids, jobs)
         running = [job_id for job_id in ids if save and job_id in states and states[job_id].is_running]
-        cancel_jobs(running, signal="USR1", clusters=clusters)
-        cancel_jobs([job_id for job_id in ids if job_id not in running], clusters=clusters)
-    return len(in_slurm) + len(local)
+        jobs.cancel(running, save=True)
+        jobs.cancel([job_id for job_id in ids if job_id not in running])
+    return len(queued) + len(local)
 
 
 def wait(arguments: list[str]) -> int:
@@ -217,7 +217,7 @@ def wait(arguments: list[str]) -> int:
 
 
 def _until_the_end(runs: list[RunHandle], table: JobTable | None) -> list[View]:
-    slurm = SlurmStatuses()
+    slurm = JobStatuses()
     try:
         while True:
             statuses = statuses_of(runs, slurm)
@@ -314,11 +314,6 @@ def refuse_foreign_lease(run: RunDirectory) -> None:
         )
 
 
-def foreign_owner(run: RunDirectory) -> int | None:
-    """Returns the id of another user who owns the directory of a run or an entry of it; None if nobody does."""
-    return next((user for _, user in foreign_files(files_below(run.path), run.path)), None)
-
-
 def _refusal(run: RunDirectory, owner: int, what: str, command: str) -> UserError:
     return UserError(
         f"{run.path} belongs to {user_name(owner)} and names {what}, which is not proved to be yours and to work on "
@@ -365,7 +360,7 @@ def _unproven_jobs(item: RunHandle) -> list[str]:
         return [str(job_id) for job_id in item.job_ids]
     if not ids:
         return []
-    selection = [f"--jobs={','.join(ids)}", *on_clusters(item.clusters)]
+    selection = [f"--jobs={','.join(ids)}", *on_clusters(item.submission.get("clusters"))]
     present = ask(selection)
     of_caller = ask(["--me", *selection])
     if present is None or of_caller is None:

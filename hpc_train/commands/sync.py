@@ -19,7 +19,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.run.exits import Exit
 from hpc_train.run.owner import is_own, output_directory
-from hpc_train.runs.job_status import SlurmStatuses
+from hpc_train.runs.job_status import JobStatuses
 from hpc_train.runs.lookup import RunHandle, find_runs, run_directories, statuses_of
 from hpc_train.telemetry.sinks.replay import BACKENDS, Replay, Session
 from hpc_train.telemetry.terminal import Terminal
@@ -176,7 +176,7 @@ def _for_caller(config: Config) -> Config:
 
 def _follow(rows: Sequence[_Row]) -> None:
     """Sends new lines until all runs have ended."""
-    slurm = SlurmStatuses()
+    slurm = JobStatuses()
     while True:
         open_rows = [row for row in rows if not row.ended and row.error is None]
         if not open_rows:

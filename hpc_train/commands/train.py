@@ -177,9 +177,10 @@ def task(
 
 
 def _check_foreground(config: Config) -> None:
-    if config.cluster.kind == "slurm":
+    kind = config.cluster.kind
+    if kind not in ("auto", "local"):
         raise UserError(
-            "cluster.kind=slurm needs -m: without it this command trains in the foreground",
+            f"cluster.kind={kind} needs -m: without it this command trains in the foreground",
             where="cluster.kind",
             fix="add -m to submit the run, cluster=local to train here, or launch.dry_run=true to preview it",
         )

@@ -15,7 +15,7 @@ from hpc_train.report.page.verdict import headline, sections
 from hpc_train.run.exits import Exit
 from hpc_train.runs.comparison import Comparison
 from hpc_train.runs.diagnosis import diagnose, shown, sweep_failures
-from hpc_train.runs.job_status import SlurmStatuses
+from hpc_train.runs.job_status import JobStatuses
 from hpc_train.runs.job_table import common_directory, retry_lines
 from hpc_train.runs.lookup import RunHandle, find_runs, statuses_of
 from hpc_train.telemetry.terminal import Terminal
@@ -50,7 +50,7 @@ def _print_section(console: Console, title: str, lines: Sequence[str]) -> None:
 
 def _print_sweep(runs: Sequence[RunHandle], as_json: bool) -> None:
     """Prints which runs of a sweep did not finish and why; runs with the same cause are in one section."""
-    statuses = statuses_of(runs, SlurmStatuses())
+    statuses = statuses_of(runs, JobStatuses())
     views = [item.view(statuses) for item in runs]
     failures = sweep_failures(runs, views)
     compared = Comparison.of(item.run for item in runs)

@@ -12,7 +12,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -334,7 +334,8 @@ def load_row(path: str, key: str, kind: type[Row]) -> Row:
             fix=f"{attribute} = {kind.__name__}(...) from {kind.__module__}",
         )
     facts_of_row: Any = row
-    missing = [field.name for field in fields(facts_of_row) if getattr(row, field.name) is _MISSING]
+    facts_of_class = fields(facts_of_row) if is_dataclass(row) else ()
+    missing = [field.name for field in facts_of_class if getattr(row, field.name) is _MISSING]
     if missing:
         facts = ", ".join(f"{name}=..." for name in missing)
         raise UserError(

@@ -38,7 +38,7 @@ from hpc_train.run.exits import CRASHED_IMPORT, Exit, Failure
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import BackgroundCall, read_or
 from hpc_train.run.requests import StacksRequests, StopRequests
-from hpc_train.schedulers.slurm.client import is_current_start, was_suspended
+from hpc_train.schedulers.current import current_job
 
 TICK_S = 0.25
 MIN_PAUSE_S = 5.0  # on a busy machine, a process may wait seconds for a core
@@ -47,7 +47,7 @@ LEAVE_S = 15.0  # wait at most this long for the server to release all agents
 
 def write_pause(pause: Pause, events: EventLog, in_job: bool) -> None:
     """Writes an event about a time in which the batch host did not execute; asks Slurm whether it suspended the job."""
-    by_slurm = in_job and was_suspended(pause.until - pause.seconds)
+    by_slurm = in_job and current_job().was_suspended(pause.until - pause.seconds)
     reason = "the processes of the batch host did not execute"
     if by_slurm:
         reason = "Slurm suspended the job"
@@ -140,7 +140,7 @@ class Agent:
         if pause.seconds < MIN_PAUSE_S:
             return
         end = JobEnd.of_this_process(self.run)
-        if end is not None and is_current_start(end.restart) is False:
+        if end is not None and end.job.is_current_start() is False:
             self._replaced = True  # the next start of the job writes the events from now on
             return
         write_pause(pause, self._events(), in_job=end is not None)

@@ -42,7 +42,6 @@ from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import read_or
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.run.requests import StacksRequests, StopRequests
-from hpc_train.schedulers.slurm.client import extend_comment, is_suspended
 from hpc_train.telemetry.sinks.tracking import TrackingProcess, tracked
 
 
@@ -113,7 +112,7 @@ class Session:
             if server is not None:
                 server.join()
             if end is not None and allocation.node_rank == 0:
-                extend_comment(_summary(run, self.events.now()), SUMMARY)
+                end.job.note(_summary(run, self.events.now()), SUMMARY)
 
     def _idle_gpus(self, gpus: GpuErrors) -> IdleGpus:
         """Starts and returns the watch for idle GPUs of this node."""
@@ -226,7 +225,7 @@ def _start_server(
 ) -> tuple[RendezvousServer, ServerAddress]:
     listener = bind(allocation, f"{allocation.launch_id}:server")
     address = ServerAddress(allocation.address, listener.getsockname()[1], secrets.token_hex(16))
-    suspended = None if attempts.end is None else is_suspended
+    suspended = None if attempts.end is None else attempts.end.job.is_suspended
 
     def leave(order: Leave) -> int:
         if tracking is not None:  # before anybody learns of the end, so that the trackers then have all of the run

@@ -26,7 +26,7 @@ from hpc_train.elastic.requeue import (
     is_announcement,
     progress_of,
     request,
-    request_from_slurm,
+    request_without_marker,
 )
 from hpc_train.elastic.workers import prune_logs
 from hpc_train.errors import UserError
@@ -37,7 +37,9 @@ from hpc_train.run.event_log import EventLog, age_of_this_process
 from hpc_train.run.exits import EXITS, Action, Exit, Failure
 from hpc_train.run.files import in_time, patiently, read_or
 from hpc_train.run.record import drop_copy, with_digest
-from hpc_train.schedulers.slurm.client import is_current_start, show_topology, unavailable_nodes
+from hpc_train.schedulers.current import NoJob
+from hpc_train.schedulers.job import CurrentJob
+from hpc_train.schedulers.slurm.client import show_topology
 from hpc_train.telemetry.tracebacks import own_frames
 
 Result = TypeVar("Result")
@@ -91,7 +93,7 @@ class Attempts:
             details: dict[str, Any] = {"class": Failure.FILE_SYSTEM, "message": leave.outage}
             events.write("file_system_failed", **details)
         if leave.decision.action is Action.STOP and self.end is not None and is_announcement(leave.stop, self.run):
-            reason = f"Slurm announced the time limit or a preemption ({leave.stop})"
+            reason = f"{self._job.scheduler} announced the time limit or a preemption ({leave.stop})"
             leave = replace(leave, decision=RestartDecision(Action.REQUEUE, reason))
         leave, code = self._ask_for_requeue(leave, events)
         action = leave.decision.action
@@ -122,10 +124,15 @@ class Attempts:
 
     def replaced_by_slurm(self) -> str | None:
         """Returns why this server may no longer decide: its node was frozen until Slurm gave it up."""
-        current = None if self.end is None else is_current_start(self.end.restart)
-        if current is False:
+        if self._job.is_current_start() is False:
             return REPLACED
         return None
+
+    @property
+    def _job(self) -> CurrentJob:
+        if self.end is None:
+            return NoJob()
+        return self.end.job
 
     def _ask_for_requeue(self, leave: Leave, events: EventLog) -> tuple[Leave, Exit]:
         """Returns ``leave`` and the exit code.
@@ -138,12 +145,12 @@ class Attempts:
         if action is not Action.REQUEUE or end is None:
             return leave, EXITS[action]
         if not reason and leave.stop == ANNOUNCEMENT:
-            reason = "Slurm announced the time limit or a preemption (USR2)"
+            reason = f"{self._job.scheduler} announced the time limit or a preemption (USR2)"
         try:
             return leave, in_time(lambda: request(end, self.config, events, reason))
         except OSError as error:
             reason = f"{reason}; the batch script cannot be asked to requeue the job: {error}"
-        refusal = request_from_slurm(end, self.config)
+        refusal = request_without_marker(end, self.config)
         if refusal is None:
             events.write("requeued", reason=reason)
             return replace(leave, decision=RestartDecision(action, reason)), Exit.STOPPED
@@ -204,7 +211,7 @@ class Attempts:
             begun = [
                 event for event in self.run.read_events() if event.name == "started" and event.attempt < spec.attempt
             ]
-            lost = unavailable_nodes(begun[-1]["nodes"]) if begun else {}
+            lost = self._job.unavailable_nodes(begun[-1]["nodes"]) if begun else {}
             details: dict[str, Any] = {"reason": "requeued by a person (scontrol requeue) or by Slurm (a preemption)"}
             if lost:
                 words = ", ".join(f"node {node} is {state}" for node, state in lost.items())

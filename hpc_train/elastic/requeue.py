@@ -1,11 +1,12 @@
-"""Decides whether a stopped job runs again, and records the end of a Slurm job for its batch script.
+"""Decides whether a stopped job runs again, and records the end of a job for its batch script.
 
 Slurm announces the time limit and preemptions with SIGUSR2 (``--signal``); SIGUSR1, SIGTERM and Ctrl-C are stop
 requests of a user, unless they come shortly before the limit and no command of hpc_train has sent them. The agent of
-node 0 decides and leaves a marker; the batch script, which outlives the agents, asks Slurm.
+node 0 decides and leaves a marker; the batch script, which outlives the agents, asks Slurm. With other schedulers
+(``schedulers/environment.py``) the agent itself asks at its end.
 
 The batch script runs outside of any container and possibly without Python, so these are files in ``attempts/`` whose
-names a shell can compute from ``SLURM_JOB_ID`` and ``SLURM_RESTART_COUNT``:
+names a shell can compute from the id of the job and ``SLURM_RESTART_COUNT``:
 
     end-<job>.<restart>.node-<N>    the exit code of all agents, written by node 0 or its successor; a second line has
                                     their step ("step 0"), which the script kills if it does not end
@@ -13,6 +14,7 @@ names a shell can compute from ``SLURM_JOB_ID`` and ``SLURM_RESTART_COUNT``:
     end-<job>.<restart>.frozen      written by the batch script if it had to have the step killed: when that was over
     end-<job>.<restart>.exclude     nodes on which the job must not run again
     end-<job>.<restart>.requeue     the job must run again; the progress it made, as JSON
+    end-<job>.<restart>.asked       an agent has requested the requeue
 
 If all agents of a step are killed, none of them records it, and the batch script starts another step of the same job
 (``launch/script.py``). slurmstepd, which kills a step that exceeds its memory, writes so into the output of the job.
@@ -42,16 +44,8 @@ from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.files import patiently, write_json, write_text
 from hpc_train.run.ledger import read_ledger
 from hpc_train.run.requests import ANNOUNCING, stop_was_requested
-from hpc_train.schedulers.slurm.client import (
-    PATIENT_S,
-    may_requeue,
-    own_job,
-    own_job_record,
-    query,
-    state_and_priority,
-    usable_nodes,
-)
-from hpc_train.schedulers.slurm.states import Phase
+from hpc_train.schedulers.current import NoJob, current_job
+from hpc_train.schedulers.job import CurrentJob
 
 MIN_USEFUL_SHARE = 0.2
 MIN_JOB_S = 600.0  # shorter jobs spend most of their time starting
@@ -67,10 +61,10 @@ def request(end: JobEnd, config: Config, events: EventLog, reason: str) -> Exit:
         if len(jobs) == 2 and all(job.useful_share < MIN_USEFUL_SHARE for job in jobs):
             shares = " and ".join(f"{job.useful_share:.0%}" for job in jobs)
             refusal = f"only {shares} of the time of the last two jobs went into steps that were kept"
-    in_job = os.environ.get("SLURM_JOB_ID") == end.job_id
-    if refusal is None and in_job and config.launch.chain <= 1 and not may_requeue(end.job_id):
-        resume = f"Resume the run with: python -m hpc_train resume {end.run.path}"
-        refusal = f"Slurm may not requeue job {end.job_id} (Requeue=0). {resume}"
+    if refusal is None and config.launch.chain <= 1:
+        refusal = end.job.why_no_requeue()
+        if refusal is not None:
+            refusal += f". Resume the run with: python -m hpc_train resume {end.run.path}"
     if refusal is not None:
         message = "; ".join(filter(None, (reason, f"not requeued: {refusal}")))
         events.write("stopped_retrying", step=step, exit_code=int(Exit.GAVE_UP), message=message)
@@ -93,38 +87,36 @@ EARLY_S = 60.0  # by which Slurm may send the signal early
 
 
 def is_announcement(stop: str | None, run: RunDirectory) -> bool:
-    """Returns whether Slurm, and not a user, has sent the signal ``stop`` to this job.
+    """Returns whether the scheduler, and not a user, has sent the signal ``stop`` to this job.
 
     A batch script may request another signal than USR2 before its limit. Then the job is in the last third of its
     time, or Slurm preempts it, and no command of hpc_train has recorded a stop request.
     """
     if stop not in ANNOUNCING or stop_was_requested(run):
         return False
-    job = own_job_record()
-    if job.limit_s is None or job.run_s is None:
-        return job.is_preempted
-    return job.is_preempted or job.limit_s - job.run_s <= min(job.limit_s / 3, LAST_S) + EARLY_S
+    limit = current_job().limit()
+    if limit.limit_s is None or limit.run_s is None:
+        return limit.is_preempted
+    return limit.is_preempted or limit.limit_s - limit.run_s <= min(limit.limit_s / 3, LAST_S) + EARLY_S
 
 
-def request_from_slurm(end: JobEnd, config: Config) -> str | None:
-    """Asks Slurm to run the job again, where the run directory does not accept the marker for the batch script.
+def request_without_marker(end: JobEnd, config: Config) -> str | None:
+    """Asks the scheduler to run the job again, where the run directory does not accept the marker for the batch script.
 
-    Returns why the job is not requeued; None if it is, or if Slurm ends or holds it already.
+    Returns why the job is not requeued; None if it is, or if the scheduler ends or holds it already.
     """
-    if os.environ.get("SLURM_JOB_ID") != end.job_id:
+    job = end.job
+    if not job.job_id:
         return "this process is not in the job"
     if end.restart >= config.elastic.max_requeues:
         return _requeued_enough(end.restart)
-    job_state = state_and_priority(own_job())
-    if job_state is not None and (job_state[0].phase is not Phase.RUNNING or job_state[1] == 0):
+    if job.is_running() is False:
         return None
-    requeue = ["scontrol", "requeue", "incomplete", own_job()]
-    if config.launch.chain > 1:  # the next job continues a run whose job has reached its limit
-        requeue = ["scontrol", "update", f"JobId={own_job()}", "TimeLimit=1"]
-    elif not may_requeue(end.job_id):
-        return f"Slurm may not requeue job {end.job_id} (Requeue=0)"
-    if query(requeue, PATIENT_S) is None:
-        return "Slurm refuses to requeue it"
+    chained = config.launch.chain > 1
+    if not chained and (refusal := job.why_no_requeue()) is not None:
+        return refusal
+    if not job.ask(job.requeue_command(chained)):
+        return f"{job.scheduler} refuses to requeue it"
     return None
 
 
@@ -162,20 +154,19 @@ def _has_enough_without(failing: Collection[str], cluster: ClusterConfig) -> boo
     (BadConstraints).
     """
     required = set(expand(cluster.nodelist)) if cluster.nodelist else set()
-    usable = None
-    if "SLURM_JOB_PARTITION" in os.environ:
-        usable = usable_nodes(os.environ["SLURM_JOB_PARTITION"])
+    job = current_job()
+    usable = job.usable_nodes()
     if usable is None:
         return not required & set(failing)
     fewest, most = node_range(cluster)
-    needed = fewest if fewest < most else int(os.environ.get("SLURM_JOB_NUM_NODES", most))
+    needed = fewest if fewest < most else job.nodes() or most
     excluded = {*failing, *(expand(cluster.exclude) if cluster.exclude else [])}
     return not required & excluded and len(usable - excluded) >= needed
 
 
 @dataclass(frozen=True)
 class JobEnd:
-    """Describes the end of one start of a Slurm job, as recorded by the agent of node ``node_rank``.
+    """Describes the end of one start of a job, as recorded by the agent of node ``node_rank``.
 
     ``step_id`` is Slurm's number of the agents' step; None outside of a step.
     """
@@ -188,12 +179,19 @@ class JobEnd:
 
     @classmethod
     def of_this_process(cls, run: RunDirectory, environment: Mapping[str, str] = os.environ) -> JobEnd | None:
-        """Returns the end of this process's job; None outside of Slurm."""
-        if "SLURM_JOB_ID" not in environment:
+        """Returns the end of this process's job; None outside of a job."""
+        job = current_job(environment)
+        if not job.job_id:
             return None
-        restart = int(environment.get("SLURM_RESTART_COUNT", "0"))
-        node_rank = int(environment.get("SLURM_NODEID", "0"))
-        return cls(run, environment["SLURM_JOB_ID"], restart, node_rank, environment.get("SLURM_STEP_ID"))
+        return cls(run, job.job_id, job.restart, job.node_rank, job.step_id)
+
+    @property
+    def job(self) -> CurrentJob:
+        """The job, if this process runs in it."""
+        job = current_job()
+        if job.job_id == self.job_id:
+            return job
+        return NoJob()
 
     @property
     def _name(self) -> str:
@@ -259,6 +257,28 @@ class JobEnd:
         if exclude or earlier:  # an empty list clears the previous one
             write_text(self.exclude_file, ",".join(exclude))
         write_json(self.run.attempts / f"{self._name}.requeue", {"step": step, "time": time.time()})
+
+    def ask_as_last_agent(self) -> str | None:
+        """Asks the scheduler for the requeue that the marker requests, where no batch script does, and once per start.
+
+        Returns why the job does not run again; None if it does, or if no requeue is requested.
+        """
+        job = self.job
+        if not job.agents_ask or not (self.run.attempts / f"{self._name}.requeue").exists():
+            return None
+        if self.node_rank > 0 and not self.has_successor():
+            return None
+        try:
+            os.close(os.open(self.run.attempts / f"{self._name}.asked", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return None
+        exclude = ""
+        if self.exclude_file.exists():
+            exclude = self.excluded()
+        if job.ask(job.requeue_command(chained=False), exclude):
+            return None
+        resume = f"Resume the run with: python -m hpc_train resume {self.run.path}"
+        return f"the command that requeues the job failed. {resume}"
 
 
 TAIL_BYTES = 1 << 16

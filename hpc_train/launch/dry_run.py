@@ -135,7 +135,8 @@ def _show_submissions(findings: Findings, directory: Path, console: Console, lin
         console.print(f"refused: {mistake}", markup=False, highlight=False)
         return False
     findings.submissions = executor.plan(findings.jobs, directory)
-    texts = [f"\n{command}\n\njob.sbatch:\n{script}" for command, script in findings.submissions]
+    # the name of the script is the last word of the command
+    texts = [f"\n{command}\n\n{command.split()[-1]}:\n{script}" for command, script in findings.submissions]
     for text in (*texts, *findings.costs):
         console.print(text, markup=False, highlight=False)
     return True

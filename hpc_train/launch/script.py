@@ -61,6 +61,17 @@ def exports(variables: Mapping[str, str]) -> list[str]:
     return [f"export {name}={shell_word(value)}" for name, value in job_environment(variables).items()]
 
 
+def code_lines(code: FrozenCode | None) -> list[str]:
+    """Returns the lines with which a job imports the frozen code; none if no code was frozen."""
+    if code is None:
+        return []
+    paths = shell_word(os.pathsep.join(code.paths))
+    return [
+        "# the code as it was at submission",
+        f"export PYTHONSAFEPATH=1 PYTHONPATH={paths}${{PYTHONPATH:+:$PYTHONPATH}}",
+    ]
+
+
 def comment(text: str) -> str:
     """Returns a line with ``text`` as a comment."""
     return f"# {''.join(char if char.isprintable() else ' ' for char in text)}"
@@ -341,13 +352,8 @@ def blocks_of(script: Script) -> list[Block]:
         ),
         Block("cluster.env", exports(cluster.env), joined=True),
     ]
-    if script.code is not None:
-        paths = shell_word(os.pathsep.join(script.code.paths))
-        code = [
-            "# the code as it was at submission",
-            f"export PYTHONSAFEPATH=1 PYTHONPATH={paths}${{PYTHONPATH:+:$PYTHONPATH}}",
-        ]
-        blocks.append(Block("import the frozen copy of your code, not your later edits", code, joined=True))
+    code = code_lines(script.code)
+    blocks.append(Block("import the frozen copy of your code, not your later edits", code, joined=True))
     agent = []
     if container is not None:
         around = (container.srun_options(IN_SHELL), container.command(IN_SHELL))
@@ -570,6 +576,40 @@ def on_event_lines(command: str | None) -> list[str]:
 def requeue_script_lines() -> list[str]:
     """Returns the last lines of a batch script that may be requeued."""
     return [*REQUEUE_END.splitlines(), *REQUEUE_AFTER.splitlines(), EXIT]
+
+
+BY_VARIABLES = """\
+# The part of a batch script after `freeze`, for schedulers other than Slurm. The script starts `bash "$AGENT" N` on
+# each node N, as its child $first on its node 0, and calls agents_end, which waits and exits.
+HPC_TRAIN_RESTART=$(find "$RUN/attempts" -name "end-$HPC_TRAIN_JOB_ID.*.requeue" | wc -l)
+HPC_TRAIN_LAUNCH=$(date +%s)
+export HPC_TRAIN_RESTART HPC_TRAIN_LAUNCH
+end="$RUN/attempts/end-$HPC_TRAIN_JOB_ID.$HPC_TRAIN_RESTART"
+rm -f "$end".node-*
+AGENT="$RUN/attempts/agent-$HPC_TRAIN_JOB_ID.$HPC_TRAIN_LAUNCH.sh"
+{
+  declare -px PATH "${!HPC_TRAIN_@}" "${!PYTHON@}"
+  echo 'export HPC_TRAIN_NODE_RANK=$1'
+  printf 'cd %q && exec %q -m hpc_train agent %q\n' "$PWD" "$(command -v python)" "$RUN"
+} > "$AGENT"
+
+agents_end() { # exits with $1 if the job is to run again, by default 75
+  for signal in TERM USR1 USR2; do # a scheduler may signal this script alone
+    trap "kill -$signal $first 2> /dev/null" "$signal"
+  done
+  until ls "$end".node-* &> /dev/null || [ -z "$(jobs -pr)" ]; do sleep 1 || true; done
+  for ((second = 0; second < 60; second++)); do # an agent may be busy with the command that requeues the job
+    [ -n "$(jobs -pr)" ] || break
+    sleep 1 || true
+  done
+  kill -KILL $(jobs -pr) 2> /dev/null
+  status=1
+REQUEUE_END
+  if [ "$status" -eq 75 ] && [ -e "$end.asked" ]; then status=${1:-75}; fi
+  rm -f "$end".node-* "$AGENT"
+  exit "$status"
+}
+""".replace("REQUEUE_END", REQUEUE_END).rstrip()
 
 
 CHAIN_BEFORE = """\

@@ -125,10 +125,7 @@ class JobQueue:
         self._waiting = []
         for item in self._open():
             record_stop_request(item.job.run)
-        if cancel:
-            self.executor.cancel(self.open_ids)
-        else:
-            self.executor.stop(self.open_ids)
+        self.executor.cancel(self.open_ids, save=not cancel)
 
     def _open(self) -> list[Submitted]:
         return [

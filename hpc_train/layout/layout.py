@@ -138,7 +138,7 @@ class Place(StrEnum):
     FOREGROUND = "the foreground"
     MACHINE = "this machine"  # as a process that ``-m`` starts
     ALLOCATION = "this allocation"  # as steps of the Slurm job in which the command runs
-    SLURM = "Slurm"  # as a separate job, or as the job of the batch script that runs the command
+    QUEUE = "a queue"  # as a separate job of a scheduler, or as the job of the batch script that runs the command
 
 
 @dataclass(frozen=True)
@@ -168,4 +168,4 @@ class JobShape:
     @classmethod
     def on_slurm(cls, nodes: int, gpus: int, workers: int) -> JobShape:
         """Returns the shape of a job that is not submitted, on ``nodes`` Slurm nodes with ``workers`` workers each."""
-        return cls(nodes, nodes, gpus, workers, Place.SLURM, in_job=True)
+        return cls(nodes, nodes, gpus, workers, Place.QUEUE, in_job=True)

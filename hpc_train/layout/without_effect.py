@@ -94,7 +94,7 @@ def facts_of(config: Config, layout: Layout, shape: JobShape) -> dict[str, bool]
     launched = shape.place is not Place.FOREGROUND
     return {
         "launched": launched,
-        "submitted": shape.place is Place.SLURM,
+        "submitted": shape.place is Place.QUEUE,
         "step": launched and shape.in_job,
         "in_job": shape.in_job,
         "gpus": shape.gpus > 0,

@@ -1,4 +1,4 @@
-"""Reads the allocation of this process: the nodes of its Slurm step, or this machine, and the workers per node.
+"""Reads the allocation of this process: the nodes of its job, or this machine, and the workers per node.
 
 hpc_train needs one process per node, which starts a worker for each GPU. ``expand`` parses Slurm's short form of node
 names: ``n[1-3,07],login`` means n1, n2, n3, n07 and login.
@@ -20,6 +20,8 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.machine.gpus import gpus_to_use
 from hpc_train.run.exits import Exit
+from hpc_train.schedulers.current import current_job
+from hpc_train.schedulers.environment import EnvironmentJob
 
 LOOPBACK = "127.0.0.1"
 
@@ -47,7 +49,22 @@ class Allocation:
 
 
 def current_allocation(environment: Mapping[str, str] = os.environ) -> Allocation:
-    """Reads the Slurm step of this process. A process outside of a step has a single node."""
+    """Reads the job of this process: that of the variables ``HPC_TRAIN_*``, or its Slurm step. Another process has a
+    single node.
+
+    Raises UserError if a variable is wrong.
+    """
+    job = current_job(environment)
+    if isinstance(job, EnvironmentJob):
+        name = job.node_name
+        names = job.node_names
+        launch_id = f"{job.job_id}.{job.launch}.{job.restart}"
+        if len(names) == 1:
+            return Allocation(1, 0, name, job.job_id, launch_id, LOOPBACK, names, LOOPBACK)
+        address = name
+        if job.node_rank == 0:
+            address = job.address
+        return Allocation(len(names), job.node_rank, name, job.job_id, launch_id, address, names)
     if "SLURM_STEP_NUM_NODES" not in environment or "SLURM_NODEID" not in environment:
         name = socket.gethostname()
         job_id = environment.get("SLURM_JOB_ID") or environment.get("SUBMITIT_LOCAL_JOB_ID")

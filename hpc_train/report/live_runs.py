@@ -17,7 +17,7 @@ from hpc_train.report.pipeline_step import NAMES, rows_of, stage_times
 from hpc_train.run.events import Event
 from hpc_train.run.files import NewLines
 from hpc_train.run.rows import mfu_name
-from hpc_train.runs.job_status import SlurmStatuses, View, time_left
+from hpc_train.runs.job_status import JobStatuses, View, time_left
 from hpc_train.runs.lookup import RunHandle, find_all_runs, find_runs, statuses_of, unreadable
 from hpc_train.telemetry.progress import speed
 from hpc_train.units import format_bytes, format_duration, format_metric, milliseconds
@@ -70,7 +70,7 @@ class Runs:
     newest: int = 100
     clock: Callable[[], float] = time.monotonic
     note: str = ""
-    _slurm: SlurmStatuses = field(default_factory=SlurmStatuses)
+    _slurm: JobStatuses = field(default_factory=JobStatuses)
     _handles: list[RunHandle] = field(default_factory=list)
     _listed: float = float("-inf")
     _ended: dict[tuple[Path, str], View] = field(default_factory=dict)

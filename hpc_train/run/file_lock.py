@@ -21,13 +21,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hpc_train.opening import DamagedFile, open_file, read_file
 from hpc_train.run.files import patiently
 from hpc_train.run.processes import boot_id, started
+from hpc_train.schedulers.current import current_job
 from hpc_train.schedulers.slurm import client
+from hpc_train.schedulers.slurm.job import SlurmJob
 
 LOCKS = ".locks"  # a folder with the folders of several locks
 BEAT_S = 15.0
@@ -265,7 +267,8 @@ class LockOwner:
     Attributes:
         machine: boot id and process namespace; process ids are comparable where both are equal.
         started: see ``processes.started``.
-        restart: how often Slurm has requeued the job; the job id stays the same.
+        restart: how often the job was requeued; the job id stays the same.
+        scheduler: the scheduler of the job if it is not Slurm; only Slurm is asked about the job.
     """
 
     host: str
@@ -275,22 +278,27 @@ class LockOwner:
     job_id: str | None = None
     restart: int = 0
     cluster: str | None = None
+    scheduler: str | None = None
 
     @classmethod
     def of_this_process(cls, environment: Mapping[str, str] = os.environ) -> LockOwner:
-        return cls(
+        owner = cls(
             host=socket.gethostname(),
             machine=f"{boot_id()}:{Path('/proc/self/ns/pid').readlink()}",
             pid=os.getpid(),
             started=started(os.getpid()),
-            job_id=client.own_job(environment) if "SLURM_JOB_ID" in environment else None,
-            restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
-            cluster=environment.get("SLURM_CLUSTER_NAME"),
         )
+        job = current_job(environment)
+        if not job.job_id:
+            return owner
+        owner = replace(owner, job_id=job.name, restart=job.restart)
+        if not isinstance(job, SlurmJob):
+            return replace(owner, scheduler=job.scheduler)
+        return replace(owner, cluster=environment.get("SLURM_CLUSTER_NAME"))
 
     def __str__(self) -> str:
         process = f"process {self.pid} on {self.host}"
-        return process if self.job_id is None else f"{process}, Slurm job {self.job_id}"
+        return process if self.job_id is None else f"{process}, {self.scheduler or 'Slurm'} job {self.job_id}"
 
     def may_be_alive(self, seen_by: LockOwner, silent_s: Callable[[], float], ask_slurm: bool = True) -> bool:
         """Returns whether the owner may be alive, judged by the process ``seen_by``.
@@ -300,13 +308,15 @@ class LockOwner:
             ask_slurm: allows one call of ``squeue`` if nothing else decides.
         """
         other_cluster = None not in (self.cluster, seen_by.cluster) and self.cluster != seen_by.cluster
+        other_cluster = other_cluster or self.scheduler != seen_by.scheduler
         same_job = self.job_id is not None and self.job_id == seen_by.job_id and not other_cluster
         if same_job and seen_by.restart > self.restart:  # requeued since; its process may still exist on a frozen node
             return False
         if self.machine == seen_by.machine:
             return self.started == started(self.pid)
-        if ask_slurm and self.job_id is not None and not other_cluster and self.job_id != seen_by.job_id:
-            state = client.job_state(self.job_id)
+        is_slurm = self.scheduler is None and self.job_id is not None
+        if ask_slurm and is_slurm and not other_cluster and self.job_id != seen_by.job_id:
+            state = client.job_state(str(self.job_id))
             if state is not None and not state.may_execute:
                 return state.holds_nodes  # a suspended process gives no sign of life
         return silent_s() < STALE_S

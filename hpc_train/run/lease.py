@@ -20,7 +20,7 @@ from hpc_train.run.file_lock import BEAT_S, STALE_S, Lock, LockHeld, LockOwner, 
 from hpc_train.run.files import in_time
 from hpc_train.run.processes import is_alive, process
 from hpc_train.run.requests import stop_was_requested
-from hpc_train.schedulers.slurm.client import job_state
+from hpc_train.schedulers.current import current_job, jobs_of
 
 _POLL_S = 5.0
 _FIX = "wait until it ends, stop it, or set another run.name"
@@ -142,14 +142,15 @@ def find_live(run: RunDirectory) -> str | None:
     for claim in claims:
         if is_alive(claim) and claim["pid"] != os.getpid():
             return f"process {claim['pid']} on {claim['host']}"
-    this_job = {os.environ.get("SLURM_JOB_ID", "")}
-    if "SLURM_ARRAY_JOB_ID" in os.environ:
-        this_job.add(f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}")
-    for job_id, clusters in {job_id: claim.get("clusters") for claim in claims for job_id in job_ids(claim)}.items():
+    job = current_job()
+    this_job = {job.job_id, job.name}
+    others = {job_id: claim for claim in claims for job_id in job_ids(claim)}
+    for job_id, submission in others.items():
         if job_id not in this_job:
-            state = job_state(job_id, clusters)
+            jobs = jobs_of(submission)
+            state = jobs.state(job_id)
             if state is not None and state.is_alive:
-                return f"Slurm job {job_id} is {state.name}"
+                return f"{jobs.name} job {job_id} is {state.name}"
     return "its agent is working on it" if is_live(run) else None
 
 

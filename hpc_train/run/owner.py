@@ -142,6 +142,11 @@ def files_below(directory: Path) -> Iterator[Path]:
     yield from _entries(directory)
 
 
+def foreign_owner(run: RunDirectory) -> int | None:
+    """Returns the id of another user who owns the directory of a run or an entry of it; None if nobody does."""
+    return next((user for _, user in foreign_files(files_below(run.path), run.path)), None)
+
+
 def _entries(directory: Path) -> Iterator[Path]:
     """Yields the entries of a directory, and the content of those directories that other users can write."""
     for entry in _listed(directory):

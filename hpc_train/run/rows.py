@@ -50,6 +50,11 @@ def job_id(value: Any) -> bool:
     return type(value) is str and _JOB_ID.fullmatch(value) is not None
 
 
+def other_job_id(value: Any) -> bool:
+    """Returns whether ``value`` may be the id of a job in a scheduler other than Slurm."""
+    return type(value) is str and re.fullmatch(r"\w[\w.@/:\[\]-]{,250}", value) is not None
+
+
 def flag(value: Any) -> bool:
     return type(value) is bool
 
@@ -165,13 +170,14 @@ def text_row(row: Row) -> Row | None:
 
 
 CLAIM: dict[str, Check] = {  # the fields of a submission, or of a process that works on the run
-    **dict.fromkeys(("clusters", "output", "host", "executor", "pid_started"), or_none(text)),
+    **dict.fromkeys(("clusters", "output", "host", "executor", "pid_started", "scheduler"), or_none(text)),
     "job_id": or_none(job_id),
     "time": seconds,
     "pid": or_none(lambda value: count(value) and 0 < value < 1 << 31),
     "first_attempt": count,
     "chain": lambda value: list_of(job_id)(value) and len(value) <= MOST_JOBS,
 }
+OTHER_CLAIM = CLAIM | {"job_id": or_none(other_job_id)}
 RESULT: dict[str, Check] = METRICS | {
     "steps": count,
     "seconds": seconds,
@@ -210,7 +216,7 @@ def record_of_run(record: Row) -> Row:
         if inner and (right := typed(inner, checks)) is not inner:
             checked = checked | {name: right}
     submissions = checked.get("submissions") or []
-    claims = [typed(each, CLAIM) for each in submissions]
+    claims = [typed(each, OTHER_CLAIM if each.get("scheduler") else CLAIM) for each in submissions]
     if any(after is not before for after, before in zip(claims, submissions, strict=True)):
         checked = checked | {"submissions": claims}
     return checked

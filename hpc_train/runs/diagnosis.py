@@ -18,10 +18,12 @@ from hpc_train.run.events import Event, Level
 from hpc_train.run.exits import FIX, HOST_MEMORY, RESPONSES, Exit, Failure, advice_for
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.run.rows import Line
-from hpc_train.runs.job_status import NOT_LAUNCHED, JobStatus, SlurmStatuses, View, time_left
+from hpc_train.runs.job_status import NOT_LAUNCHED, JobStatuses, View, time_left
 from hpc_train.runs.lookup import RunHandle, statuses_of
+from hpc_train.schedulers.scheduler import JobStatus
 from hpc_train.schedulers.slurm.client import query
-from hpc_train.schedulers.slurm.reasons import JobFacts, explain, read_facts, sooner, with_gpus
+from hpc_train.schedulers.slurm.jobs import SlurmJobs
+from hpc_train.schedulers.slurm.reasons import JobFacts, read_facts, sooner, with_gpus
 from hpc_train.schedulers.slurm.records import FREE, Free
 from hpc_train.telemetry.progress import ended_early
 from hpc_train.telemetry.tracebacks import own_place
@@ -138,7 +140,7 @@ def diagnose(
         spent: the time account of the run; None reads it.
     """
     if statuses is None:
-        statuses = statuses_of([found], SlurmStatuses())
+        statuses = statuses_of([found], JobStatuses())
     status = statuses.get(found.job_id or "")
     view = found.view(statuses)
     events = found.run.read_events()
@@ -147,7 +149,8 @@ def diagnose(
         cause = replace(cause, nccl=nccl_warnings(found.run, cause.node, cause.rank, cause.attempt))
     facts = waiting = None
     if asks_slurm and found.job_id:
-        facts = read_facts(found.job_id)
+        if isinstance(found.jobs, SlurmJobs):
+            facts = read_facts(found.job_id)
         if status is not None and status.is_pending:
             waiting = _waiting(found, status, view)
     hours = found.plain_config.get("elastic", {}).get("exclude_hours", 0.0)
@@ -329,9 +332,9 @@ def shown(path: Path) -> str:
 
 
 def _waiting(item: RunHandle, status: JobStatus, view: View) -> Waiting:
-    reason = explain(status.reason)
+    reason = item.jobs.explain(status)
     if view.exit == Exit.DONE:
-        words = f"the run is done, and Slurm has requeued its job: {reason.words}"
+        words = f"the run is done, and {item.jobs.name} has requeued its job: {reason.words}"
         return Waiting(status.reason, words, f"scancel {item.job_id}", status.starts, ())
     changes: list[str] = []
     if reason.by_size:

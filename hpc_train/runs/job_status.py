@@ -1,13 +1,12 @@
 """Determines the state of submitted jobs from their scheduler, and their progress from the run directory.
 
-Slurm is queried rarely, once for all jobs together. The progress is read in the same way for every executor.
+A scheduler is queried rarely, once for all of its jobs. The progress is read in the same way for every executor.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -21,128 +20,41 @@ from hpc_train.run.events import Event
 from hpc_train.run.exits import Exit
 from hpc_train.run.lease import job_ids
 from hpc_train.run.requests import stop_was_requested
-from hpc_train.schedulers.slurm.client import PATIENT_S, list_jobs, on_clusters
-from hpc_train.schedulers.slurm.states import Phase, state_of
+from hpc_train.schedulers.scheduler import PRESENT, JobStatus, SubmittedJobs
+from hpc_train.schedulers.states import state_of
 from hpc_train.telemetry.tracebacks import own_frames
 
 ASK_EVERY_S = 30.0
 ASK_MANY_EVERY_S = 60.0  # the interval for more than MANY jobs
 MANY = 100
-HELD = re.compile("[Hh]eld|Hold")  # matches Slurm's reasons JobHeldUser, JobHoldMaxRequeue, job requeued in held state
 
 
-@dataclass(frozen=True)
-class JobStatus:
-    """Holds the status of one job: its ``state`` as Slurm names it, empty outside of Slurm, and why it is pending."""
-
-    state: str = ""
-    reason: str = ""
-    starts: str = ""  # the expected start, 2026-01-31T12:00:00; empty if unknown
-    comment: str = ""
-    part: str = ""  # which job of a chain: "job 18, 2 of 3"
-    queried: float = 0.0  # when Slurm was queried, in seconds since 1970; 0 if it was not
-
-    @property
-    def present(self) -> bool:
-        """Returns whether the job is pending or running."""
-        return state_of(self.state).is_alive
-
-    def _is_in(self, phase: Phase) -> bool:
-        return bool(self.state) and state_of(self.state).phase is phase
-
-    @property
-    def is_pending(self) -> bool:
-        return self._is_in(Phase.PENDING)
-
-    @property
-    def is_held(self) -> bool:
-        """Returns whether the job starts only after ``scontrol release``."""
-        return self.is_pending and (state_of(self.state).held or HELD.search(self.reason) is not None)
-
-    @property
-    def is_running(self) -> bool:
-        return self._is_in(Phase.RUNNING)
-
-    @property
-    def is_suspended(self) -> bool:
-        """Returns whether the processes of the job are stopped (scontrol suspend, gang scheduling)."""
-        return self._is_in(Phase.STOPPED)
-
-    @property
-    def words(self) -> str:
-        """Returns a phrase for users: "pending (Priority), starts about 01-31 12:00"."""
-        text = self.state.lower() or "waiting"
-        if self.is_held:
-            text = "held"
-        if self.part:
-            text = f"{self.part}, {text}"
-        if not self.is_pending:
-            return text
-        if self.reason not in ("", "None"):
-            text += f" ({self.reason})"
-        if self.starts:
-            text += f", starts about {self.starts[5:16].replace('T', ' ')}"
-        return text
-
-
-PRESENT = JobStatus()
-
-
-class SlurmStatuses:
-    """Provides the status of Slurm jobs, queried at most every 30 s (every 60 s for many jobs).
+class JobStatuses:
+    """Provides the status of submitted jobs. Each scheduler is queried at most every 30 s (60 s for many jobs).
 
     Args:
-        silent: whether Slurm has just failed to respond, so that it is not queried again within that time.
+        silent: whether the schedulers have just failed to respond, so that they are not queried again within that time.
     """
 
     def __init__(self, *, silent: bool = False) -> None:
-        # clusters -> (the jobs that Slurm listed last, the ids for which it was queried)
-        self._jobs: dict[str | None, dict[str, JobStatus]] = {}
-        self._asked: dict[str | None, frozenset[str]] = {}
+        self._listed: dict[SubmittedJobs, Mapping[str, JobStatus]] = {}  # the last answer
+        self._asked: dict[SubmittedJobs, frozenset[str]] = {}  # the ids that it concerns
         self._first = time.monotonic() if silent else float("-inf")
-        self._queried_at: dict[str | None, float] = {}
+        self._queried_at: dict[SubmittedJobs, float] = {}
 
-    def of(self, ids: Collection[str], clusters: str | None = None) -> dict[str, JobStatus]:
-        """Returns the status of the jobs that Slurm knows; a job counts as present until Slurm has responded about it.
-
-        Args:
-            clusters: the clusters that the jobs were submitted to; None for the cluster of this machine.
-        """
+    def of(self, ids: Collection[str], jobs: SubmittedJobs) -> dict[str, JobStatus]:
+        """Returns the status of the jobs ``ids`` that their scheduler knows; a job counts as present until it has
+        responded about it."""
         pause = ASK_MANY_EVERY_S if len(ids) > MANY else ASK_EVERY_S
-        if ids and time.monotonic() - self._queried_at.get(clusters, self._first) >= pause:
-            self._queried_at[clusters] = time.monotonic()
-            selection = [f"--jobs={','.join(sorted({job_id.partition('_')[0] for job_id in ids}))}"]
-            if clusters:  # where an id may belong to another user's job
-                selection.append("--me")
-            listed = ask([*selection, *on_clusters(clusters)])
-            if listed is not None:
-                self._jobs[clusters] = listed
-                self._asked[clusters] = frozenset(ids)
-        statuses = {}
-        for job_id in ids:
-            status = status_of(job_id, self._jobs.get(clusters, {}))
-            if status is None and job_id not in self._asked.get(clusters, frozenset()):
-                status = PRESENT
-            if status is not None:
-                statuses[job_id] = status
-        return statuses
-
-
-def status_of(job_id: str, jobs: Mapping[str, JobStatus]) -> JobStatus | None:
-    """Returns the status of a job in the output of ``squeue``; None if it is not listed.
-
-    Tasks of an array that were cancelled before they started are listed as one job, under the id of the array.
-    """
-    return jobs.get(job_id) or jobs.get(job_id.partition("_")[0])
-
-
-def ask(selection: Sequence[str], timeout_s: float = PATIENT_S) -> dict[str, JobStatus] | None:
-    """Returns the jobs that ``squeue`` selects with ``selection``, by id (12 or 12_3); None if it does not respond."""
-    now = time.time()
-    jobs = list_jobs(selection, timeout_s)
-    if jobs is None:
-        return None
-    return {job.job_id: JobStatus(job.state, job.reason, job.starts, job.comment, queried=now) for job in jobs}
+        if ids and time.monotonic() - self._queried_at.get(jobs, self._first) >= pause:
+            self._queried_at[jobs] = time.monotonic()
+            answer = jobs.statuses(ids)
+            if answer is not None:
+                self._listed[jobs] = answer
+                self._asked[jobs] = frozenset(ids)
+        listed = self._listed.get(jobs, {})
+        not_asked = dict.fromkeys(set(ids) - self._asked.get(jobs, frozenset()), PRESENT)
+        return not_asked | {job_id: listed[job_id] for job_id in ids if job_id in listed}
 
 
 def folded(chains: Mapping[str, Sequence[str]], jobs: Mapping[str, JobStatus]) -> dict[str, JobStatus]:
@@ -383,7 +295,7 @@ def _lost(run: RunDirectory, view: View, status: JobStatus | None, output: Path)
         when = f"after step {view.metrics['step']}" if "step" in view.metrics else "before its first step"
         message = f"the run ended {when} and printed nothing; its processes may have been killed"
     if status is not None and not state_of(status.state).by_itself:
-        message = f"Slurm reports {status.state}\n{message}"
+        message = f"the scheduler reports {status.state}\n{message}"
     return replace(view, state="failed", exit=Exit.FAILED, message=message)
 
 

@@ -18,17 +18,22 @@ from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.techniques import AUTO
+from hpc_train.opening import tell_once
 from hpc_train.run.directory import RunDirectory, refuse_empty_name, sweep_given
 from hpc_train.run.freeze import load
-from hpc_train.run.lease import job_ids
-from hpc_train.run.owner import open_run
+from hpc_train.run.lease import is_live, job_ids
+from hpc_train.run.owner import foreign_owner, open_run
 from hpc_train.run.processes import is_alive
 from hpc_train.run.record import RECORD
 from hpc_train.run.requests import record_stop_request
-from hpc_train.runs.job_status import PRESENT, JobStatus, SlurmStatuses, View, ask, folded, status_of, view_of
+from hpc_train.runs.job_status import JobStatuses, View, folded, view_of
+from hpc_train.schedulers.current import OtherJobs, jobs_of
+from hpc_train.schedulers.scheduler import PRESENT, JobStatus, SubmittedJobs
 from hpc_train.schedulers.slurm.client import QUERY_S
+from hpc_train.schedulers.slurm.jobs import ask, status_of
 
 COMMENT = "hpc_train:"
+UNKNOWN = "UNKNOWN"  # the state of a job whose scheduler cannot be asked; it may be alive
 
 
 @dataclass(frozen=True)
@@ -43,18 +48,21 @@ class RunHandle:
 
     @property
     def job_id(self) -> str | None:
-        """Returns the id of the Slurm job; None for a run that was not submitted to Slurm."""
+        """Returns the id of the job; None for a run that is a process of a machine."""
         return self.submission.get("job_id")
 
     @property
     def job_ids(self) -> list[str]:
-        """Returns the Slurm jobs: one, or those of a chain; empty for a run that was not submitted to Slurm."""
+        """Returns the ids of the jobs: one, or those of a chain; empty for a run that is a process of a machine."""
         return job_ids(self.submission)
 
-    @property
-    def clusters(self) -> str | None:
-        """Returns the clusters of the job (``cluster.clusters``); None for the cluster of this machine."""
-        return self.submission.get("clusters")
+    @cached_property
+    def jobs(self) -> SubmittedJobs:
+        """The scheduler that knows the jobs. Raises UserError if a user's scheduler cannot be loaded."""
+        if "scheduler" in self.submission and foreign_owner(self.run) is not None:
+            what = "the run has files of another user, so the scheduler that it names is not loaded"
+            raise UserError(what, where=str(self.run.path / RECORD), fix="ask the owner of the run for its state")
+        return jobs_of(self.submission)
 
     @property
     def pid(self) -> int | None:
@@ -263,13 +271,23 @@ def unreadable(run: RunDirectory, error: Exception) -> UserError:
     return UserError(f"the run cannot be read: {what}", where=str(run.path), fix=fix)
 
 
-def statuses_of(runs: Iterable[RunHandle], slurm: SlurmStatuses) -> dict[str, JobStatus]:
+def statuses_of(runs: Iterable[RunHandle], statuses: JobStatuses) -> dict[str, JobStatus]:
     """Returns the status of the runs' jobs by job id; a chain has the id of its first job."""
-    items = list(runs)
-    jobs: dict[str, JobStatus] = {}
-    for clusters in {item.clusters for item in items}:
-        jobs |= slurm.of([job_id for item in items if item.clusters == clusters for job_id in item.job_ids], clusters)
-    return folded({item.job_ids[0]: item.job_ids for item in items if len(item.job_ids) > 1}, jobs)
+    items = [item for item in runs if item.job_ids]
+    ids: dict[SubmittedJobs, list[str]] = {}
+    found: dict[str, JobStatus] = {}
+    for item in items:
+        try:
+            if not isinstance(item.jobs, OtherJobs):
+                ids.setdefault(item.jobs, []).extend(item.job_ids)
+            elif is_live(item.run):  # only the lease shows whether the job runs
+                found |= dict.fromkeys(item.job_ids, PRESENT)
+        except UserError as error:  # the other runs are shown nevertheless
+            tell_once(f"note: the state of job {', '.join(item.job_ids)} is unknown: {error.what} ({error.where})")
+            found |= dict.fromkeys(item.job_ids, JobStatus(UNKNOWN))
+    for jobs, of_jobs in ids.items():
+        found |= statuses.of(of_jobs, jobs)
+    return folded({item.job_ids[0]: item.job_ids for item in items if len(item.job_ids) > 1}, found)
 
 
 def _number(path: Path) -> tuple[int, str]:

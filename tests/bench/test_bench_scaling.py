@@ -15,7 +15,7 @@ from hpc_train.bench import measuring
 from hpc_train.bench.measuring import Measurement, wait
 from hpc_train.bench.scaling import STRONG, WEAK, paragraph, scaling_rows, table
 from hpc_train.schedulers.slurm import client
-from hpc_train.schedulers.slurm.states import FORGOTTEN, state_of
+from hpc_train.schedulers.states import FORGOTTEN, state_of
 from tests.doors.command import TINY, hpc_train
 
 HERE = ["cluster=local", "cluster.gpus_per_node=0", *TINY]

@@ -19,7 +19,7 @@ from hpc_train.elastic.attempts import Attempts
 from hpc_train.elastic.decision import Budget, RestartDecision, over_budget
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
-from hpc_train.elastic.rendezvous.client import Pause, _ask_slurm
+from hpc_train.elastic.rendezvous.client import Pause, _ask
 from hpc_train.elastic.rendezvous.messages import Leave
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import (
@@ -29,7 +29,7 @@ from hpc_train.elastic.requeue import (
     more_memory,
     refuse_third_kill,
     request,
-    request_from_slurm,
+    request_without_marker,
 )
 from hpc_train.errors import UserError
 from hpc_train.launch.script import REQUEUE_BEFORE, by_hand, requeue_script_lines
@@ -144,8 +144,9 @@ def test_the_last_task_of_an_array_is_not_taken_for_the_whole_array(
     assert done.returncode == 75
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert request_from_slurm(end, Config()) is None
-    _ask_slurm(["scontrol", "requeue", "incomplete", "5_3"])
+    assert request_without_marker(end, Config()) is None
+    assert end.job is not None
+    _ask(end.job, end.job.requeue_command(chained=False))
     assert calls.read_text().splitlines() == ["requeue incomplete 5_3"] * 3
     owner = replace(LockOwner.of_this_process(), host="n1", machine="n1")
     assert owner.job_id == "5_3"

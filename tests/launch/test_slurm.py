@@ -14,8 +14,10 @@ from hpc_train.launch.executors import cost
 from hpc_train.launch.executors.allocation import _core_options
 from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.executors.slurm import SlurmJobExecutor, check_architecture
-from hpc_train.runs.job_status import JobStatus, SlurmStatuses, folded
+from hpc_train.runs.job_status import JobStatuses, folded
+from hpc_train.schedulers.scheduler import JobStatus
 from hpc_train.schedulers.slurm import client
+from hpc_train.schedulers.slurm.jobs import SlurmJobs
 from hpc_train.schedulers.slurm.site import Partition, Site
 from tests.launch.jobs import make_job
 from tests.schedulers.test_variables import command
@@ -198,7 +200,7 @@ printf '7|REVOKED|2025-03-06T21:01:21||None\n'
 def test_what_squeue_prints_on_other_clusters_and_versions(slurm: Path, tmp_path: Path) -> None:
     """Titles of clusters, comments in Latin-1, NONE for N/A, lines that lack fields, jobs that a sibling runs."""
     command(slurm, "squeue", f'echo "$@" >> {tmp_path}/squeue\n{RECORDED}'.replace("\\n", "\n", 1))
-    found = SlurmStatuses().of(["51447052", "18804", "42953390_320", "18806", "7"], "one,two")
+    found = JobStatuses().of(["51447052", "18804", "42953390_320", "18806", "7"], SlurmJobs("one,two"))
     assert found["51447052"].words == "pending ((ReqNodeNotAvail, UnavailableNodes:cs[100,101,102]))"
     assert (found["18804"].comment, found["18804"].starts) == ("caf\ufffd | 2", "")
     assert found["42953390_320"].comment == "hpc_train:/run"
@@ -216,7 +218,7 @@ def test_jobs_on_another_cluster_are_asked_for_and_ended_there(slurm: Path, tmp_
     assert place.identity("41")["clusters"] == "one"
     place.cancel(["41"])
     assert (tmp_path / "scancel").read_text() == "--clusters=one 41\n"
-    place.stop(["41"])
+    place.cancel(["41"], save=True)
     assert (tmp_path / "scancel").read_text().endswith("--clusters=one --signal=USR1 41\n")
 
 
@@ -277,7 +279,7 @@ def test_each_job_waits_for_the_one_before(slurm: Path, tmp_path: Path) -> None:
     assert (jobs[1].run.attempts / "chain-000").read_text().split() == ["44", "45", "46"]
     assert place.identity("44")["chain"] == ["44", "45", "46"]
     command(slurm, "scancel", f'echo "$@" >> {tmp_path}/scancel')
-    place.stop(["44"])
+    place.cancel(["44"], save=True)
     assert (tmp_path / "scancel").read_text() == "--signal=USR1 44 45 46\n"
 
 

@@ -23,7 +23,8 @@ from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import worst_exit
 from hpc_train.run.freeze import freeze
 from hpc_train.run.processes import process
-from hpc_train.runs.job_status import PRESENT, JobStatus, View
+from hpc_train.runs.job_status import View
+from hpc_train.schedulers.scheduler import PRESENT, JobStatus
 from tests.launch.jobs import make_job
 
 
@@ -56,13 +57,8 @@ class FakePlace:
     def statuses(self, ids: Collection[str]) -> dict[str, JobStatus]:
         return dict.fromkeys(set(ids) & set(self.running), PRESENT)
 
-    def stop(self, ids: Collection[str]) -> None:
-        self.stopped.extend(ids)
-        for job_id in list(ids):
-            self.end(job_id, "stopped", 75)
-
-    def cancel(self, ids: Collection[str]) -> None:
-        self.cancelled.extend(ids)
+    def cancel(self, ids: Collection[str], *, save: bool = False) -> None:
+        (self.stopped if save else self.cancelled).extend(ids)
         for job_id in list(ids):
             self.end(job_id, "stopped", 75)
 

@@ -20,7 +20,7 @@ from hpc_train.run.directory import RunDirectory
 from tests.config.composing import config_of
 
 HERE = JobShape(1, 1, 0, 1, Place.MACHINE)
-ON_SLURM = JobShape(1, 1, 4, 4, Place.SLURM, in_job=True)
+ON_SLURM = JobShape(1, 1, 4, 4, Place.QUEUE, in_job=True)
 
 
 def unread(arguments: list[str], shape: JobShape = HERE) -> list[list[WithoutEffect]]:

@@ -35,6 +35,7 @@ from hpc_train.run.rows import config_sections, failure_row, metrics_row, record
 from hpc_train.run.streams import CONTROLS, escape_controls, escaped
 from hpc_train.runs import job_status
 from hpc_train.runs.lookup import run_directories
+from hpc_train.schedulers.slurm import jobs as slurm_jobs
 from hpc_train.telemetry.terminal import Terminal
 from tests.checkpoint.progress import LONG
 from tests.other_user import OTHER, as_other, common, needs_root
@@ -63,7 +64,7 @@ def root(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HPC_TRAIN_ROOT", str(tmp_path / "outputs"))
     monkeypatch.setattr(freezing, "SETTLE_S", 0.0)
-    monkeypatch.setattr(job_status, "ask", lambda *arguments: {})  # no Slurm
+    monkeypatch.setattr(slurm_jobs, "ask", lambda *arguments: {})  # no Slurm
     opening.tell_once.cache_clear()
     for run in (RunDirectory(tmp_path / "outputs" / name) for name in ("done", "bad")):
         submission = run.record()["submissions"][0]
@@ -219,7 +220,7 @@ def test_a_damaged_layout_of_a_checkpoint_is_unknown(
 def test_what_is_no_job_id_never_reaches_slurm(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain without end would make ``squeue``, and so ``status`` of all runs, time out."""
     asked: list[str] = []
-    monkeypatch.setattr(job_status, "ask", lambda selection, *_: asked.extend(selection) or {})
+    monkeypatch.setattr(slurm_jobs, "ask", lambda selection, *_: asked.extend(selection) or {})
     for name, submission in (
         ("bad", {"job_id": "7;x", "chain": ["7", "x y"]}),
         ("done", {"job_id": "9", "chain": [str(number) for number in range(20_000)]}),
@@ -390,7 +391,7 @@ def test_values_of_any_type_raise_nothing_in_any_reader(
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HPC_TRAIN_ROOT", str(recorded))
         patched.setattr(freezing, "SETTLE_S", 0.0)
-        patched.setattr(job_status, "ask", lambda *arguments: {})
+        patched.setattr(slurm_jobs, "ask", lambda *arguments: {})
         patched.setattr(sys, "stdout", StringIO())
         patched.setattr(sys, "stderr", StringIO())
         run = RunDirectory(recorded / name)

@@ -30,8 +30,9 @@ from hpc_train.run.file_lock import LockOwner, acquire
 from hpc_train.run.freeze import freeze, load
 from hpc_train.run.lease import add_submission
 from hpc_train.run.owner import ACCESS, Access, check_owner, deciding_files, warn_if_open
-from hpc_train.runs.job_status import JobStatus
 from hpc_train.runs.lookup import find_runs
+from hpc_train.schedulers.scheduler import JobStatus
+from hpc_train.schedulers.slurm.jobs import SlurmJobs
 from tests.config.composing import config_of
 from tests.launch.jobs import make_job
 from tests.other_user import OTHER, as_other, common, needs_root
@@ -399,8 +400,8 @@ def test_cancel_and_stacks_act_only_on_what_is_proved(
     cancelled: list[str] = []
     monkeypatch.setattr(submitted, "ask", lambda selection: asked)
     monkeypatch.setattr(submitted, "statuses_of", lambda found, slurm: asked)
-    monkeypatch.setattr(submitted.SlurmStatuses, "of", lambda self, ids, clusters=None: asked)
-    monkeypatch.setattr(submitted, "cancel_jobs", lambda ids, **_: cancelled.extend(ids))
+    monkeypatch.setattr(submitted.JobStatuses, "of", lambda self, ids, jobs: asked)
+    monkeypatch.setattr(SlurmJobs, "cancel", lambda self, ids, **_: cancelled.extend(ids))
     asked["12"] = JobStatus("RUNNING", comment=f"hpc_train:{run.path}x")
     assert cli.run(["cancel", str(run.path)]) == 2
     assert "names Slurm job 12" in capsys.readouterr().err and cancelled == []

@@ -22,8 +22,9 @@ from hpc_train.run.file_writer import Outage
 from hpc_train.run.files import append_line
 from hpc_train.run.freeze import freeze
 from hpc_train.runs.diagnosis import diagnose, excluded_nodes, explain_nccl, find_cause
-from hpc_train.runs.job_status import JobStatus, view_of
+from hpc_train.runs.job_status import view_of
 from hpc_train.runs.lookup import find_run
+from hpc_train.schedulers.scheduler import JobStatus
 from tests.launch.jobs import make_job
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "model.py", line 7, in forward\nValueError: too wide'

@@ -22,9 +22,10 @@ from hpc_train.run.files import append_line, last_line
 from hpc_train.run.lease import add_submission, find_live, refuse_live
 from hpc_train.run.requests import record_stop_request, stop_was_requested
 from hpc_train.runs.diagnosis import diagnose
-from hpc_train.runs.job_status import PRESENT, JobStatus, View, how_stopped, resume_command, time_left
+from hpc_train.runs.job_status import View, how_stopped, resume_command, time_left
 from hpc_train.runs.job_table import JobTable, plain_line
 from hpc_train.runs.lookup import RunHandle
+from hpc_train.schedulers.scheduler import PRESENT, JobStatus
 from hpc_train.schedulers.slurm.reasons import JobFacts
 from hpc_train.telemetry.progress import speed_column
 from tests.launch.jobs import make_job

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from hpc_train.runs.diagnosis import BY_STATE
-from hpc_train.runs.job_status import JobStatus
+from hpc_train.schedulers.scheduler import JobStatus
 from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.client import Controller, LostAnswer, Problem, SlurmError
-from hpc_train.schedulers.slurm.states import STATES, Phase, state_of
+from hpc_train.schedulers.slurm.job import SlurmJob
+from hpc_train.schedulers.states import STATES, Phase, state_of
 from tests.schedulers.test_variables import command
 
 # base states and flags of https://slurm.schedmd.com/job_state_codes.html
@@ -84,7 +85,7 @@ def test_commands_that_fail(tools: Path, script: str, problem: Problem, said: st
 
 def test_a_job_that_slurm_does_not_know_has_no_state_from_which_a_requeue_follows(tools: Path) -> None:
     command(tools, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    assert client.state_and_priority("7") is None
+    assert SlurmJob("7", 0, 0).is_running() is None
 
 
 def test_a_command_that_is_missing() -> None:
@@ -240,12 +241,9 @@ def test_a_machine_without_sbatch_has_no_controller(monkeypatch: pytest.MonkeyPa
         ("", "2026-11-23T07:05:00", False),
     ],
 )
-def test_whether_slurm_suspended_the_job(
-    tools: Path, monkeypatch: pytest.MonkeyPatch, shown: str, since: str, expected: bool
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+def test_whether_slurm_suspended_the_job(tools: Path, shown: str, since: str, expected: bool) -> None:
     command(tools, "scontrol", f"echo '{shown}'")
-    assert client.was_suspended(time.mktime(time.strptime(since, "%Y-%m-%dT%H:%M:%S"))) == expected
+    assert SlurmJob("7", 0, 0).was_suspended(time.mktime(time.strptime(since, "%Y-%m-%dT%H:%M:%S"))) == expected
 
 
 def test_nodes_that_are_down_or_cannot_be_used(tools: Path) -> None:

@@ -115,14 +115,14 @@ def test_the_cost_is_said_and_asked_about(tmp_path: Path, monkeypatch: pytest.Mo
     jobs[0].config.cluster.price = PriceConfig(per_gpu_hour=2.5, currency="EUR")
     assert cost.cost_lines(jobs, site())[1].endswith("GPU-hours (with up to 10 requeues), 880 EUR")
     with pytest.raises(UserError, match="352 GPU-hours"):
-        cost.confirm_cost(jobs, site(), Console(force_terminal=False))
+        cost.confirm_cost(jobs, Console(force_terminal=False))
     monkeypatch.setattr("sys.stdin", Terminal("n\ny\n"))
     terminal = Console(force_terminal=True, file=io.StringIO())
     with pytest.raises(UserError, match="not submitted"):
-        cost.confirm_cost(jobs, site(), terminal)
-    cost.confirm_cost(jobs, site(), terminal)
+        cost.confirm_cost(jobs, terminal)
+    cost.confirm_cost(jobs, terminal)
     jobs[0].config.launch.yes = True
-    cost.confirm_cost(jobs, site(), Console(force_terminal=False))
+    cost.confirm_cost(jobs, Console(force_terminal=False))
 
 
 def test_spare_nodes_count(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def check_slurm_and_job(request: ComposedJob, submits: bool) -> Iterator[Finding
     """
     cluster = request.config.cluster
     site = None
-    if submits and cluster.kind != "local":
+    if submits and cluster.kind in ("auto", "slurm"):
         yield check_tools(required=cluster.kind == "slurm")
         if controller_answers():
             site = read_site()

@@ -86,8 +86,9 @@ class ClusterConfig:
 
     kind: str = key(
         "auto",
-        "Whether to run on this machine or on Slurm. auto uses Slurm if its controller answers.",
-        choices=("auto", "local", "slurm"),
+        "Whether to run on this machine, on Slurm, or with a custom scheduler. auto uses Slurm if its controller "
+        "answers.",
+        choices=("auto", "local", "slurm", "package.module:NAME"),
     )
     nodes: int | str = key(
         1, "The number of nodes, or on Slurm a range such as 2-4: the job starts on as many of them as are free."

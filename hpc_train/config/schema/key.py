@@ -277,7 +277,8 @@ def check_keys(node: Any, path: str = "") -> None:
 
 def _accepts(info: KeyInfo, value: Any) -> bool:
     if isinstance(value, str):
-        return not info.choices or value in info.choices
+        is_path = ":" in value and any(":" in choice for choice in info.choices)  # package.module:NAME
+        return not info.choices or value in info.choices or is_path
     if not isinstance(value, int | float) or isinstance(value, bool):
         return True
     return info.holds(value) and abs(value) <= LARGEST  # False for NaN too

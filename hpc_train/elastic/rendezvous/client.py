@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +31,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.files import in_time
-from hpc_train.schedulers.slurm.client import PATIENT_S, own_job, query, state_and_priority
-from hpc_train.schedulers.slurm.states import Phase
+from hpc_train.schedulers.job import CurrentJob
 
 # A dying server closes its connections, unless its node is cut off. It may be busy with a slow file system and asks
 # Slurm before it declares a silent node lost, so its timeout is longer than a node's.
@@ -289,14 +288,14 @@ def requeue_after_server_loss(
     except OSError as error:  # no other agent asks Slurm, and the job would keep running without workers
         print(f"cannot record why the job is requeued: {error}", file=sys.stderr)
     events.close()
-    command = ["scontrol", "requeue", "incomplete", own_job()]  # the job has no agents from now on
-    if code is not Exit.STOPPED:
-        command = ["scancel", own_job()]
-    elif config.launch.chain > 1:  # the next job continues a run whose job reached its limit, not a cancelled one
-        command = ["scontrol", "update", f"JobId={own_job()}", "TimeLimit=1"]
-    _ask_slurm(command)
-    if code is Exit.STOPPED and end.exclude_file.exists():
-        query(["scontrol", "update", f"JobId={own_job()}", f"ExcNodeList={end.excluded()}"], PATIENT_S)
+    job = end.job
+    if not job.agents_ask:  # the batch script, which asks otherwise, is lost with its node
+        command = job.requeue_command(config.launch.chain > 1)  # the job has no agents from now on
+        if code is not Exit.STOPPED:
+            command = job.cancel_command()
+        _ask(job, command)
+        if code is Exit.STOPPED and end.exclude_file.exists():
+            job.exclude(end.excluded())
     with suppress(OSError):
         in_time(lambda: end.record(code))  # last, because the batch script kills the step soon after that
     return code
@@ -314,21 +313,20 @@ def _is_decided(end: JobEnd, lost: ServerLost) -> bool:
         return False
 
 
-def _ask_slurm(command: list[str]) -> None:
-    """Runs ``command`` until Slurm accepts it, unless the job is being cancelled, is held, or is requeued by Slurm.
+def _ask(job: CurrentJob, command: Sequence[str]) -> None:
+    """Runs ``command`` until the scheduler accepts it, unless the job is being cancelled, is held, or is requeued.
 
     After ``REFUSALS`` refusals the job is cancelled instead.
     """
     until = time.monotonic() + PATIENCE_S
     refused = 0
     while time.monotonic() < until:
-        job_state = state_and_priority(own_job())
-        if job_state is not None:
-            state, priority = job_state
-            if state.phase is not Phase.RUNNING or priority == 0:
-                return
-            if query(command if refused < REFUSALS else ["scancel", own_job()], PATIENT_S) is not None:
+        is_running = job.is_running()
+        if is_running is False:
+            return
+        if is_running:
+            if job.ask(command if refused < REFUSALS else job.cancel_command()):
                 return
             refused += 1
         time.sleep(ASK_AGAIN_S)
-    print(f"Slurm does not respond; run this by hand: {' '.join(command)}", file=sys.stderr)
+    print(f"{job.scheduler} does not respond; run this by hand: {' '.join(command)}", file=sys.stderr)

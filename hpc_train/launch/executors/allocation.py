@@ -31,6 +31,8 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.streams import nonfailing_streams
 from hpc_train.runs.job_status import final_code, how_stopped, resume_command
+from hpc_train.schedulers.current import current_job
+from hpc_train.schedulers.environment import EnvironmentJob
 from hpc_train.schedulers.slurm.client import is_in_step
 from hpc_train.schedulers.slurm.variables import Receiver, environment_for
 from hpc_train.telemetry.progress import Progress
@@ -138,14 +140,19 @@ def _core_options(job: Job) -> list[str]:
 
 
 def shape_in_job(config: Config, nodes: int, place: Place) -> JobShape:
-    """Returns the shape of a job on ``nodes`` nodes of the Slurm job around this process.
+    """Returns the shape of a job on ``nodes`` nodes of the job around this process.
 
     Raises:
         UserError: a node has fewer GPUs than are requested, or ``elastic.min_nodes`` is larger than ``cluster.nodes``.
     """
     cluster = config.cluster
-    # the number of GPUs that Slurm has allocated; the agents check later whether the nodes can use them
-    gpus, workers = workers_per_node(cluster, visible=gpus_of_this_job().per_node or visible_gpus())
+    # the number of GPUs that the scheduler has allocated; the agents check later whether the nodes can use them
+    job = current_job()
+    if isinstance(job, EnvironmentJob) and job.gpus is not None:
+        visible = job.gpus
+    else:
+        visible = gpus_of_this_job().per_node or visible_gpus()
+    gpus, workers = workers_per_node(cluster, visible)
     return JobShape(
         nodes=nodes,
         fewest_nodes=min(fewest_nodes(config), nodes),
@@ -168,11 +175,11 @@ def shape_in_script(config: Config) -> JobShape:
     fewest, most = node_range(config.cluster)
     if fewest == most:
         config = replace(config, cluster=replace(config.cluster, nodes=nodes))
-    return shape_in_job(config, nodes, Place.SLURM)
+    return shape_in_job(config, nodes, Place.QUEUE)
 
 
 def _nodes_here() -> int:
-    return int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+    return current_job().nodes() or 1
 
 
 @nonfailing_streams()

@@ -42,15 +42,7 @@ def job_hours(job: Job) -> float:
 def cost_lines(jobs: Sequence[Job], site: Site) -> list[str]:
     """Returns one line for each kind of job, and a line with the total if there are several jobs."""
     kinds = Counter(_line(job, site) for job in jobs)
-    config = jobs[0].config
-    starts = max(map(_starts, jobs))
-    how = f"with up to {starts - 1} requeues"
-    if config.launch.chain > 1:
-        how = f"a chain of {starts} jobs"
-    total = f"at most {gpu_hours(jobs):g} GPU-hours ({how})"
-    prices = Prices.of_config(config.cluster.price)
-    if prices.gpu_hour is not None:
-        total += f", {prices.money(gpu_hours(jobs) * prices.gpu_hour)}"
+    total = total_cost(jobs)
     if len(jobs) == 1:
         lines = [f"{text}: {total}" for text in kinds]
     else:
@@ -61,7 +53,21 @@ def cost_lines(jobs: Sequence[Job], site: Site) -> list[str]:
     return lines
 
 
-def confirm_cost(jobs: Sequence[Job], site: Site, console: Console) -> None:
+def total_cost(jobs: Sequence[Job]) -> str:
+    """Returns the maximum cost of all jobs: "at most 8 GPU-hours (with up to 3 requeues), 20.00 EUR"."""
+    config = jobs[0].config
+    starts = max(map(_starts, jobs))
+    how = f"with up to {starts - 1} requeues"
+    if config.launch.chain > 1:
+        how = f"a chain of {starts} jobs"
+    total = f"at most {gpu_hours(jobs):g} GPU-hours ({how})"
+    prices = Prices.of_config(config.cluster.price)
+    if prices.gpu_hour is not None:
+        total += f", {prices.money(gpu_hours(jobs) * prices.gpu_hour)}"
+    return total
+
+
+def confirm_cost(jobs: Sequence[Job], console: Console) -> None:
     """Asks for confirmation at a terminal if the submission may cost more than ``launch.confirm_gpu_hours``.
 
     Raises UserError if the answer is no, or there is no terminal and ``launch.yes`` is not set.

@@ -1,4 +1,4 @@
-"""Defines the interface of executors, which run jobs on this machine or on Slurm, and selects one."""
+"""Defines the interface of executors, which run jobs on this machine or with a scheduler, and selects one."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from hpc_train.config.extensions import is_import_path
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.errors import UserError
 from hpc_train.launch.job import Job
 from hpc_train.layout.layout import JobShape
 from hpc_train.machine.allocation import refuse_components
-from hpc_train.runs.job_status import JobStatus
+from hpc_train.schedulers.scheduler import JobStatus, load_scheduler
 from hpc_train.schedulers.slurm.client import check_shell, in_allocation, uses_slurm
 
 
 class Executor(Protocol):
-    """Submits jobs, reports their status, and stops or cancels them."""
+    """Submits the jobs of one command, reports their status, and cancels them."""
 
     name: str
 
@@ -58,11 +59,8 @@ class Executor(Protocol):
     def statuses(self, ids: Collection[str]) -> dict[str, JobStatus]:
         """Returns the status of the jobs ``ids``; jobs that are no longer known are omitted."""
 
-    def stop(self, ids: Collection[str]) -> None:
-        """Signals jobs to save a checkpoint and stop."""
-
-    def cancel(self, ids: Collection[str]) -> None:
-        """Cancels jobs; jobs on this machine save a checkpoint first."""
+    def cancel(self, ids: Collection[str], *, save: bool = False) -> None:
+        """Cancels jobs; with ``save``, and always on this machine, running jobs save a checkpoint first."""
 
     def output(self, job: Job, job_id: str) -> Path:
         """Returns the file with the output of the agent of the job."""
@@ -72,8 +70,13 @@ def select_executor(cluster: ClusterConfig) -> Executor:
     """Returns the executor for ``cluster.kind``; ``auto`` tries the surrounding allocation, then Slurm, then this
     machine.
 
-    Raises UserError if Slurm is requested but ``sbatch`` is missing, or as ``check_shell`` and ``uses_slurm`` do.
+    Raises UserError if Slurm is requested but ``sbatch`` is missing, or as ``check_shell``, ``uses_slurm`` and
+    ``load_scheduler`` do.
     """
+    if is_import_path(cluster.kind):
+        from hpc_train.launch.executors.queue import QueueExecutor
+
+        return QueueExecutor(load_scheduler(cluster.kind), cluster.kind)
     check_shell(cluster)
     if cluster.kind == "auto" and in_allocation():
         refuse_components()

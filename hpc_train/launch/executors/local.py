@@ -38,7 +38,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.owner import open_run
 from hpc_train.run.requests import StopRequests
 from hpc_train.run.snapshot import check_copy
-from hpc_train.runs.job_status import PRESENT, JobStatus
+from hpc_train.schedulers.scheduler import PRESENT, JobStatus
 from hpc_train.units import counted
 
 
@@ -63,12 +63,9 @@ class ProcessExecutor:
     def statuses(self, ids: Collection[str]) -> dict[str, JobStatus]:
         return {job_id: PRESENT for job_id in ids if self.is_running(job_id)}
 
-    def stop(self, ids: Collection[str]) -> None:
+    def cancel(self, ids: Collection[str], *, save: bool = False) -> None:
         for job_id in self.statuses(ids):
             os.kill(int(job_id), self.stop_signal)
-
-    def cancel(self, ids: Collection[str]) -> None:
-        self.stop(ids)
 
 
 CONTROLLER = Path(__file__).with_name("controller.py")

@@ -50,7 +50,8 @@ from hpc_train.machine.allocation import workers_per_node
 from hpc_train.run.code import frozen_code
 from hpc_train.run.files import append_line, write_text
 from hpc_train.run.lease import job_ids
-from hpc_train.runs.job_status import JobStatus, SlurmStatuses, folded
+from hpc_train.runs.job_status import JobStatuses, folded
+from hpc_train.schedulers.scheduler import JobStatus
 from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.client import (
     NO_CONFIGURATION,
@@ -61,6 +62,7 @@ from hpc_train.schedulers.slurm.client import (
     SlurmError,
     on_clusters,
 )
+from hpc_train.schedulers.slurm.jobs import SlurmJobs
 from hpc_train.schedulers.slurm.limits import check_limits, check_queue
 from hpc_train.schedulers.slurm.queue_estimate import ESTIMATES, Estimate
 from hpc_train.schedulers.slurm.site import Site, begun_site, other_clusters
@@ -122,9 +124,9 @@ class SlurmJobExecutor:
     def __init__(self) -> None:
         self._outputs: dict[str, Path] = {}
         self._chains: dict[str, list[str]] = {}
-        self._clusters: str | None = None
         self._expected: dict[int, float | None] = {}  # number of the first job of a submission -> expected start
-        self._statuses = SlurmStatuses()
+        self._statuses = JobStatuses()
+        self._jobs = SlurmJobs()
 
     @property
     def site(self) -> Site:
@@ -155,7 +157,7 @@ class SlurmJobExecutor:
         return lines
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
-        confirm_cost(jobs, self.site, console)
+        confirm_cost(jobs, console)
 
     def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
         """Returns the sbatch command line and the script of each submission, as ``submit`` would send them."""
@@ -166,7 +168,7 @@ class SlurmJobExecutor:
         return plans
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
-        self._clusters = other_clusters(jobs[0].config.cluster.clusters, self.site)
+        self._jobs = SlurmJobs(other_clusters(jobs[0].config.cluster.clusters, self.site))
         submitted: list[str] = []  # the id of each submission; for a chain, the id of its first job
         ids: dict[int, str] = {}
         try:
@@ -203,20 +205,17 @@ class SlurmJobExecutor:
         fields: dict[str, Any] = {"job_id": job_id, "output": str(self._outputs[job_id])}
         if job_id in self._chains:
             fields["chain"] = self._chains[job_id]
-        if self._clusters:
-            fields["clusters"] = self._clusters
+        if self._jobs.clusters:
+            fields["clusters"] = self._jobs.clusters
         return fields
 
     def statuses(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        statuses = self._statuses.of(self._all(ids), self._clusters)
+        statuses = self._statuses.of(self._all(ids), self._jobs)
         return folded({job_id: self._chains[job_id] for job_id in ids if job_id in self._chains}, statuses)
 
-    def stop(self, ids: Collection[str]) -> None:
-        self.cancel(ids, signal="USR1")
-
-    def cancel(self, ids: Collection[str], signal: str | None = None) -> None:
+    def cancel(self, ids: Collection[str], *, save: bool = False) -> None:
         try:
-            client.cancel(self._all(ids), signal=signal, clusters=self._clusters)
+            self._jobs.cancel(self._all(ids), save=save)
         except SlurmError as error:  # the caller continues to follow the jobs
             print(error.what, file=sys.stderr)
 
@@ -228,7 +227,7 @@ class SlurmJobExecutor:
         estimates."""
         expected = self._expected.get(job.number)
         cluster = job.config.cluster
-        if expected is None or self._clusters or {"begin", "dependency"} & cluster.extra.keys():
+        if expected is None or self._jobs.clusters or {"begin", "dependency"} & cluster.extra.keys():
             return
         estimate = Estimate(self.site.name, cluster.partition, job_id, time.time(), expected)
         with suppress(OSError):  # the root may belong to another user
@@ -256,7 +255,7 @@ class SlurmJobExecutor:
             others = {*earlier, *self._all(submitted), *ids}
             comment = str(sbatch_options["comment"])
             try:
-                job_id = client.submitted_job(executor.submit_script, comment, others, self._clusters)
+                job_id = client.submitted_job(executor.submit_script, comment, others, self._jobs.clusters)
             except LostAnswer:
                 raise
             except SlurmError as error:
@@ -360,7 +359,7 @@ def slurm_shape(config: Config, site: Callable[[], Site]) -> JobShape:
         fewest_nodes=fewest_nodes(config),
         gpus=gpus,
         workers=workers,
-        place=Place.SLURM,
+        place=Place.QUEUE,
         in_job=True,
         device_bytes=asked_gpu_memory(cluster, site()) if nodes > 1 and gpus else None,
         gpu_types=asked_gpu_types(cluster, site()) if depends_on_gpu_types(config, gpus) else frozenset(),

@@ -42,8 +42,9 @@ from hpc_train.run.owner import is_own, output_directory
 from hpc_train.run.rows import check_fields
 from hpc_train.runs.comparison import Comparison, best_metric_of
 from hpc_train.runs.diagnosis import sweep_failures
-from hpc_train.runs.job_status import PRESENT, JobStatus, SlurmStatuses, View
+from hpc_train.runs.job_status import JobStatuses, View
 from hpc_train.runs.lookup import RunHandle, find_runs, statuses_of
+from hpc_train.schedulers.scheduler import PRESENT, JobStatus
 from hpc_train.units import format_bytes
 from hpc_train.version import __version__
 
@@ -84,7 +85,7 @@ def page_of_sweep(handles: Sequence[RunHandle], views: Sequence[View] | None = N
         views: the states of its runs; None asks Slurm for them.
     """
     if views is None:
-        statuses = statuses_of(handles, SlurmStatuses())
+        statuses = statuses_of(handles, JobStatuses())
         views = [item.view(statuses) for item in handles]
     metric = best_metric_of(handles[0].plain_config)
     sweep = SweepFacts(handles, views, Comparison.of((item.run for item in handles), metric))

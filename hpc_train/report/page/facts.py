@@ -16,8 +16,9 @@ from hpc_train.run.events import Event
 from hpc_train.run.ledger import Attempt, Ledger, account_for, attempts_of, newest_checkpoint_step, read_frozen
 from hpc_train.run.rows import Line
 from hpc_train.runs.diagnosis import Diagnosis, diagnose
-from hpc_train.runs.job_status import JobStatus, SlurmStatuses
+from hpc_train.runs.job_status import JobStatuses
 from hpc_train.runs.lookup import RunHandle, statuses_of
+from hpc_train.schedulers.scheduler import JobStatus
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class RunFacts:
         handle = replace(handle, run=_ReadOnce(handle.run.path))
         asks_slurm = statuses is None
         if statuses is None:
-            statuses = statuses_of([handle], SlurmStatuses())
+            statuses = statuses_of([handle], JobStatuses())
         over = handle.view(statuses).exit is not None
         events = handle.run.read_events()
         intact = (line for line in handle.run.read_all_metrics() if "time" in line and "attempt" in line)

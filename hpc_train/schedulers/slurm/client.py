@@ -23,8 +23,8 @@ from functools import cache
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.schedulers.slurm.records import NODE_STATES, JobRecord, NodeRecord, NodeState, time_of
-from hpc_train.schedulers.slurm.states import FORGOTTEN, JobState, Phase, state_of
 from hpc_train.schedulers.slurm.variables import Receiver, environment_for, withheld
+from hpc_train.schedulers.states import FORGOTTEN, JobState, state_of
 
 BRIEF_S = 5.0  # for an optional query, or a query inside a job that has little time left
 QUERY_S = 20.0  # for any other query: a controller under load takes seconds
@@ -224,17 +224,6 @@ def job_state(job_id: str, clusters: str | None = None) -> JobState | None:
     return None if lines is None else state_of([*lines, FORGOTTEN][0])
 
 
-def state_and_priority(job_id: str) -> tuple[JobState, int] | None:
-    """Returns the state of one job and its priority, which is 0 while it is held; None if Slurm does not respond, or
-    does not know the job.
-    """
-    text = query(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T %Q"])
-    if text is None:
-        return None
-    state, priority = [*text.split(), FORGOTTEN, "0"][:2]
-    return state_of(state), int(priority)
-
-
 def own_job(environment: Mapping[str, str] = os.environ) -> str:
     """Returns the job of this process, as Slurm's commands name it: ``12``, or ``12_3`` for a task of an array.
 
@@ -243,34 +232,6 @@ def own_job(environment: Mapping[str, str] = os.environ) -> str:
     array = environment.get("SLURM_ARRAY_JOB_ID")
     task = environment.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"]
-
-
-def is_suspended() -> bool:
-    """Returns whether the job of this process is suspended; False if Slurm does not respond."""
-    state = job_state(own_job())
-    return state is not None and state.phase is Phase.STOPPED
-
-
-def own_job_record() -> JobRecord:
-    """Returns the record of the job of this process in ``scontrol``; empty if Slurm does not respond."""
-    return show_job(own_job(), timeout_s=BRIEF_S)
-
-
-def was_suspended(since: float) -> bool:
-    """Returns whether Slurm has resumed the job of this process after ``since``, in seconds since 1970.
-
-    The clock of the controller may be a minute off. False if Slurm does not respond.
-    """
-    suspended_at = own_job_record().suspended_at
-    return suspended_at is not None and suspended_at > since - CLOCKS_S
-
-
-def is_current_start(restart: int) -> bool | None:
-    """Returns whether the job of this process still runs in its start number ``restart``; None if unknown."""
-    job = own_job_record()
-    if not job.state or job.restarts is None:
-        return None
-    return state_of(job.state).phase in (Phase.RUNNING, Phase.STOPPED) and job.restarts <= restart
 
 
 def node_states(selection: Sequence[str], timeout_s: float = BRIEF_S) -> list[NodeState]:
@@ -288,23 +249,6 @@ def usable_nodes(partition: str) -> set[str] | None:
     """Returns the nodes of a partition that are neither down nor drained; None if Slurm does not respond."""
     nodes = node_states([f"--partition={partition}"])
     return {node.node for node in nodes if node.is_usable} if nodes else None
-
-
-def extend_comment(text: str, replaced: re.Pattern[str]) -> None:
-    """Appends ``text`` to the comment of the job of this process. Changes nothing if Slurm does not respond.
-
-    ``text`` replaces what an earlier start of the job has appended, which matches ``replaced``.
-    """
-    job_id = own_job()
-    jobs = list_jobs([f"--jobs={job_id}"], BRIEF_S)
-    if jobs:
-        comment = f"{replaced.sub('', jobs[0].comment)} {text}".strip()
-        query(["scontrol", "update", f"JobId={job_id}", f"Comment={comment}"], BRIEF_S)
-
-
-def may_requeue(job_id: str) -> bool:
-    """Returns whether Slurm would requeue the job; also True if Slurm's commands fail, as in a container."""
-    return show_job(job_id, timeout_s=BRIEF_S).may_requeue
 
 
 def show_job(job_id: str, *options: str, timeout_s: float = QUERY_S) -> JobRecord:

@@ -17,6 +17,7 @@ from typing import Any
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.config.values import node_range
+from hpc_train.schedulers.scheduler import Reason
 from hpc_train.schedulers.slurm.client import Query, query
 from hpc_train.schedulers.slurm.records import (
     NODE_STATES,
@@ -29,20 +30,6 @@ from hpc_train.schedulers.slurm.records import (
     size_bytes,
 )
 from hpc_train.units import format_bytes
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Explains one of Slurm's reasons. ``fix`` is a change or command that helps, where ``{job}`` is the id of the job.
-
-    Attributes:
-        by_size: whether a smaller or shorter job, or another partition, would start sooner.
-    """
-
-    words: str
-    fix: str = ""
-    by_size: bool = False
-
 
 RELEASE = "scontrol release {job}"
 AGAIN = "cancel it (python -m hpc_train cancel), correct the setting, and submit it again"

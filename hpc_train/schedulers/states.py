@@ -1,4 +1,4 @@
-"""Defines the table of the states of Slurm jobs: which jobs are alive, which hold nodes, and which have ended well.
+"""Defines the table of the states of jobs by Slurm's names: which are alive, which hold nodes, which have ended well.
 
 See https://slurm.schedmd.com/job_state_codes.html.
 """
