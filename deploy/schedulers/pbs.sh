@@ -1,6 +1,6 @@
 #!/bin/bash
 # Trains on all nodes of a job of PBS Pro or OpenPBS: qsub deploy/schedulers/pbs.sh
-# Never run on a real PBS as of 2026-11-29; a test starts it with stand-ins for qsub, pbsdsh and pbs_tmrsh.
+# Never run on a real PBS as of 2026-11-29; a test starts it with stand-ins for qsub and pbs_tmrsh.
 #PBS -N hpc_train
 #PBS -l select=2:ncpus=32:ngpus=4:mpiprocs=1
 #PBS -l place=scatter

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
+from hpc_train.elastic.agent import stop_before
+from hpc_train.errors import UserError
+from hpc_train.machine.allocation import current_allocation
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
+from hpc_train.run.requests import StopRequests
+from hpc_train.schedulers.current import current_job
 from tests.doors.command import REPOSITORY, TINY, environment, hpc_train
 
 NODES = "127.0.0.2\n127.0.0.3\n"
@@ -36,11 +47,27 @@ echo $! > $script.pid
 if [ -e {folder}/silent ]; then rm {folder}/silent; echo "qsub: cannot connect to server" >&2; exit 1; fi
 echo $number.pbs01
 """
+# In an instance on two nodes: `flux run` starts a task per node with its rank, and passes signals on.
+FLUX = r"""
+case "$*" in
+  "getattr jobid") echo f2Nh7 ;;
+  "hostlist --expand --delimiter=, local") paste -sd, {folder}/nodefile ;;
+  "job timeleft") echo 3600.5 ;;
+  "resource list"*) echo 2 ;;
+  "run -N 2 --tasks-per-node=1 --exclusive "*)
+    for rank in 0 1; do FLUX_TASK_RANK=$rank FLUX_JOB_ID=7 "${{@:6}}" & done
+    trap 'kill -TERM $(jobs -pr)' TERM
+    trap 'kill -USR1 $(jobs -pr)' USR1
+    while [ -n "$(jobs -pr)" ]; do wait; done ;;
+  *) echo "flux $*" >> {folder}/calls; exit 1 ;;
+esac
+"""
 TOOLS = {
     "pbs_tmrsh": 'shift; exec env -i HOME="$HOME" PATH=/usr/bin:/bin PBS_JOBID=$PBS_JOBID {fixed} "$@"',
     "blaunch": 'shift; exec env -i HOME="$HOME" PATH=/usr/bin:/bin LSB_JOBID=$LSB_JOBID {fixed} "$@"',
     "ssh": 'shift 3; exec env -i HOME="$HOME" PATH=/usr/bin:/bin {fixed} bash -c "$*"',
     "qsub": QSUB,
+    "flux": FLUX,
     "qselect": "for name in {folder}/job*.name; do"
     ' [ "$(cat $name 2> /dev/null)" != "$2" ] || echo "$(basename ${{name%.name}} | tr -d job).pbs01"; done',
     "qstat": "for id in $(shift; echo $*); do"
@@ -117,3 +144,189 @@ def test_a_wrong_scheduler_is_refused_before_anything_is_submitted(
     assert done.returncode == 2
     assert message in done.stderr and "fix:" in done.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+SLOW = [
+    "+strategy=dp",
+    "model=custom",
+    "model._target_=tests.doors.faulty.Slow",
+    "data=synthetic",
+    "data.sequence_length=16",
+    "data.validation_samples=8",
+    "batch.global_size=8",
+    "telemetry.log_every=1",
+    "telemetry.wandb.mode=disabled",
+    "cluster.preflight_action.slow_device=warn",
+    "cluster.gpus_per_node=0",
+    "train.steps=30",
+]
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Callable[[str], Path]:
+    """Returns a function that copies a template, with the overrides of a run on two nodes, as a user edits it."""
+
+    def copy(name: str) -> Path:
+        folder = tmp_path / "deploy/schedulers"
+        shutil.copytree(REPOSITORY / "deploy/schedulers", folder, dirs_exist_ok=True)
+        text = (folder / name).read_text()
+        overrides = " ".join([*SLOW, "cluster.cpu_workers=1", "run.name=first"])
+        (folder / name).write_text(text.replace("OVERRIDES=(+strategy=hybrid)", f"OVERRIDES=({overrides})"))
+        return folder / name
+
+    return copy
+
+
+def until(condition: Callable[[], object], limit_s: float = 200) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def agent_of(run: RunDirectory, node: int) -> psutil.Process:
+    """Returns the agent of a node."""
+    for process in psutil.process_iter():
+        try:
+            if process.cmdline()[1:] == ["-m", "hpc_train", "agent", str(run.path)] and (
+                process.environ().get("HPC_TRAIN_NODE_RANK") == str(node)
+            ):
+                return process
+        except psutil.Error:
+            continue
+    raise AssertionError("there is no such agent")
+
+
+def steps_of(run: RunDirectory) -> list[int]:
+    return [line["step"] for line in run.read_metrics()]
+
+
+def check_losses(run: RunDirectory, tmp_path: Path) -> None:
+    """Compares the losses with those of two ranks of one node that nothing has disturbed."""
+    fast = [word.replace("faulty.Slow", "faulty.Faulty") for word in SLOW]
+    done = hpc_train(
+        *fast, "+model.args.how=never", "cluster=local", "cluster.cpu_workers=2", "run.name=one", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    expected = {line["step"]: line["loss"] for line in RunDirectory(tmp_path / "outputs/one").read_metrics()}
+    assert {line["step"]: line["loss"] for line in run.read_metrics()} == pytest.approx(expected)
+
+
+def test_a_job_of_pbs_that_nears_its_limit_is_continued_by_one_other_job(
+    tmp_path: Path, tools: Callable[..., dict[str, str]], template: Callable[[str], Path]
+) -> None:
+    script = template("pbs.sh")
+    env = tools()
+    subprocess.run(["qsub", script.relative_to(tmp_path)], cwd=tmp_path, env=env, check=True)
+    run = RunDirectory(tmp_path / "outputs/first")
+    until(lambda: run.config.exists() and len(steps_of(run)) > 2)
+    agent_of(run, 0).send_signal(signal.SIGUSR2)
+    pids = tmp_path / "bin/job1.pid"
+    until(pids.exists)
+    assert "HPC_TRAIN_JOB_ID=pbs-0-pbs01" in (tmp_path / "bin/calls").read_text()
+    until(lambda: not psutil.pid_exists(int(pids.read_text())))
+    assert (tmp_path / "bin/calls").read_text().count("qsub") == 2, (tmp_path / "bin/out1").read_text()
+    assert [event.name for event in run.read_events()].count("requeued") == 1
+    assert steps_of(run) == [*range(1, 31)]
+    check_losses(run, tmp_path)
+    status = hpc_train("status", "first", "--json", cwd=tmp_path, env=env)
+    assert json.loads(status.stdout)["state"] == "done"
+
+
+@pytest.mark.long_form(40)  # the short form has the same requeue on PBS
+def test_a_job_of_lsf_that_loses_a_node_is_requeued_by_its_exit_code(
+    tmp_path: Path, tools: Callable[..., dict[str, str]], template: Callable[[str], Path]
+) -> None:
+    script = template("lsf.sh")
+    env = tools(LSB_JOBID="7", LSB_DJOB_HOSTFILE=str(tmp_path / "bin/nodefile"))
+    run = RunDirectory(tmp_path / "outputs/first")
+    with script.open() as text:
+        job = subprocess.Popen(["bash"], stdin=text, cwd=tmp_path, env=env, start_new_session=True)
+    until(lambda: run.config.exists() and len(steps_of(run)) > 2)
+    agent = agent_of(run, 1)
+    for process in [*agent.children(recursive=True), agent]:
+        process.kill()
+    assert job.wait(200) == 85
+    with script.open() as text:
+        again = subprocess.run(["bash"], stdin=text, cwd=tmp_path, env=env, check=False, timeout=200)
+    assert again.returncode == Exit.DONE
+    assert {"node_lost", "requeued"} <= {event.name for event in run.read_events()}
+    check_losses(run, tmp_path)
+
+
+@pytest.mark.long_form(30)  # tests/elastic kills workers, too
+def test_a_worker_of_a_flux_job_that_is_killed_is_restarted(
+    tmp_path: Path, tools: Callable[..., dict[str, str]], template: Callable[[str], Path]
+) -> None:
+    job = subprocess.Popen(["bash", template("flux.sh")], cwd=tmp_path, env=tools(), start_new_session=True)
+    run = RunDirectory(tmp_path / "outputs/first")
+    until(lambda: run.config.exists() and len(steps_of(run)) > 2)
+    parents = [child for child in agent_of(run, 1).children() if "early_forkserver.py" in " ".join(child.cmdline())]
+    for worker in parents[0].children():
+        worker.kill()
+    assert job.wait(200) == Exit.DONE
+    assert run.newest_attempt() == 1
+    check_losses(run, tmp_path)
+
+
+@pytest.mark.long_form(40)
+def test_a_run_on_hosts_is_stopped_by_a_signal_and_resumed_by_the_same_command(
+    tmp_path: Path, tools: Callable[..., dict[str, str]], template: Callable[[str], Path]
+) -> None:
+    command = ["bash", template("hosts.sh"), "127.0.0.2,127.0.0.3", *SLOW, "cluster.cpu_workers=1", "run.name=first"]
+    env = tools()
+    job = subprocess.Popen(command, cwd=tmp_path, env=env, start_new_session=True)
+    run = RunDirectory(tmp_path / "outputs/first")
+    until(lambda: run.config.exists() and len(steps_of(run)) > 2)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(200) == Exit.STOPPED
+    assert subprocess.run(command, cwd=tmp_path, env=env, check=False, timeout=200).returncode == Exit.DONE
+    assert "requeued" not in {event.name for event in run.read_events()}
+    check_losses(run, tmp_path)
+
+
+def test_an_agent_stops_before_the_end_time() -> None:
+    """As early as a save needs, and at most a third of the time that is left."""
+    stop = StopRequests()
+    stop_before(time.time() + 3600, stop, lead_s=120)
+    assert not stop.requested
+    stop_before(time.time(), stop, lead_s=120)
+    until(lambda: stop.requested)
+    assert stop.reason == "SIGUSR2"
+
+
+JOB = {"HPC_TRAIN_JOB_ID": "7", "HPC_TRAIN_NODES": "n1,n2,n3", "HPC_TRAIN_NODE_RANK": "1", "SLURM_JOB_ID": "9"}
+
+
+def test_the_allocation_of_the_variables() -> None:
+    second = current_allocation(JOB)
+    assert (second.nodes, second.node_rank, second.node_name, second.address) == (3, 1, "n2", "n2")
+    assert (second.job_id, second.launch_id) == ("7", "7.0.0")
+    first = current_allocation(JOB | {"HPC_TRAIN_NODE_RANK": "0", "HPC_TRAIN_ADDRESS": "10.0.0.1"})
+    assert (first.address, first.node_names) == ("10.0.0.1", ("n1", "n2", "n3"))
+    one = current_allocation({"HPC_TRAIN_JOB_ID": "7", "HPC_TRAIN_NODES": "n1\n"})
+    assert (one.nodes, one.address) == (1, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "message"),
+    [
+        ({"HPC_TRAIN_NODES": "n1,n2,n1"}, "HPC_TRAIN_NODES", "has n1 more than once"),
+        ({"HPC_TRAIN_NODES": "n1,../n2"}, "HPC_TRAIN_NODES", "cannot be a host name"),
+        ({"HPC_TRAIN_NODE_RANK": "3"}, "HPC_TRAIN_NODE_RANK", "is 3, but HPC_TRAIN_NODES has 3 nodes"),
+        ({"HPC_TRAIN_NODE_RANK": ""}, "HPC_TRAIN_NODE_RANK", "is not set"),
+        ({"HPC_TRAIN_NODE_RANK": "-1"}, "HPC_TRAIN_NODE_RANK", "not a whole number"),
+        ({"HPC_TRAIN_JOB_ID": ""}, "HPC_TRAIN_JOB_ID", "must consist of letters"),
+        ({"HPC_TRAIN_JOB_ID": "12.pbs[3]"}, "HPC_TRAIN_JOB_ID", "must consist of letters"),
+        ({"HPC_TRAIN_END_TIME": "04:00:00"}, "HPC_TRAIN_END_TIME", "not a whole number"),
+    ],
+)
+def test_wrong_variables_are_refused(change: dict[str, str], where: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        current_allocation(JOB | change)
+    assert caught.value.where == where and caught.value.fix
+
+
+def test_a_job_without_a_command_that_requeues_it_says_how_to_resume() -> None:
+    assert "HPC_TRAIN_REQUEUE" in str(current_job(JOB).why_no_requeue())
+    assert current_job(JOB | {"HPC_TRAIN_REQUEUE": "true"}).why_no_requeue() is None

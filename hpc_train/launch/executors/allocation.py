@@ -148,10 +148,9 @@ def shape_in_job(config: Config, nodes: int, place: Place) -> JobShape:
     cluster = config.cluster
     # the number of GPUs that the scheduler has allocated; the agents check later whether the nodes can use them
     job = current_job()
-    if isinstance(job, EnvironmentJob) and job.gpus is not None:
-        visible = job.gpus
-    else:
-        visible = gpus_of_this_job().per_node or visible_gpus()
+    visible = job.gpus if isinstance(job, EnvironmentJob) else gpus_of_this_job().per_node or None
+    if visible is None:
+        visible = visible_gpus()
     gpus, workers = workers_per_node(cluster, visible)
     return JobShape(
         nodes=nodes,
