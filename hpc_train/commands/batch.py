@@ -50,9 +50,9 @@ from hpc_train.run.lease import add_submission, job_ids
 from hpc_train.run.owner import TRUST
 from hpc_train.schedulers.current import ENVIRONMENT, current_job
 from hpc_train.schedulers.environment import EnvironmentJob
-from hpc_train.schedulers.job import CurrentJob
+from hpc_train.schedulers.scheduler import CurrentJob
 from hpc_train.schedulers.slurm.client import controller_answers
-from hpc_train.schedulers.slurm.job import SlurmJob
+from hpc_train.schedulers.slurm.jobs import SlurmJob
 from hpc_train.schedulers.slurm.site import read_site
 
 SPOOLED = "slurm_script"  # slurmd's copy of a batch script

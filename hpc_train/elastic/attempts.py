@@ -38,7 +38,7 @@ from hpc_train.run.exits import EXITS, Action, Exit, Failure
 from hpc_train.run.files import in_time, patiently, read_or
 from hpc_train.run.record import drop_copy, with_digest
 from hpc_train.schedulers.current import NoJob
-from hpc_train.schedulers.job import CurrentJob
+from hpc_train.schedulers.scheduler import CurrentJob
 from hpc_train.schedulers.slurm.client import show_topology
 from hpc_train.telemetry.tracebacks import own_frames
 

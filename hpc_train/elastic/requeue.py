@@ -45,7 +45,7 @@ from hpc_train.run.files import patiently, write_json, write_text
 from hpc_train.run.ledger import read_ledger
 from hpc_train.run.requests import ANNOUNCING, stop_was_requested
 from hpc_train.schedulers.current import NoJob, current_job
-from hpc_train.schedulers.job import CurrentJob
+from hpc_train.schedulers.scheduler import CurrentJob
 
 MIN_USEFUL_SHARE = 0.2
 MIN_JOB_S = 600.0  # shorter jobs spend most of their time starting

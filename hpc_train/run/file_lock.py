@@ -29,7 +29,7 @@ from hpc_train.run.files import patiently
 from hpc_train.run.processes import boot_id, started
 from hpc_train.schedulers.current import current_job
 from hpc_train.schedulers.slurm import client
-from hpc_train.schedulers.slurm.job import SlurmJob
+from hpc_train.schedulers.slurm.jobs import SlurmJob
 
 LOCKS = ".locks"  # a folder with the folders of several locks
 BEAT_S = 15.0

@@ -9,10 +9,8 @@ from typing import Any
 
 from hpc_train.errors import UserError
 from hpc_train.schedulers.environment import EnvironmentJob, describes_job
-from hpc_train.schedulers.job import CurrentJob
-from hpc_train.schedulers.scheduler import SubmittedJobs, load_scheduler
-from hpc_train.schedulers.slurm.job import SlurmJob
-from hpc_train.schedulers.slurm.jobs import SlurmJobs
+from hpc_train.schedulers.scheduler import CurrentJob, SubmittedJobs, load_scheduler
+from hpc_train.schedulers.slurm.jobs import SlurmJob, SlurmJobs
 
 
 @dataclass(frozen=True)

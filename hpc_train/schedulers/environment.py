@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_train.errors import UserError
-from hpc_train.schedulers.job import CurrentJob
+from hpc_train.schedulers.scheduler import CurrentJob
 
 NODES = "HPC_TRAIN_NODES"
 NODE_RANK = "HPC_TRAIN_NODE_RANK"

@@ -7,13 +7,15 @@ of the scheduler.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -78,8 +80,8 @@ TOOLS = {
 
 
 @pytest.fixture
-def tools(tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """Returns a function that makes commands of a scheduler, and returns an environment that has them."""
+def tools(tmp_path: Path) -> Iterator[Callable[..., dict[str, str]]]:
+    """Yields a function that makes commands of a scheduler, and returns an environment that has them."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "nodefile").write_text(NODES)
@@ -93,7 +95,10 @@ def tools(tmp_path: Path) -> Callable[..., dict[str, str]]:
         path = f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin"
         return environment(PATH=path, PYTHONPATH=f"{REPOSITORY}:{tmp_path}", **variables)
 
-    return make
+    yield make
+    for file in folder.glob("*.pid"):  # jobs of a test that has failed
+        with suppress(ProcessLookupError):
+            os.killpg(int(file.read_text()), signal.SIGKILL)
 
 
 def page_file(tmp_path: Path) -> None:
@@ -123,6 +128,33 @@ def test_a_scheduler_that_is_written_from_the_page_trains_on_two_nodes(
     assert json.loads(status.stdout)["state"] == "done"
     dry = hpc_train("-m", *options, "run.name=second", "launch.dry_run=true", cwd=tmp_path, env=env)
     assert "pbs_tmrsh" in dry.stdout and not (tmp_path / "outputs/second").exists()
+
+
+@pytest.mark.long_form(60)  # the short form cancels jobs of Slurm, and submits with this scheduler
+def test_jobs_of_this_scheduler_are_stopped_resumed_and_cancelled(
+    tmp_path: Path, tools: Callable[..., dict[str, str]]
+) -> None:
+    page_file(tmp_path)
+    env = tools()
+    options = [*SLOW, "train.steps=500", "cluster.cpu_workers=1", "run.name=first", "launch.detach=true"]
+    done = hpc_train("-m", *options, "cluster.kind=my_site.pbs:SCHEDULER", cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    run = RunDirectory(tmp_path / "outputs/first")
+    for number, stop in enumerate(("cancel first --save", "cancel first")):
+        before = len(steps_of(run))
+        until(lambda before=before: len(steps_of(run)) > before + 2)
+        again = hpc_train("resume", "first", cwd=tmp_path, env=env)
+        assert again.returncode == 2 and "PBS job" in again.stderr, again.stderr
+        stopped = hpc_train(*stop.split(), "--json", cwd=tmp_path, env=env)
+        assert json.loads(stopped.stdout) == {"cancelled": 1, "ended_before": 0}, stopped.stderr
+        pid = int((tmp_path / f"bin/job{number}.pid").read_text())
+        until(lambda pid=pid: not psutil.pid_exists(pid))
+        status = hpc_train("status", "first", "--json", cwd=tmp_path, env=env)
+        assert json.loads(status.stdout)["state"] == "stopped"
+        if number == 0:
+            assert hpc_train("resume", "first", "--detach", cwd=tmp_path, env=env).returncode == 0
+    assert [item["job_id"] for item in run.record()["submissions"]] == ["0.pbs01", "1.pbs01"]
+    assert not list(run.attempts.glob("*.requeue"))
 
 
 @pytest.mark.parametrize(

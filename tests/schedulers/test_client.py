@@ -13,7 +13,7 @@ from hpc_train.runs.diagnosis import BY_STATE
 from hpc_train.schedulers.scheduler import JobStatus
 from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.client import Controller, LostAnswer, Problem, SlurmError
-from hpc_train.schedulers.slurm.job import SlurmJob
+from hpc_train.schedulers.slurm.jobs import SlurmJob
 from hpc_train.schedulers.states import STATES, Phase, state_of
 from tests.schedulers.test_variables import command
 

@@ -31,7 +31,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.files import in_time
-from hpc_train.schedulers.job import CurrentJob
+from hpc_train.schedulers.scheduler import CurrentJob
 
 # A dying server closes its connections, unless its node is cut off. It may be busy with a slow file system and asks
 # Slurm before it declares a silent node lost, so its timeout is longer than a node's.

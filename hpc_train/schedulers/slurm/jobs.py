@@ -1,16 +1,19 @@
-"""Answers questions about submitted jobs of Slurm."""
+"""What Slurm knows about submitted jobs and about the job of this process."""
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from hpc_train.schedulers.scheduler import JobStatus, Reason, SubmittedJobs
+from hpc_train.schedulers.scheduler import CurrentJob, JobStatus, Reason, SubmittedJobs, TimeLimit
 from hpc_train.schedulers.slurm import client
-from hpc_train.schedulers.slurm.client import PATIENT_S, on_clusters
+from hpc_train.schedulers.slurm.client import BRIEF_S, CLOCKS_S, PATIENT_S, on_clusters
 from hpc_train.schedulers.slurm.reasons import explain
-from hpc_train.schedulers.states import JobState
+from hpc_train.schedulers.slurm.records import JobRecord
+from hpc_train.schedulers.states import FORGOTTEN, JobState, Phase, state_of
 
 
 @dataclass(frozen=True)
@@ -56,3 +59,95 @@ def ask(selection: Sequence[str], timeout_s: float = PATIENT_S) -> dict[str, Job
     if jobs is None:
         return None
     return {job.job_id: JobStatus(job.state, job.reason, job.starts, job.comment, queried=now) for job in jobs}
+
+
+@dataclass(frozen=True)
+class SlurmJob(CurrentJob):
+    """The Slurm job of this process. Where Slurm does not respond, the answers are those of ``CurrentJob``.
+
+    Attributes:
+        task: the job as Slurm's commands name it: ``12``, or ``12_3`` for a task of an array.
+    """
+
+    scheduler = "Slurm"
+    agents_ask = False
+
+    task: str = ""
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> SlurmJob:
+        return cls(
+            job_id=environment["SLURM_JOB_ID"],
+            restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
+            node_rank=int(environment.get("SLURM_NODEID", "0")),
+            step_id=environment.get("SLURM_STEP_ID"),
+            task=client.own_job(environment),
+        )
+
+    @property
+    def name(self) -> str:
+        return self.task or self.job_id
+
+    def _record(self) -> JobRecord:
+        return client.show_job(self.name, timeout_s=BRIEF_S)
+
+    def why_no_requeue(self) -> str | None:
+        if client.show_job(self.job_id, timeout_s=BRIEF_S).may_requeue:
+            return None
+        return f"Slurm may not requeue job {self.job_id} (Requeue=0)"
+
+    def requeue_command(self, chained: bool) -> Sequence[str]:
+        if chained:  # the next job continues a run whose job has reached its limit, not a cancelled one
+            return ["scontrol", "update", f"JobId={self.name}", "TimeLimit=1"]
+        return ["scontrol", "requeue", "incomplete", self.name]
+
+    def cancel_command(self) -> Sequence[str]:
+        return ["scancel", self.name]
+
+    def ask(self, command: Sequence[str], exclude: str = "") -> bool:
+        return client.query(command, PATIENT_S) is not None
+
+    def is_running(self) -> bool | None:
+        text = client.query(["squeue", "--noheader", f"--jobs={self.name}", "--format=%T %Q"])
+        if text is None:
+            return None
+        state, priority = [*text.split(), FORGOTTEN, "0"][:2]
+        return state_of(state).phase is Phase.RUNNING and int(priority) > 0  # the priority of a held job is 0
+
+    def limit(self) -> TimeLimit:
+        record = self._record()
+        return TimeLimit(record.limit_s, record.run_s, record.is_preempted)
+
+    def exclude(self, names: str) -> None:
+        client.query(["scontrol", "update", f"JobId={self.name}", f"ExcNodeList={names}"], PATIENT_S)
+
+    def is_current_start(self) -> bool | None:
+        record = self._record()
+        if not record.state or record.restarts is None:
+            return None
+        return state_of(record.state).phase in (Phase.RUNNING, Phase.STOPPED) and record.restarts <= self.restart
+
+    def is_suspended(self) -> bool:
+        state = client.job_state(self.name)
+        return state is not None and state.phase is Phase.STOPPED
+
+    def was_suspended(self, since: float) -> bool:
+        suspended_at = self._record().suspended_at  # the clock of the controller may be a minute off
+        return suspended_at is not None and suspended_at > since - CLOCKS_S
+
+    def unavailable_nodes(self, names: Sequence[str]) -> dict[str, str]:
+        return client.unavailable_nodes(names)
+
+    def usable_nodes(self) -> set[str] | None:
+        if "SLURM_JOB_PARTITION" not in os.environ:
+            return None
+        return client.usable_nodes(os.environ["SLURM_JOB_PARTITION"])
+
+    def nodes(self) -> int | None:
+        return int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 0) or None
+
+    def note(self, text: str, replaced: re.Pattern[str]) -> None:
+        jobs = client.list_jobs([f"--jobs={self.name}"], BRIEF_S)
+        if jobs:
+            comment = f"{replaced.sub('', jobs[0].comment)} {text}".strip()
+            client.query(["scontrol", "update", f"JobId={self.name}", f"Comment={comment}"], BRIEF_S)
