@@ -34,6 +34,7 @@ from hpc_train.runs.comparison import Comparison, metric_of
 from hpc_train.runs.job_status import JobStatuses, View, outcome
 from hpc_train.runs.job_table import JobTable, print_messages, print_results
 from hpc_train.runs.lookup import COMMENT, RunHandle, find_run, find_runs, statuses_of, stop_runs
+from hpc_train.schedulers.current import OtherJobs
 from hpc_train.schedulers.slurm.client import on_clusters
 from hpc_train.schedulers.slurm.jobs import ask, status_of
 from hpc_train.telemetry.progress import is_done, train_longer
@@ -177,6 +178,9 @@ def cancel_runs(runs: Sequence[RunHandle], *, save: bool) -> int:
     known = JobStatuses()
     statuses = statuses_of(runs, known)
     queued = [item for item in runs if item.job_id in statuses and statuses[item.job_id].present]
+    for item in queued:
+        if isinstance(item.jobs, OtherJobs):
+            item.jobs.cancel(item.job_ids)  # raises the error before any job is cancelled
     local = [item for item in runs if item.lives_here()]
     stop_runs(local)
     for item in queued:

@@ -18,9 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from hpc_train.checkpoint.space import stop_time
 from hpc_train.config.schema import Config
-from hpc_train.elastic.decision import ANNOUNCEMENT
 from hpc_train.elastic.nodes import Node, Unfit
 from hpc_train.elastic.requeue import JobEnd, find_killed_step, refuse_third_kill
 from hpc_train.elastic.warm_parent.head_start import HeadStart
@@ -97,10 +95,11 @@ def run_agent(
                     end.begin()
             with _sole_agent(run, allocation, stop), reserve(stop) if reserve else nullcontext():
                 code = _run(run, allocation, end, stop, on_tick or (lambda: None), entry, store, begun)
-            if end is not None and code == Exit.STOPPED and (problem := end.ask_as_last_agent()) is not None:
-                print(problem, file=sys.stderr)
-                return Exit.GAVE_UP
-            return code
+            if end is None or code != Exit.STOPPED or not end.must_ask() or end.ask():
+                return code
+            resume = f"Resume the run with: python -m hpc_train resume {run.path}"
+            print(f"the command that requeues the job failed. {resume}", file=sys.stderr)
+            return Exit.GAVE_UP
         except (UserError, OSError, RuntimeError) as error:
             refusal = error if isinstance(error, UserError) else out_of_resources(error)
             if refusal is None:
@@ -162,8 +161,6 @@ def _run(
         if allocation.nodes == 1 and workers:
             workers = min(workers, resolve_layout(config, 1, workers).world_size)
         threads = threads_per_rank(config.train.threads, max(1, workers))
-        if allocation.node_rank == 0 and end is not None and end.job.end_time is not None:
-            stop_before(end.job.end_time, stop, stop_time(config, run, allocation.nodes).seconds)
         # what the warm parent, and so all workers, inherit
         environment_record = apply([*node_environment(threads), *caches])
         with _code_of_workers(run, config, entry, store, begun) as code:
@@ -202,17 +199,6 @@ def _refuse_third_kill(run: RunDirectory, config: Config, allocation: Allocation
             details: dict[str, Any] = {"class": Failure.OUT_OF_MEMORY, "rank": None, "node": killed.node}
             events.write("failed", exit_code=int(Exit.REFUSED), message=str(error), **details)
         raise
-
-
-def stop_before(end_time: float, stop: StopRequests, lead_s: float) -> None:
-    """Requests a stop ``lead_s`` seconds before ``end_time``, or when two thirds of the time are over.
-
-    The reason is that of the signal with which Slurm announces the limit.
-    """
-    left_s = max(0.0, end_time - time.time())
-    timer = threading.Timer(left_s - min(lead_s, left_s / 3), stop.request, [ANNOUNCEMENT])
-    timer.daemon = True
-    timer.start()
 
 
 @contextmanager

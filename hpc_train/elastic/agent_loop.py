@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
-from hpc_train.elastic.decision import OVER_BUDGET, Budget, WorkerFailure, is_secondary, root_cause
+from hpc_train.elastic.decision import ANNOUNCEMENT, OVER_BUDGET, Budget, WorkerFailure, is_secondary, root_cause
 from hpc_train.elastic.gpu_errors import GpuErrors
 from hpc_train.elastic.hang_bounds import patience_s
 from hpc_train.elastic.nodes import Node
@@ -82,6 +83,7 @@ class Agent:
     deletion: DeletionWatch
     stacks: StacksRequests | None = None  # only in the agent with the server
     looks: FolderLooks | None = None  # into run.progress_dir; only in the agent with the server
+    stop_at: float = math.inf  # when it stops because of the time limit, in seconds since 1970
     accepted_stop: Callable[[], str | None] = lambda: None  # why the server stops the job; in the agent with the server
     _attempt: int | None = field(default=None, init=False)  # the newest attempt it knows of
     _stop_reported: bool = field(default=False, init=False)
@@ -125,6 +127,8 @@ class Agent:
             self.entry.progress.note(client.progress)
         if self.stores is not None and self.budget.is_used_up:
             self.stop.request(OVER_BUDGET)
+        if self.stores is not None and time.time() >= self.stop_at:
+            self.stop.request(ANNOUNCEMENT)  # as by the signal with which Slurm announces the limit
         while self.stores is not None and not client.pauses.empty():  # the other nodes stopped with this one
             self._report_pause(client.pauses.get())
         if self.stop.reason is not None:

@@ -6,6 +6,7 @@ time.
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 
+from hpc_train.checkpoint.space import stop_time
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
 from hpc_train.elastic.agent_loop import Agent, DeletionWatch
@@ -153,8 +155,20 @@ class Session:
             deletion=DeletionWatch(run),
             stacks=StacksRequests.of(run) if allocation.node_rank == 0 else None,
             looks=FolderLooks.of(config, allocation.nodes) if allocation.node_rank == 0 else None,
+            stop_at=time_to_stop(run, config, self.end),
             accepted_stop=lambda: None if coordinator is None else coordinator.stop,
         )
+
+
+def time_to_stop(run: RunDirectory, config: Config, end: JobEnd | None) -> float:
+    """Returns when the job must begin to save before its time limit, in seconds since 1970; infinite if a signal
+    announces the limit. Saving begins as early as it needs, and at most a third of the remaining time before the limit.
+    """
+    if end is None or end.job.end_time is None:
+        return math.inf
+    left_s = end.job.end_time - time.time()
+    lead_s = stop_time(config, run, end.job.nodes() or 1).seconds
+    return end.job.end_time - min(lead_s, left_s / 3)
 
 
 SUMMARY = re.compile(r" ?goodput=\S+( mfu=\S+)?( gpu_hours=\S+)?$")

@@ -41,7 +41,7 @@ from hpc_train.machine.allocation import expand
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit, Failure
-from hpc_train.run.files import patiently, write_json, write_text
+from hpc_train.run.files import in_time, patiently, write_json, write_text
 from hpc_train.run.ledger import read_ledger
 from hpc_train.run.requests import ANNOUNCING, stop_was_requested
 from hpc_train.schedulers.current import NoJob, current_job
@@ -258,27 +258,32 @@ class JobEnd:
             write_text(self.exclude_file, ",".join(exclude))
         write_json(self.run.attempts / f"{self._name}.requeue", {"step": step, "time": time.time()})
 
-    def ask_as_last_agent(self) -> str | None:
-        """Asks the scheduler for the requeue that the marker requests, where no batch script does, and once per start.
-
-        Returns why the job does not run again; None if it does, or if no requeue is requested.
+    def must_ask(self) -> bool:
+        """Returns whether this agent asks the scheduler for the requeue that the marker requests, where no batch script
+        does. That is one agent for each start of the job, also if it calls this method again.
         """
-        job = self.job
-        if not job.agents_ask or not (self.run.attempts / f"{self._name}.requeue").exists():
-            return None
-        if self.node_rank > 0 and not self.has_successor():
-            return None
-        try:
+
+        def claim() -> bool:
+            if not (self.run.attempts / f"{self._name}.requeue").exists():
+                return False
+            if self.node_rank > 0 and not self.has_successor():
+                return False
             os.close(os.open(self.run.attempts / f"{self._name}.asked", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except FileExistsError:
-            return None
+            return True
+
+        if not self.job.agents_ask:
+            return False
+        try:
+            return in_time(claim)
+        except OSError:  # it exists, or the file system fails
+            return False
+
+    def ask(self) -> bool:
+        """Asks the scheduler for a requeue, without the nodes in ``exclude_file``; returns whether it succeeds."""
         exclude = ""
         if self.exclude_file.exists():
             exclude = self.excluded()
-        if job.ask(job.requeue_command(chained=False), exclude):
-            return None
-        resume = f"Resume the run with: python -m hpc_train resume {self.run.path}"
-        return f"the command that requeues the job failed. {resume}"
+        return self.job.ask(self.job.requeue_command(chained=False), exclude)
 
 
 TAIL_BYTES = 1 << 16

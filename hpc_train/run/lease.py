@@ -18,9 +18,11 @@ from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory, lease_folder
 from hpc_train.run.file_lock import BEAT_S, STALE_S, Lock, LockHeld, LockOwner, acquire, heartbeats, newest_lock
 from hpc_train.run.files import in_time
+from hpc_train.run.owner import foreign_owner
 from hpc_train.run.processes import is_alive, process
 from hpc_train.run.requests import stop_was_requested
 from hpc_train.schedulers.current import current_job, jobs_of
+from hpc_train.schedulers.scheduler import SubmittedJobs
 
 _POLL_S = 5.0
 _FIX = "wait until it ends, stop it, or set another run.name"
@@ -147,11 +149,22 @@ def find_live(run: RunDirectory) -> str | None:
     others = {job_id: claim for claim in claims for job_id in job_ids(claim)}
     for job_id, submission in others.items():
         if job_id not in this_job:
-            jobs = jobs_of(submission)
+            jobs = jobs_of_submission(run, submission)
             state = jobs.state(job_id)
             if state is not None and state.is_alive:
                 return f"{jobs.name} job {job_id} is {state.name}"
     return "its agent is working on it" if is_live(run) else None
+
+
+def jobs_of_submission(run: RunDirectory, submission: dict[str, Any]) -> SubmittedJobs:
+    """Returns the scheduler that knows the job of an entry of ``submissions`` in ``run.json``.
+
+    Raises UserError if a custom scheduler cannot be loaded, or the run has files of another user who may have named it.
+    """
+    if "scheduler" in submission and foreign_owner(run) is not None:
+        what = "the run has files of another user, so the scheduler that it names is not loaded"
+        raise UserError(what, where=str(run.path), fix="ask the owner of the run for its state")
+    return jobs_of(submission)
 
 
 def job_ids(claim: dict[str, Any]) -> list[str]:

@@ -22,7 +22,6 @@ from hpc_train.runs.job_status import NOT_LAUNCHED, JobStatuses, View, time_left
 from hpc_train.runs.lookup import RunHandle, statuses_of
 from hpc_train.schedulers.scheduler import JobStatus
 from hpc_train.schedulers.slurm.client import query
-from hpc_train.schedulers.slurm.jobs import SlurmJobs
 from hpc_train.schedulers.slurm.reasons import JobFacts, read_facts, sooner, with_gpus
 from hpc_train.schedulers.slurm.records import FREE, Free
 from hpc_train.telemetry.progress import ended_early
@@ -149,7 +148,7 @@ def diagnose(
         cause = replace(cause, nccl=nccl_warnings(found.run, cause.node, cause.rank, cause.attempt))
     facts = waiting = None
     if asks_slurm and found.job_id:
-        if isinstance(found.jobs, SlurmJobs):
+        if "scheduler" not in found.submission:
             facts = read_facts(found.job_id)
         if status is not None and status.is_pending:
             waiting = _waiting(found, status, view)

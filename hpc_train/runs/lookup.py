@@ -21,13 +21,13 @@ from hpc_train.layout.techniques import AUTO
 from hpc_train.opening import tell_once
 from hpc_train.run.directory import RunDirectory, refuse_empty_name, sweep_given
 from hpc_train.run.freeze import load
-from hpc_train.run.lease import is_live, job_ids
-from hpc_train.run.owner import foreign_owner, open_run
+from hpc_train.run.lease import is_live, job_ids, jobs_of_submission
+from hpc_train.run.owner import open_run
 from hpc_train.run.processes import is_alive
 from hpc_train.run.record import RECORD
 from hpc_train.run.requests import record_stop_request
 from hpc_train.runs.job_status import JobStatuses, View, folded, view_of
-from hpc_train.schedulers.current import OtherJobs, jobs_of
+from hpc_train.schedulers.current import OtherJobs
 from hpc_train.schedulers.scheduler import PRESENT, JobStatus, SubmittedJobs
 from hpc_train.schedulers.slurm.client import QUERY_S
 from hpc_train.schedulers.slurm.jobs import ask, status_of
@@ -59,10 +59,7 @@ class RunHandle:
     @cached_property
     def jobs(self) -> SubmittedJobs:
         """The scheduler that knows the jobs. Raises UserError if a user's scheduler cannot be loaded."""
-        if "scheduler" in self.submission and foreign_owner(self.run) is not None:
-            what = "the run has files of another user, so the scheduler that it names is not loaded"
-            raise UserError(what, where=str(self.run.path / RECORD), fix="ask the owner of the run for its state")
-        return jobs_of(self.submission)
+        return jobs_of_submission(self.run, self.submission)
 
     @property
     def pid(self) -> int | None:

@@ -25,7 +25,7 @@ LAUNCH = "HPC_TRAIN_LAUNCH"
 END_TIME = "HPC_TRAIN_END_TIME"
 REQUEUE = "HPC_TRAIN_REQUEUE"
 EXCLUDE = "HPC_TRAIN_EXCLUDE"  # which the command of REQUEUE gets
-NUMBERS = (NODE_RANK, GPUS, RESTART, END_TIME)
+OF_THIS_START = (NODES, NODE_RANK, ADDRESS, GPUS, JOB_ID, RESTART, LAUNCH, END_TIME, REQUEUE)
 
 REQUEUE_S = 120.0
 
@@ -134,7 +134,9 @@ class EnvironmentJob(CurrentJob):
         return ["bash", "-c", self.requeue]
 
     def ask(self, command: Sequence[str], exclude: str = "") -> bool:
-        variables = {**os.environ, EXCLUDE: exclude}
+        # a command such as `flux batch` passes its environment on to the next job
+        variables = {name: value for name, value in os.environ.items() if name not in OF_THIS_START}
+        variables[EXCLUDE] = exclude
         try:
             done = subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, timeout=REQUEUE_S, check=False)
         except (OSError, subprocess.TimeoutExpired):

@@ -21,14 +21,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpc_train.elastic.agent import stop_before
+from hpc_train.elastic.agent_session import time_to_stop
+from hpc_train.elastic.requeue import JobEnd
 from hpc_train.errors import UserError
 from hpc_train.machine.allocation import current_allocation
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.run.requests import StopRequests
 from hpc_train.schedulers.current import current_job
 from tests.doors.command import REPOSITORY, TINY, environment, hpc_train
+from tests.launch.jobs import make_job
 
 NODES = "127.0.0.2\n127.0.0.3\n"
 OVERRIDES = [*TINY, "+strategy=dp", "cluster.cpu_workers=1", "cluster.gpus_per_node=0", "run.name=first"]
@@ -55,7 +56,6 @@ case "$*" in
   "getattr jobid") echo f2Nh7 ;;
   "hostlist --expand --delimiter=, local") paste -sd, {folder}/nodefile ;;
   "job timeleft") echo 3600.5 ;;
-  "resource list"*) echo 2 ;;
   "run -N 2 --tasks-per-node=1 --exclusive "*)
     for rank in 0 1; do FLUX_TASK_RANK=$rank FLUX_JOB_ID=7 "${{@:6}}" & done
     trap 'kill -TERM $(jobs -pr)' TERM
@@ -317,14 +317,17 @@ def test_a_run_on_hosts_is_stopped_by_a_signal_and_resumed_by_the_same_command(
     check_losses(run, tmp_path)
 
 
-def test_an_agent_stops_before_the_end_time() -> None:
-    """As early as a save needs, and at most a third of the time that is left."""
-    stop = StopRequests()
-    stop_before(time.time() + 3600, stop, lead_s=120)
-    assert not stop.requested
-    stop_before(time.time(), stop, lead_s=120)
-    until(lambda: stop.requested)
-    assert stop.reason == "SIGUSR2"
+@pytest.mark.parametrize(("left_s", "lead_s"), [(3600, 120), (60, 20)])
+def test_an_agent_stops_before_the_end_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: int, lead_s: int
+) -> None:
+    """As early as a save needs, by default 120 s, and at most a third of the time that is left."""
+    job = make_job(tmp_path / "sweep")
+    end_time = int(time.time()) + left_s
+    for name, value in (JOB | {"HPC_TRAIN_END_TIME": str(end_time)}).items():
+        monkeypatch.setenv(name, value)
+    expected = pytest.approx(end_time - lead_s, abs=1)
+    assert time_to_stop(job.run, job.config, JobEnd.of_this_process(job.run)) == expected
 
 
 JOB = {"HPC_TRAIN_JOB_ID": "7", "HPC_TRAIN_NODES": "n1,n2,n3", "HPC_TRAIN_NODE_RANK": "1", "SLURM_JOB_ID": "9"}
