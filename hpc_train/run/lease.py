@@ -21,7 +21,7 @@ from hpc_train.run.files import in_time
 from hpc_train.run.owner import foreign_owner
 from hpc_train.run.processes import is_alive, process
 from hpc_train.run.requests import stop_was_requested
-from hpc_train.schedulers.current import current_job, jobs_of
+from hpc_train.schedulers.current import ENVIRONMENT, current_job, jobs_of
 from hpc_train.schedulers.scheduler import SubmittedJobs
 
 _POLL_S = 5.0
@@ -161,7 +161,7 @@ def jobs_of_submission(run: RunDirectory, submission: dict[str, Any]) -> Submitt
 
     Raises UserError if a custom scheduler cannot be loaded, or the run has files of another user who may have named it.
     """
-    if "scheduler" in submission and foreign_owner(run) is not None:
+    if submission.get("scheduler") not in (None, ENVIRONMENT) and foreign_owner(run) is not None:
         what = "the run has files of another user, so the scheduler that it names is not loaded"
         raise UserError(what, where=str(run.path), fix="ask the owner of the run for its state")
     return jobs_of(submission)

@@ -268,6 +268,7 @@ class CurrentJob(ABC):
         return True
 
     def limit(self) -> TimeLimit:
+        """Returns the time limit of the job, which distinguishes signals of the scheduler and of users."""
         return TimeLimit()
 
     def exclude(self, names: str) -> None:  # noqa: B027

@@ -410,6 +410,18 @@ def test_cancel_and_stacks_act_only_on_what_is_proved(
     assert cancelled == ["12"]
 
 
+def test_the_scheduler_that_a_run_of_another_user_names_is_not_loaded(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trap.py").write_text("raise SystemExit('it was executed')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    add_submission(run, "trap", job_id="a-1", scheduler="trap:SCHEDULER")
+    give(everything(run))
+    assert cli.run(["status", str(run.path)]) == 0
+    assert "the scheduler that it names is not loaded" in capsys.readouterr().err
+    assert "trap" not in sys.modules
+
+
 def test_a_process_with_the_lease_is_proved(run: RunDirectory) -> None:
     lock = acquire(lease_folder(run.path), LockOwner.of_this_process())
     assert submitted._works_on(os.getpid(), run)
