@@ -30,7 +30,7 @@ from hpc_train.elastic.rendezvous.coordinator import Coordinator
 from hpc_train.elastic.rendezvous.messages import Leave
 from hpc_train.elastic.rendezvous.server import RendezvousServer
 from hpc_train.elastic.rendezvous.store import Stores
-from hpc_train.elastic.requeue import JobEnd
+from hpc_train.elastic.requeue import JobEnd, request
 from hpc_train.elastic.script import FolderLooks, Script
 from hpc_train.elastic.watch import Watch
 from hpc_train.errors import UserError
@@ -88,6 +88,10 @@ class Session:
         server = stores = coordinator = None
         address: ServerAddress | None
         try:
+            if end is not None and self._follows_lost_agent(end):
+                if end.asks_for_requeue():
+                    return Exit.STOPPED
+                return request(end, config, self.events.of(max(0, run.newest_attempt())), "the batch host was lost")
             if allocation.node_rank == 0:
                 stores = Stores(None if isinstance(self.entry, Script) else self.store)
                 attempts = Attempts(
@@ -115,6 +119,11 @@ class Session:
                 server.join()
             if end is not None and allocation.node_rank == 0:
                 end.job.note(_summary(run, self.events.now()), SUMMARY)
+
+    def _follows_lost_agent(self, end: JobEnd) -> bool:
+        """Returns whether this start of the job has lost its agent of node 0, which this one replaces."""
+        is_replacement = end.job.replaces_nodes and self.allocation.node_rank == 0 and self.allocation.nodes > 1
+        return is_replacement and ServerAddress.find(self.run, self.allocation.launch_id) is not None
 
     def _idle_gpus(self, gpus: GpuErrors) -> IdleGpus:
         """Starts and returns the watch for idle GPUs of this node."""
@@ -223,6 +232,9 @@ def _coordinator(run: RunDirectory, config: Config, allocation: Allocation, atte
         join_until=time.monotonic() + elastic.join_timeout_s,
         refusal=lambda: read_or(lambda: attempts.superseded() or over_budget(run, config, attempts.events.now()), None),
         superseded=lambda: attempts.superseded() or attempts.replaced_by_slurm(),
+        taken_over=attempts.superseded
+        if attempts.end is not None and attempts.end.job.replaces_nodes
+        else lambda: None,
         names=allocation.node_names,
         elsewhere=attempts.end is not None,
         saved=lambda: None if config.run.command else read_or(lambda: _has_checkpoint(run), None),

@@ -258,13 +258,17 @@ class JobEnd:
             write_text(self.exclude_file, ",".join(exclude))
         write_json(self.run.attempts / f"{self._name}.requeue", {"step": step, "time": time.time()})
 
+    def asks_for_requeue(self) -> bool:
+        """Returns whether an agent has left the marker for the requeue of this start."""
+        return (self.run.attempts / f"{self._name}.requeue").exists()
+
     def must_ask(self) -> bool:
         """Returns whether this agent asks the scheduler for the requeue that the marker requests, where no batch script
         does. That is one agent for each start of the job, also if it calls this method again.
         """
 
         def claim() -> bool:
-            if not (self.run.attempts / f"{self._name}.requeue").exists():
+            if not self.asks_for_requeue():
                 return False
             if self.node_rank > 0 and not self.has_successor():
                 return False

@@ -215,6 +215,7 @@ class CurrentJob(ABC):
 
     Attributes:
         scheduler: the name of the scheduler in messages.
+        replaces_nodes: whether the scheduler starts the agent of a node again after its loss, while the others run.
         agents_ask: whether the agents request a requeue when they end. Otherwise the batch script does, or the agents
             if it is lost with its node.
         job_id: the id, which stays the same when the job is requeued.
@@ -226,6 +227,7 @@ class CurrentJob(ABC):
     """
 
     scheduler: ClassVar[str]
+    replaces_nodes: ClassVar[bool] = False
     agents_ask: ClassVar[bool] = True
 
     job_id: str

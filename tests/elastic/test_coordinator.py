@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hpc_train.config.schema import BatchConfig, ClusterConfig, Config, ElasticConfig, StrategyConfig
-from hpc_train.elastic.decision import OVER_BUDGET, History, WorkerFailure
+from hpc_train.elastic.decision import OVER_BUDGET, History, RestartDecision, WorkerFailure
 from hpc_train.elastic.nodes import Node, NodeFailures, Unfit, check_health
-from hpc_train.elastic.rendezvous.coordinator import NODE_LOSS_WAIT_S, SECONDARY_WAIT_S, Coordinator
+from hpc_train.elastic.rendezvous.coordinator import LOOK_S, NODE_LOSS_WAIT_S, SECONDARY_WAIT_S, Coordinator
 from hpc_train.elastic.rendezvous.messages import End, Leave, NodeReport, SaveStacks, Start
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
@@ -559,3 +559,13 @@ def test_a_killed_store_is_restarted_in_place(tmp_path: Path) -> None:
     assert isinstance(course.next(), End)
     course.report(NodeReport(Exit.FAILED, None, 9), 0, 1)
     assert course.started() == [0, 1]
+
+
+def test_a_server_whose_nodes_stay_away_looks_whether_another_agent_has_taken_over(tmp_path: Path) -> None:
+    course = Course(tmp_path, nodes=2, joined=1)
+    course.head.taken_over = lambda: None
+    assert course.next() is None
+    course.head.taken_over = lambda: "taken over"
+    assert course.next() is None, "it looks rarely"
+    order = course.next(after=LOOK_S)
+    assert isinstance(order, Leave) and order.decision == RestartDecision(Action.STOP, "taken over")

@@ -43,6 +43,7 @@ from hpc_train.run.exits import OF_DISKS, Action, Exit, Failure, concerns_gpu
 SECONDARY_WAIT_S = 2.0  # from a secondary failure until the attempt is ended, so that the primary cause can arrive
 NODE_LOSS_WAIT_S = 1.0  # from the loss of a node until the decision, since more nodes may be lost with it
 END_TIMEOUT_S = 60.0  # an agent that cannot end its workers within this time counts as lost
+LOOK_S = 5.0  # between two questions whether another agent has taken the job over
 MAX_FAILED_STARTS = 2  # failed starts in a row on a node until the job must run elsewhere
 NODE_MAY_BE_TO_BLAME = {  # class of failure -> the number of node failures that it counts as
     **dict.fromkeys((Failure.NODE_LOST, Failure.KILLED, Failure.HANG, Failure.KERNEL), 1),
@@ -61,6 +62,7 @@ class Coordinator:
     join_until: float
     refusal: Callable[[], str | None] = lambda: None  # why the run must not restart after any failure
     superseded: Callable[[], str | None] = lambda: None  # why this server must not decide any more, asked after a stall
+    taken_over: Callable[[], str | None] = lambda: None  # likewise, asked while nodes are absent
     names: Sequence[str] = ()  # names of all nodes, by node number
     elsewhere: bool = False  # whether a requeue may get other nodes
     saved: Callable[[], bool | None] = lambda: None  # whether the run has a checkpoint; None if that is unknown
@@ -73,6 +75,7 @@ class Coordinator:
     _working: set[int] = field(default_factory=set, init=False)  # nodes of the team that have not reported the end
     _reports: list[NodeReport] = field(default_factory=list, init=False)
     _causes: list[FailureReport] = field(default_factory=list, init=False)
+    _look_at: float = field(default=0.0, init=False)  # when taken_over is asked next
     _has_stepped: bool = field(default=False, init=False)  # whether an attempt made progress
     _frozen: set[str] = field(default_factory=set, init=False)  # names of nodes that were lost by doing nothing
     _saved: set[int] = field(default_factory=set, init=False)  # nodes that have saved the stacks of their ranks
@@ -171,6 +174,10 @@ class Coordinator:
             return Leave(self._stopped(), stop=self.stop)
         joined = {*self.present, *self.unfit}
         if len(joined) < self.expected and now < self.join_until:
+            if now >= self._look_at:
+                self._look_at = now + LOOK_S
+                if (why := self.taken_over()) is not None:
+                    return Leave(RestartDecision(Action.STOP, why))
             return None
         absent = [number for number in range(self.expected) if number not in joined]
         reasons, fixes = why_unfit(self.unfit.values())
