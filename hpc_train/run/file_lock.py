@@ -28,6 +28,7 @@ from hpc_train.opening import DamagedFile, open_file, read_file
 from hpc_train.run.files import patiently
 from hpc_train.run.processes import boot_id, started
 from hpc_train.schedulers.current import current_job
+from hpc_train.schedulers.kubernetes.job import KubernetesJob
 from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.jobs import SlurmJob
 
@@ -314,6 +315,8 @@ class LockOwner:
             return False
         if self.machine == seen_by.machine:
             return self.started == started(self.pid)
+        if same_job and self.host == seen_by.host and self.scheduler == KubernetesJob.scheduler:
+            return False  # a pod is replaced after its processes have ended
         is_slurm = self.scheduler is None and self.job_id is not None
         if ask_slurm and is_slurm and not other_cluster and self.job_id != seen_by.job_id:
             state = client.job_state(str(self.job_id))

@@ -9,6 +9,8 @@ from typing import Any
 
 from hpc_train.errors import UserError
 from hpc_train.schedulers.environment import EnvironmentJob, describes_job
+from hpc_train.schedulers.kubernetes.job import KubernetesJob
+from hpc_train.schedulers.kubernetes.manifest import REFERENCE
 from hpc_train.schedulers.scheduler import CurrentJob, SubmittedJobs, load_scheduler
 from hpc_train.schedulers.slurm.jobs import SlurmJob, SlurmJobs
 
@@ -39,7 +41,8 @@ def current_job(environment: Mapping[str, str] = os.environ) -> CurrentJob:
     Raises UserError if a variable of the job is wrong.
     """
     if describes_job(environment):
-        return EnvironmentJob.of(environment)
+        kind = KubernetesJob if REFERENCE in environment else EnvironmentJob
+        return kind.of(environment)
     if "SLURM_JOB_ID" in environment:
         return SlurmJob.of(environment)
     return NoJob()
