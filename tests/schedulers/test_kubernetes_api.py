@@ -296,7 +296,7 @@ def test_pods_have_processes_with_a_network_names_volumes_and_secrets(tmp_path: 
         )
         first, second = pods_running(cluster)
         until(lambda: "said: hello" in core.read_namespaced_pod_log(first, "default"))
-        assert "I am process 1\n" in core.read_namespaced_pod_log(second, "default", tail_lines=5)
+        assert "I am process 1" in core.read_namespaced_pod_log(second, "default", tail_lines=5)
         assert (directory / "1").read_text() == "1 run-1 v\n" and not list(inside.iterdir())
         core.create_namespaced_pod_eviction(first, "default", {"metadata": {"name": first}})
         until(lambda: first not in cluster.pod_names("run", "default", "Pending", "Running"))
