@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from hpc_train.config.import_path import install_extra
 from hpc_train.errors import Mistakes, UserError
 from hpc_train.schedulers.kubernetes.manifest import (
     JOB_NAME,
@@ -145,7 +146,7 @@ def connect(namespace: str | None = None, context: str | None = None) -> Connect
         raise UserError(
             "the official Python client of Kubernetes is not installed",
             where="cluster.kind",
-            fix="pip install 'hpc_train[kubernetes]'",
+            fix=install_extra("kubernetes"),
         ) from None
     files = os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
     try:
