@@ -25,6 +25,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.continued import with_frozen_defaults
 from hpc_train.launch.executors.allocation import shape_in_script
+from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.executors.slurm import check_architecture, slurm_shape
 from hpc_train.launch.gpus import (
     asked_gpus,
@@ -145,9 +146,10 @@ def check_signal(config: Config, run: RunDirectory) -> None:
 
 
 def print_script(arguments: list[str]) -> int:
-    """Prints the script of the run that the overrides describe.
+    """Prints the script of the run that the overrides describe; on Kubernetes, the manifest.
 
-    It writes no files and also works on a machine without Slurm, where the defaults of the partition are unknown.
+    It writes no files and also works on a machine without Slurm, where the defaults of the partition are unknown. The
+    script of another scheduler needs the run directory, which ``-m`` writes.
 
     Raises:
         UserError: the config is wrong, lists several jobs, or is for this machine only.
@@ -184,17 +186,23 @@ def _batch_script(composed: ComposedJob) -> list[Block]:
     run = RunDirectory(composed.directory)
     config = with_frozen_defaults(composed.config, run, line, composed.overrides)
     cluster = config.cluster
-    if cluster.kind not in ("auto", "slurm"):
-        fix = "cluster=slurm"
-        if is_import_path(cluster.kind):
-            fix += "; launch.dry_run=true -m prints what this scheduler would get"
-        raise UserError(f"a batch script needs Slurm, got cluster.kind={cluster.kind}", where="cluster.kind", fix=fix)
+    if cluster.kind == "local":
+        fix = "cluster=slurm, or cluster=kubernetes"
+        raise UserError("cluster.kind=local submits no script", where="cluster.kind", fix=fix)
     if config.launch.chain > 1:
         raise UserError(
             f"script takes one job, but launch.chain={config.launch.chain} makes a chain of jobs",
             where="launch.chain",
             fix="launch.chain=1, or submit the chain with -m",
         )
+    if is_import_path(cluster.kind):
+        executor = select_executor(cluster)
+        job = check_job(config, run, overrides=composed.overrides)
+        print_notices(job, line)
+        ((_, script),) = executor.plan([job], composed.directory)
+        purpose = f"what -m submits to {executor.name} after it has written {run.path}"
+        print(f"note: this is {purpose}", file=sys.stderr)
+        return [Block(purpose, script.splitlines())]
     site = read_site() if controller_answers() else NO_SITE
     check_architecture(cluster, site)
     shape = slurm_shape(config, lambda: site)
@@ -210,7 +218,7 @@ def _batch_script(composed: ComposedJob) -> list[Block]:
     if line.config_directory:
         overrides.append(f"--config-dir={line.config_directory}")
     container = container_of(config, job.gpus)
-    script = Script(
+    batch_script = Script(
         f"hpc_train, {config.strategy.name}: {job.layout}",
         cluster,
         freezing(cluster, overrides, container),
@@ -220,4 +228,4 @@ def _batch_script(composed: ComposedJob) -> list[Block]:
         survives_node_loss=survives_node_loss(config.elastic),
         on_event=config.run.on_event,
     )
-    return blocks_of(script)
+    return blocks_of(batch_script)

@@ -127,7 +127,8 @@ def test_a_scheduler_that_is_written_from_the_page_trains_on_two_nodes(
     status = hpc_train("status", "first", "--json", cwd=tmp_path, env=env)
     assert json.loads(status.stdout)["state"] == "done"
     dry = hpc_train("-m", *options, "run.name=second", "launch.dry_run=true", cwd=tmp_path, env=env)
-    assert "pbs_tmrsh" in dry.stdout and not (tmp_path / "outputs/second").exists()
+    script = hpc_train("script", *options, "run.name=second", cwd=tmp_path, env=env).stdout
+    assert "pbs_tmrsh" in script and script in dry.stdout and not (tmp_path / "outputs/second").exists()
 
 
 @pytest.mark.long_form(60)  # the short form cancels jobs of Slurm, and submits with this scheduler
