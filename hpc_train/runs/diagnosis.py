@@ -148,9 +148,10 @@ def diagnose(
         cause = replace(cause, nccl=nccl_warnings(found.run, cause.node, cause.rank, cause.attempt))
     facts = waiting = None
     if asks_slurm and found.job_id:
-        if "scheduler" not in found.submission:
+        is_slurm = "scheduler" not in found.submission
+        if is_slurm:
             facts = read_facts(found.job_id)
-        if status is not None and status.is_pending:
+        if status is not None and (status.is_pending or (not is_slurm and status.is_running and status.reason)):
             waiting = _waiting(found, status, view)
     hours = found.plain_config.get("elastic", {}).get("exclude_hours", 0.0)
     metrics = [line for line in found.run.read_all_metrics() if cause is None or line.attempt == cause.attempt]
@@ -334,7 +335,7 @@ def _waiting(item: RunHandle, status: JobStatus, view: View) -> Waiting:
     reason = item.jobs.explain(status)
     if view.exit == Exit.DONE:
         words = f"the run is done, and {item.jobs.name} has requeued its job: {reason.words}"
-        return Waiting(status.reason, words, f"scancel {item.job_id}", status.starts, ())
+        return Waiting(status.reason, words, f"python -m hpc_train cancel {shown(item.run.path)}", status.starts, ())
     changes: list[str] = []
     if reason.by_size:
         gpus = item.config.cluster.gpus_per_node
@@ -345,7 +346,7 @@ def _waiting(item: RunHandle, status: JobStatus, view: View) -> Waiting:
     return Waiting(
         reason=status.reason,
         words=reason.words,
-        fix=reason.fix.format(job=item.job_id),
+        fix=reason.fix.replace("{job}", item.job_id or ""),
         starts=status.starts,
         sooner=tuple(changes),
     )

@@ -32,7 +32,7 @@ class JobStatus:
     """
 
     state: str = ""
-    reason: str = ""
+    reason: str = ""  # of a pending job; outside Slurm, also of a running one that lacks nodes
     starts: str = ""  # the expected start, 2026-01-31T12:00:00; empty if unknown
     comment: str = ""
     part: str = ""  # which job of a chain: "job 18, 2 of 3"

@@ -290,7 +290,9 @@ def test_the_states_of_a_job(cluster: Cluster, connection: Connection) -> None:
     batch = official.BatchV1Api(connection.api)
     batch.patch_namespaced_job("run", "default", {"spec": {"suspend": True}})
     until(lambda: state(connection).phase is JobPhase.STOPPED)
-    assert [cause.reason for cause in state(connection).causes] == ["Suspended"]
+    (cause,) = state(connection).causes
+    resumed = """kubectl patch job run --namespace=default --patch='{"spec":{"suspend":false}}'"""
+    assert (cause.reason, cause.fix) == ("Suspended", resumed)
     batch.patch_namespaced_job("run", "default", {"spec": {"suspend": False}})
     cluster.exit_container(pods_running(cluster)[1], Exit.GAVE_UP)
     until(lambda: state(connection).phase is JobPhase.FAILED)
@@ -358,6 +360,9 @@ def test_why_pods_wait(
     submit(connection, replace(JOB, **change))
     (cause,) = until(lambda: state(connection).causes)
     assert cause.reason == reason and words in cause.words and cause.fix
+    if change == {"cpus": 3}:  # of two pods, the quota allows one
+        waits = "1 of 2 pods hold their resources and wait for pod "
+        until(lambda: state(connection).causes[0].message.startswith(waits))
 
 
 def test_all_reasons_of_a_scheduler_and_unknown_ones_are_explained() -> None:

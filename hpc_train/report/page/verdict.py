@@ -44,7 +44,7 @@ def ended_badly(diagnosis: Diagnosis) -> bool:
 
 def sections(diagnosis: Diagnosis) -> Iterator[tuple[str, list[str]]]:
     """Yields titles with lines of text; a section without lines is not shown."""
-    yield "why the job is pending", _waiting(diagnosis)
+    yield "what the job waits for", _waiting(diagnosis)
     yield "failure" if ended_badly(diagnosis) else "earlier failure", _cause(diagnosis)
     yield "Slurm", _slurm(diagnosis)
     memory = []

@@ -185,7 +185,12 @@ _ROWS = (
         "Kueue waits for room in its queue",
         "wait, request less, or use another queue (cluster.partition)",
     ),
-    _Row("Suspended", r"", "the Job is suspended", "python -m hpc_train resume RUN"),
+    _Row(
+        "Suspended",
+        r"Job (\S+), namespace (\S+)",
+        "the Job is suspended",
+        """kubectl patch job {0} --namespace={1} --patch='{{"spec":{{"suspend":false}}}}'""",
+    ),
 )
 _PREEMPTIONS = frozenset({"Preempted", "Evicted", "TaintManagerEviction"})  # reasons of events of pods
 _WARNINGS = frozenset({"FailedCreate", "FailedAttachVolume", "FailedMount"})
@@ -219,8 +224,11 @@ def report(job: Object, pods: Sequence[Object], events: Iterable[Object], worklo
     phase = _phase(job, pods, of_job, workload)
     causes: list[Cause] = []
     if phase in (JobPhase.PENDING, JobPhase.PREEMPTED, JobPhase.STOPPED, JobPhase.RUNNING) and not end:
+        held = ""
+        if phase is JobPhase.RUNNING:
+            held = _held(job, pods)
         for reason, message in _waits(job, pods, of_job, workload):
-            causes += explain(reason, message)
+            causes += explain(reason, held + message)
     return JobReport(
         phase,
         end.get("reason", ""),
@@ -263,7 +271,7 @@ def _waits(
     """Yields reason and message of what keeps pods of a live Job from running."""
     if condition(job, "Suspended"):
         if workload is None:
-            yield "Suspended", ""
+            yield "Suspended", f"Job {job['metadata']['name']}, namespace {job['metadata']['namespace']}"
             return
         conditions = (workload.get("status") or {}).get("conditions") or ()
         for entry in conditions:
@@ -288,6 +296,16 @@ def _waits(
             continue
         if concerned["name"] in names or (concerned["kind"] == "Job" and is_short):
             yield event["reason"], event.get("message", "")
+
+
+def _held(job: Object, pods: Sequence[Object]) -> str:
+    """Returns which pod a Job lacks of whose pods some run, since their agents wait for it; empty if all run."""
+    started = [pod for pod in pods if pod["status"]["phase"] in ("Running", "Succeeded")]
+    count = job["spec"]["parallelism"]
+    missing = set(range(count)) - {_pod_report(pod).index for pod in started}
+    if not missing:
+        return ""
+    return f"{len(started)} of {count} pods hold their resources and wait for pod {min(missing)}: "
 
 
 def _concerns(event: Object, job: str) -> bool:
