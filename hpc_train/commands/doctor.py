@@ -176,8 +176,10 @@ def _submit(job: ComposedJob, overrides: Sequence[str], options: argparse.Namesp
     """Submits the same command as a job with the run's resources and follows its output to the end."""
     from hpc_train.bench.doctor.job import resources
     from hpc_train.launch.command_job import follow, submit
+    from hpc_train.launch.sbatch import refuse_other_scheduler
     from hpc_train.schedulers.slurm.client import controller_answers
 
+    refuse_other_scheduler(job.config.cluster)
     if not controller_answers():
         text = "no job can be submitted from here: there is no sbatch, or no Slurm controller responds"
         fix = "use a login node of the cluster, or omit --submit for this machine"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.launch.sbatch import NO_SITE, output_file
+from hpc_train.launch.sbatch import NO_SITE, output_file, refuse_other_scheduler
 from hpc_train.launch.script import IN_SHELL, container_of, exports, python, quoted, setup_lines, shell_word
 from hpc_train.run.exits import Exit
 from hpc_train.schedulers.slurm import client
@@ -39,13 +39,14 @@ class CommandJob:
 def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[str] = ()) -> CommandJob:
     """Submits ``python -m hpc_train WORDS``.
 
-    Raises UserError if Slurm does not respond or refuses the job.
+    Raises UserError if Slurm does not respond or refuses the job, or as ``refuse_other_scheduler`` does.
 
     Args:
         config: sets partition, account, time limit, environment and container.
         folder: directory for the output of the job.
         extra: further options of sbatch, which take precedence.
     """
+    refuse_other_scheduler(config.cluster)
     folder.mkdir(parents=True, exist_ok=True)
     name = "-".join(word for word in words[:2] if word.isalpha())  # the command without overrides, which may be paths
     log = folder.absolute() / f"{name}-{secrets.token_hex(3)}.out"

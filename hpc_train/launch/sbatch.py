@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.checkpoint.space import StopTime, stop_time
+from hpc_train.config.extensions import is_import_path
 from hpc_train.config.schema import ClusterConfig, ElasticConfig
 from hpc_train.config.values import asked_nodes, node_range
 from hpc_train.errors import UserError
@@ -35,9 +36,10 @@ NO_SITE = Site("")
 def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
     """Returns the options for the resources of ``job``. Jobs with equal options may share an array.
 
-    Raises UserError if ``cluster.extra`` has an option that another key sets.
+    Raises UserError if ``cluster.extra`` has an option that another key sets, or as ``refuse_other_scheduler`` does.
     """
     cluster = job.config.cluster
+    refuse_other_scheduler(cluster)
     partition = site.partition(cluster.partition or preset("partition"))
     fewest, most = asked_nodes(job.config)
     gpus = None
@@ -85,6 +87,16 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
             )
     given = {name: value for name, value in {**values, **cluster.extra}.items() if value is not None}
     return {name: None if value is True else str(value) for name, value in given.items() if value is not False}
+
+
+def refuse_other_scheduler(cluster: ClusterConfig) -> None:
+    """Raises UserError if ``cluster.kind`` names another scheduler, for commands that only Slurm runs as jobs."""
+    if is_import_path(cluster.kind):
+        raise UserError(
+            f"only Slurm runs this command as a job, got cluster.kind={cluster.kind}",
+            where="cluster.kind",
+            fix="omit --submit, and run the command on a node; or cluster=slurm",
+        )
 
 
 REASONS = {  # of options that no key of the same name sets

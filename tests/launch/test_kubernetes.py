@@ -106,6 +106,10 @@ def test_a_dry_run_prints_the_manifest_that_is_submitted(started: Callable[..., 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "cluster.account: no effect on Kubernetes" in done.stdout and cluster.listed("jobs") == []
     text = done.stdout[done.stdout.index("# gives each pod") : done.stdout.index("\nKubernetes: at most")]
+    (*line, _) = arguments(tmp_path, "cluster=team")
+    printed = call(tmp_path, "script", "-cd", "site", *line)
+    assert (printed.returncode, printed.stdout) == (0, text), printed.stdout + printed.stderr
+    assert f"what -m submits to Kubernetes after it has written {tmp_path}/runs/run" in printed.stderr
     service, job = yaml.safe_load_all(text)
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -130,13 +134,14 @@ def test_a_dry_run_prints_the_manifest_that_is_submitted(started: Callable[..., 
         ("cluster.container.binds=[runs:/other]", "no writable volume holds the run directory"),
         ("cluster.gpus_per_node=auto", "the GPUs of the nodes of Kubernetes are unknown"),
         ("launch.chain=2", "launch.chain=2 needs Slurm"),
+        ("optim.lr=1,2,3 launch.array_parallelism=2 launch.detach=true", "submits all 3 jobs to Kubernetes at once"),
     ],
 )
 def test_mistakes_are_found_before_the_submission(
     started: Callable[..., Cluster], tmp_path: Path, override: str, message: str
 ) -> None:
     cluster = started()
-    done = call(tmp_path, *arguments(tmp_path), override)
+    done = call(tmp_path, *arguments(tmp_path), *override.split())
     assert done.returncode == Exit.REFUSED and message in done.stderr, done.stdout + done.stderr
     assert cluster.listed("jobs") == []
 
@@ -160,7 +165,8 @@ def test_why_explains_what_a_detached_job_waits_for(started: Callable[..., Clust
 
 def test_the_exit_codes_are_those_of_the_agents() -> None:
     assert EXITS.end_job == (Exit.FAILED, Exit.REFUSED, Exit.GAVE_UP) and EXITS.start_again == (Exit.STOPPED,)
-    assert SCHEDULER.explain(JobStatus("REQUEUE_HOLD", "Suspended")).words == "the Job is suspended"
+    held = JobStatus("REQUEUE_HOLD", "Suspended", comment="Job a, namespace b")
+    assert "kubectl patch job a --namespace=b" in SCHEDULER.explain(held).fix
 
 
 def test_a_replaced_pod_takes_the_lease_of_its_predecessor_and_of_no_other_pod() -> None:

@@ -48,9 +48,14 @@ def cost_lines(jobs: Sequence[Job], site: Site) -> list[str]:
     else:
         lines = [*(f"{count} x {text}" for text, count in kinds.items()), f"{len(jobs)} jobs, {total}"]
     lines += sorted({note for job in jobs for note in _notes(job, site)})
-    if _is_much(jobs):
-        lines.append(f"note: {_above(jobs)}: a terminal asks for confirmation; without one, set launch.yes=true")
-    return lines
+    return lines + confirmation_notes(jobs)
+
+
+def confirmation_notes(jobs: Sequence[Job]) -> list[str]:
+    """Returns a note if ``confirm_cost`` asks."""
+    if not _is_much(jobs):
+        return []
+    return [f"note: {_above(jobs)}: a terminal asks for confirmation; without one, set launch.yes=true"]
 
 
 def total_cost(jobs: Sequence[Job]) -> str:

@@ -16,7 +16,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.secrets import file_mode
 from hpc_train.config.values import asked_nodes, fewest_nodes, node_range
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.cost import confirm_cost, total_cost
+from hpc_train.launch.executors.cost import confirm_cost, confirmation_notes, total_cost
 from hpc_train.launch.job import Job
 from hpc_train.launch.sbatch import signal_lead
 from hpc_train.launch.script import code_lines, exports, setup_lines, shell_word
@@ -74,8 +74,16 @@ class QueueExecutor:
                 where="launch.chain",
                 fix="launch.chain=1; the run continues when its job is requeued",
             )
+        if jobs[0].config.launch.detach and self.at_once(jobs) < len(jobs):
+            raise UserError(
+                f"launch.array_parallelism={self.at_once(jobs)} needs a command that waits, but launch.detach=true "
+                f"submits all {len(jobs)} jobs to {self.name} at once",
+                where="launch.detach",
+                fix="launch.detach=false, or launch.array_parallelism=auto",
+            )
         notes = dict.fromkeys(note for job in jobs for note in self._scheduler.check(self._request(job)))
-        return [f"{self.name}: {total_cost(jobs)}", *check_room(jobs), *notes]
+        costs = [f"{self.name}: {total_cost(jobs)}", *confirmation_notes(jobs)]
+        return [*costs, *check_room(jobs), *notes]
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
         confirm_cost(jobs, console)
