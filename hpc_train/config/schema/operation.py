@@ -259,7 +259,7 @@ class LaunchConfig:
     )
     confirm_gpu_hours: float = key(
         50.0,
-        "A submission to Slurm that may cost more, including requeues, asks for confirmation.",
+        "A submission that may cost more, including requeues, asks for confirmation.",
         at_least=0,
         unit="GPU hours",
         when=when("submitted"),
