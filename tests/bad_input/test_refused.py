@@ -208,6 +208,8 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["optim.lr=interval(0,1)", "-m"], "commas"),
     (["train.seed=range(3,0)", "-m"], "the sweep has no job"),
     (["script", "nosuch"], "KEY=VALUE"),
+    (["script", "cluster=local"], "cluster=slurm, or cluster=kubernetes"),
+    (["doctor", "--submit", "cluster=kubernetes"], "only Slurm runs this command as a job"),
     (["freeze", "optim.lr=1,2"], "one job"),
     (["freeze", "data.path=nope"], "does not exist"),
 ]  # fmt: skip

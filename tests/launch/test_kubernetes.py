@@ -149,6 +149,7 @@ def test_mistakes_are_found_before_the_submission(
 def test_why_explains_what_a_detached_job_waits_for(started: Callable[..., Cluster], tmp_path: Path) -> None:
     cluster = started()
     cluster.images.clear()
+    cluster.get("nodes", "n1")["spec"]["taints"] = [{"key": "busy", "value": "yes", "effect": "NoSchedule"}]
     run = str(tmp_path / "runs" / "run")
     done = call(tmp_path, *arguments(tmp_path), "launch.detach=true")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -158,6 +159,10 @@ def test_why_explains_what_a_detached_job_waits_for(started: Callable[..., Clust
     assert "pending (ImagePullBackOff)" in status.stdout, status.stdout + status.stderr
     why = call(tmp_path, "why", run)
     assert "the image image:1 cannot be pulled" in why.stdout, why.stdout + why.stderr
+    cluster.images["image:1"] = {}
+    until(lambda: cluster.pod_names(job["metadata"]["name"], "default", "Running"))
+    why = call(tmp_path, "why", run)
+    assert "run: running" in why.stdout and "1 of 2 pods hold their resources and wait for pod 1" in why.stdout
     cancelled = call(tmp_path, "cancel", run)
     assert cancelled.returncode == 0, cancelled.stdout + cancelled.stderr
     until(lambda: not cluster.listed("jobs") and not cluster.listed("pods"))

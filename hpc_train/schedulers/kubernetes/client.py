@@ -215,7 +215,7 @@ def _check_namespace(connection: Connection, job: TrainingJob) -> None:
             raise UserError(
                 f"the cluster has no namespace {job.namespace}",
                 where=connection.place,
-                fix="use the namespace of your team: kubectl get namespaces, if you may list them",
+                fix="cluster.extra.namespace=NAME; `kubectl get namespaces` lists them, if you may",
             ) from None
         if error.problem is not Problem.FORBIDDEN:  # many users may not read namespaces
             raise
