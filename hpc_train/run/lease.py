@@ -127,7 +127,8 @@ def refuse_live(
     waits = False
     while (live := find_live(run)) is not None:
         if not is_ending(run):
-            raise UserError(f"the run in {run.path} is live: {live}", where="run.name", fix=_FIX)
+            fix = f"{_FIX}; python -m hpc_train why {run.path}   says what a pending or held job waits for"
+            raise UserError(f"the run in {run.path} is live: {live}", where="run.name", fix=fix)
         if time.monotonic() >= until:
             fix = f"python -m hpc_train wait {run.path}   waits until it has ended; then repeat this command"
             raise UserError(f"the run in {run.path} is stopping: {live}", where="run.name", fix=fix)
