@@ -146,8 +146,8 @@ def _describe(
         "price": config.get("cluster", {}).get("price"),
         "cost": None,
     }
-    if item.job_id in statuses:
-        row["part"] = statuses[item.job_id].part  # the position in a chain of jobs
+    if item.job_key in statuses:
+        row["part"] = statuses[item.job_key].part  # the position in a chain of jobs
     attempt = item.run.newest_attempt()
     if view.exit is None and attempt >= 0:  # saves that have failed in succession up to now
         row["failed_saves"] = failing(item.run.events_of(RANK_0, attempt))

@@ -177,7 +177,7 @@ def cancel_runs(runs: Sequence[RunHandle], *, save: bool) -> int:
         refuse_unproven(item)
     known = JobStatuses()
     statuses = statuses_of(runs, known)
-    queued = [item for item in runs if item.job_id in statuses and statuses[item.job_id].present]
+    queued = [item for item in runs if item.job_key in statuses and statuses[item.job_key].present]
     for item in queued:
         if isinstance(item.jobs, OtherJobs):
             item.jobs.cancel(item.job_ids)  # raises the error before any job is cancelled

@@ -140,7 +140,7 @@ def diagnose(
     """
     if statuses is None:
         statuses = statuses_of([found], JobStatuses())
-    status = statuses.get(found.job_id or "")
+    status = statuses.get(found.job_key)
     view = found.view(statuses)
     events = found.run.read_events()
     cause = find_cause(events)

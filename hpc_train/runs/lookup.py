@@ -52,6 +52,12 @@ class RunHandle:
         return self.submission.get("job_id")
 
     @property
+    def job_key(self) -> str:
+        """Identifies the job in ``statuses_of``, since schedulers and clusters give the same ids."""
+        parts = [self.submission.get(name) for name in ("job_id", "clusters", "scheduler")]
+        return " ".join(part for part in parts if part)
+
+    @property
     def job_ids(self) -> list[str]:
         """Returns the ids of the jobs: one, or those of a chain; empty for a run that is a process of a machine."""
         return job_ids(self.submission)
@@ -100,7 +106,7 @@ class RunHandle:
         return is_alive(self.submission)
 
     def view(self, statuses: dict[str, JobStatus]) -> View:
-        status = statuses.get(self.job_id or "")
+        status = statuses.get(self.job_key)
         if status is None and self.lives_here():
             status = PRESENT
         if status is None and not self.submission:
@@ -269,22 +275,25 @@ def unreadable(run: RunDirectory, error: Exception) -> UserError:
 
 
 def statuses_of(runs: Iterable[RunHandle], statuses: JobStatuses) -> dict[str, JobStatus]:
-    """Returns the status of the runs' jobs by job id; a chain has the id of its first job."""
-    items = [item for item in runs if item.job_ids]
-    ids: dict[SubmittedJobs, list[str]] = {}
+    """Returns the status of the runs' jobs by ``job_key``."""
+    by_scheduler: dict[SubmittedJobs, list[RunHandle]] = {}
     found: dict[str, JobStatus] = {}
-    for item in items:
+    for item in runs:
+        if not item.job_ids:
+            continue
         try:
             if not isinstance(item.jobs, OtherJobs):
-                ids.setdefault(item.jobs, []).extend(item.job_ids)
+                by_scheduler.setdefault(item.jobs, []).append(item)
             elif is_live(item.run):  # only the lease shows whether the job runs
-                found |= dict.fromkeys(item.job_ids, PRESENT)
+                found[item.job_key] = PRESENT
         except UserError as error:  # the other runs are shown nevertheless
             tell_once(f"note: the state of job {', '.join(item.job_ids)} is unknown: {error.what} ({error.where})")
-            found |= dict.fromkeys(item.job_ids, JobStatus(UNKNOWN))
-    for jobs, of_jobs in ids.items():
-        found |= statuses.of(of_jobs, jobs)
-    return folded({item.job_ids[0]: item.job_ids for item in items if len(item.job_ids) > 1}, found)
+            found[item.job_key] = JobStatus(UNKNOWN)
+    for jobs, items in by_scheduler.items():
+        listed = statuses.of([job_id for item in items for job_id in item.job_ids], jobs)
+        listed = folded({item.job_ids[0]: item.job_ids for item in items if len(item.job_ids) > 1}, listed)
+        found |= {item.job_key: listed[item.job_ids[0]] for item in items if item.job_ids[0] in listed}
+    return found
 
 
 def _number(path: Path) -> tuple[int, str]:

@@ -22,10 +22,11 @@ from hpc_train.run.files import append_line, last_line
 from hpc_train.run.lease import add_submission, find_live, refuse_live
 from hpc_train.run.requests import record_stop_request, stop_was_requested
 from hpc_train.runs.diagnosis import diagnose
-from hpc_train.runs.job_status import View, how_stopped, resume_command, time_left
+from hpc_train.runs.job_status import JobStatuses, View, how_stopped, resume_command, time_left
 from hpc_train.runs.job_table import JobTable, plain_line
-from hpc_train.runs.lookup import RunHandle
+from hpc_train.runs.lookup import RunHandle, statuses_of
 from hpc_train.schedulers.scheduler import PRESENT, JobStatus
+from hpc_train.schedulers.slurm.jobs import SlurmJobs
 from hpc_train.schedulers.slurm.reasons import JobFacts
 from hpc_train.telemetry.progress import speed_column
 from tests.launch.jobs import make_job
@@ -102,6 +103,17 @@ def test_a_batch_script_that_was_killed_is_told(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("hpc_train.runs.diagnosis.read_facts", lambda job: JobFacts(job, "FAILED", exit_code="0:9"))
     found = diagnose(RunHandle(item.job.run, 0, {"job_id": "1"}), {"1": JobStatus("FAILED")})
     assert found.advice[0].startswith("its batch script was killed by SIGKILL")
+
+
+def test_jobs_of_two_clusters_with_the_same_id_have_their_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = submitted(tmp_path).job.run
+    states = {"a": "RUNNING", "b": "PENDING"}
+    monkeypatch.setattr(SlurmJobs, "statuses", lambda jobs, ids: {"12": JobStatus(states[jobs.clusters])})
+    handles = [RunHandle(run, 0, {"job_id": "12", "clusters": cluster}) for cluster in states]
+    statuses = statuses_of(handles, JobStatuses())
+    assert [statuses[item.job_key].state for item in handles] == ["RUNNING", "PENDING"]
 
 
 def test_a_job_whose_run_directory_was_deleted_says_so(tmp_path: Path) -> None:

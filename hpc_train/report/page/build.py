@@ -186,7 +186,7 @@ def _write_run(run: RunDirectory, *, in_job: bool) -> Path:
     statuses: dict[str, JobStatus] = {}
     comparison = None
     if in_job:
-        statuses = dict.fromkeys(handle.job_ids, PRESENT)
+        statuses = {handle.job_key: PRESENT}
         with suppress(Exception):  # the page is written even if the prediction fails
             comparison = compare(run)
     write_text(run.path / PAGE, page_of_run(handle, statuses))
