@@ -1,6 +1,8 @@
 #!/bin/bash
 # Trains on all nodes of a job of IBM Spectrum LSF: bsub < deploy/schedulers/lsf.sh
-# Never run on a real LSF as of 2026-11-29; a test starts it with stand-ins for bsub and blaunch.
+# Never run on a real LSF as of 2026-11-29; a test starts it with a stand-in for blaunch. Manuals of the options and the
+# variables: https://www.ibm.com/docs/en/spectrum-lsf/10.1.0, bsub -Q, bsub -W, blaunch, "Environment variables set for job
+# execution". At the limit of -W, LSF sends SIGUSR2 and waits for ten minutes.
 #BSUB -J hpc_train
 #BSUB -n 2
 #BSUB -R "span[ptile=1]"
@@ -11,7 +13,7 @@
 LIMIT_S=$((4 * 3600)) # -W above
 OVERRIDES=(+strategy=hybrid)
 
-export HPC_TRAIN_JOB_ID=lsf-$LSB_JOBID${LSB_JOBINDEX:+-$LSB_JOBINDEX}
+export HPC_TRAIN_JOB_ID=lsf-$LSB_JOBID-$LSB_JOBINDEX # the index is 0 without an array
 HPC_TRAIN_NODES=$(awk '!seen[$1]++ { print $1 }' "$LSB_DJOB_HOSTFILE" | paste -sd,)
 HPC_TRAIN_END_TIME=$(($(date +%s) + LIMIT_S))
 export HPC_TRAIN_NODES HPC_TRAIN_END_TIME

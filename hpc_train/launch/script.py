@@ -597,6 +597,7 @@ agents_end() { # exits with $1 if the job is to run again, by default 75
   for signal in TERM USR1 USR2; do # a scheduler may signal this script alone
     trap "kill -$signal $first 2> /dev/null" "$signal"
   done
+  trap "kill -TERM $first 2> /dev/null" INT # Ctrl-C and bkill; children in the background ignore SIGINT
   until ls "$end".node-* &> /dev/null || [ -z "$(jobs -pr)" ]; do sleep 1 || true; done
   for ((second = 0; second < 60; second++)); do # an agent may be busy with the command that requeues the job
     [ -n "$(jobs -pr)" ] || break

@@ -50,32 +50,39 @@ echo $! > $script.pid
 if [ -e {folder}/silent ]; then rm {folder}/silent; echo "qsub: cannot connect to server" >&2; exit 1; fi
 echo $number.pbs01
 """
-# In an instance on two nodes: `flux run` starts a task per node with its rank, and passes signals on.
+# In an instance on two nodes without a time limit: `flux run` starts a task per node with its rank, and passes on the
+# signals of attach_fwd_signals (flux-core, src/cmd/job/attach.c).
 FLUX = r"""
 case "$*" in
   "getattr jobid") echo f2Nh7 ;;
   "hostlist --expand --delimiter=, local") paste -sd, {folder}/nodefile ;;
-  "job timeleft") echo 3600.5 ;;
-  "run -N 2 --tasks-per-node=1 --exclusive "*)
-    for rank in 0 1; do FLUX_TASK_RANK=$rank FLUX_JOB_ID=7 "${{@:6}}" & done
-    trap 'kill -TERM $(jobs -pr)' TERM
-    trap 'kill -USR1 $(jobs -pr)' USR1
+  "job timeleft") echo 4294967295 ;;
+  "run -N 2 --tasks-per-node=1 --exclusive -o exit-timeout=none "*)
+    for rank in 0 1; do FLUX_TASK_RANK=$rank FLUX_JOB_ID=7 "${{@:8}}" & done
+    for signal in TERM HUP ALRM USR1 USR2; do trap "kill -$signal \$(jobs -pr)" $signal; done
+    trap "echo one more ctrl-C within 2s to cancel" INT
     while [ -n "$(jobs -pr)" ]; do wait; done ;;
+  "--parent batch -N 2 --exclusive -t 4h --env=HPC_TRAIN_JOB_ID="*)
+    echo "flux $*" >> {folder}/calls
+    env "${{8#--env=}}" setsid bash "$9" > {folder}/out1 2>&1 < /dev/null &
+    echo $! > {folder}/job1.pid ;;
   *) echo "flux $*" >> {folder}/calls; exit 1 ;;
 esac
 """
 TOOLS = {
-    "pbs_tmrsh": 'shift; exec env -i HOME="$HOME" PATH=/usr/bin:/bin PBS_JOBID=$PBS_JOBID {fixed} "$@"',
+    # PATH is that of $PBS_HOME/pbs_environment
+    "pbs_tmrsh": "[[ $2 == /* && -e $PBS_NODEFILE ]] || exit 255; shift;"
+    ' exec env -i HOME="$HOME" PATH=/usr/bin:/bin PBS_JOBID=$PBS_JOBID {fixed} "$@"',
     "blaunch": 'shift; exec env -i HOME="$HOME" PATH=/usr/bin:/bin LSB_JOBID=$LSB_JOBID {fixed} "$@"',
     "ssh": 'shift 3; exec env -i HOME="$HOME" PATH=/usr/bin:/bin {fixed} bash -c "$*"',
     "qsub": QSUB,
     "flux": FLUX,
     "qselect": "for name in {folder}/job*.name; do"
     ' [ "$(cat $name 2> /dev/null)" != "$2" ] || echo "$(basename ${{name%.name}} | tr -d job).pbs01"; done',
-    "qstat": "for id in $(shift; echo $*); do"
-    " kill -0 $(cat {folder}/job${{id%%.*}}.pid) 2> /dev/null && echo $id u q n 1 2 2 -- 01:00 R 00:01; done",
+    "qstat": "for id in $(shift; echo $*); do kill -0 $(cat {folder}/job${{id%%.*}}.pid) 2> /dev/null"
+    " && printf 'Job Id: %s\\n    Job_Name = n\\n    job_state = R\\n    queue = q\\n\\n' $id; done",
     "qdel": "kill -- -$(cat {folder}/job${{1%%.*}}.pid)",
-    "qsig": "pkill -USR1 -g $(cat {folder}/job${{3%%.*}}.pid) -f 'hpc_train agent'",
+    "qsig": "pkill -USR1 -s $(cat {folder}/job${{3%%.*}}.pid)",  # all processes of the session, as PBS does
 }
 
 
@@ -162,9 +169,10 @@ def test_jobs_of_this_scheduler_are_stopped_resumed_and_cancelled(
     ("change", "message"),
     [
         (("SCHEDULER = PBS()", ""), "defines no SCHEDULER"),
-        (("def cancel", "def end"), "cancel"),
-        (("import shlex", "import torch"), "torch"),
-        (("SCHEDULER = PBS()", "SCHEDULER = PBS"), "must be a Scheduler"),
+        # the short form imports other objects that a user has written
+        pytest.param(("def cancel", "def end"), "cancel", marks=pytest.mark.long_form(3)),
+        pytest.param(("import shlex", "import torch"), "torch", marks=pytest.mark.long_form(3)),
+        pytest.param(("SCHEDULER = PBS()", "SCHEDULER = PBS"), "must be a Scheduler", marks=pytest.mark.long_form(3)),
     ],
 )
 def test_a_wrong_scheduler_is_refused_before_anything_is_submitted(
@@ -183,6 +191,8 @@ SLOW = [
     "+strategy=dp",
     "model=custom",
     "model._target_=tests.doors.faulty.Slow",
+    "train.reproducible=any_world_size",
+    "batch.logical_micro_batches=2",
     "data=synthetic",
     "data.sequence_length=16",
     "data.validation_samples=8",
@@ -234,46 +244,61 @@ def steps_of(run: RunDirectory) -> list[int]:
     return [line["step"] for line in run.read_metrics()]
 
 
-def check_losses(run: RunDirectory, tmp_path: Path) -> None:
-    """Compares the losses with those of two ranks of one node that nothing has disturbed."""
+def check_weights(run: RunDirectory, tmp_path: Path) -> None:
+    """Compares losses and weights with those of one process that nothing has disturbed; they are equal bit by bit."""
     fast = [word.replace("faulty.Slow", "faulty.Faulty") for word in SLOW]
     done = hpc_train(
-        *fast, "+model.args.how=never", "cluster=local", "cluster.cpu_workers=2", "run.name=one", cwd=tmp_path
+        *fast, "+model.args.how=never", "cluster=local", "cluster.cpu_workers=1", "run.name=one", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    expected = {line["step"]: line["loss"] for line in RunDirectory(tmp_path / "outputs/one").read_metrics()}
+    one = RunDirectory(tmp_path / "outputs/one")
+    expected = {line["step"]: line["loss"] for line in one.read_metrics()}
     assert {line["step"]: line["loss"] for line in run.read_metrics()} == pytest.approx(expected)
+    assert run.record()["result"]["weights_sha256"] == one.record()["result"]["weights_sha256"]
 
 
-def test_a_job_of_pbs_that_nears_its_limit_is_continued_by_one_other_job(
-    tmp_path: Path, tools: Callable[..., dict[str, str]], template: Callable[[str], Path]
+@pytest.mark.parametrize(
+    ("name", "command", "submission"),
+    [
+        ("pbs.sh", ["qsub"], "-v HPC_TRAIN_JOB_ID=pbs-0-pbs01"),
+        ("flux.sh", ["setsid", "--fork", "bash"], "--env=HPC_TRAIN_JOB_ID=flux-f2Nh7"),
+    ],
+)
+@pytest.mark.long_form(60)  # the short form trains a job of PBS, and requeues jobs of Slurm
+def test_a_job_that_nears_its_limit_is_continued_by_one_other_job(
+    tmp_path: Path,
+    tools: Callable[..., dict[str, str]],
+    template: Callable[[str], Path],
+    name: str,
+    command: list[str],
+    submission: str,
 ) -> None:
-    script = template("pbs.sh")
+    script = template(name)
     env = tools()
-    subprocess.run(["qsub", script.relative_to(tmp_path)], cwd=tmp_path, env=env, check=True)
+    subprocess.run([*command, script.relative_to(tmp_path)], cwd=tmp_path, env=env, check=True)
     run = RunDirectory(tmp_path / "outputs/first")
     until(lambda: run.config.exists() and len(steps_of(run)) > 2)
     agent_of(run, 0).send_signal(signal.SIGUSR2)
     pids = tmp_path / "bin/job1.pid"
     until(pids.exists)
-    assert "HPC_TRAIN_JOB_ID=pbs-0-pbs01" in (tmp_path / "bin/calls").read_text()
     until(lambda: not psutil.pid_exists(int(pids.read_text())))
-    assert (tmp_path / "bin/calls").read_text().count("qsub") == 2, (tmp_path / "bin/out1").read_text()
+    assert (tmp_path / "bin/calls").read_text().count(submission) == 1, (tmp_path / "bin/out1").read_text()
     assert [event.name for event in run.read_events()].count("requeued") == 1
     assert steps_of(run) == [*range(1, 17)]
-    check_losses(run, tmp_path)
+    check_weights(run, tmp_path)
     status = hpc_train("status", "first", "--json", cwd=tmp_path, env=env)
     assert json.loads(status.stdout)["state"] == "done"
 
 
-@pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.long_form(60)  # the short form has the same requeue on PBS
+@pytest.mark.parametrize(("node", "second"), [(0, NODES), (1, "127.0.0.2\n")])
+@pytest.mark.long_form(60)  # the short form requeues jobs of Slurm
 def test_a_job_of_lsf_that_loses_a_node_is_requeued_by_its_exit_code(
-    tmp_path: Path, tools: Callable[..., dict[str, str]], template: Callable[[str], Path], node: int
+    tmp_path: Path, tools: Callable[..., dict[str, str]], template: Callable[[str], Path], node: int, second: str
 ) -> None:
-    """Without node 0, the agent of the other node requests the requeue."""
+    """Without node 0, the agent of the other node requests the requeue. The ``second`` start may have fewer nodes."""
     script = template("lsf.sh")
-    env = tools(LSB_JOBID="7", LSB_DJOB_HOSTFILE=str(tmp_path / "bin/nodefile"))
+    nodefile = tmp_path / "bin/nodefile"
+    env = tools(LSB_JOBID="7", LSB_JOBINDEX="0", LSB_DJOB_HOSTFILE=str(nodefile))
     run = RunDirectory(tmp_path / "outputs/first")
     with script.open() as text:
         job = subprocess.Popen(["bash"], stdin=text, cwd=tmp_path, env=env, start_new_session=True)
@@ -282,12 +307,14 @@ def test_a_job_of_lsf_that_loses_a_node_is_requeued_by_its_exit_code(
     for process in [*agent.children(recursive=True), agent]:
         process.kill()
     assert job.wait(200) == 85
+    nodefile.write_text(second)
     with script.open() as text:
         again = subprocess.run(["bash"], stdin=text, cwd=tmp_path, env=env, check=False, timeout=200)
     assert again.returncode == Exit.DONE
     assert [event.name for event in run.read_events()].count("requeued") == 1
     assert "node_lost" in {event.name for event in run.read_events()}
-    check_losses(run, tmp_path)
+    assert run.attempt_record(run.newest_attempt())["nodes"] == len(second.split())
+    check_weights(run, tmp_path)
 
 
 @pytest.mark.long_form(30)  # tests/elastic kills workers, too
@@ -302,23 +329,25 @@ def test_a_worker_of_a_flux_job_that_is_killed_is_restarted(
         worker.kill()
     assert job.wait(200) == Exit.DONE
     assert run.newest_attempt() == 1
-    check_losses(run, tmp_path)
+    check_weights(run, tmp_path)
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 @pytest.mark.long_form(40)
 def test_a_run_on_hosts_is_stopped_by_a_signal_and_resumed_by_the_same_command(
-    tmp_path: Path, tools: Callable[..., dict[str, str]], template: Callable[[str], Path]
+    tmp_path: Path, tools: Callable[..., dict[str, str]], template: Callable[[str], Path], number: signal.Signals
 ) -> None:
+    """Ctrl-C reaches all processes of the terminal, those in the background ignore it."""
     command = ["bash", template("hosts.sh"), "127.0.0.2,127.0.0.3", *SLOW, "cluster.cpu_workers=1", "run.name=first"]
     env = tools()
     job = subprocess.Popen(command, cwd=tmp_path, env=env, start_new_session=True)
     run = RunDirectory(tmp_path / "outputs/first")
     until(lambda: run.config.exists() and len(steps_of(run)) > 2)
-    job.send_signal(signal.SIGUSR1)
+    os.killpg(job.pid, number)
     assert job.wait(200) == Exit.STOPPED
     assert subprocess.run(command, cwd=tmp_path, env=env, check=False, timeout=200).returncode == Exit.DONE
     assert "requeued" not in {event.name for event in run.read_events()}
-    check_losses(run, tmp_path)
+    check_weights(run, tmp_path)
 
 
 @pytest.mark.parametrize(("left_s", "lead_s"), [(3600, 120), (60, 20)])
