@@ -116,21 +116,23 @@ def page_file(tmp_path: Path) -> None:
     (tmp_path / "my_site/pbs.py").write_text(code)
 
 
-def test_a_scheduler_that_is_written_from_the_page_trains_on_two_nodes(
-    tmp_path: Path, tools: Callable[..., dict[str, str]]
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.long_form(40))])
+def test_a_scheduler_that_is_written_from_the_page_trains(
+    tmp_path: Path, tools: Callable[..., dict[str, str]], nodes: int
 ) -> None:
     """The answer to the submission is lost, and the job is submitted once nevertheless."""
     page_file(tmp_path)
     env = tools()
     (tmp_path / "bin/silent").touch()
-    options = [*OVERRIDES, "cluster.kind=my_site.pbs:SCHEDULER", "cluster.nodes=2"]
+    (tmp_path / "bin/nodefile").write_text("".join(NODES.splitlines(keepends=True)[:nodes]))
+    options = [*OVERRIDES, "cluster.kind=my_site.pbs:SCHEDULER", f"cluster.nodes={nodes}"]
     done = hpc_train("-m", *options, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "bin/out0").read_text()
     assert (tmp_path / "bin/calls").read_text().count("qsub") == 1
     run = RunDirectory(tmp_path / "outputs/first")
     (submission,) = run.record()["submissions"]
     assert (submission["job_id"], submission["scheduler"]) == ("0.pbs01", "my_site.pbs:SCHEDULER")
-    assert run.attempt_record(0)["nodes"] == 2
+    assert run.attempt_record(0)["nodes"] == nodes
     status = hpc_train("status", "first", "--json", cwd=tmp_path, env=env)
     assert json.loads(status.stdout)["state"] == "done"
     dry = hpc_train("-m", *options, "run.name=second", "launch.dry_run=true", cwd=tmp_path, env=env)
