@@ -71,7 +71,8 @@ def test_a_detached_run_is_found_watched_stopped_and_resumed(cluster: Cluster, s
     last = job_id(run)
     cluster.wait_for_state(last, "COMPLETED")
     cluster.call("scontrol", "requeuehold", last)
-    assert why(cluster, folder, "detached")["waiting"]["fix"] == f"scancel {last}", "the run is done"
+    fix = why(cluster, folder, "detached")["waiting"]["fix"]
+    assert fix == "python -m hpc_train cancel outputs/detached", "the run is done"
     cluster.call("scancel", last)
     cluster.wait_for_state(last, "CANCELLED")
     cancelled = cluster.hpc_train("cancel", "detached", cwd=folder).stdout
