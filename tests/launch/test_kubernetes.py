@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -39,6 +40,8 @@ CASE = [
     "telemetry.wandb.mode=disabled",
     "checkpoint.every=5",
     "train.steps=30",
+    "train.reproducible=any_world_size",
+    "batch.logical_micro_batches=2",
     "cluster.preflight_action.slow_device=warn",  # a speed measured beside other tests is noise
     "run.name=run",
 ]
@@ -213,11 +216,36 @@ def lose_both_nodes(cluster: Cluster) -> None:
         cluster.lose_node(name)
 
 
+def kill_worker(cluster: Cluster) -> None:
+    (job,) = cluster.listed("jobs")
+    pod = cluster.get("pods", cluster.pod_names(job["metadata"]["name"])[0])
+    process = cluster.containers[pod["metadata"]["uid"]].process
+    assert process is not None
+    children = psutil.Process(process.pid).children(recursive=True)
+    warm_parents = [child for child in children if "early_forkserver.py" in " ".join(child.cmdline())]
+    for worker in warm_parents[0].children():
+        worker.kill()
+
+
+def check_weights(folder: Path, *overrides: str) -> None:
+    """Compares losses and weights with those of one process that nothing has disturbed; they are equal bit by bit."""
+    local = [word.replace("faulty.Slow", "faulty.Faulty") for word in CASE if not word.startswith("cluster")]
+    where = ["cluster=local", "cluster.cpu_workers=1", "cluster.gpus_per_node=0"]
+    here = hpc_train(*local, "+model.args.how=never", *where, *overrides, cwd=folder)
+    assert here.returncode == 0, here.stdout + here.stderr
+    run = folder / "runs" / "run"
+    expected = folder / "outputs" / "run"
+    assert losses(run) == pytest.approx(losses(expected))
+    hashes = [RunDirectory(path).record()["result"]["weights_sha256"] for path in (run, expected)]
+    assert hashes[0] == hashes[1]
+
+
 DISTURBANCES: dict[str, Callable[[Cluster], object]] = {
     "evicted": evict,
     "batch_host_killed": lambda cluster: kill(cluster, 0),
     "node_killed": lambda cluster: kill(cluster, 1),
     "all_nodes_lost": lose_both_nodes,
+    "worker_killed": kill_worker,
 }
 
 
@@ -239,19 +267,18 @@ def test_a_run_continues_in_the_pods_that_replace_lost_ones(
     assert process.returncode == Exit.DONE, output
     names = event_names(run)
     assert "resumed" in names, names
-    if disturbance != "node_killed":  # its replacement may arrive in time for another attempt of the same start
+    if disturbance == "worker_killed":
+        assert "worker_failed" in names and "requeued" not in names, names
+    elif disturbance != "node_killed":  # its replacement may arrive in time for another attempt of the same start
         assert "requeued" in names, names
     (job,) = cluster.listed("jobs")
     assert job["status"]["completedIndexes"] == "0-1"
-    local = [override for override in CASE if not override.startswith("cluster")]
-    here = hpc_train(*local, "cluster=local", "cluster.cpu_workers=2", "cluster.gpus_per_node=0", cwd=tmp_path)
-    assert here.returncode == 0, here.stdout + here.stderr
-    assert losses(run) == pytest.approx(losses(tmp_path / "outputs" / "run"), rel=1e-5)
+    check_weights(tmp_path)
 
 
 @NEEDS_ROOT
 @pytest.mark.long_form(50)  # test_why_explains_what_a_detached_job_waits_for cancels, test_a_submission_is_made_once
-def test_a_cancelled_run_saves_and_resumes_in_another_job(started: Callable[..., Cluster], tmp_path: Path) -> None:
+def test_a_cancelled_run_saves_and_resumes_on_fewer_nodes(started: Callable[..., Cluster], tmp_path: Path) -> None:
     cluster = started(run_pods=True, lose_answers=2)
     run = tmp_path / "runs" / "run"
     process = command.start(*arguments(tmp_path), cwd=tmp_path, env=environment(tmp_path))
@@ -264,6 +291,21 @@ def test_a_cancelled_run_saves_and_resumes_in_another_job(started: Callable[...,
     assert process.returncode == Exit.STOPPED, output
     until(lambda: not cluster.listed("jobs") and not cluster.listed("pods"))
     stopped_at = len(losses(run))
-    resumed = call(tmp_path, "resume", str(run))
+    resumed = call(tmp_path, *arguments(tmp_path, "cluster.nodes=1"))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert stopped_at < 30 == len(losses(run)) and "requeued" not in event_names(run)
+    (job,) = cluster.listed("jobs")
+    assert job["status"]["completedIndexes"] == "0"
+    check_weights(tmp_path)
+
+
+@NEEDS_ROOT
+@pytest.mark.long_form(150)  # test_agents_stop_before_the_end_time, and the exit codes above
+def test_a_run_continues_in_new_pods_after_its_time_limit(started: Callable[..., Cluster], tmp_path: Path) -> None:
+    started(run_pods=True)
+    overrides = ["train.steps=200", "cluster.time=00:01:00"]
+    done = hpc_train(*arguments(tmp_path, *overrides), cwd=tmp_path, env=environment(tmp_path), timeout=280)
+    assert done.returncode == Exit.DONE, done.stdout + done.stderr
+    names = event_names(tmp_path / "runs" / "run")
+    assert names.count("requeued") == names.count("resumed") == 1 and "worker_failed" not in names
+    check_weights(tmp_path, "train.steps=200")
