@@ -84,8 +84,8 @@ class HostArena:
     def begin_pin(self) -> None:
         """Pins the memory in a thread, for which ``pin`` waits.
 
-        At 3 to 4 GB/s, an arena of 50 GB takes 15 s. Most of the time is spent to map the pages, which the thread does
-        before it calls CUDA, since a call may block those of other threads.
+        At 3 to 4 GB/s, an arena of 50 GB takes 15 s. Mapping the pages takes most of that time. The thread maps them
+        before it calls CUDA, because a CUDA call may block those of other threads.
         """
         if self._device.type != "cuda" or self._pinned is not None or self._pinning is not None or not self._memory:
             return
