@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -222,8 +222,10 @@ def _sharded_steps(world: World, *overrides: str) -> Steps:
     return steps
 
 
-def _shard_over_one(config: Config, mesh: Mesh, model: Model) -> Model:
-    offload, dtype = config.strategy.offload == "all", parameter_dtype(config.precision.name)
+def _shard_over_one(config: Config, mesh: Mesh, model: Model, restored: Collection[str] = ()) -> Model:
+    """Has the signature of ``parallelize``."""
+    offload = config.strategy.offload == "all"
+    dtype = parameter_dtype(config.precision.name)
     split_and_wrap(config, mesh, model)
     fsdp.shard(model, mesh, mesh.layout.kind, config.precision.name, offload)
     materialize(model, mesh.device, config.train.seed, dtype, torch.device("cpu") if offload else mesh.device)

@@ -18,7 +18,7 @@ from tests.checkpoint.progress import IN_LONG_FORM
 # importable names of what wheels.py gathers, of what torch brings, and of the source tree
 CARRIED = "hydra omegaconf antlr4 yaml submitit cloudpickle psutil xxhash rich pygments markdown_it mdurl packaging"
 BROUGHT = "torch torchgen functorch numpy typing_extensions filelock sympy mpmath networkx jinja2 markupsafe fsspec"
-OPTIONAL = "torchao triton setuptools pkg_resources"
+OPTIONAL = "torchao triton setuptools pkg_resources jaraco more_itertools"  # setuptools contains the last two
 OWN = "hpc_train hydra_plugins gpu_checks benchmarks tests conf sitecustomize usercustomize"
 _FIND = f"""
 import sys
@@ -33,7 +33,7 @@ class FindCarried(PathFinder):
         return super().find_spec(name, path, target)
 sys.meta_path[sys.meta_path.index(PathFinder)] = FindCarried
 """
-QUICK = ("facts", "overflow")  # the checks that start no training
+QUICK = ("facts", "overflow", "one_shard")  # the quick checks that start no run
 
 
 @pytest.fixture
