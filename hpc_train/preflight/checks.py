@@ -137,10 +137,7 @@ def check_transport(ranks: Sequence[RankFacts], rdma: Mapping[str, bool]) -> Ite
     """
     logged = [rank for rank in ranks if rank.transport is not None]
     sockets = [rank for rank in logged if rank.transport and rank.transport.over_sockets and rdma.get(rank.node)]
-    slow: dict[str, str | None] = {rank.node: rank.node for rank in sockets}  # text of the message -> unfit node
-    if 2 * len(slow) >= len({rank.node for rank in logged}) and slow:
-        slow = {", ".join(slow): None}  # with so many nodes, the cause is not in single nodes
-    for nodes, unfit in slow.items():
+    for nodes, unfit in _unfit_nodes(sockets, logged).items():
         yield PreflightFinding(
             TCP,
             ERROR,
@@ -171,19 +168,28 @@ def check_inside(ranks: Sequence[RankFacts], nvlink: Container[str]) -> Iterator
     """
     logged = [rank for rank in ranks if rank.transport and rank.transport.inside]
     copying = [rank for rank in logged if rank.transport and "P2P" not in rank.transport.inside and rank.node in nvlink]
-    nodes: dict[str, str | None] = {rank.node: rank.node for rank in copying}  # text of the message -> unfit node
-    if 2 * len(nodes) >= len({rank.node for rank in logged}) and nodes:
-        nodes = {", ".join(nodes): None}  # with so many nodes, the cause is not in single nodes
-    for text, unfit in nodes.items():
+    for nodes, unfit in _unfit_nodes(copying, logged).items():
         yield PreflightFinding(
             NVLINK,
             ERROR,
-            f"NCCL copies through host memory (SHM) in {text}, although the GPUs have NVLink",
+            f"NCCL copies through host memory (SHM) in {nodes}, although the GPUs have NVLink",
             "remove NCCL_P2P_DISABLE, --gpus-per-task and --gpu-bind; set cluster.visible_gpus=all if a driver or a "
             "container refuses access to GPUs that a rank does not see; `nvidia-smi nvlink -s` on the node shows links "
             "that are down",
             unfit,
         )
+
+
+def _unfit_nodes(affected: Sequence[RankFacts], logged: Sequence[RankFacts]) -> dict[str, str | None]:
+    """Returns the names of nodes for a message -> the node that is unfit.
+
+    If at least half of the nodes of ``logged`` are affected, they share one message and none is unfit: the cause is not
+    in single nodes.
+    """
+    nodes = dict.fromkeys(rank.node for rank in affected)
+    if nodes and 2 * len(nodes) >= len({rank.node for rank in logged}):
+        return {", ".join(nodes): None}
+    return {node: node for node in nodes}
 
 
 def check_copies(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
