@@ -18,7 +18,8 @@ from tests.checkpoint.progress import IN_LONG_FORM
 # importable names of what wheels.py gathers, of what torch brings, and of the source tree
 CARRIED = "hydra omegaconf antlr4 yaml submitit cloudpickle psutil xxhash rich pygments markdown_it mdurl packaging"
 BROUGHT = "torch torchgen functorch numpy typing_extensions filelock sympy mpmath networkx jinja2 markupsafe fsspec"
-OPTIONAL = "torchao triton setuptools pkg_resources jaraco more_itertools"  # setuptools contains the last two
+OPTIONAL = "torchao triton setuptools pkg_resources"
+OPTIONAL += " autocommand backports importlib_metadata jaraco more_itertools platformdirs zipp"  # parts of setuptools
 OWN = "hpc_train hydra_plugins gpu_checks benchmarks tests conf sitecustomize usercustomize"
 _FIND = f"""
 import sys
