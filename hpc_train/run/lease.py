@@ -23,6 +23,7 @@ from hpc_train.run.processes import is_alive, process
 from hpc_train.run.requests import stop_was_requested
 from hpc_train.schedulers.current import ENVIRONMENT, current_job, jobs_of
 from hpc_train.schedulers.scheduler import SubmittedJobs
+from hpc_train.schedulers.states import Phase
 
 _POLL_S = 5.0
 _FIX = "wait until it ends, stop it, or set another run.name"
@@ -127,8 +128,7 @@ def refuse_live(
     waits = False
     while (live := find_live(run)) is not None:
         if not is_ending(run):
-            fix = f"{_FIX}; python -m hpc_train why {run.path}   says what a pending or held job waits for"
-            raise UserError(f"the run in {run.path} is live: {live}", where="run.name", fix=fix)
+            raise UserError(f"the run in {run.path} is live: {live}", where="run.name", fix=_FIX)
         if time.monotonic() >= until:
             fix = f"python -m hpc_train wait {run.path}   waits until it has ended; then repeat this command"
             raise UserError(f"the run in {run.path} is stopping: {live}", where="run.name", fix=fix)
@@ -152,6 +152,10 @@ def find_live(run: RunDirectory) -> str | None:
         if job_id not in this_job:
             jobs = jobs_of_submission(run, submission)
             state = jobs.state(job_id)
+            if state is not None and state.phase is Phase.PENDING:
+                return (
+                    f"{jobs.name} job {job_id} is {state.name} (python -m hpc_train why {run.path} explains it)"
+                )
             if state is not None and state.is_alive:
                 return f"{jobs.name} job {job_id} is {state.name}"
     return "its agent is working on it" if is_live(run) else None
