@@ -153,9 +153,7 @@ def find_live(run: RunDirectory) -> str | None:
             jobs = jobs_of_submission(run, submission)
             state = jobs.state(job_id)
             if state is not None and state.phase is Phase.PENDING:
-                return (
-                    f"{jobs.name} job {job_id} is {state.name} (python -m hpc_train why {run.path} explains it)"
-                )
+                return f"{jobs.name} job {job_id} is {state.name} (python -m hpc_train why {run.path} explains it)"
             if state is not None and state.is_alive:
                 return f"{jobs.name} job {job_id} is {state.name}"
     return "its agent is working on it" if is_live(run) else None
