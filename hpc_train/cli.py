@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 
 from hpc_train.commands import COMMANDS, RUNS, function_of
@@ -56,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
     Messages about a user's mistakes go to standard error. With ``--json`` standard output gets them as well, as one
     JSON object after what was printed before: ``{"errors": [{"what": ..., "where": ..., "fix": ...}]}``.
     """
-    as_json = JSON in arguments
+    as_json = JSON in takewhile(lambda word: word != "--", arguments)  # what follows -- is a command of `exec`
     try:
         with _hydra_errors_raised():
             function, rest = _command(list(arguments))

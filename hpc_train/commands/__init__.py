@@ -60,6 +60,7 @@ COMMANDS = {
     "train": Command(
         "early:train", "train in the foreground, or submit with -m; the default command", _TRAIN, OVERRIDES
     ),
+    "exec": Command("exec:main", "run any program on all GPUs or nodes, as torchrun does", _TRAIN),
     "status": Command("status:main", "show the state of runs", _LOOK, RUNS),
     "top": Command("top:main", "watch runs in the terminal", _LOOK, RUNS),
     "logs": Command("logs:main", "print the output of workers", _LOOK, RUNS),

@@ -29,6 +29,7 @@ def start_agent(arguments: list[str], begun: HeadStart | None = None) -> int:
     parser.add_argument(
         "--json", action="store_true", help="print only one JSON object, on the first node at the end of the run"
     )
+    parser.add_argument("--echo", action="store_true", help="print the output of this node's workers")
     options = parser.parse_args(arguments)
     run = RunDirectory(options.run_dir.absolute())
     open_run(run, "agent", options.trust_owner)
@@ -38,9 +39,9 @@ def start_agent(arguments: list[str], begun: HeadStart | None = None) -> int:
         check_copy(run)
     reexec_from_snapshot(run)  # which also ends the head start, since its pipe is closed
     if not options.json:
-        return _run(run, is_first, options.progress, begun)
+        return _run(run, is_first, options.progress, options.echo, begun)
     with stdout_for_results() as results:
-        code = _run(run, is_first, options.progress, begun)
+        code = _run(run, is_first, options.progress, options.echo, begun)
         if is_first:
             from hpc_train.runs.job_status import outcome, view_at_end
 
@@ -48,12 +49,12 @@ def start_agent(arguments: list[str], begun: HeadStart | None = None) -> int:
     return code
 
 
-def _run(run: RunDirectory, is_first: bool, shows_progress: bool, begun: HeadStart | None) -> int:
+def _run(run: RunDirectory, is_first: bool, shows_progress: bool, echo: bool, begun: HeadStart | None) -> int:
     if is_first and shows_progress:
         from hpc_train.launch.executors.allocation import run_in_foreground  # other agents do not need its modules
 
         return run_in_foreground(run, None, begun)
-    code = run_agent(run, begun=begun)
+    code = run_agent(run, begun=begun, echo=echo)
     if is_first:
         from hpc_train.report.page.build import write_at_end  # other agents do not need its modules
 

@@ -18,6 +18,7 @@ import psutil
 
 from hpc_train.checkpoint.space import stop_time
 from hpc_train.config.arguments import refuse_search
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.extensions import is_import_path
 from hpc_train.config.options import OptionParser
 from hpc_train.config.run_path import job_directory
@@ -74,30 +75,43 @@ def freeze_run(arguments: list[str]) -> int:
     parser.add_argument(TRUST, action="store_true", help="use a run directory that belongs to another user")
     parser.add_argument("--json", action="store_true", help="print one JSON object with the path")
     options, rest = parser.parse_known_args(arguments)
+    run = frozen_run(parse_line(rest), "freeze", options.task, options.trust_owner)
+    print(json.dumps({"run": str(run.path)}) if options.json else run.path)
+    return 0
+
+
+def frozen_run(line: CommandLine, command: str, task: int | None = None, trust_owner: bool = False) -> RunDirectory:
+    """Freezes the run that ``line`` describes, unless an earlier start of the job around this process has frozen it.
+
+    Args:
+        command: the name of the command, for messages.
+        task: the number of the job in the sweep; None for a single job.
+
+    Raises:
+        UserError: as ``freeze_run``.
+    """
     refuse_components()
-    line = parse_line(rest)
-    refuse_search(line, "freeze")
-    job = compose_job(line, "freeze", sweep="add --task N to freeze job N of the sweep", task=options.task)
+    refuse_search(line, command)
+    job = compose_job(line, command, sweep="add --task N to freeze job N of the sweep", task=task)
     in_job = current_job()
     is_slurm = isinstance(in_job, SlurmJob)
     if job.config.run.name is None and is_slurm:
         # the name survives a requeue, and the tasks of an array share one parent directory
-        array = in_job.job_id if options.task is None else os.environ.get("SLURM_ARRAY_JOB_ID", in_job.job_id)
+        array = in_job.job_id if task is None else os.environ.get("SLURM_ARRAY_JOB_ID", in_job.job_id)
         job.config.run.name = f"slurm-{array}"
     elif job.config.run.name is None and in_job.job_id:
         job.config.run.name = in_job.job_id
-    run = RunDirectory(job_directory(job.directory, options.task or 0, job.count))
+    run = RunDirectory(job_directory(job.directory, task or 0, job.count))
     if not (in_job.job_id and run.config.exists() and _is_restarted(in_job, run)):
         job = replace(job, config=with_frozen_defaults(job.config, run, line, job.overrides))
         if is_slurm:
             check_signal(job.config, run)
-        _freeze(job, run, options.trust_owner)
+        _freeze(job, run, trust_owner)
         if is_slurm:
             add_submission(run, "script", job_id=in_job.name)
         elif in_job.job_id:
             add_submission(run, "script", job_id=in_job.name, scheduler=ENVIRONMENT)
-    print(json.dumps({"run": str(run.path)}) if options.json else run.path)
-    return 0
+    return run
 
 
 def _is_restarted(job: CurrentJob, run: RunDirectory) -> bool:
@@ -115,8 +129,8 @@ def _freeze(composed: ComposedJob, run: RunDirectory, trust_owner: bool) -> None
     if in_job.nodes() is not None:
         shape = shape_in_script(config)
     job = check_job(config, run, shape, overrides=composed.overrides, trust_owner=trust_owner)
-    freeze_job(replace(job, options=composed.line.options), composed.directory / "code")
     print_notices(job, composed.line)
+    freeze_job(replace(job, options=composed.line.options), composed.directory / "code")
     text = by_hand(survives_node_loss(config.elastic), config.run.on_event)
     if isinstance(in_job, EnvironmentJob):
         text = f"{BY_VARIABLES}\n"

@@ -317,6 +317,11 @@ def runs_own_code(config: Config) -> bool:
     return config.run.entry is not None or config.run.command is not None
 
 
+def runs_per_node(config: Config) -> bool:
+    """Returns whether ``run.command`` runs once per node instead of once per GPU."""
+    return config.run.command is not None and config.run.per == "node"
+
+
 def command_words(config: Config) -> list[str]:
     """Returns the program and the arguments of ``run.command``; empty without one. Raises UserError if it is neither a
     text nor a list of words.
@@ -338,6 +343,13 @@ def command_words(config: Config) -> list[str]:
     return [str(word).lower() if isinstance(word, bool) or word is None else str(word) for word in words]
 
 
+def command_text(words: Sequence[str]) -> str:
+    """Returns the text of ``run.command`` from which ``command_words`` gets ``words``. It has no ``${``, which would be
+    an interpolation, and it is never ``???``, which would be a missing value.
+    """
+    return shlex.join(words).replace("${", "$''{")
+
+
 _DATA_PATHS = ("path", "validation_path", "tokenizer", "chat_template", "cache")
 PROMETHEUS_PATHS = ("file", "token_file", "targets_dir")
 
@@ -356,7 +368,7 @@ def absolute(config: Config) -> Config:
         for word in command_words(config):
             is_script = word.endswith(".py") and Path(word).is_file()
             words.append(str(Path(word).absolute()) if is_script else word)
-        config.run.command = words
+        config.run.command = command_text(words)
     prometheus = config.telemetry.prometheus
     _make_absolute(vars(prometheus), ("token_file", "targets_dir") if prometheus.file == "auto" else PROMETHEUS_PATHS)
     return config

@@ -25,7 +25,7 @@ from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.elastic.worker_process import start_warm_parent
 from hpc_train.errors import UserError
 from hpc_train.layout.resolve import resolve_layout
-from hpc_train.machine.allocation import Allocation, current_allocation, listening_at, meeting_at, workers_per_node
+from hpc_train.machine.allocation import Allocation, current_allocation, listening_at, meeting_at, workers_of_run
 from hpc_train.machine.environment import (
     apply,
     export_job_environment,
@@ -70,6 +70,7 @@ def run_agent(
     entry: str | None = None,
     store: str = STORE,
     begun: HeadStart | None = None,
+    echo: bool = False,
 ) -> int:
     """Runs this node's workers of ``run`` to their end; returns the exit code.
 
@@ -81,6 +82,7 @@ def run_agent(
             ``run.command`` does not use it.
         store: the entry point of an attempt's store.
         begun: the head start of the warm parent, if any.
+        echo: whether the output of the workers is also printed.
     """
     raise_descriptor_limit()
     allocation = current_allocation()
@@ -94,7 +96,7 @@ def run_agent(
                 with suppress(OSError):  # the batch script also removes it
                     end.begin()
             with _sole_agent(run, allocation, stop), reserve(stop) if reserve else nullcontext():
-                code = _run(run, allocation, end, stop, on_tick or (lambda: None), entry, store, begun)
+                code = _run(run, allocation, end, stop, on_tick or (lambda: None), entry, store, begun, echo)
             if end is None or code != Exit.STOPPED or not end.must_ask() or end.ask():
                 return code
             resume = f"Resume the run with: python -m hpc_train resume {run.path}"
@@ -135,6 +137,7 @@ def _run(
     entry: str | None,
     store: str,
     begun: HeadStart | None,
+    echo: bool,
 ) -> int:
     config = load(run)
     export_job_environment(config.cluster.env)
@@ -150,9 +153,11 @@ def _run(
     os.environ.pop(CLOCK, None)  # set by an enclosing job
     events = EventLog.open(run, f"agent-{allocation.node_name}", 0, clock=Clock.at(time.time()))
     output = FileWriter("the output of the workers")
+    printed = FileWriter("the printed output of the workers")
     with (
         closing(events),
         closing(output),
+        closing(printed),
         calling(config.run.on_event, run, events, is_first=allocation.node_rank == 0) as events,
         node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches,
     ):
@@ -175,6 +180,7 @@ def _run(
                 stop,
                 events,
                 output,
+                printed if echo else None,
                 users,
                 environment_record,
                 code,
@@ -239,7 +245,7 @@ def _this_node(config: Config, allocation: Allocation) -> Node:
     try:
         refuse_unknown_interface()
         refuse_unreadable_sizes(os.environ)
-        gpus, workers = workers_per_node(config.cluster)
+        gpus, workers = workers_of_run(config)
     except UnusableGpus as error:
         unfit = Unfit(error.reason, error.fix)
     except UserError as error:

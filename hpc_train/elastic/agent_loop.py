@@ -12,6 +12,7 @@ from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
+from hpc_train.config.values import runs_per_node
 from hpc_train.elastic.decision import ANNOUNCEMENT, OVER_BUDGET, Budget, WorkerFailure, is_secondary, root_cause
 from hpc_train.elastic.gpu_errors import GpuErrors
 from hpc_train.elastic.hang_bounds import patience_s
@@ -28,10 +29,10 @@ from hpc_train.elastic.requeue import JobEnd
 from hpc_train.elastic.script import FolderLooks, Script
 from hpc_train.elastic.watch import OtherNodes, Watch
 from hpc_train.elastic.worker_process import crash_of, ensure_warm_parent
-from hpc_train.elastic.workers import WorkerLog, Workers, cpu_limit
+from hpc_train.elastic.workers import Echo, WorkerLog, Workers, cpu_limit
 from hpc_train.machine.allocation import Allocation
 from hpc_train.machine.environment import threads_per_rank
-from hpc_train.machine.network.rank_binding import bindings, devices
+from hpc_train.machine.network.rank_binding import Binding, bindings, devices
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import Clock, EventLog
@@ -80,6 +81,7 @@ class Agent:
     entry: str | Script
     events: EventLog  # of this agent, in any attempt
     output: FileWriter  # of the logs of its workers
+    echo: FileWriter | None  # of what the workers print, to standard output
     deletion: DeletionWatch
     stacks: StacksRequests | None = None  # only in the agent with the server
     looks: FolderLooks | None = None  # into run.progress_dir; only in the agent with the server
@@ -189,7 +191,9 @@ class Agent:
         specs = self._specs(spec)
         try:
             self.gpu_errors.wait_for_memory(self.events.of(attempt), tick, self.stop)
-            log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{attempt:03d}.log", self.output)
+            path = self.run.logs / f"{self.allocation.node_name}-{attempt:03d}.log"
+            echo = None if self.echo is None else Echo(self.echo, shows_rank=spec.layout.world_size > 1)
+            log = WorkerLog(path, self.output, echo=echo)
             began = time.monotonic()
             outcome = run_attempt(specs, log, self.stop, spec.stop_grace_s, tick, self.entry, self.watch)
             failure = outcome.failure
@@ -210,6 +214,9 @@ class Agent:
         position = spec.order.index(self.node.number)
         bound = bindings(self.node.facts, local_workers)
         visible = devices(self.node.facts)
+        if runs_per_node(self.config):  # the process has all GPUs and CPUs of the node
+            bound = (Binding(None, 0, "one process per node"),)
+            visible = ()
         config = _pickled(self.config)
         # a script uses its local rank as the index of its GPU
         sees_own_gpu = self.config.cluster.visible_gpus == "own" and not isinstance(self.entry, Script)

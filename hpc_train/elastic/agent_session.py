@@ -68,6 +68,7 @@ class Session:
     stop: StopRequests
     events: EventLog
     output: FileWriter
+    echo: FileWriter | None
     users: dict[str, str]
     local_variables: list[dict[str, str]]
     entry: str | Script
@@ -155,12 +156,13 @@ class Session:
             stores=stores,
             stop=self.stop,
             watch=Watch.of(run, allocation.node_name, config),
-            gpu_errors=GpuErrors(node.facts, node.workers),
+            gpu_errors=GpuErrors(node.facts, max(node.gpus, node.workers)),
             budget=Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus, self.events.now),
             on_tick=self.on_tick,
             entry=self.entry,
             events=self.events,
             output=self.output,
+            echo=self.echo,
             deletion=DeletionWatch(run),
             stacks=StacksRequests.of(run) if allocation.node_rank == 0 else None,
             looks=FolderLooks.of(config, allocation.nodes) if allocation.node_rank == 0 else None,
@@ -226,7 +228,9 @@ def _coordinator(run: RunDirectory, config: Config, allocation: Allocation, atte
         config,
         expected=allocation.nodes,
         history=History(
-            furthest=0 if newest is None else newest.step, attempts=0 if attempts.end is None else attempts.end.restart
+            furthest=0 if newest is None else newest.step,
+            attempts=0 if attempts.end is None else attempts.end.restart,
+            restarts_left=elastic.max_restarts,
         ),
         node_failures=NodeFailures(run, elastic.exclude_hours * 3600),
         join_until=time.monotonic() + elastic.join_timeout_s,

@@ -34,7 +34,7 @@ from hpc_train.machine.allocation import Allocation
 from hpc_train.machine.placement import has_blocks, judge, mapping, network_of, parse_switch_sizes
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog, age_of_this_process
-from hpc_train.run.exits import EXITS, Action, Exit, Failure
+from hpc_train.run.exits import EXITS, SHELL_SIGNALS, Action, Exit, Failure
 from hpc_train.run.files import in_time, patiently, read_or
 from hpc_train.run.record import drop_copy, with_digest
 from hpc_train.schedulers.current import NoJob
@@ -102,7 +102,7 @@ class Attempts:
 
         def record_end() -> None:
             if self.end is not None:
-                self.end.record(code)
+                self.end.record(code, self._command_exit_code(leave.cause))
             withdraw(self.run, self.allocation.launch_id)
 
         try:
@@ -246,10 +246,22 @@ class Attempts:
             failure.message if refused else _failure_text(cause, self.run, events.attempt), file=sys.stderr, flush=True
         )
 
+    def _command_exit_code(self, cause: FailureReport | None) -> int | None:
+        """Returns the exit code of the process of ``run.command`` that has failed, as a shell shows it; None if the
+        attempt ended in another way.
+        """
+        code = None if cause is None else cause.failure.exit_code
+        if code is None or self.config.run.command is None:
+            return None
+        return code if code >= 0 else SHELL_SIGNALS - code
+
     def _report_end(self, leave: Leave, code: Exit, events: EventLog) -> None:
         action = leave.decision.action
         reason = leave.decision.reason
         details = {} if leave.cause is None else _details(leave.cause)
+        command_exit_code = self._command_exit_code(leave.cause)
+        if command_exit_code is not None:
+            details["command_exit_code"] = command_exit_code
         if action is Action.GIVE_UP:
             events.write("stopped_retrying", exit_code=int(code), **details | {"message": reason})
             print(f"given up: {reason}", file=sys.stderr)

@@ -53,18 +53,21 @@ class History:
         without_progress: number of consecutive attempts without progress.
         attempts: number of attempts, at least one per earlier start of a requeued job.
         gpu_memory: whether an attempt ended because the memory of a GPU was used up.
+        restarts_left: what is left of ``elastic.max_restarts``; None without this limit.
     """
 
     furthest: int
     without_progress: int = 0
     attempts: int = 0
     gpu_memory: bool = False
+    restarts_left: int | None = None
 
     def after(self, step: int, gpu_memory: bool = False) -> History:
         """Returns the history after one more attempt, which reached ``step``."""
         without_progress = 0 if step > self.furthest else self.without_progress + 1
         gpu_memory = gpu_memory or self.gpu_memory
-        return History(max(step, self.furthest), without_progress, self.attempts + 1, gpu_memory)
+        left = None if self.restarts_left is None else max(0, self.restarts_left - 1)
+        return History(max(step, self.furthest), without_progress, self.attempts + 1, gpu_memory, left)
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,16 @@ def decide(history: History, ended: Ended) -> RestartDecision:
     if action is Action.RESTART_OR_REQUEUE:
         action = Action.RESTART
         exhausted = Action.REQUEUE
+    left = history.restarts_left
+    if left is not None and action is Action.FAIL:
+        action = Action.RESTART
     if action not in (Action.RESTART, Action.REPLACE):
         return RestartDecision(action, advice)
     if ended.stop is not None:
         return RestartDecision(Action.REQUEUE if ended.stop == ANNOUNCEMENT else Action.FAIL)
-    if after.without_progress >= ATTEMPTS_WITHOUT_A_STEP:
+    if left == 0:
+        return RestartDecision(exhausted, f"elastic.max_restarts allows no further restart. {advice}".strip())
+    if left is None and after.without_progress >= ATTEMPTS_WITHOUT_A_STEP:
         return RestartDecision(exhausted, f"no new step in {after.without_progress} attempts. {advice}".strip())
     return RestartDecision(action)
 

@@ -127,7 +127,10 @@ class Node:
         unfit = value.get("unfit")
         node = cls(**value | {"facts": facts, "unfit": None if unfit is None else Unfit(**unfit)})
         check_fields(node)
-        if not 0 <= node.gpus <= node.workers <= MOST_WORKERS or (node.can_train and node.workers == 0):
+        one_process = node.workers == 1  # ``run.per=node``
+        if not 0 <= node.gpus <= MOST_WORKERS or not 0 <= node.workers <= MOST_WORKERS:
+            raise ValueError(f"a node cannot have {node.gpus} GPUs and {node.workers} workers")
+        if (node.gpus > node.workers and not one_process) or (node.can_train and node.workers == 0):
             raise ValueError(f"a node cannot have {node.gpus} GPUs and {node.workers} workers")
         for path_type in {link.path_type for link in facts.links}:
             distance(path_type)

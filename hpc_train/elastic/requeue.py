@@ -203,8 +203,10 @@ class JobEnd:
         if self.node_rank == 0:
             (self.run.attempts / f"{self._name}.succession").unlink(missing_ok=True)
 
-    def record(self, code: int) -> None:
+    def record(self, code: int, command_exit_code: int | None = None) -> None:
         step = "" if self.step_id is None else f"step {self.step_id}\n"
+        if command_exit_code is not None:
+            step += f"command {command_exit_code}\n"
         path = self.run.attempts / f"{self._name}.node-{self.node_rank}"
         patiently(lambda: write_text(path, f"{int(code)}\n{step}"))
 

@@ -28,7 +28,7 @@ from typing import Any
 from hpc_train.config.schema import Config
 from hpc_train.config.values import command_words, parse_hang_timeout
 from hpc_train.elastic.hang_bounds import START_S
-from hpc_train.layout.user_code import PYTHONS, own_code_notes
+from hpc_train.layout.user_code import PYTHONS
 from hpc_train.machine.temporary import SCRIPTS, TemporaryDirectory
 from hpc_train.run.agent_worker import Beat, Phase, WorkerSpec
 from hpc_train.run.code import frozen_code
@@ -64,6 +64,7 @@ class Script:
         environment: what frozen code adds to the environment.
         run_id: the same for all attempts and nodes.
         folder: node-local, for the progress files of the ranks.
+        max_restarts: ``elastic.max_restarts``.
         progress: what is known of ``run.progress_dir``.
     """
 
@@ -71,20 +72,20 @@ class Script:
     environment: Mapping[str, str]
     run_id: str
     folder: Path
+    max_restarts: int | None = None
     progress: FolderProgress = field(default_factory=FolderProgress)
 
     @classmethod
     def of(cls, run: RunDirectory, config: Config, folder: Path) -> Script:
-        """Returns the script of ``run``, and prints which settings do not apply to it."""
+        """Returns the script of ``run``."""
         code = frozen_code(run)
         words = command_words(config)
         if words[0] in PYTHONS:
             words[0] = sys.executable
-        for note in own_code_notes(config):
-            print(f"note: {note}", flush=True)
         run_id = str(run.record().get("run_id") or run.path.name)
         if code is None:
-            return cls(words, {}, run_id, folder)
+            return cls(words, {}, run_id, folder, config.elastic.max_restarts)
+        limit = config.elastic.max_restarts
         files = [word for word in words if word.endswith(".py")]
         # Python puts the current directory or that of the script first, which PYTHONSAFEPATH prevents
         folders = [code.copied_path(Path(word).parent) for word in files if Path(word).is_file()]
@@ -92,14 +93,14 @@ class Script:
         path = [*(str(copy) for copy in folders if copy is not None), variables["PYTHONPATH"]]
         copies = {word: code.copied_path(word) for word in files}
         frozen_words = [str(copies.get(word) or word) for word in words]
-        return cls(frozen_words, variables | {"PYTHONPATH": os.pathsep.join(path)}, run_id, folder)
+        return cls(frozen_words, variables | {"PYTHONPATH": os.pathsep.join(path)}, run_id, folder, limit)
 
     def start(self, spec: WorkerSpec, output: Connection) -> ScriptProcess:
         """Starts the command as the worker ``spec``; its standard output and error go to ``output``."""
         cpus = "-" if spec.cpus is None else ",".join(map(str, spec.cpus))
         wrapper = [sys.executable, "-m", "hpc_train.elastic.exec_script", str(os.getpid()), cpus]
         progress = self.folder / f"progress-{spec.attempt:03d}-{spec.local_rank}"
-        variables = {**os.environ, **self.environment, **spec.environment, **torchrun_variables(spec, self.run_id)}
+        variables = {**os.environ, **self.environment, **spec.environment, **self._torchrun_variables(spec)}
         variables |= {PROGRESS: str(progress), RUN_DIRECTORY: spec.run_dir}
         metrics = None
         if spec.rank == 0:
@@ -115,28 +116,29 @@ class Script:
         )
         return ScriptProcess(process, ScriptProgress(progress, self.progress, metrics))
 
+    def _torchrun_variables(self, spec: WorkerSpec) -> dict[str, str]:
+        """Returns the variables that torchrun documents, for a script that starts its own store at the master's port.
 
-def torchrun_variables(spec: WorkerSpec, run_id: str) -> dict[str, str]:
-    """Returns the variables that torchrun documents, for a script that starts its own store at the master's port."""
-    world = spec.layout.world_size
-    local = spec.local_world_size
-    return {
-        "RANK": str(spec.rank),
-        "LOCAL_RANK": str(spec.local_rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(local),
-        "GROUP_RANK": str(spec.node_rank),
-        "GROUP_WORLD_SIZE": str(spec.nodes),
-        "ROLE_RANK": str(spec.rank),
-        "ROLE_WORLD_SIZE": str(world),
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": spec.master_address,
-        "MASTER_PORT": str(spec.master_port),
-        "TORCHELASTIC_RESTART_COUNT": str(spec.attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(spec.attempt),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-    }
+        The count of restarts goes on after a requeue, which the limit does not count.
+        """
+        world = str(spec.layout.world_size)
+        return {
+            "RANK": str(spec.rank),
+            "LOCAL_RANK": str(spec.local_rank),
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+            "GROUP_RANK": str(spec.node_rank),
+            "GROUP_WORLD_SIZE": str(spec.nodes),
+            "ROLE_RANK": str(spec.rank),
+            "ROLE_WORLD_SIZE": world,
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": spec.master_address,
+            "MASTER_PORT": str(spec.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(spec.attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(max(self.max_restarts or 0, spec.attempt)),
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }
 
 
 @dataclass

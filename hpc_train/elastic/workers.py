@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import HOST_MEMORY, SHELL_SIGNALS, Exit, Failure, classify_message, end_of_script
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.requests import STOP_SIGNALS
+from hpc_train.run.streams import unescaped
 
 SAME_SIGNAL_S = 0.5
 READ_BYTES = 1 << 16
@@ -371,12 +373,44 @@ TAIL_LINES = 50  # per rank, appended to a log that reached its limit
 LONGEST_LINE = 64 * 1024
 
 
-class WorkerLog:
-    """Writes one log file. ``write(rank, data)`` takes bytes as they arrive and writes complete lines."""
+@dataclass(frozen=True)
+class Echo:
+    """Prints lines of the workers to standard output, in a thread that may wait for a terminal or a pipe.
 
-    def __init__(self, path: Path, writer: FileWriter, limit_bytes: int = LIMIT_BYTES) -> None:
+    Attributes:
+        shows_rank: whether each line begins with its rank.
+    """
+
+    writer: FileWriter
+    shows_rank: bool
+
+    def put(self, rank: int, lines: Sequence[bytes]) -> None:
+        head = f"[{rank}] " if self.shows_rank else ""
+        text = "".join(f"{head}{line.decode(errors='replace')}\n" for line in lines)
+
+        def write(again: bool) -> None:
+            stream = unescaped(sys.stdout)  # the output of the user's own program
+            stream.write(text)
+            stream.flush()
+
+        self.writer.put(self.STDOUT, write, len(text), wait=False)
+
+    STDOUT = Path("/dev/stdout")  # the name of the queue
+
+
+class WorkerLog:
+    """Writes one log file. ``write(rank, data)`` takes bytes as they arrive and writes complete lines.
+
+    Args:
+        echo: prints the lines as well.
+    """
+
+    def __init__(
+        self, path: Path, writer: FileWriter, limit_bytes: int = LIMIT_BYTES, *, echo: Echo | None = None
+    ) -> None:
         self.path = path
         self._writer = writer
+        self._echo = echo
         self._file: BinaryIO | None = None  # used by the writer's thread only
         self._room = limit_bytes
         self._limit = limit_bytes
@@ -394,6 +428,8 @@ class WorkerLog:
             # in UTC, so that files of several nodes can be merged: 2026-01-31T12:00:00.000
             now = datetime.now(UTC).isoformat(timespec="milliseconds").encode()[:23]
             head = b"%s [%d] " % (now, rank)
+            if self._echo is not None:
+                self._echo.put(rank, lines)
             self._append(b"".join(b"%s%s\n" % (head, line) for line in lines))
 
     def tail(self, rank: int, lines: int = 20) -> list[str]:

@@ -14,7 +14,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.gpus import depends_on_gpu_types, gpu_types_here
 from hpc_train.layout.layout import JobShape, Layout, Place
 from hpc_train.layout.memory import Memory, estimate, needed_bytes, reserved_bytes
-from hpc_train.machine.allocation import workers_per_node
+from hpc_train.machine.allocation import workers_of_run
 from hpc_train.machine.gpus import gpu_memory
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.owner import TRUST
@@ -147,7 +147,7 @@ def local_shape(config: Config, place: Place) -> JobShape:
             where="cluster.nodes",
             fix="cluster.nodes=1, or submit to Slurm from a login node",
         )
-    gpus, workers = workers_per_node(cluster)
+    gpus, workers = workers_of_run(config)
     return JobShape(
         nodes=1,
         fewest_nodes=fewest_nodes(config),

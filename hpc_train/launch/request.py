@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -289,6 +290,9 @@ def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, 
     lines = [*_given_twice(line, reported), *notices(unread)]
     if not jobs:
         return lines
+    if jobs[0].config.run.command is not None and ("run.command", "output") not in reported:
+        reported.add(("run.command", "output"))
+        lines.insert(0, _about_command(jobs[0]))
     on_gpus = [job for job in jobs if job.gpus]
     speeds = {(job.config.precision.name, job.config.precision.tf32, job.config.train.compile): job for job in on_gpus}
     for job in speeds.values():
@@ -302,6 +306,15 @@ def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, 
         reported.add((WANDB, unsent))
         lines.append(unsent)
     return lines
+
+
+def _about_command(job: Job) -> str:
+    """Returns the line about a run of ``run.command``: its name, its output, and what a restart means for it."""
+    name = os.path.relpath(job.run.path, Path(job.config.run.root).absolute())
+    return (
+        f"run {name}: output in {job.run.logs}, `hpc-train logs {name}` prints it; after a failure all processes start "
+        "again, so a script without checkpoints starts over"
+    )
 
 
 def _given_twice(line: CommandLine, reported: set[tuple[str, str]]) -> Iterator[str]:

@@ -525,6 +525,8 @@ REQUEUE_END = """\
 for known in 1 2 93 75 0; do
   if grep -qsx "$known" "$end".node-*; then status=$known; break; fi
 done
+failed=$(sed -n 's/^command //p' "$end".node-* 2> /dev/null | tail -n 1) || true # the exit code of run.command
+case $status in 1 | 2 | 93) status=${failed:-$status} ;; esac
 """.rstrip()
 
 REQUEUE_AFTER = """\

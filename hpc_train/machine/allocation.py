@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from hpc_train.config.schema import ClusterConfig
+from hpc_train.config.schema import ClusterConfig, Config
+from hpc_train.config.values import runs_per_node
 from hpc_train.errors import UserError
 from hpc_train.machine.gpus import gpus_to_use
 from hpc_train.run.exits import Exit
@@ -186,6 +187,12 @@ def _doubt_about(address: str, others: Sequence[str]) -> str | None:
 
 
 _ANY_PORT = 9  # no data is sent; the kernel only looks up the route
+
+
+def workers_of_run(config: Config, visible: int | None = None) -> tuple[int, int]:
+    """Returns the numbers of GPUs and workers of a node as ``workers_per_node``; one worker with ``run.per=node``."""
+    gpus, workers = workers_per_node(config.cluster, visible)
+    return gpus, 1 if runs_per_node(config) else workers
 
 
 def workers_per_node(cluster: ClusterConfig, visible: int | None = None) -> tuple[int, int]:

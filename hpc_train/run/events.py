@@ -67,7 +67,7 @@ _NAMES = {  # the fields of each type
     "number": "share late_s value rate usual imbalance bubble_share",
     "seconds": "time seconds until began save_s step_s eval_s",
     "count": "attempt exit_code world_size to_step steps micro_batches bytes before requeues in_a_row compiled "
-    "reused slow_rank first",
+    "reused slow_rank first command_exit_code",
     "count or null": "rank step",
     "true or false": "final free with_optimizer rolled_back cache_loaded",
     "list": "ranks bad_steps skipped_windows overrides layers blocks stage_s findings changes left_out copy_gb_per_s "
@@ -156,7 +156,7 @@ class EventKind:
 
 
 _CLOSING = "step! steps step_s save_s eval_s ledger *"
-_CAUSE = "class message exit_code"
+_CAUSE = "class message exit_code command_exit_code"
 EVENTS = {
     # a job and its attempts
     "submitted": EventKind(

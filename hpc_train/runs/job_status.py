@@ -207,6 +207,12 @@ def final_code(code: int, run: RunDirectory) -> int:
     return Exit.FAILED
 
 
+def command_exit_code(run: RunDirectory) -> int | None:
+    """Returns the exit code of ``run.command`` with which the newest attempt failed; None if it ended otherwise."""
+    codes = [event.get("command_exit_code") for event in run.events_of("agent-*", run.newest_attempt())]
+    return next((code for code in reversed(codes) if code is not None), None)
+
+
 def last_saved(run: RunDirectory) -> int:
     """Returns the step of the newest checkpoint by the names of the directories; 0 without one."""
     names = (path.name.removeprefix("step-").partition(".")[0] for path in run.checkpoints.glob("step-*"))
@@ -219,7 +225,9 @@ def how_stopped(code: int, run: RunDirectory, state: str = "stopped") -> str:
         return f"{state} before the first checkpoint; start again with"
     if state == "cancelled":
         return "cancelled; resume with"
-    saved = last_saved(run)  # 0 for a custom command
+    if run.record().get("own_code") == "command":
+        return f"{state}; resume with"
+    saved = last_saved(run)
     where = f" at step {saved}" if saved else ""
     return f"stopped after a checkpoint{where}; resume with"
 

@@ -182,11 +182,13 @@ class Progress:
             return
         self._looked = now
         self._take(self._look.poll, LOOK_S)
+        if self._is_command:
+            return  # the agent prints what the processes print
         if self._console.is_terminal:
             self._update_live()
         elif not self._announced and not self._recent:
             self._announced = True
-            self._say("starting run.command" if self._is_command else self._line())
+            self._say(self._line())
         elif self._recent and self._state != self._shown and now - self._printed >= PLAIN_LINE_EVERY_S:
             self._print()
 
@@ -198,7 +200,7 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        elif self._recent and self._state != self._shown:
+        elif self._recent and self._state != self._shown and not self._is_command:
             self._print()
         end = f"run directory: {self._run.path}"
         with suppress(OSError):  # the file system does not respond

@@ -98,6 +98,12 @@ class ElasticConfig:
         at_least=0,
         when=when("in_job"),
     )
+    max_restarts: int | None = key(
+        None,
+        "The number of restarts in a job, after any failure but a refusal. null restarts only where that can help, "
+        "until three attempts in a row reached no new step.",
+        at_least=0,
+    )
     spares: int = key(
         0, "Idle nodes besides cluster.nodes that replace lost nodes.", at_least=0, unit="nodes", when=when("in_job")
     )
@@ -311,6 +317,12 @@ class RunConfig:
         None,
         "A command that runs in every worker instead of the trainer, with the variables of torchrun: "
         "[python, train.py, --lr, 0.1], or the same as one string.",
+    )
+    per: str = key(
+        "gpu",
+        "Whether run.command runs once for each GPU, or once per node: one process, which sees all GPUs of its node.",
+        choices=("gpu", "node"),
+        when=unless("run.command", None),
     )
     progress_dir: str | None = key(
         None,

@@ -22,7 +22,7 @@ from hpc_train.launch.sbatch import survives_node_loss
 from hpc_train.launch.script import container_of, node_loss_options, python, step_on_nodes
 from hpc_train.launch.storage import check_room
 from hpc_train.layout.layout import JobShape, Place
-from hpc_train.machine.allocation import workers_per_node
+from hpc_train.machine.allocation import workers_of_run
 from hpc_train.machine.gpus import gpu_memory, visible_gpus
 from hpc_train.opening import open_to_append
 from hpc_train.registration import RUN_ENDED, registered
@@ -30,7 +30,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.streams import nonfailing_streams
-from hpc_train.runs.job_status import final_code, how_stopped, resume_command
+from hpc_train.runs.job_status import command_exit_code, final_code, how_stopped, resume_command
 from hpc_train.schedulers.current import current_job
 from hpc_train.schedulers.environment import EnvironmentJob
 from hpc_train.schedulers.slurm.client import is_in_step
@@ -129,7 +129,7 @@ def _core_options(job: Job) -> list[str]:
     options = []
     of_gpu = job.config.cluster.cpus_per_gpu
     if isinstance(of_gpu, int):
-        options.append(f"--cpus-per-task={of_gpu * job.workers}")
+        options.append(f"--cpus-per-task={of_gpu * max(job.gpus, job.workers)}")
     elif is_in_step() or has_several_tasks():
         of_nodes = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
         if of_nodes:
@@ -151,7 +151,7 @@ def shape_in_job(config: Config, nodes: int, place: Place) -> JobShape:
     visible = job.gpus if isinstance(job, EnvironmentJob) else gpus_of_this_job().per_node or None
     if visible is None:
         visible = visible_gpus()
-    gpus, workers = workers_per_node(cluster, visible)
+    gpus, workers = workers_of_run(config, visible)
     return JobShape(
         nodes=nodes,
         fewest_nodes=min(fewest_nodes(config), nodes),
@@ -191,17 +191,20 @@ def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None, begun:
         begun: the head start of the warm parent, if any.
     """
     console = Terminal()
-    again = None if arguments is None else resume_command(arguments, run, load(run).run.root)
+    config = load(run)
+    is_command = config.run.command is not None
+    again = None if arguments is None or is_command else resume_command(arguments, run, config.run.root)
     progress = Progress(run, console, again)
+    before = run.newest_attempt()
     progress.tick()  # reports that the run starts, while the agent is imported
     from hpc_train.elastic.agent import run_agent  # the submitter does not need its modules
 
-    code = run_agent(run, progress.tick, begun=begun)
+    code = run_agent(run, progress.tick, begun=begun, echo=is_command)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the report
     progress.finish(failed=code not in (Exit.DONE, Exit.STOPPED))
     registered(RUN_ENDED)(run)
     if code != Exit.STOPPED:
-        return code
+        return code if run.newest_attempt() == before else command_exit_code(run) or code
     code = final_code(code, run)
     go_on = again or shlex.join(["python", "-m", "hpc_train", "resume", str(run.path)])
     print(f"{how_stopped(code, run)}:\n  {go_on}")

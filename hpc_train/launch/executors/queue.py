@@ -22,7 +22,7 @@ from hpc_train.launch.sbatch import signal_lead
 from hpc_train.launch.script import code_lines, exports, setup_lines, shell_word
 from hpc_train.launch.storage import check_room
 from hpc_train.layout.layout import JobShape, Place
-from hpc_train.machine.allocation import workers_per_node
+from hpc_train.machine.allocation import workers_of_run
 from hpc_train.run.code import frozen_code
 from hpc_train.run.files import write_text
 from hpc_train.runs.job_status import JobStatuses
@@ -53,7 +53,7 @@ class QueueExecutor:
                 where="cluster.gpus_per_node",
                 fix="cluster.gpus_per_node=N; 0 trains on the CPUs",
             )
-        gpus, workers = workers_per_node(cluster, visible=gpus_per_node)
+        gpus, workers = workers_of_run(config, visible=gpus_per_node)
         return JobShape(
             nodes=node_range(cluster)[1],
             fewest_nodes=fewest_nodes(config),

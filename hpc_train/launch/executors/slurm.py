@@ -46,7 +46,7 @@ from hpc_train.launch.sbatch import (
 from hpc_train.launch.script import Script, chain_file, container_of, one_run, render, run_of_task
 from hpc_train.launch.storage import check_room, check_shared
 from hpc_train.layout.layout import JobShape, Place
-from hpc_train.machine.allocation import workers_per_node
+from hpc_train.machine.allocation import workers_of_run
 from hpc_train.run.code import frozen_code
 from hpc_train.run.files import append_line, write_text
 from hpc_train.run.lease import job_ids
@@ -353,7 +353,7 @@ def slurm_shape(config: Config, site: Callable[[], Site]) -> JobShape:
     cluster = config.cluster
     nodes = node_range(cluster)[1]
     site_of_gpus = site() if cluster.gpus_per_node == "auto" else NO_SITE
-    gpus, workers = workers_per_node(cluster, visible=asked_gpus(cluster, site_of_gpus).count)
+    gpus, workers = workers_of_run(config, visible=asked_gpus(cluster, site_of_gpus).count)
     return JobShape(
         nodes=nodes,
         fewest_nodes=fewest_nodes(config),

@@ -52,7 +52,7 @@ def cores(job: JobRequest, partition: Partition | None) -> int | None:
     """
     per_rank = job.config.cluster.cpus_per_gpu
     if isinstance(per_rank, int):
-        return per_rank * job.workers
+        return per_rank * max(job.gpus, job.workers)
     if job.config.cluster.exclusive:
         return None
     if not job.gpus or partition is None:
@@ -76,7 +76,7 @@ def memory(job: JobRequest, partition: Partition | None) -> str | None:
                 where="cluster.mem_per_gpu",
                 fix="64G (K, M, G or T), or auto",
             )
-        return f"{int(size[1]) * job.workers}{size[2]}"
+        return f"{int(size[1]) * max(job.gpus, job.workers)}{size[2]}"
     if cluster.exclusive:
         return "0"  # all memory of the node
     if not job.gpus or partition is None or partition.memory_default:
@@ -310,7 +310,7 @@ def _check_cores_and_memory(job: JobRequest, partition: Partition) -> None:
         return
     key, largest = "cluster.mem", most
     if cluster.mem is None:
-        key, largest = "cluster.mem_per_gpu", most // max(1, job.workers)
+        key, largest = "cluster.mem_per_gpu", most // max(1, job.gpus, job.workers)
     raise UserError(
         f"{amount} of memory per node are requested, but {nodes} have at most {most}M",
         where=key,
