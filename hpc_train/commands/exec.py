@@ -31,7 +31,9 @@ from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.request import compose_job, parse_line
 from hpc_train.machine.allocation import current_allocation, refuse_misplaced
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
 from hpc_train.run.streams import flush_output
+from hpc_train.runs.job_status import command_exit_code
 from hpc_train.schedulers.current import current_job
 from hpc_train.schedulers.slurm.client import in_allocation, is_in_step
 
@@ -331,4 +333,5 @@ def _run_on_node(overrides: Sequence[str], shown: str) -> int:
                 what = f"node 0 has not started the run in {run.path} in {job.config.elastic.join_timeout_s:g} s"
                 raise UserError(what, where="elastic.join_timeout_s", fix="see the output of node 0")
             time.sleep(POLL_S)
-    return start_agent([shown, str(run.path)])
+    code = start_agent([shown, str(run.path)])
+    return code if code in (Exit.DONE, Exit.STOPPED) else command_exit_code(run) or code

@@ -94,7 +94,9 @@ def _print(rows: list[tuple[dict[str, Any], Account | None]], alone: list[RunHan
     for row, _ in rows:
         if alone and row["message"] and row["exit_code"] is None:
             console.print(row["message"], highlight=False, markup=False, soft_wrap=True)
-    lines = [spent_line(spent) for _, spent in rows if spent is not None and (spent.held_s or spent.queue_s)]
+    of_command = any(item.run.record().get("own_code") == "command" for item in alone)
+    accounts = [spent for _, spent in rows if spent is not None and (spent.held_s or spent.queue_s)]
+    lines = [spent_line(spent, of_command) for spent in accounts]
     for row, spent in rows:
         if spent is not None and row["cost"] is not None:
             lines.append(f"cost so far: {Prices.of(row['price']).bill(spent.gpu_hours)}")

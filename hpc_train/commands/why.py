@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
         return Exit.DONE
     console = Terminal()
     console.print(Text(headline(diagnosis), style="bold"), soft_wrap=True)
-    for title, lines in sections(diagnosis):
+    for title, lines in sections(diagnosis, of_command=runs[0].config.run.command is not None):
         if lines:
             _print_section(console, title, lines)
     return Exit.DONE

@@ -182,7 +182,7 @@ def time_to_stop(run: RunDirectory, config: Config, end: JobEnd | None) -> float
     return end.job.end_time - min(lead_s, left_s / 3)
 
 
-SUMMARY = re.compile(r" ?goodput=\S+( mfu=\S+)?( gpu_hours=\S+)?$")
+SUMMARY = re.compile(r" ?(goodput=\S+)?( ?mfu=\S+)?( ?gpu_hours=\S+)?$")
 
 
 def _summary(run: RunDirectory, now: float) -> str:
@@ -192,7 +192,9 @@ def _summary(run: RunDirectory, now: float) -> str:
     """
     total = read_or(lambda: read_ledger(run, now).total, Account())
     mfu = read_or(lambda: run.newest_metrics(run.newest_attempt()).get("mfu"), None)
-    parts = [f"goodput={total.useful_share:.2f}"]
+    parts = []
+    if total.steps_s or run.record().get("own_code") != "command":  # a script need not report its steps
+        parts = [f"goodput={total.useful_share:.2f}"]
     if mfu is not None:
         parts += [f"mfu={mfu:.2f}"]
     if total.gpu_s:

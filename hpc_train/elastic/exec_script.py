@@ -14,7 +14,7 @@ import resource
 import signal
 import sys
 
-from hpc_train.run.processes import die_with_parent
+from hpc_train.run.processes import allow_inspection, die_with_parent
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 
@@ -23,6 +23,7 @@ def main(arguments: list[str]) -> int:
     """Executes the command; returns only if that fails."""
     agent, cpus, *command = arguments
     die_with_parent(int(agent))
+    allow_inspection(int(agent))
     if cpus != "-":
         with contextlib.suppress(OSError):  # the job may have lost these CPUs: stay unbound
             os.sched_setaffinity(0, map(int, cpus.split(",")))

@@ -31,9 +31,11 @@ from hpc_train.run.processes import Activity
 LEAST_S = 3.0  # minimum bound of a step
 COLD_S = 30.0  # minimum bound of a step before enough step times are known
 UNSEEN_S = 300.0  # bound of an evaluation or checkpoint before the first one has ended
+FIRST_SIGN_S = 60.0  # minimum bound of the first sign of life of ``run.command``, which may import for a while
 START_S = 1800.0  # imports, reading a large checkpoint, compilation in the first step; final uploads
 COMPILATION_S = 600.0  # of the first step, if the config sets a bound of a step
 QUIET_S = 60.0  # a silence of this length is reported in any phase, and again each time it has doubled
+STEPPING = (Phase.STEP, Phase.RUNNING)
 FACTOR = 5.0  # bound / observed time: the 99th percentile of steps, the longest of other phases
 RETAINED = 256  # step times
 MIN_STEP_TIMES = 5  # with fewer no bound is learned from them
@@ -148,7 +150,8 @@ class HangWatch:
     def doubtful(self) -> bool:
         """Returns whether a worker was silent for so long that it matters whether it waits for a processor."""
         silent = max((self._silent[rank] for rank in self._last), default=0.0)
-        return bool(self._last) and silent > min(self._slow_bound(beat.phase) for beat in self._last.values()) / 2
+        phases = {beat.phase for beat in self._last.values()}
+        return bool(phases) and silent > min(min(self._slow_bound(phase), self.bound(phase)) for phase in phases) / 2
 
     def check(
         self, beats: Mapping[int, Beat], now: float, stopped: Collection[int] = (), share: float = 1.0
@@ -212,7 +215,7 @@ class HangWatch:
         """Returns the seconds that ``phase`` may take without a heartbeat."""
         if self.timeout_s is None:
             return max(self._slow_bound(phase), self.patience_s)
-        if phase is Phase.STEP:
+        if phase in STEPPING:
             return self.timeout_s
         if phase is Phase.FIRST_STEP:
             if self.compiles:
@@ -224,7 +227,7 @@ class HangWatch:
 
     def _slow_bound(self, phase: Phase) -> float:
         """Returns the seconds after which ``phase`` counts as slow."""
-        if phase is Phase.STEP:
+        if phase in STEPPING:
             return self._step_bound()
         longest = self._longest.get(phase)
         if phase in (Phase.EVALUATION, Phase.CHECKPOINT):
@@ -243,7 +246,7 @@ class HangWatch:
 
     def _learn(self, before: Beat, beat: Beat) -> None:
         seconds = beat.since - before.since
-        if before.phase is not Phase.STEP:
+        if before.phase not in STEPPING:
             self._longest[before.phase] = max(seconds, self._longest.get(before.phase, 0.0))
         elif beat.step > before.step:
             self._steps.append(seconds / (beat.step - before.step))

@@ -377,9 +377,10 @@ class Evidence:
     def text(self) -> str:
         """Formats the evidence for people."""
         state = self.state
-        words = (
-            f"{state.phase} after step {state.step}, for {state.seconds:.1f} s, process state {state.process or '-'}"
-        )
+        words = f"{state.phase} after step {state.step}, for {state.seconds:.1f} s"
+        if state.phase == Phase.RUNNING.name.lower():
+            words = f"last sign of life {state.seconds:.1f} s ago" if state.seconds >= 1 else "running"
+        words += f", process state {state.process or '-'}"
         return f"--- rank {state.rank} on {state.node}, pid {self.pid}: {words} ---\n{self.stacks.rstrip()}\n"
 
 
@@ -403,7 +404,7 @@ def collect(workers: Workers, node: str, limit_s: float = ANSWER_S) -> list[Evid
 
 
 def _ask(worker: Worker) -> _Question:
-    beat = worker.block.beat() or Beat(0, Phase.STARTING, time.monotonic(), 0, 0.0)  # a script without a sign of life
+    beat = worker.block.beat() or Beat(0, Phase.RUNNING, time.monotonic(), 0, 0.0)  # a script without a sign of life
     question = _Question(worker, worker.block.ask(), beat, time.monotonic() - beat.since)
     worker.block.clear_stacks()
     if worker.ready and not worker.is_script:  # before that it has no handler, and the signal would kill it

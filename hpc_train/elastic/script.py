@@ -7,12 +7,19 @@ that all processes that it has started can be killed with it. A stop request rea
 Its sign of life is the file ``$HPC_TRAIN_PROGRESS`` of its rank, which it touches or into which it writes the number of
 its step, or a newer file in ``run.progress_dir``, which counts for all ranks. Only the agent of node 0 looks there, and
 the rendezvous server notifies the others, because thousands of nodes that look at thousands of files keep a shared file
-system busy. A rank without either is not watched.
+system busy. If ``elastic.hang_timeout_s`` is a number, each line that a rank prints is a sign of life, too, and a rank
+without any sign counts as hung. Otherwise a rank without the file and the directory is not watched.
+
+Nothing in a script answers requests for its stacks. A handler of a signal would have to be installed in its interpreter
+before its own code runs (``sitecustomize``, ``PYTHONSTARTUP``), would be inherited by programs that do not expect it,
+and would be replaced by a script that uses the signal. So its stacks are read from outside, by py-spy where it is
+installed, and from the kernel.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,6 +42,7 @@ from hpc_train.run.code import frozen_code
 from hpc_train.run.directory import RUN_DIRECTORY, RunDirectory
 from hpc_train.run.event_log import Clock
 from hpc_train.run.files import BackgroundCall
+from hpc_train.run.processes import command_line, process_tree, threads_in_kernel
 from hpc_train.telemetry.metrics import MetricsLog
 
 PROGRESS = "HPC_TRAIN_PROGRESS"
@@ -65,6 +73,7 @@ class Script:
         run_id: the same for all attempts and nodes.
         folder: node-local, for the progress files of the ranks.
         max_restarts: ``elastic.max_restarts``.
+        hears_output: whether a line of output is a sign of life.
         progress: what is known of ``run.progress_dir``.
     """
 
@@ -73,6 +82,7 @@ class Script:
     run_id: str
     folder: Path
     max_restarts: int | None = None
+    hears_output: bool = False
     progress: FolderProgress = field(default_factory=FolderProgress)
 
     @classmethod
@@ -82,10 +92,16 @@ class Script:
         words = command_words(config)
         if words[0] in PYTHONS:
             words[0] = sys.executable
-        run_id = str(run.record().get("run_id") or run.path.name)
+        script = cls(
+            words,
+            {},
+            str(run.record().get("run_id") or run.path.name),
+            folder,
+            config.elastic.max_restarts,
+            hears_output=bool(parse_hang_timeout(config.elastic.hang_timeout_s)),
+        )
         if code is None:
-            return cls(words, {}, run_id, folder, config.elastic.max_restarts)
-        limit = config.elastic.max_restarts
+            return script
         files = [word for word in words if word.endswith(".py")]
         # Python puts the current directory or that of the script first, which PYTHONSAFEPATH prevents
         folders = [code.copied_path(Path(word).parent) for word in files if Path(word).is_file()]
@@ -93,7 +109,7 @@ class Script:
         path = [*(str(copy) for copy in folders if copy is not None), variables["PYTHONPATH"]]
         copies = {word: code.copied_path(word) for word in files}
         frozen_words = [str(copies.get(word) or word) for word in words]
-        return cls(frozen_words, variables | {"PYTHONPATH": os.pathsep.join(path)}, run_id, folder, limit)
+        return replace(script, words=frozen_words, environment=variables | {"PYTHONPATH": os.pathsep.join(path)})
 
     def start(self, spec: WorkerSpec, output: Connection) -> ScriptProcess:
         """Starts the command as the worker ``spec``; its standard output and error go to ``output``."""
@@ -114,7 +130,7 @@ class Script:
             env=variables,
             start_new_session=True,
         )
-        return ScriptProcess(process, ScriptProgress(progress, self.progress, metrics))
+        return ScriptProcess(process, ScriptProgress(progress, self.progress, metrics, process.pid, self.hears_output))
 
     def _torchrun_variables(self, spec: WorkerSpec) -> dict[str, str]:
         """Returns the variables that torchrun documents, for a script that starts its own store at the master's port.
@@ -251,16 +267,31 @@ class ScriptProgress:
         metrics: gets the numbers that the script writes into its file; None on other ranks than 0.
     """
 
-    def __init__(self, path: Path, folder: FolderProgress, metrics: StepLog | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        folder: FolderProgress,
+        metrics: StepLog | None = None,
+        pid: int | None = None,
+        hears_output: bool = False,
+    ) -> None:
         self._path = path
         self._folder = folder
         self._metrics = metrics
         self._began = time.time_ns()
         self._changed = 0, self._began
-        self._beat: Beat | None = None
+        self._hears_output = hears_output
+        self._beat = Beat(0, Phase.STARTING, time.monotonic(), 0, 0.0) if hears_output else None
+        self._stacks = ProcessStacks(pid)
+
+    def note_output(self) -> None:
+        """Takes what the rank has printed as a sign of life, unless only its progress counts."""
+        if self._hears_output:
+            step = 0 if self._beat is None else self._beat.step
+            self._beat = Beat(step, Phase.RUNNING, time.monotonic(), step, 0.0)
 
     def beat(self) -> Beat | None:
-        """Returns the newest sign of life; None before the first."""
+        """Returns the newest sign of life; None before the first, if only progress is one."""
         touched = 0
         with suppress(OSError):
             touched = self._path.stat().st_mtime_ns
@@ -275,7 +306,7 @@ class ScriptProgress:
                 self._metrics.note(number)
             before = 0 if self._beat is None else self._beat.step
             step = before + 1 if number is None else number
-            self._beat = Beat(step, Phase.STEP, time.monotonic(), step, 0.0)
+            self._beat = Beat(step, Phase.RUNNING, time.monotonic(), step, 0.0)
         return self._beat
 
     def ask(self) -> int:
@@ -284,15 +315,78 @@ class ScriptProgress:
     def answer_to(self, number: int) -> bytes:
         return b""
 
-    def clear_stacks(self) -> None: ...
+    def clear_stacks(self) -> None:
+        self._stacks.begin()
 
     def stacks(self) -> str:
-        return "(the stacks of a script are not known here; `py-spy dump --pid PID` on the node shows them)"
+        """Returns what the threads of the rank do; empty until it is known."""
+        return self._stacks.text()
 
     def close(self) -> None:
         if self._metrics is not None:
             self._metrics.close()
         self._path.unlink(missing_ok=True)
+
+
+PY_SPY = "py-spy"
+PY_SPY_S = 1.5  # for its dump, which takes some ten milliseconds
+MOST_PROCESSES = 16  # of a rank whose stacks are shown
+
+
+class ProcessStacks:
+    """Shows from outside what a process and its child processes do: their threads as the kernel sees them, and their
+    Python stacks by py-spy, which reads the memory of a process and does not stop it.
+
+    Args:
+        pid: the process; None shows nothing.
+    """
+
+    def __init__(self, pid: int | None) -> None:
+        self._pid = pid
+        self._texts: list[str] = []  # of each process
+        self._dumps: list[subprocess.Popen[str]] = []  # likewise; empty without py-spy
+        self._until = 0.0
+
+    def begin(self) -> None:
+        """Reads the state of the processes, and starts py-spy if it is installed."""
+        if self._pid is None:
+            return
+        pids = process_tree(self._pid)[:MOST_PROCESSES]
+        self._texts = ["\n  ".join([f"process {pid}: {command_line(pid)}", *threads_in_kernel(pid)]) for pid in pids]
+        folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+        program = shutil.which(PY_SPY, path=os.pathsep.join(folders))
+        if program is None:
+            self._texts.append(f"(no Python stacks: {PY_SPY} is not installed; pip install 'hpc_train[stacks]')")
+            return
+        self._dumps = [_dump_of(pid, program) for pid in pids]
+        self._until = time.monotonic() + PY_SPY_S
+
+    def text(self) -> str:
+        """Returns the states and stacks; empty while py-spy works, which is killed after ``PY_SPY_S``."""
+        working = [dump for dump in self._dumps if dump.poll() is None]
+        if working and time.monotonic() < self._until:
+            return ""
+        for dump in working:
+            dump.kill()
+        for number, dump in enumerate(self._dumps):
+            printed, _ = dump.communicate()
+            stacks = printed.partition("\n\n")[2].rstrip()  # without the head, which names the process
+            if stacks:
+                self._texts[number] += f"\n{stacks}"
+        self._dumps = []
+        return "\n".join(self._texts)
+
+
+def _dump_of(pid: int, program: str) -> subprocess.Popen[str]:
+    """Starts py-spy, which prints the stacks of a process; it fails for other programs than Python."""
+    return subprocess.Popen(
+        [program, "dump", "--nonblocking", "--pid", str(pid)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+    )
 
 
 class ScriptProcess:

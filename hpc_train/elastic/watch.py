@@ -22,7 +22,17 @@ from typing import Any
 from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_hang_timeout
 from hpc_train.elastic.decision import WorkerFailure
-from hpc_train.elastic.hang_bounds import COLD_S, LEAST_S, START_S, UNSEEN_S, HangWatch, Silence, Stage, Starvation
+from hpc_train.elastic.hang_bounds import (
+    COLD_S,
+    FIRST_SIGN_S,
+    LEAST_S,
+    START_S,
+    UNSEEN_S,
+    HangWatch,
+    Silence,
+    Stage,
+    Starvation,
+)
 from hpc_train.elastic.hangs import Collective, Evidence, Proof, RankState, collect, culprit, proof, read_collectives
 from hpc_train.elastic.workers import Worker, Workers
 from hpc_train.layout.layout import Layout
@@ -193,6 +203,7 @@ class Watch:
     hangs: HangWatch
     stragglers: StragglerWatch = field(default_factory=StragglerWatch)
     stacks_requested: int = 0  # number of the newest request for stacks
+    of_command: bool = False  # ``run.command``, whose phases and steps are not known
     _events: EventLog | None = field(default=None, init=False)
     _slow_reported_at: deque[float] = field(default_factory=lambda: deque(maxlen=SLOW_STEPS), init=False)
     _answered: int = field(default=0, init=False)
@@ -213,7 +224,11 @@ class Watch:
         if config.run.command is not None:
             least = START_S  # a script does not report what it does: it may evaluate, save or compile
         start_s = config.elastic.start_timeout_s
-        return cls(run, node, HangWatch(timeout, least, start_s=start_s, compiles=config.train.compile))
+        of_command = config.run.command is not None
+        if of_command and timeout:
+            start_s = max(timeout, FIRST_SIGN_S)
+        hangs = HangWatch(timeout, least, start_s=start_s, compiles=config.train.compile)
+        return cls(run, node, hangs, of_command=of_command)
 
     def begin(self, events: EventLog, layout: Layout, patience_s: float, others: OtherNodes | None = None) -> None:
         """Begins an attempt.
@@ -315,7 +330,10 @@ class Watch:
         evidence = next((item for item in evidences if item.state.rank == quiet.rank), evidences[0])
         state = evidence.state
         place = stack_place(evidence.stacks)
-        message = f"no step for {format_duration(quiet.seconds)}: {state.phase}, rank {state.rank}"
+        what = f"no step for {format_duration(quiet.seconds)}: {state.phase}"
+        if self.of_command:
+            what = f"no sign of life for {format_duration(quiet.seconds)}"
+        message = f"{what}, rank {state.rank}"
         if place:
             message += f", {place}"
         print(f"{message}; it counts as a hang after {format_duration(quiet.bound)}", file=sys.stderr, flush=True)
@@ -338,8 +356,13 @@ class Watch:
     def _report_hang(self, silence: Silence, evidences: Sequence[Evidence], proven: Proof | None) -> WorkerFailure:
         states = [item.state for item in evidences]
         rank, reason = culprit(states) if proven is None else (proven.rank, proven.reason)
+        if rank is None and self.of_command:  # what its ranks wait for is not known
+            rank = silence.rank
+            reason = "was silent longest"
         evidence = next((item for item in evidences if item.state.rank == rank), evidences[0])
-        seconds = f"{silence.seconds:.1f} s in {evidence.state.phase} after step {evidence.state.step}"
+        seconds = f"{silence.seconds:.1f} s"
+        if not self.of_command:
+            seconds += f" in {evidence.state.phase} after step {evidence.state.step}"
         allowed = f" (elastic.hang_timeout_s allows {silence.bound:.1f})" if proven is None else ""
         message = f"no sign of life for {seconds}{allowed}; " + (reason if rank is None else f"rank {rank} {reason}")
         path = self._write_evidence("hang", evidences)

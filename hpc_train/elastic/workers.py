@@ -202,6 +202,8 @@ class Workers:
                 worker.output.close()
                 return
             self._log.write(worker.rank, data)
+            if isinstance(worker.block, ScriptProgress):
+                worker.block.note_output()
 
     def _read_reports(self, worker: Worker) -> None:
         try:

@@ -38,7 +38,7 @@ from hpc_train.config.schema import (
     ShardsDataConfig,
     StreamDataConfig,
 )
-from hpc_train.config.values import command_words, runs_own_code
+from hpc_train.config.values import command_words, parse_hang_timeout, runs_own_code
 from hpc_train.errors import Mistakes, UserError
 from hpc_train.layout.compatibility import EARLY_STOPPING
 from hpc_train.layout.layout import Layout
@@ -63,10 +63,13 @@ NOTE_OF_ENTRY = (
     "run.entry: model, data, optim, precision, batch and train have only the effect that your function gives them"
 )
 NOTE_OF_COMMAND = (
-    "run.command: model, data, optim, precision, batch, train, checkpoint, the preflight, and telemetry except for "
-    "prometheus and otlp do not apply; the script saves and loads its own checkpoints"
+    "run.command gets the variables of torchrun, and the script saves and loads its own checkpoints; settings of the "
+    "trainer and the preflight do not apply"
 )
-HANGS = "hang detection is off for a process until it touches $HPC_TRAIN_PROGRESS, because run.progress_dir is not set"
+HANGS = (
+    "hang detection is off for a process until it touches $HPC_TRAIN_PROGRESS, because neither run.progress_dir nor "
+    "elastic.hang_timeout_s (exec --hang-timeout) is set"
+)
 PYTHONS = ("python", "python3")  # names that are replaced by the interpreter of hpc_train
 OBJECTS = ("args", "cfg", "conf", "config", "hparams", "options", "opt", "params")  # usual names of a config object
 LIMIT_S = 180.0  # imports of torch from a busy network file system take up to a minute
@@ -135,7 +138,8 @@ def own_code_notes(config: Config) -> list[str]:
         return [NOTE_OF_ENTRY]
     if config.run.command is None:
         return []
-    return [NOTE_OF_COMMAND, HANGS] if config.run.progress_dir is None else [NOTE_OF_COMMAND]
+    is_watched = config.run.progress_dir is not None or parse_hang_timeout(config.elastic.hang_timeout_s) is not None
+    return [NOTE_OF_COMMAND] if is_watched else [NOTE_OF_COMMAND, HANGS]
 
 
 def check_own_layout(config: Config, layout: Layout) -> None:

@@ -93,8 +93,10 @@ def mapping(layout: Layout, nodes: Sequence[str], workers_per_node: int) -> list
             **({"cp": {rank // layout.tp % layout.cp for rank in ranks}} if layout.cp > 1 else {}),
             "tp": {rank % layout.tp for rank in ranks},
         }
-        split = ", ".join(f"{axis} {_span(values)}" for axis, values in axes.items())
-        lines.append(f"{node}: ranks {_span(set(ranks))}: {split}")
+        line = f"{node}: ranks {_span(set(ranks))}"
+        if layout.micro_batches or layout.world_size > layout.dp:  # custom code may know only its ranks
+            line += ": " + ", ".join(f"{axis} {_span(values)}" for axis, values in axes.items())
+        lines.append(line)
     return lines
 
 

@@ -75,6 +75,7 @@ class Phase(IntEnum):
     EVALUATION = 3
     CHECKPOINT = 4
     STOPPING = 5
+    RUNNING = 6  # ``run.command``, whose phases are not known
 
 
 @dataclass(frozen=True)

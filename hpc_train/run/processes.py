@@ -95,6 +95,40 @@ def _children(pid: int) -> list[int]:
     return children
 
 
+def process_tree(pid: int) -> list[int]:
+    """Returns ``pid`` and the processes that descend from it, parents first."""
+    return [pid, *(process for child in _children(pid) for process in process_tree(child))]
+
+
+def command_line(pid: int) -> str:
+    """Returns the program and the arguments of a process; empty if it is gone."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return b" ".join(words).decode(errors="replace").strip()
+
+
+def threads_in_kernel(pid: int) -> list[str]:
+    """Returns a line for each thread of a process: its id, name and state, the function of the kernel in which it
+    waits, and the number of its system call (syscall(2)), as far as the kernel shows them to this user.
+    """
+    lines = []
+    for thread in sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda path: int(path.name)):
+        found = {}
+        for name in ("comm", "wchan", "syscall"):
+            with suppress(OSError):
+                found[name] = (thread / name).read_text(errors="replace").strip()
+        line = f"thread {thread.name} {found.get('comm', '')}: state {process_state(int(thread.name)) or '-'}"
+        if found.get("wchan", "0") != "0":
+            line += f", in {found['wchan']}"
+        number = found.get("syscall", "").partition(" ")[0]
+        if number.isdecimal():
+            line += f", system call {number}"
+        lines.append(line)
+    return lines
+
+
 def stopped_child(pid: int) -> int | None:
     """Returns a child process that is stopped by a signal; None without one."""
     return next((child for child in _children(pid) if process_state(child) == "T"), None)
@@ -141,6 +175,7 @@ def is_reading_or_writing(pid: int) -> bool:
 _FUSE = "request_wait_answer"  # the function of the kernel in which a process waits for a FUSE file system
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PTRACER = 0x59616D61  # likewise
 
 
 def die_with_parent(parent: int, death_signal: signal.Signals = signal.SIGKILL) -> None:
@@ -157,6 +192,13 @@ def die_with_parent(parent: int, death_signal: signal.Signals = signal.SIGKILL) 
         raise OSError(error, os.strerror(error))
     if os.getppid() != parent:
         os._exit(1)
+
+
+def allow_inspection(inspector: int) -> None:
+    """Lets ``inspector`` and its child processes read the memory of this process, where Yama restricts that to its
+    ancestors (``kernel.yama.ptrace_scope=1``). It has no effect on a kernel without Yama.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, inspector, 0, 0, 0)
 
 
 FEWEST_DESCRIPTORS = 64  # an agent with the rendezvous server and two workers has about 40 files open

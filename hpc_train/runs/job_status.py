@@ -148,9 +148,9 @@ def _view_of(run: RunDirectory, first_attempt: int, status: JobStatus | None, ou
         restarts=attempt - first_attempt,
         nodes=run.attempt_record(attempt).get("nodes"),
     )
-    if view.metrics:
+    if view.metrics or run.record().get("own_code") == "command":  # which need not report its steps
         view = replace(view, state="running")
-    elif view.restarts:
+    if view.restarts and not view.metrics:
         view = replace(view, metrics=run.newest_metrics(attempt - 1))
     end = attempt_end(run, attempt)
     if end is None:

@@ -460,14 +460,19 @@ def _wandb(run: RunDirectory, record: dict[str, Any]) -> str:
     return f"nothing was sent; python -m hpc_train sync {run.path}   sends the metrics"
 
 
-def spent_line(account: Account) -> str:
-    """Formats the time account of a run in one line, without entries below one second."""
+def spent_line(account: Account, of_command: bool = False) -> str:
+    """Formats the time account of a run in one line, without entries below one second.
+
+    Args:
+        of_command: whether the run is one of ``run.command``, whose useful time is known only if it reports its steps.
+    """
+    is_known = not of_command or account.steps_s > 0
     hours = format_hours((account.gpu_s or account.rank_s) / 3600)
     unit = "GPU-hours" if account.gpu_s else "rank-hours, no GPU"
     parts = (
         ("steps", account.steps_s),
         ("evaluation", account.evaluation_s),
-        ("start-up", account.start_up_s),
+        ("start-up" if is_known else "running", account.start_up_s),
         ("checkpoints", account.checkpoint_s),
         ("lost work", account.lost_s),
         ("restarts", account.restart_s),
@@ -476,7 +481,8 @@ def spent_line(account: Account) -> str:
         ("suspended", account.suspended_s),
         ("queue before", account.queue_s),
     )
-    line = f"useful time {account.useful_share:.0%} of {format_duration(account.held_s)} ({hours} {unit})"
+    held = f"{format_duration(account.held_s)} ({hours} {unit})"
+    line = f"useful time {account.useful_share:.0%} of {held}" if is_known else f"time {held}"
     listed = " · ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts if seconds >= 1)
     return ": ".join(filter(None, [line, listed]))
 

@@ -79,6 +79,11 @@ class RunFacts:
     def config(self) -> Mapping[str, Any]:
         return self.handle.plain_config
 
+    @property
+    def is_command(self) -> bool:
+        """Returns whether the run is one of ``run.command``."""
+        return self.record.get("own_code") == "command"
+
     @cached_property
     def kept(self) -> list[Line]:
         """Returns the logged steps that count, in order; a repeated step has only its last line."""

@@ -78,6 +78,8 @@ def time_spent(facts: RunFacts) -> Html | None:
         f"{total.useful_share:.0%} of {format_duration(total.held_s)} was useful: steps and evaluations that were kept "
         f"({used})."
     )
+    if facts.is_command and not total.steps_s:
+        words = f"{format_duration(total.held_s)} ({used}). The command does not report its steps."
     if total.lost_s >= 1:
         words += f" {format_duration(total.lost_s)} of work was lost."
 

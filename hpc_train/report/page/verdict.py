@@ -42,8 +42,12 @@ def ended_badly(diagnosis: Diagnosis) -> bool:
     return diagnosis.exit_code not in (None, Exit.DONE)
 
 
-def sections(diagnosis: Diagnosis) -> Iterator[tuple[str, list[str]]]:
-    """Yields titles with lines of text; a section without lines is not shown."""
+def sections(diagnosis: Diagnosis, of_command: bool = False) -> Iterator[tuple[str, list[str]]]:
+    """Yields titles with lines of text; a section without lines is not shown.
+
+    Args:
+        of_command: whether the run is one of ``run.command``, which alone knows its checkpoints.
+    """
     yield "what the job waits for", _waiting(diagnosis)
     yield "failure" if ended_badly(diagnosis) else "earlier failure", _cause(diagnosis)
     yield "Slurm", _slurm(diagnosis)
@@ -53,10 +57,11 @@ def sections(diagnosis: Diagnosis) -> Iterator[tuple[str, list[str]]]:
     if diagnosis.peak_memory_bytes:
         memory.append(f"peak of rank 0 in the metrics: {format_bytes(diagnosis.peak_memory_bytes)}")
     yield "memory", memory
-    yield "last checkpoint", _checkpoint(diagnosis)
+    yield "last checkpoint", [] if of_command else _checkpoint(diagnosis)
     yield "what happened", _actions(diagnosis)
     yield "excluded nodes", [node.words for node in diagnosis.excluded_nodes]
-    yield "time", [spent_line(diagnosis.ledger)] if diagnosis.ledger.held_s or diagnosis.ledger.queue_s else []
+    spent = spent_line(diagnosis.ledger, of_command)
+    yield "time", [spent] if diagnosis.ledger.held_s or diagnosis.ledger.queue_s else []
     yield TODO, list(diagnosis.advice)
 
 
@@ -166,7 +171,7 @@ def verdict(facts: RunFacts) -> Html:
         level = "warn"
     advice = Html("")
     blocks = []
-    for title, lines in sections(diagnosis):
+    for title, lines in sections(diagnosis, facts.is_command):
         if title == TODO and lines:
             typed = [line for line in lines if line.startswith("python -m hpc_train")]
             words = paragraphs(line for line in lines if line not in typed)
@@ -204,6 +209,7 @@ def _figures(facts: RunFacts) -> Html:
         if facts.diagnosis.exit_code is not None:
             ended = clock(facts.attempts[-1].last_sign)
     spent = facts.ledger.total
+    knows_use = spent.steps_s > 0 or not facts.is_command
     started = facts.of_event("started")
     return block(
         "facts",
@@ -212,7 +218,7 @@ def _figures(facts: RunFacts) -> Html:
             ("training loss", _short(last.loss)),
             ("validation loss", _short(validation)),
             *((f"validation {name}", _short(points[-1][1])) for name, points in evaluated(facts)),
-            ("useful time (goodput)", f"{spent.useful_share:.0%}" if spent.held_s else None),
+            ("useful time (goodput)", f"{spent.useful_share:.0%}" if spent.held_s and knows_use else None),
             *held(spent),
             ("cost", Prices.of(facts.config.get("cluster", {}).get("price")).bill(spent.gpu_hours)),
             ("started", began),
