@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train.checkpoint.state import SHOWN, TensorShape
+from hpc_train.checkpoint.state import SHOWN, Ranks, TensorShape
 from hpc_train.errors import UserError
 from hpc_train.models.model import Model, canonical_name
-from hpc_train.parallel.mesh import Mesh
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -162,7 +161,7 @@ def check_extra_state(parts: Sequence[nn.Module]) -> list[str]:
     return warnings
 
 
-def extra_state(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, Tensor]:
+def extra_state(parts: Sequence[nn.Module], mesh: Ranks) -> dict[str, Tensor]:
     """Returns the entries that this rank saves, by their names in a checkpoint.
 
     Parts that all pipeline stages have are saved by the first one.
@@ -184,11 +183,16 @@ def digests(parts: Sequence[nn.Module]) -> dict[str, str]:
     for entries in map(_entries, parts):
         for key, value in entries.values.items():
             text, tensors = _encoded(key, value)
-            digest = hashlib.blake2b(text, digest_size=16)
-            for tensor in tensors.values():
-                digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-            hashes[key] = digest.hexdigest()
+            hashes[key] = digest(text, tensors.values())
     return hashes
+
+
+def digest(text: bytes, tensors: Iterable[Tensor]) -> str:
+    """Returns a hash of encoded values and of the elements of ``tensors``. Waits for the device."""
+    value = hashlib.blake2b(text, digest_size=16)
+    for tensor in tensors:
+        value.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return value.hexdigest()
 
 
 def _encoded(key: str, value: Any) -> tuple[bytes, dict[str, Tensor]]:

@@ -12,7 +12,7 @@ from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, foreign_files
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore, Kept, best_step
 from hpc_train.config.evaluation import BestMetric
 from hpc_train.errors import UserError
-from hpc_train.run.directory import RunDirectory, refuse_empty_name, sweep_given
+from hpc_train.run.directory import CheckpointDirectory, RunDirectory, refuse_empty_name, sweep_given
 from hpc_train.run.owner import open_run
 
 Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (label, total bytes) -> advance(bytes)
@@ -159,7 +159,8 @@ def verified_manifest(checkpoint: Checkpoint, on_bytes: Callable[[int], None] | 
 
 
 def find_run(target: str, root: Path, command: str, trust_owner: bool = False) -> RunDirectory:
-    """Returns the run, or the imported weights, in the directory ``target`` or ``root``/``target``.
+    """Returns the run, the imported weights, or the checkpoints of another program, in the directory ``target`` or
+    ``root``/``target``.
 
     Args:
         command: the command that opens the run (see ``run.owner``).
@@ -171,8 +172,10 @@ def find_run(target: str, root: Path, command: str, trust_owner: bool = False) -
     """
     refuse_empty_name(target)
     for path in (Path(target), root / target):
-        if (path / "checkpoints").is_dir():
-            run = RunDirectory(path.absolute())
+        run = RunDirectory(path.absolute())
+        if not run.checkpoints.is_dir() and CheckpointStore(path).committed():
+            run = CheckpointDirectory(path.absolute())
+        if run.checkpoints.is_dir():
             open_run(run, command, trust_owner)
             return run
         if path.is_dir() and (runs := sorted(path.glob("*/config.yaml"))):

@@ -10,47 +10,76 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.checkpoint import disk
-from hpc_train.checkpoint.agreement import from_rank, lowest, on_first, raise_lowest
+from hpc_train.checkpoint.agreement import Group, from_rank, lowest, on_first, raise_lowest
 from hpc_train.checkpoint.extra_state import check_extra_state, digests, extra_state
 from hpc_train.checkpoint.host_copies import HostCopies, SideStream, Snapshot, local_shard
 from hpc_train.checkpoint.manifest import FileEntry, Manifest
 from hpc_train.checkpoint.restoring import LoadHook, OpenCheckpoint, RestoredState, restore
-from hpc_train.checkpoint.run_store import RunStore
+from hpc_train.checkpoint.run_store import SaveSettings
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.state import (
     ALIASES,
     SHOWN,
     ModelState,
     OptimizerState,
+    Ranks,
     kept_until_update,
     saved_state,
 )
 from hpc_train.checkpoint.store import (
     Checkpoint,
     CheckpointStore,
-    Retention,
-    record_save,
+    Removals,
 )
 from hpc_train.checkpoint.writer import SaveFailed, TensorWriter
-from hpc_train.config.evaluation import best_metric
-from hpc_train.config.schema import Config
-from hpc_train.config.values import saves_asynchronously
 from hpc_train.errors import UserError
-from hpc_train.models.hf.lora import BASE, base_identity
-from hpc_train.parallel.mesh import Mesh, use_device
-from hpc_train.run.directory import RunDirectory
-from hpc_train.run.event_log import EventLog
+from hpc_train.parallel.mesh import use_device
 from hpc_train.units import format_bytes
 
 # A slow file system does not end training. If a save hangs, the next one waits for it, and the agent sees the hang.
 SLOWEST_WRITE = timedelta(days=1)
+
+
+class Destination(Protocol):
+    """Interface of the place where a manager saves: a run (``RunStore``), or a directory of another program.
+
+    Attributes:
+        removals: removes old checkpoints in a thread.
+    """
+
+    removals: Removals
+
+    @property
+    def store(self) -> CheckpointStore: ...
+
+    @property
+    def settings(self) -> SaveSettings: ...
+
+    @property
+    def attempt(self) -> int:
+        """Returns a number that is higher than that of any program which saved to this place before."""
+
+    def newest(self) -> OpenCheckpoint | None:
+        """Returns the newest valid checkpoint; None without any. Collective."""
+
+    def set_aside_after(self, step: int) -> bool:
+        """Sets aside the checkpoints of more than ``step`` steps; returns False if there is no other. Collective."""
+
+    def facts(self) -> dict[str, Any]:
+        """Returns entries for the manifests; called on rank 0."""
+
+    def config_hash(self) -> str | None:
+        """Returns the hash of the frozen config for the manifests; called on rank 0."""
+
+    def report(self, event: str, step: int, details: Mapping[str, Any]) -> None:
+        """Records a save, its failure or a warning; called on rank 0."""
 
 
 @dataclass(frozen=True)
@@ -69,24 +98,27 @@ class _Save:
 
 @dataclass
 class CheckpointManager:
-    """Keeps the state of ``engine`` and ``optimizer`` in the run's checkpoints.
+    """Keeps the state of ``engine`` and ``optimizer`` in the checkpoints of a run or of another program.
 
     It writes the tensors with ``torch.distributed.checkpoint``: each rank writes its shards under global names, so a
     checkpoint of any layout loads into any other. The ranks coordinate on the CPU; asynchronous saves use a separate
     process group.
 
     Attributes:
+        raises: whether each failed save raises ``SaveFailed``, of an asynchronous save in the next call; otherwise only
+            the last one does.
         ranks_of_node: the ranks that share the host memory of this rank's node.
         durable_s: seconds from the request of the last save to its commit; None before the first.
         copied_s: seconds from the request of the last asynchronous save to the end of its copies from a GPU; the next
             update of the optimizer may have waited that long.
     """
 
-    run_store: RunStore
+    run_store: Destination
     engine: ModelState
     optimizer: OptimizerState
-    mesh: Mesh
+    mesh: Ranks
     ranks_of_node: int
+    raises: bool = False
     durable_s: float | None = field(default=None, init=False)
     copied_s: float = field(default=0.0, init=False)
     _saved_step: int | None = field(default=None, init=False)
@@ -97,7 +129,7 @@ class CheckpointManager:
     _has_extra: bool | None = field(default=None, init=False)  # whether any rank has extra state; None before a save
     _lacked: bool | None = field(default=None, init=False)  # whether host memory was short at the last save
     _load_hook: LoadHook | None = field(default=None, init=False)
-    _group: dist.ProcessGroup = field(init=False)
+    _group: Group = field(init=False)
     _writer: TensorWriter = field(init=False)
     _facts: dict[str, Any] = field(init=False)  # on rank 0, for the manifests
     _whole: dict[Checkpoint, Manifest] = field(default_factory=dict, init=False)  # on rank 0; see ``prune``
@@ -105,27 +137,17 @@ class CheckpointManager:
     def __post_init__(self) -> None:
         self._group = self.mesh.control
         on_gpu = self.mesh.device.type == "cuda"
-        self._asynchronous = saves_asynchronously(self.config.checkpoint, on_gpu)
+        settings = self.run_store.settings
+        self._asynchronous = settings.on_gpu if on_gpu else settings.on_cpu
         side = SideStream(self.mesh.device) if on_gpu and self._asynchronous else None
         self._copies = HostCopies(self.mesh.device, side)
-        if self._asynchronous:
+        if self._asynchronous and self._group is not None:
             self._group = dist.new_group(backend="gloo", timeout=SLOWEST_WRITE)
         self._writer = TensorWriter(self._group)
-        base = base_identity(self.config.model) if self.mesh.rank == 0 else None
         aliases = dict(getattr(self.engine, "aliases", {}))  # the state of a custom loop has none
-        self._facts = {key: value for key, value in ((BASE, base), (ALIASES, aliases)) if value}
-
-    @property
-    def run(self) -> RunDirectory:
-        return self.run_store.run
-
-    @property
-    def config(self) -> Config:
-        return self.run_store.config
-
-    @property
-    def events(self) -> EventLog:
-        return self.run_store.events
+        self._facts = self.run_store.facts() if self.mesh.rank == 0 else {}
+        if aliases:
+            self._facts[ALIASES] = aliases
 
     @property
     def store(self) -> CheckpointStore:
@@ -238,21 +260,24 @@ class CheckpointManager:
         lacks = self._anywhere(problem is not None)
         if self._lacked is not lacks:
             self._lacked = lacks
-            setting = f"checkpoint.asynchronous={str(self.config.checkpoint.asynchronous).lower()}"
+            settings = self.run_store.settings
+            setting = settings.asynchronous
             if lacks:
                 reason = lowest(problem and f"on the node of rank {self.mesh.rank}, {problem}", self._group)
                 message = (
                     f"{setting}: checkpoints are saved synchronously, because {reason}. Request more memory "
-                    "(cluster.mem), or set checkpoint.asynchronous=false"
+                    f"({settings.memory}), or set {settings.prefix}asynchronous=false"
                 )
                 self._warn(step, message)
-            elif self.mesh.rank == 0 and setting == "checkpoint.asynchronous=auto":
+            elif self.mesh.rank == 0 and setting.endswith("=auto"):
                 size = format_bytes(self._copies.bytes_of(state))
                 print(f"{setting}: training continues during saves; rank 0 copies {size} to host memory", flush=True)
         return not lacks
 
     def _anywhere(self, flag: bool) -> bool:
         """Returns whether ``flag`` is true on any rank. Collective."""
+        if self._group is None:
+            return flag
         result = torch.tensor(int(flag))
         dist.all_reduce(result, dist.ReduceOp.MAX, group=self._group)
         return bool(result.item())
@@ -268,6 +293,11 @@ class CheckpointManager:
         Each rank calls it independently.
         """
         self.run_store.removals.wait(give_up)
+
+    def leave(self) -> None:
+        """Frees the process groups of the saves, the group ``control`` included; no collective may follow."""
+        for group in {self.mesh.control, self._group} - {None}:
+            dist.destroy_process_group(group)
 
     def wait(self) -> None:
         """Waits until the background save has finished."""
@@ -345,7 +375,7 @@ class CheckpointManager:
         try:
             use_device(self.mesh.device)
             tensors = self._host_tensors(save)  # first, so that no copy is running after a save has failed here
-            writing = on_first(partial(self.store.begin, save.step, self.events.attempt), self._group)
+            writing = on_first(partial(self.store.begin, save.step, self.run_store.attempt), self._group)
             check_space = partial(self._check_space, writing)
             files = self._writer.write(save.state, writing, check_space, tensors)
             on_first(partial(self._commit, writing, save, files), self._group)
@@ -360,7 +390,8 @@ class CheckpointManager:
                 if writing is not None:
                     disk.remove(writing)  # before the event, which may need the disk space
                 if not save.again:
-                    self.events.write("checkpoint_failed", step=save.step, message=str(failed), final=save.final)
+                    details = {"message": str(failed), "final": save.final}
+                    self.run_store.report("checkpoint_failed", save.step, details)
         except Exception as error:
             self._error = error
         else:
@@ -383,7 +414,7 @@ class CheckpointManager:
         self._error = None
         if error is None:
             return
-        if final or not isinstance(error, SaveFailed):
+        if final or self.raises or not isinstance(error, SaveFailed):
             raise error
         print(f"checkpoint failed ({error}); continuing, the previous checkpoint is still valid", flush=True)
 
@@ -393,37 +424,37 @@ class CheckpointManager:
             files=dict(files),
             extra={**save.extra, **self._facts},
             layout=asdict(self.mesh.layout),
-            config_hash=self.run.record().get("config_hash"),
+            config_hash=self.run_store.config_hash(),
             versions={"torch": str(torch.__version__), "python": platform.python_version()},
-            attempt=self.events.attempt,
+            attempt=self.run_store.attempt,
             time=time.time(),
             metrics=dict(save.metrics),
         )
         committed = self.store.commit(writing, manifest)
         seconds = round(time.monotonic() - save.began, 3)
-        path = str(committed.path)
-        self.events.write("checkpoint_saved", step=save.step, path=path, bytes=manifest.size, seconds=seconds)
-        record_save(self.run, save.step)
+        details = {"path": str(committed.path), "bytes": manifest.size, "seconds": seconds}
+        self.run_store.report("checkpoint_saved", save.step, details)
         self.run_store.removals.start(partial(self._prune, committed, manifest))
 
     def _prune(self, committed: Checkpoint, manifest: Manifest) -> None:
-        settings = self.config.checkpoint
-        retention = Retention(settings.keep, settings.keep_every, best_metric(settings.keep_best, settings.best_mode))
         self._whole[committed] = manifest  # each rank has sent the sizes of its files
-        self.store.prune(retention, self.events.attempt, self._whole)
+        self.store.prune(self.run_store.settings.retention, self.run_store.attempt, self._whole)
 
     def _check_space(self, writing: Path, tensor_bytes: int, files: int) -> None:
-        keep = self.config.checkpoint.keep
+        settings = self.run_store.settings
+        check = partial(
+            check_space, writing, self.store, tensor_bytes, files, settings.retention.newest, f"{settings.prefix}keep"
+        )
         try:
-            check_space(writing, self.store, tensor_bytes, files, keep)
+            check()
         except OSError:
             if not self.run_store.removals.busy:
                 raise
             self.run_store.removals.wait()  # it is making room
-            check_space(writing, self.store, tensor_bytes, files, keep)
+            check()
 
     def _warn(self, step: int, message: str) -> None:
         """Prints a warning on rank 0 and records it."""
         if self.mesh.rank == 0:
-            self.events.write("warning", step=step, message=message)
+            self.run_store.report("warning", step, {"message": message})
             print(message, flush=True)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
@@ -28,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from hpc_train.checkpoint.agreement import broadcast_bytes, on_first, raise_lowest
+from hpc_train.checkpoint.agreement import Group, broadcast_bytes, on_first, raise_lowest
 from hpc_train.checkpoint.extra_state import keys, names_of, read_entry
 from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint, FileEntry, Manifest, verify
 from hpc_train.checkpoint.state import ALIASES, TensorShape, stored_shapes, weights_of_hook
@@ -74,7 +73,7 @@ class SafeReader(dcp.FileSystemReader):
             self._metadata = read_metadata(self._read_file(), self._manifest)
         return self._metadata
 
-    def share_metadata(self, group: dist.ProcessGroup) -> None:
+    def share_metadata(self, group: Group) -> None:
         """Reads and checks ``.metadata`` on the first rank, and sends its bytes to all others. Collective.
 
         Raises:

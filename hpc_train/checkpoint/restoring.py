@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from hpc_train.checkpoint.agreement import lowest, on_first
+from hpc_train.checkpoint.agreement import Group, lowest, on_first, rank_in, size_of
 from hpc_train.checkpoint.extra_state import ExtraLoad
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest
 from hpc_train.checkpoint.reader import SafeReader
@@ -28,6 +28,7 @@ from hpc_train.checkpoint.state import (
     CompressionLoad,
     ModelState,
     OptimizerState,
+    Ranks,
     TensorShape,
     check_match,
     gather_shapes,
@@ -46,7 +47,7 @@ from hpc_train.checkpoint.verified import VerifiedCheckpoint, verify_together
 from hpc_train.checkpoint.writer import quiet
 from hpc_train.errors import UserError
 from hpc_train.parallel.collectives import broadcast_tensors
-from hpc_train.parallel.mesh import Mesh, all_gather_tensor
+from hpc_train.parallel.mesh import all_gather_tensor
 from hpc_train.parallel.precision.masters import local_part, round_to_weights
 
 LoadHook = Callable[[Mapping[str, Tensor]], str | None]  # see ``CheckpointManager.load_hook``
@@ -97,7 +98,7 @@ class OpenCheckpoint:
         return frozenset(name.removeprefix("model.") for name in model_part(self.stored))
 
 
-def open_checkpoint(verified: VerifiedCheckpoint, group: dist.ProcessGroup, forked: bool = False) -> OpenCheckpoint:
+def open_checkpoint(verified: VerifiedCheckpoint, group: Group, forked: bool = False) -> OpenCheckpoint:
     """Reads the metadata of a checkpoint on the first rank and sends it to the others. Collective.
 
     Raises:
@@ -121,8 +122,8 @@ def restore(
     source: OpenCheckpoint,
     engine: ModelState,
     optimizer: OptimizerState,
-    mesh: Mesh,
-    group: dist.ProcessGroup,
+    mesh: Ranks,
+    group: Group,
 ) -> tuple[RestoredState, LoadHook]:
     """Loads the checkpoint ``source``; also returns how a hook loads its tensors from it.
 
@@ -175,7 +176,7 @@ def restore(
     return restored, load_hook
 
 
-def open_weights(checkpoint: Checkpoint, mesh: Mesh) -> OpenCheckpoint:
+def open_weights(checkpoint: Checkpoint, mesh: Ranks) -> OpenCheckpoint:
     """Verifies ``checkpoint`` and reads its metadata, before ``load_weights``. Collective.
 
     Raises:
@@ -201,7 +202,7 @@ def open_weights(checkpoint: Checkpoint, mesh: Mesh) -> OpenCheckpoint:
     return open_checkpoint(verified, group)
 
 
-def load_weights(source: OpenCheckpoint, engine: ModelState, mesh: Mesh, hook: str | None = None) -> None:
+def load_weights(source: OpenCheckpoint, engine: ModelState, mesh: Ranks, hook: str | None = None) -> None:
     """Loads the parameters and buffers of ``source`` into ``engine``. Collective.
 
     Args:
@@ -222,7 +223,7 @@ def load_weights(source: OpenCheckpoint, engine: ModelState, mesh: Mesh, hook: s
     extra_state.finish()
 
 
-def load_tensors(state: Mapping[str, Tensor], reader: SafeReader, mesh: Mesh, group: dist.ProcessGroup) -> None:
+def load_tensors(state: Mapping[str, Tensor], reader: SafeReader, mesh: Ranks, group: Group) -> None:
     """Loads this rank's parts. Replicas read each part once, and each of them reads an equal share of the bytes.
 
     Each rank plans its own reads, since DCP would send all plans to rank 0 and back.
@@ -243,7 +244,7 @@ def load_tensors(state: Mapping[str, Tensor], reader: SafeReader, mesh: Mesh, gr
                 dcp.load(reads, storage_reader=reader, no_dist=True)
     except Exception as error:
         failure = error
-    problem = lowest(None if failure is None else f"rank {dist.get_rank()}: {failure}", group)
+    problem = lowest(None if failure is None else f"rank {rank_in(group)}: {failure}", group)
     if problem is not None:
         raise RuntimeError(f"cannot load the checkpoint in {reader.path}: {problem}") from failure
     for rank, share in enumerate(shares):
@@ -256,8 +257,10 @@ def _shared(state: Mapping[str, Tensor]) -> list[str]:
     return [name for name in state if not name.startswith(PREFIX)]
 
 
-def _replicas(state: Mapping[str, Tensor], mesh: Mesh, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+def _replicas(state: Mapping[str, Tensor], mesh: Ranks, group: Group) -> dist.ProcessGroup | None:
     """Returns the largest group of this rank whose ranks hold the same parts of the same tensors. Collective."""
+    if group is None:
+        return None
     parts = []
     for name in _shared(state):
         tensor = state[name]
@@ -266,10 +269,11 @@ def _replicas(state: Mapping[str, Tensor], mesh: Mesh, group: dist.ProcessGroup)
             _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         parts.append((name, tuple(local_part(tensor).shape), tuple(offset), str(tensor.dtype)))
     digest = torch.tensor(xxhash.xxh3_64(repr(parts).encode()).intdigest() >> 1)
-    digests = torch.empty(dist.get_world_size(group), dtype=torch.int64)
+    digests = torch.empty(size_of(group), dtype=torch.int64)
     all_gather_tensor(digests, digest.view(1), group=group)
     for axis in ("dp_cp", "dp_replicate"):
         replicas = mesh.group(axis)
+        assert replicas is not None, "there are several ranks"
         ranks = dist.get_process_group_ranks(replicas)
         if len(ranks) > 1 and len({*digests[ranks].tolist()}) == 1:
             return replicas

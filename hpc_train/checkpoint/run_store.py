@@ -2,33 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch.distributed as dist
-
-from hpc_train.checkpoint.agreement import on_first
+from hpc_train.checkpoint.agreement import Group, on_first
 from hpc_train.checkpoint.restoring import OpenCheckpoint, open_checkpoint
 from hpc_train.checkpoint.store import (
     Checkpoint,
     CheckpointStore,
     Removals,
+    Retention,
     furthest_saved,
     purged_error,
+    record_save,
     wait_for_checkpoint,
 )
 from hpc_train.checkpoint.verified import VerifiedCheckpoint, VerifiedSearch, on_network
+from hpc_train.config.evaluation import best_metric
 from hpc_train.config.schema import Config
+from hpc_train.config.values import saves_asynchronously
 from hpc_train.errors import UserError
 from hpc_train.machine.storage import renames_by_copying
-from hpc_train.models.hf.lora import check_base
+from hpc_train.models.hf.lora import BASE, base_identity, check_base
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 
 
 class Superseded(Exception):
     """Reports that a newer attempt works on the run, so that this one must not change it."""
+
+
+@dataclass(frozen=True)
+class SaveSettings:
+    """Says how a ``CheckpointManager`` saves.
+
+    Attributes:
+        retention: which checkpoints are kept.
+        on_cpu, on_gpu: whether saves from this kind of device are asynchronous, if host memory allows.
+        prefix: the beginning of the names of ``keep`` and ``asynchronous`` in messages.
+        memory: the setting of the host memory of a node, for messages.
+    """
+
+    retention: Retention
+    on_cpu: bool
+    on_gpu: bool
+    prefix: str
+    memory: str
+
+    @property
+    def asynchronous(self) -> str:
+        """Returns the setting as it appears in messages."""
+        value = "auto" if self.on_cpu != self.on_gpu else str(self.on_cpu).lower()
+        return f"{self.prefix}asynchronous={value}"
 
 
 @dataclass
@@ -43,7 +71,7 @@ class RunStore:
     run: RunDirectory
     config: Config
     events: EventLog
-    group: dist.ProcessGroup
+    group: Group
     removals: Removals = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,6 +82,37 @@ class RunStore:
         commit = self.config.checkpoint.commit
         by_marker = renames_by_copying(self.run.checkpoints) if commit == "auto" else commit == "marker"
         return CheckpointStore(self.run.checkpoints, self._check_claim, by_marker)
+
+    @property
+    def settings(self) -> SaveSettings:
+        settings = self.config.checkpoint
+        best = best_metric(settings.keep_best, settings.best_mode)
+        return SaveSettings(
+            Retention(settings.keep, settings.keep_every, best),
+            saves_asynchronously(settings, on_gpus=False),
+            saves_asynchronously(settings, on_gpus=True),
+            "checkpoint.",
+            "cluster.mem",
+        )
+
+    @property
+    def attempt(self) -> int:
+        return self.events.attempt
+
+    def facts(self) -> dict[str, Any]:
+        """Returns entries for the manifests; called on rank 0."""
+        base = base_identity(self.config.model)
+        return {BASE: base} if base else {}
+
+    def config_hash(self) -> str | None:
+        value: str | None = self.run.record().get("config_hash")
+        return value
+
+    def report(self, event: str, step: int, details: Mapping[str, Any]) -> None:
+        """Writes ``event`` to the event log of the run."""
+        self.events.write(event, step=step, **details)
+        if event == "checkpoint_saved":
+            record_save(self.run, step)
 
     def newest(self) -> OpenCheckpoint | None:
         """Returns the newest valid checkpoint of the run or of the run it was forked from; None without any.

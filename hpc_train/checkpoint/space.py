@@ -23,8 +23,18 @@ MARGIN = 1.02  # overhead of zip archives and metadata
 PER_FILE = 64 << 10
 
 
-def check_space(directory: Path, store: CheckpointStore, tensor_bytes: int, files: int, keep: int) -> None:
+def check_space(
+    directory: Path,
+    store: CheckpointStore,
+    tensor_bytes: int,
+    files: int,
+    keep: int,
+    setting: str = "checkpoint.keep",
+) -> None:
     """Checks that a checkpoint fits on the file system of ``directory`` and, if known, into the user's quota there.
+
+    Args:
+        setting: the name of the setting whose value is ``keep``.
 
     Raises:
         OSError: ENOSPC or EDQUOT; the message states what is needed, what is free and which ``keep`` would fit.
@@ -37,15 +47,15 @@ def check_space(directory: Path, store: CheckpointStore, tensor_bytes: int, file
             code = errno.EDQUOT
             whose = f" ({room.whose})"
         if needed > room.free:
-            fix = _fitting_keep(store, needed - room.free, keep)
+            fix = _fitting_keep(store, needed - room.free, keep, setting)
             what = f"the checkpoint needs {format_bytes(needed)}, {format_bytes(room.free)} free{whose}{fix}"
             raise OSError(code, what, str(store.root))
         if room.inodes is not None and room.inodes < files:
             raise OSError(code, f"the checkpoint needs {files} inodes, {room.inodes} free{whose}", str(store.root))
 
 
-def _fitting_keep(store: CheckpointStore, lacking: int, keep: int) -> str:
-    """Returns a hint with the largest ``checkpoint.keep`` that leaves enough space, or an empty string."""
+def _fitting_keep(store: CheckpointStore, lacking: int, keep: int, setting: str) -> str:
+    """Returns a hint with the largest ``keep`` that leaves enough space, or an empty string."""
     sizes = []
     for checkpoint in store.committed():
         with suppress(BadCheckpoint, OSError):
@@ -55,7 +65,7 @@ def _fitting_keep(store: CheckpointStore, lacking: int, keep: int) -> str:
         freed += size
         left = len(sizes) - deleted
         if freed >= lacking and left < keep:
-            return f", checkpoint.keep={left} would fit"
+            return f", {setting}={left} would fit"
     return ""
 
 

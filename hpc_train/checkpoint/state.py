@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from hpc_train.checkpoint.agreement import from_rank
+from hpc_train.checkpoint.agreement import Group, from_rank
 from hpc_train.errors import UserError
+from hpc_train.layout.layout import Layout
 from hpc_train.parallel.engine import Compression
-from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision.dtypes import COMPUTE_DTYPES
 from hpc_train.parallel.precision.masters import saved_value
 
@@ -67,6 +66,38 @@ class OptimizerState(Protocol):
         """Calls ``action`` once, before the next update changes a parameter or the state."""
 
 
+class Ranks(Protocol):
+    """Interface of the ranks that save and load together; a ``Mesh`` implements it.
+
+    Attributes:
+        control: a group of all ranks for collectives on the CPU; None without ``torch.distributed``.
+    """
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def control(self) -> Group: ...
+
+    @property
+    def pp_rank(self) -> int: ...
+
+    @property
+    def dp_cp_rank(self) -> int: ...
+
+    @property
+    def tp_rank(self) -> int: ...
+
+    def group(self, axis: str) -> Group:
+        """Returns the group of this rank along ``dp_cp`` or ``dp_replicate``."""
+
+
 def model_state(engine: ModelState) -> dict[str, Tensor]:
     """Returns the parameters and buffers that this rank holds; for bf16 parameters, the master weights."""
     state = {f"model.{name}": saved_value(parameter) for name, parameter in engine.named_parameters().items()}
@@ -81,7 +112,7 @@ def training_state(engine: ModelState, optimizer: OptimizerState) -> dict[str, T
     return state
 
 
-def saved_state(engine: ModelState, optimizer: OptimizerState, mesh: Mesh) -> dict[str, Tensor]:
+def saved_state(engine: ModelState, optimizer: OptimizerState, mesh: Ranks) -> dict[str, Tensor]:
     """Returns the tensors that this rank saves. Buffers may differ between replicas, so one replica saves them."""
     state = training_state(engine, optimizer) | compression_state(engine)
     if mesh.dp_cp_rank == 0 and mesh.tp_rank == 0:
@@ -120,9 +151,7 @@ def stored_shapes(metadata: Metadata) -> dict[str, TensorShape]:
     }
 
 
-def gather_shapes(
-    local_shapes: Mapping[str, TensorShape], mesh: Mesh, group: dist.ProcessGroup
-) -> dict[str, TensorShape]:
+def gather_shapes(local_shapes: Mapping[str, TensorShape], mesh: Ranks, group: Group) -> dict[str, TensorShape]:
     """Collects the shapes from one rank per stage, since replicas and tensor-parallel ranks hold the same names."""
     gathered: dict[str, TensorShape] = {}
     for first in range(0, mesh.layout.world_size, mesh.layout.stage_ranks):

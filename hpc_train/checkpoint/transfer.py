@@ -38,7 +38,7 @@ from hpc_train.data.tokens import read_meta
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.hf_names import OUTPUT, gpt_config, hf_name
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import CheckpointDirectory, RunDirectory
 from hpc_train.run.files import make_directory, refuse_existing, write_json
 from hpc_train.run.freeze import load
 from hpc_train.run.imported import (
@@ -138,6 +138,8 @@ def export(
 
 def _model(run: RunDirectory) -> tuple[ModelConfig, int | None]:
     """Returns the model config of a run or import, and the length of the sequences that the run defines."""
+    if isinstance(run, CheckpointDirectory):
+        return CustomModelConfig(), None
     model = imported_model(run)
     if model is not None:
         return model, None

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from hpc_train.checkpoint.agreement import lowest, on_first, raise_lowest
+from hpc_train.checkpoint.agreement import Group, lowest, on_first, raise_lowest, rank_in, size_of
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, read_manifest, verify
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.errors import UserError
@@ -61,7 +61,7 @@ class VerifiedSearch:
     """
 
     store: CheckpointStore
-    group: dist.ProcessGroup
+    group: Group
     full: bool
     visibility_timeout_s: float
     on_bad: Callable[[Checkpoint, str], None]
@@ -128,7 +128,8 @@ class VerifiedSearch:
             entry = f"{name}/{stat.st_ino}/{stat.st_size}/{stat.st_mtime_ns}/{stat.st_ctime_ns}"
             value = xxhash.xxh3_128(entry.encode()).intdigest()
             limbs += torch.tensor([value >> 32 * limb & 0xFFFFFFFF for limb in range(_LIMBS)] + [0])
-        dist.all_reduce(limbs, group=self.group)
+        if self.group is not None:
+            dist.all_reduce(limbs, group=self.group)
         *sums, missing = limbs.tolist()
         if missing:
             return None
@@ -153,7 +154,7 @@ class VerifiedSearch:
         return remembered
 
 
-def verify_together(candidate: VerifiedCheckpoint, group: dist.ProcessGroup, full: bool) -> str | None:
+def verify_together(candidate: VerifiedCheckpoint, group: Group, full: bool) -> str | None:
     """Compares the files with the manifest, each rank 1/N of them. Collective.
 
     Returns:
@@ -162,7 +163,7 @@ def verify_together(candidate: VerifiedCheckpoint, group: dist.ProcessGroup, ful
     Raises:
         UserError, OSError: a rank cannot read its files, which does not prove damage.
     """
-    rank = dist.get_rank(group)
+    rank = rank_in(group)
     path = candidate.checkpoint.path
     damage: str | None = None
     unreadable: Exception | None = None
@@ -178,10 +179,10 @@ def verify_together(candidate: VerifiedCheckpoint, group: dist.ProcessGroup, ful
     return problem
 
 
-def _share(manifest: Manifest, group: dist.ProcessGroup) -> list[str]:
+def _share(manifest: Manifest, group: Group) -> list[str]:
     """Returns the files that this rank verifies, so that all ranks together verify all."""
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-    return by_size[dist.get_rank(group) :: dist.get_world_size(group)]
+    return by_size[rank_in(group) :: size_of(group)]
 
 
 def _memory(verified: VerifiedCheckpoint, state: str) -> dict[str, Any]:

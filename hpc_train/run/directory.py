@@ -267,6 +267,12 @@ class RunDirectory:
             yield from self.follow(path).read()
 
 
+class CheckpointDirectory(RunDirectory):
+    """Gives access to a directory of checkpoints without a run, as ``hpc_train.checkpoint.save`` writes it."""
+
+    checkpoints = _Path("")
+
+
 def rank_writer(rank: int) -> str:
     """Returns the name under which a rank writes its events and logs."""
     return f"rank-{rank:04d}"

@@ -207,7 +207,7 @@ def damage_and_restore(rank: int, world_size: int, path: str) -> list[Any]:
 
 
 def damage(checkpoints: CheckpointManager, step: int, rank: int) -> None:
-    file = checkpoints.run.checkpoints / f"step-{step:08d}" / f"__{rank}_0.distcp"
+    file = checkpoints.store.root / f"step-{step:08d}" / f"__{rank}_0.distcp"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from examples.own_pipeline_model import Classifier, Layer, ResidualNet, Stem
 from hpc_train.checkpoint.extra_state import digests
 from hpc_train.checkpoint.listing import choose
+from hpc_train.checkpoint.objects import ObjectState
 from hpc_train.checkpoint.restoring import load_weights, open_weights
 from hpc_train.checkpoint.transfer import export
 from hpc_train.config.compose import typed
@@ -23,7 +24,6 @@ from hpc_train.errors import UserError
 from hpc_train.parallel.build import build_engine
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze, load
-from hpc_train.train.custom_loop import LoopState
 from hpc_train.train.rehearsal import rehearse
 from tests.checkpoint.made import quiet_bar
 from tests.checkpoint.training import Training, join_again
@@ -279,6 +279,6 @@ def test_what_cannot_be_restored_is_said_before_step_1(tmp_path: Path) -> None:
 
 
 def test_a_loop_of_the_user_keeps_it_too() -> None:
-    state = LoopState()
+    state = ObjectState("context.resume", "run.fork=NEW")
     state.register({"net": Plain(), "other": nn.Linear(2, 2)})
     assert {key.partition(".")[0] for key in digests(state.parts)} == {"net"} and len(digests(state.parts)) == 5

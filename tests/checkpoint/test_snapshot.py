@@ -23,7 +23,6 @@ from hpc_train.checkpoint import host_copies as copying
 from hpc_train.checkpoint import manager as managing
 from hpc_train.checkpoint.host_copies import HostArena, HostCopies, SideStream
 from hpc_train.checkpoint.manager import CheckpointManager
-from hpc_train.checkpoint.run_store import RunStore
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.checkpoint.writer import write_tensors
 from hpc_train.config.compose import typed
@@ -365,8 +364,7 @@ def save_on_a_gpu(rank: int, world_size: int, path: str) -> tuple[list[tuple[Any
     for name in ("cudart", "Stream", "current_stream", "Event", "stream"):
         setattr(torch.cuda, name, getattr(cuda, name))
     mesh = replace(training.mesh, device=GPU)
-    store = RunStore(run, config, training.manager.events, mesh.control)
-    manager = CheckpointManager(store, training.engine, training.optimizer, mesh, 1)
+    manager = CheckpointManager(training.manager.run_store, training.engine, training.optimizer, mesh, 1)
     with redirect_stdout(StringIO()) as printed:
         manager.save(1, {})
         manager.wait()

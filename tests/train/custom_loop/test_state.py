@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from hpc_train.checkpoint.objects import ObjectState
 from hpc_train.checkpoint.state import shapes
 from hpc_train.errors import UserError
-from hpc_train.train.custom_loop import LoopState
 
 
-def registered(**objects: Any) -> LoopState:
-    state = LoopState()
+def registered(**objects: Any) -> ObjectState:
+    state = ObjectState("context.resume", "run.fork=NEW")
     state.register(objects)
     return state
 
@@ -101,7 +101,7 @@ def test_what_has_no_state_is_refused() -> None:
         registered(counter=counter).values()
 
 
-def with_others(optimizers: int = 1, schedules: int = 0, groups: int = 1) -> LoopState:
+def with_others(optimizers: int = 1, schedules: int = 0, groups: int = 1) -> ObjectState:
     """Returns a state with optimizers ``o0``, ... of ``groups`` parameter groups and schedules ``s0``, ..."""
     net = nn.Linear(2, 2)
     parameters = [{"params": [value]} for value in net.parameters()] if groups == 2 else net.parameters()
