@@ -23,6 +23,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.job import Job
 from hpc_train.machine.placement import group_nodes, parse_switch_sizes
 from hpc_train.run.requests import ANNOUNCING
+from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.limits import cores, memory
 from hpc_train.schedulers.slurm.records import gpus_of, seconds
 from hpc_train.schedulers.slurm.site import Site, other_clusters
@@ -31,12 +32,14 @@ from hpc_train.schedulers.slurm.variables import preset
 Options = Mapping[str, str | None]  # long option names without dashes; the value of a flag is None
 
 NO_SITE = Site("")
+EXPEDITE = "expedite"  # value of cluster.requeue and of sbatch --requeue
 
 
 def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
     """Returns the options for the resources of ``job``. Jobs with equal options may share an array.
 
-    Raises UserError if ``cluster.extra`` has an option that another key sets, or as ``refuse_other_scheduler`` does.
+    Raises UserError if ``cluster.extra`` has an option that another key sets, if Slurm is too old for an option, or as
+    ``refuse_other_scheduler`` does.
     """
     cluster = job.config.cluster
     refuse_other_scheduler(cluster)
@@ -45,6 +48,10 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
     gpus = None
     if job.gpus and not gpus_of(cluster.gres or ""):
         gpus = ":".join(filter(None, [cluster.gpu_type, str(job.gpus)]))
+    requeue: bool | str = True
+    if job.config.launch.chain <= 1 and cluster.requeue == EXPEDITE:
+        client.require_version((25, 11), "cluster.requeue=expedite")
+        requeue = EXPEDITE
     values: dict[str, Any] = {
         "clusters": other_clusters(cluster.clusters, site),
         "partition": cluster.partition,
@@ -63,7 +70,7 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
         "time": cluster.time,
         "time-min": cluster.time_min,
         "signal": f"USR2@{signal_lead(job).seconds:g}",
-        "no-requeue" if job.config.launch.chain > 1 else "requeue": True,
+        "no-requeue" if job.config.launch.chain > 1 else "requeue": requeue,
         "no-kill": survives_node_loss(job.config.elastic),
         "open-mode": "append",
     }

@@ -24,7 +24,7 @@ from pathlib import Path
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.errors import UserError
 from hpc_train.launch.gpus import gpu_export_lines
-from hpc_train.launch.sbatch import Options, arguments, reason_of
+from hpc_train.launch.sbatch import EXPEDITE, Options, arguments, reason_of
 from hpc_train.machine.amd_gpus import amd_memory
 from hpc_train.machine.environment import job_environment
 from hpc_train.machine.gpus import Machine
@@ -372,6 +372,8 @@ def blocks_of(script: Script) -> list[Block]:
         Block("the run directory; a requeued job uses the same one", script.run),
         Block("notice scancel and the signal before the time limit", REQUEUE_BEFORE.splitlines()),
     ]
+    if script.chain is None and cluster.requeue == EXPEDITE:
+        blocks.append(Block("cluster.requeue=expedite: cancel a job that has failed", EXPEDITED.splitlines()))
     if script.chain is not None:
         chain = [f"CHAIN={shell_word(str(script.chain))}", *CHAIN_BEFORE.splitlines()]
         blocks.append(Block("launch.chain: exit if an earlier job of the chain has ended the run", chain))
@@ -517,6 +519,11 @@ trap 'announced=1' USR1 USR2
 # the prefix of the files in which the agents record how this start of the job ended, and the id of the job
 end="$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+""".rstrip()
+
+EXPEDITED = """\
+# Slurm requeues and holds a job with --requeue=expedite that fails on healthy nodes; this script cancels such a job
+trap '[ $? -eq 0 ] || [ -e "$end.requeue" ] || scancel --state=RUNNING "$job"' EXIT
 """.rstrip()
 
 REQUEUE_END = """\

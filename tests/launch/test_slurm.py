@@ -56,6 +56,21 @@ def test_resources_stand_on_the_command_line(slurm: Path, tmp_path: Path) -> Non
     assert f"RUN={job.run.path}\n" in script
 
 
+@pytest.mark.parametrize("version", ["slurm 25.11.0", "slurm 26.05.1", "slurm-wlm 25.05.4", ""])
+def test_an_expedited_requeue_is_sent_to_a_slurm_that_has_it(slurm: Path, tmp_path: Path, version: str) -> None:
+    command(slurm, "scontrol", f'[ "$1" != version ] || echo "{version}"')
+    job = make_job(tmp_path / "sweep", cluster=replace(SITE, requeue="expedite"), gpus=4)
+    if "25.05" in version or not version:
+        with pytest.raises(UserError, match=rf"needs Slurm 25.11 or newer, .* prints {version or 'nothing'}"):
+            SlurmJobExecutor().check([job])
+        assert not (tmp_path / "calls").exists(), "the refused option is not sent"
+        return
+    assert SlurmJobExecutor().submit([job], tmp_path / "sweep", 1) == ["41"]
+    (call,) = calls(tmp_path)
+    assert " --requeue=expedite " in call
+    assert "scancel --state=RUNNING" in (job.run.path / "job.sbatch").read_text()
+
+
 def test_a_segment_keeps_each_shard_group_in_one_block(slurm: Path, tmp_path: Path) -> None:
     plugin, blocks = "TopologyPlugin = topology/block", "BlockName=b1 BlockIndex=0 Nodes=g[1-18] BlockSize=18"
     command(slurm, "scontrol", f'case "$*" in *config*) echo "{plugin}";; *topology*) echo "{blocks}";; esac')

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from hpc_train.run.directory import RunDirectory
 from tests.doors.command import REPOSITORY
 from tests.report.test_page import check
+from tests.schedulers.test_variables import command
 from tests.slurm.cluster import Cluster, reconfigured, wait_for
 from tests.slurm.runs import (
     FAULTY,
@@ -175,6 +177,35 @@ def test_a_job_that_somebody_holds_is_not_requeued(plain: Cluster, tmp_path: Pat
     assert detail(plain, job_id(run), "ExitCode") == "75:0"
     assert detail(plain, job_id(run), "Restarts") == "1"
     assert plain.hpc_train("wait", "run", cwd=tmp_path).returncode == 75
+
+
+@pytest.mark.long_form(45)  # tests/launch/test_slurm.py has the options and the refusal
+def test_a_job_with_expedited_requeue_that_fails_is_not_left_in_the_queue(plain: Cluster, tmp_path: Path) -> None:
+    """Slurm 25.11 holds such a job when its script exits with another code than 0. Stand-ins of sbatch and scontrol in
+    front of this older Slurm show what reaches them."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    real = {name: shutil.which(name, path=plain.environment["PATH"]) for name in ("sbatch", "scontrol")}
+    note = f'printf "%s\\n" "$*" >> {tmp_path}/calls'
+    command(tools, "scontrol", f'[ "$1" != version ] || exec echo slurm 25.11.0; exec {real["scontrol"]} "$@"')
+    expedited = 'for word; do shift; [ "$word" != --requeue=expedite ] || word=--requeue; set -- "$@" "$word"; done'
+    command(tools, "sbatch", f'{note}; {expedited}; exec {real["sbatch"]} "$@"')
+    shell = replace(plain, environment={**plain.environment, "PATH": f"{tools}:{plain.environment['PATH']}"})
+    asked = [*ONE_NODE, "cluster.requeue=expedite", "launch.detach=true", "-m"]
+    cases = {"done": [*SLOW, "train.steps=6"], "failed": FAULTY, "requeued": [*SLOW, "train.steps=600"]}
+    for name, case in cases.items():
+        done = shell.hpc_train(*case, *asked, f"run.name={name}", cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 6 and all("--requeue=expedite" in call for call in calls), "each --test-only and submission"
+    jobs = {name: job_id(tmp_path / "outputs" / name) for name in cases}
+    wait_for_step(tmp_path / "outputs" / "requeued", 2)
+    plain.call("scancel", "--signal=USR2", jobs["requeued"])
+    assert plain.wait_for_state(jobs["requeued"], "PENDING") == "PENDING", "a job that asks for a requeue gets it"
+    plain.call("scancel", jobs["requeued"])
+    assert plain.wait_for_state(jobs["done"], *ENDED) == "COMPLETED"
+    assert plain.wait_for_state(jobs["failed"], *ENDED) == "CANCELLED"
+    assert status(plain, tmp_path, "failed")[0]["state"] == "failed"
 
 
 def chain(run: Path) -> list[str]:

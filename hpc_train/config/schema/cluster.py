@@ -183,6 +183,13 @@ class ClusterConfig:
         None, "Text that is appended to the job's comment hpc_train:RUN_DIRECTORY.", when=when("submitted")
     )
     clusters: str | None = key(None, "sbatch --clusters.", when=when("submitted"))
+    requeue: str = key(
+        "normal",
+        "How Slurm requeues the job after a node failure. expedite uses sbatch --requeue=expedite of Slurm 25.11: the "
+        "job starts again at once, before all other jobs, and Slurm reserves its healthy nodes for it.",
+        choices=("normal", "expedite"),
+        when=(when("submitted"), when("launch.chain", 1)),
+    )
     extra: dict[str, Any] = key({}, "Any other sbatch option, such as {begin: now+1hour}.", when=when("submitted"))
     env: dict[str, str] = key(
         {}, "Environment variables of the job, on Slurm and on this machine. A batch script exports them before setup."

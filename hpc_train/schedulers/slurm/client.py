@@ -506,6 +506,28 @@ def uses_slurm() -> bool:
     return controller is Controller.UP
 
 
+@cache
+def _cached_version(path: str | None, conf: str | None) -> str:
+    return (query(["scontrol", "version"]) or "").strip()
+
+
+def require_version(least: tuple[int, int], setting: str) -> None:
+    """Raises UserError if ``scontrol version`` is older than ``least``, or unknown.
+
+    Args:
+        setting: the setting that needs the version: ``cluster.requeue=expedite``.
+    """
+    version = _cached_version(*_selection())
+    numbers = re.search(r"(\d+)\.(\d+)", version)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < least:
+        major, minor = least
+        raise UserError(
+            f"{setting} needs Slurm {major}.{minor:02d} or newer, and `scontrol version` prints {version or 'nothing'}",
+            where=setting,
+            fix=f"remove {setting}",
+        )
+
+
 def controller_answers() -> bool:
     """Returns whether ``sbatch`` exists and a Slurm controller is up; cached per process."""
     return _cached_controller(*_selection())[0] is Controller.UP
