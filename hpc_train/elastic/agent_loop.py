@@ -39,7 +39,7 @@ from hpc_train.run.event_log import Clock, EventLog
 from hpc_train.run.exits import CRASHED_IMPORT, Exit, Failure
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import BackgroundCall, read_or
-from hpc_train.run.requests import StacksRequests, StopRequests
+from hpc_train.run.requests import NewRequests, StopRequests
 from hpc_train.schedulers.current import current_job
 
 TICK_S = 0.25
@@ -83,7 +83,7 @@ class Agent:
     output: FileWriter  # of the logs of its workers
     echo: FileWriter | None  # of what the workers print, to standard output
     deletion: DeletionWatch
-    stacks: StacksRequests | None = None  # only in the agent with the server
+    stacks: NewRequests[int] | None = None  # only in the agent with the server
     looks: FolderLooks | None = None  # into run.progress_dir; only in the agent with the server
     stop_at: float = math.inf  # when it stops because of the time limit, in seconds since 1970
     accepted_stop: Callable[[], str | None] = lambda: None  # why the server stops the job; in the agent with the server

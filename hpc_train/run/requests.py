@@ -1,25 +1,28 @@
-"""Handles requests to a run: stop requests, which arrive as signals, and requests for stack dumps, which are files in
-``logs/stacks``.
+"""Handles requests to a run: stop requests, which arrive as signals, and requests for stack dumps or for another number
+of nodes, which are files.
 
 A signal handler only sets a flag; the main loop acts on it. ``logs/stacks/request`` holds the number of the newest
-request for stacks. The agent of node 0 polls it, and the rendezvous server notifies the others, because thousands of
-nodes that poll a file would keep a shared file system busy. Each agent writes its answer to
-``logs/stacks/NNN-<node>.txt``.
+request for stacks, and ``attempts/resize.json`` the newest request for another number of nodes. The agent of node 0
+polls them, and the rendezvous server notifies the others, because thousands of nodes that poll a file would keep a
+shared file system busy. Each agent writes its stacks to ``logs/stacks/NNN-<node>.txt``.
 """
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import BackgroundCall, write_text
+from hpc_train.run.files import BackgroundCall, write_json, write_text
+from hpc_train.run.rows import check_fields
+
+Request = TypeVar("Request")
 
 
 class StopFlag:
@@ -78,40 +81,78 @@ def stacks_requested(run: RunDirectory) -> int:
         return 0
 
 
+@dataclass(frozen=True)
+class ResizeRequest:
+    """Asks a live run to continue on another number of nodes.
+
+    Attributes:
+        nodes: the nodes that train; ``elastic.spares`` come in addition.
+        reason: who asks, or why, as events and ``why`` show it.
+        time: seconds since 1970.
+    """
+
+    nodes: int
+    reason: str
+    time: float
+
+
+def request_resize(run: RunDirectory, nodes: int, reason: str) -> ResizeRequest:
+    """Asks the agent of node 0 to continue ``run`` on ``nodes`` nodes; a later request replaces an earlier one.
+
+    The agent accepts or refuses the request and writes the event ``resize_requested`` or ``resize_refused``.
+    """
+    request = ResizeRequest(nodes, reason, max(time.time(), _submitted(run.record())))
+    write_json(_resize_file(run), asdict(request))
+    return request
+
+
+def resize_requested(run: RunDirectory) -> ResizeRequest | None:
+    """Returns the newest request to resize ``run``; None if the newest submission of the run has none."""
+    path = _resize_file(run)
+    if path not in set(run.attempts.glob(path.name)):  # a network file system caches the absence of a name
+        return None
+    try:
+        request = ResizeRequest(**run.json(path))
+        check_fields(request)
+    except (TypeError, ValueError):  # another version, or not a file of hpc_train
+        return None
+    return request if request.time >= _submitted(run.record()) else None
+
+
+def _resize_file(run: RunDirectory) -> Path:
+    return run.attempts / "resize.json"
+
+
 REQUESTS_EVERY_S = 2.0
 REQUEST_S = 1.0  # the agent waits at most this long for the file system to show whether there is a request
 
 
-@dataclass
-class StacksRequests:
-    """Finds new requests for stacks; used by the agent of node 0 only."""
+class NewRequests(Generic[Request]):
+    """Finds new requests; used by the agent of node 0 only.
 
-    run: RunDirectory
-    _newest: int
-    _reading: BackgroundCall[int] = field(init=False)
-    _next_look: float = field(default=0.0, init=False)
+    Args:
+        read: returns the newest request.
+        newest: the newest request that is not new.
+    """
 
-    def __post_init__(self) -> None:
-        self._reading = BackgroundCall(lambda: stacks_requested(self.run))
+    def __init__(self, read: Callable[[], Request], newest: Request) -> None:
+        self._reading = BackgroundCall(read)
+        self._newest = newest
+        self._next_look = 0.0
 
-    @classmethod
-    def of(cls, run: RunDirectory) -> StacksRequests:
-        """Returns a reader of the requests from now on; earlier ones were for earlier jobs."""
-        return cls(run, stacks_requested(run))
-
-    def new(self, now: float) -> int | None:
-        """Returns the number of a new request at time ``now``; None if there is none or it is too early to look."""
+    def new(self, now: float) -> Request | None:
+        """Returns a new request at time ``now``; None if there is none or it is too early to look."""
         if now < self._next_look:
             return None
         self._next_look = now + REQUESTS_EVERY_S
         try:
-            number = self._reading.poll(REQUEST_S)
-        except TimeoutError:  # the file system hangs, so no request can be read
+            request = self._reading.poll(REQUEST_S)
+        except OSError:  # the file system fails or hangs, so no request can be read
             return None
-        if number == self._newest:
+        if request == self._newest:
             return None
-        self._newest = number
-        return number
+        self._newest = request
+        return request
 
 
 def answer_stacks_request(run: RunDirectory, number: int, node: str, text: str) -> None:

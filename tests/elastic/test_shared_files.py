@@ -39,7 +39,15 @@ from hpc_train.run.agent_worker import Beat, Phase, WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit
-from hpc_train.run.requests import REQUESTS_EVERY_S, StacksRequests, StopRequests, request_stacks
+from hpc_train.run.requests import (
+    REQUESTS_EVERY_S,
+    NewRequests,
+    StopRequests,
+    request_resize,
+    request_stacks,
+    resize_requested,
+    stacks_requested,
+)
 from tests.elastic.conftest import Opened
 from tests.elastic.test_agent import until
 from tests.elastic.test_hub import Served
@@ -70,12 +78,25 @@ def test_an_agent_whose_workers_train_reads_no_shared_file(
 
 def test_node_0_looks_for_requests_for_stacks(run: RunDirectory, opened: Opened) -> None:
     request_stacks(run)
-    requests = StacksRequests.of(run)
+    requests = NewRequests(lambda: stacks_requested(run), stacks_requested(run))
     with opened.below(run.path) as paths:
         assert [requests.new(second) for second in range(20)] == [None] * 20
     assert len(paths) == 20 / REQUESTS_EVERY_S
     assert request_stacks(run) == 2
     assert [requests.new(20.0), requests.new(20.5), requests.new(30.0)] == [2, None, None]
+
+
+def test_a_resize_request_concerns_the_newest_submission(run: RunDirectory) -> None:
+    requests = NewRequests(lambda: resize_requested(run), None)
+    assert requests.new(0.0) is None
+    request_resize(run, 4, "user")
+    newest = request_resize(run, 2, "job 7 waits")
+    assert requests.new(10.0) == newest == resize_requested(run)
+    (run.attempts / "resize.json").write_text('{"nodes": "2", "reason": "user", "time": 1.0}')
+    assert resize_requested(run) is None
+    request_resize(run, 2, "user")
+    run.update_record(submissions=[{"time": time.time() + 60}])
+    assert resize_requested(run) is None, "it was for an earlier job"
 
 
 def test_waiting_agents_look_for_the_server_less_often_in_a_large_job(
