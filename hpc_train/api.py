@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from hpc_train.checkpoint.listing import list_checkpoints
-from hpc_train.commands.submitted import cancel_runs
+from hpc_train.commands.submitted import cancel_runs, request_resize_of
 from hpc_train.config.arguments import expand, override_value, own_files_checked, refuse_search, wants_dry_run
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
@@ -180,6 +180,14 @@ class Run:
         if self.status().exit_code is not None:  # its processes may still be exiting
             return False
         return cancel_runs([self._handle()], save=save) > 0
+
+    def resize(self, nodes: int) -> None:
+        """Asks the live run to continue on ``nodes`` nodes. The events ``resized`` and ``resize_refused`` answer.
+
+        Raises:
+            UserError: the run has no live workers.
+        """
+        request_resize_of(self._directory, nodes, "Run.resize")
 
     def _handle(self) -> lookup.RunHandle:
         return lookup.find_run(str(self.path), "status")

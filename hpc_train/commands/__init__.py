@@ -75,6 +75,7 @@ COMMANDS = {
     "resume": Command("submitted:resume", "submit a run again", _MANAGE, RUNS),
     "retry": Command("submitted:retry", "submit the failed runs of a sweep again", _MANAGE, RUNS),
     "cancel": Command("submitted:cancel", "end runs", _MANAGE, RUNS),
+    "resize": Command("submitted:resize", "continue a live run on another number of nodes", _MANAGE, RUNS),
     "checkpoint": Command(
         "checkpoint:main",
         "list, verify, export, promote and import checkpoints",

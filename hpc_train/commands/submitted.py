@@ -1,4 +1,4 @@
-"""The commands that act on submitted runs: ``resume``, ``retry``, ``cancel``, ``wait`` and ``stacks``.
+"""The commands that act on submitted runs: ``resume``, ``retry``, ``cancel``, ``wait``, ``resize`` and ``stacks``.
 
 The owner of a run can write any process id and job id into its record. For a run of another user, a command therefore
 acts on a process or job only if it is proved to belong to the caller and to work on that run.
@@ -15,6 +15,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from hpc_train.config.options import OptionParser
@@ -24,12 +25,13 @@ from hpc_train.launch.submission import POLL_S as JOBS_POLL_S
 from hpc_train.launch.submission import resubmit, worst
 from hpc_train.report.page.build import write_after, write_sweep_at_end
 from hpc_train.run.directory import RunDirectory, lease_folder
+from hpc_train.run.events import Event
 from hpc_train.run.exits import Exit
 from hpc_train.run.file_lock import LockOwner, newest_lock
 from hpc_train.run.lease import is_live
 from hpc_train.run.owner import TRUST, foreign_owner, user_name
 from hpc_train.run.processes import started
-from hpc_train.run.requests import record_stop_request, request_stacks, stacks_answers
+from hpc_train.run.requests import record_stop_request, request_resize, request_stacks, stacks_answers
 from hpc_train.runs.comparison import Comparison, metric_of
 from hpc_train.runs.job_status import JobStatuses, View, outcome
 from hpc_train.runs.job_table import JobTable, print_messages, print_results
@@ -237,6 +239,58 @@ def _until_the_end(runs: list[RunHandle], table: JobTable | None) -> list[View]:
 
 
 ANSWERS_POLL_S = 0.2
+
+
+def resize(arguments: list[str]) -> int:
+    """Continues a live run on another number of nodes."""
+    parser = _parser(resize)
+    parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
+    parser.add_argument("nodes", metavar="nodes=N", help="the number of nodes that train")
+    parser.add_argument(
+        "--wait", type=float, default=600, metavar="SECONDS", help="wait this long until it does (default: 600)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the answer of the run")
+    options = parser.parse_args(arguments)
+    name, _, number = options.nodes.partition("=")
+    if name != "nodes" or not number.isdecimal():
+        raise UserError(f"resize takes nodes=N, got {options.nodes}", where="the command line", fix="nodes=2")
+    run = find_run(options.target, "resize").run
+    answered = len(_resize_answers(run))
+    request_resize_of(run, int(number), "the command resize")
+    until = time.monotonic() + options.wait
+    while len(answers := _resize_answers(run)) <= answered:
+        if not is_live(run):
+            print("not resized: the run has ended", file=sys.stderr)
+            return Exit.FAILED
+        if time.monotonic() > until:
+            print(f"not resized within {options.wait:g} s; the request stands", file=sys.stderr)
+            return Exit.FAILED
+        time.sleep(ANSWERS_POLL_S)
+    answer = answers[answered]
+    is_resized = answer.name == "resized"
+    if options.json:
+        print(json.dumps({"resized": is_resized, "nodes": answer["nodes"], "message": answer.message}))
+    elif is_resized:
+        print(answer.message)
+    else:
+        print(f"not resized: {answer.message}", file=sys.stderr)
+    return Exit.DONE if is_resized else Exit.REFUSED
+
+
+def request_resize_of(run: RunDirectory, nodes: int, reason: str) -> None:
+    """Asks the agents of ``run`` to continue on ``nodes`` nodes; raises UserError if it is not live or not the
+    caller's.
+    """
+    if nodes < 1:
+        raise UserError(f"a run cannot train on {nodes} nodes", where="nodes", fix="nodes=1 or more")
+    refuse_foreign_lease(run)
+    _live_nodes(run)
+    request_resize(run, nodes, reason)
+
+
+def _resize_answers(run: RunDirectory) -> list[Event]:
+    events = [event for event in run.events_of("agent-*") if event.name in ("resized", "resize_refused")]
+    return sorted(events, key=attrgetter("time"))
 
 
 def stacks(arguments: list[str]) -> int:

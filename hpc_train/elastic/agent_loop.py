@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from hpc_train.elastic.rendezvous.client import (
 from hpc_train.elastic.rendezvous.messages import NodeReport
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
+from hpc_train.elastic.resize import refusal_of
 from hpc_train.elastic.script import FolderLooks, Script
 from hpc_train.elastic.watch import OtherNodes, Watch
 from hpc_train.elastic.worker_process import crash_of, ensure_warm_parent
@@ -39,7 +41,7 @@ from hpc_train.run.event_log import Clock, EventLog
 from hpc_train.run.exits import CRASHED_IMPORT, Exit, Failure
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import BackgroundCall, read_or
-from hpc_train.run.requests import NewRequests, StopRequests
+from hpc_train.run.requests import NewRequests, ResizeRequest, StopFlag, StopRequests
 from hpc_train.schedulers.current import current_job
 
 TICK_S = 0.25
@@ -84,10 +86,14 @@ class Agent:
     echo: FileWriter | None  # of what the workers print, to standard output
     deletion: DeletionWatch
     stacks: NewRequests[int] | None = None  # only in the agent with the server
+    resizes: NewRequests[ResizeRequest | None] | None = None  # only in the agent with the server
     looks: FolderLooks | None = None  # into run.progress_dir; only in the agent with the server
     stop_at: float = math.inf  # when it stops because of the time limit, in seconds since 1970
     accepted_stop: Callable[[], str | None] = lambda: None  # why the server stops the job; in the agent with the server
     _attempt: int | None = field(default=None, init=False)  # the newest attempt it knows of
+    _began: float = field(default_factory=time.time, init=False)
+    _spec: AttemptSpec | None = field(default=None, init=False)  # of that attempt
+    _resize: ResizeRequest | None = field(default=None, init=False)  # the newest one that it has accepted
     _stop_reported: bool = field(default=False, init=False)
     _replaced: bool = field(default=False, init=False)  # Slurm ended this run of the job while the node was frozen
 
@@ -123,6 +129,8 @@ class Agent:
         if self.stacks is not None and (number := self.stacks.new(now)) is not None:
             client.send_stacks_request(number)
         self.watch.stacks_requested = client.stacks_requested
+        if self.resizes is not None and self._spec is not None and (request := self.resizes.new(now)) is not None:
+            self._answer(request, self._spec, client)
         if self.looks is not None and (changed := self.looks.new(now)) is not None:
             client.send_progress(changed)
         if isinstance(self.entry, Script):
@@ -141,6 +149,32 @@ class Agent:
             if not self._replaced:
                 self._events().write("stop_requested", reason=reason)
 
+    def _answer(self, request: ResizeRequest, spec: AttemptSpec, client: RendezvousClient) -> None:
+        """Passes a request to resize the run on to the server, or refuses it; the event log and the output say which.
+
+        A request for the present number of nodes withdraws one that is not fulfilled yet.
+        """
+        events = self._events()
+        pending = self._resize
+        if pending is not None and pending.nodes == spec.nodes:
+            pending = None
+        refusal = None
+        if request.nodes != spec.nodes:
+            refusal = refusal_of(request, self.config, spec, current_job())
+        elif pending is None and request.time < self._began:  # an earlier start of the job has fulfilled it
+            return
+        elif pending is None:
+            refusal = "the run trains on as many"
+        if refusal is not None:
+            events.write("resize_refused", nodes=request.nodes, reason=request.reason, message=refusal)
+            print(f"not resized to {request.nodes} nodes: {refusal}", file=sys.stderr, flush=True)
+            return
+        self._resize = request
+        instead = "" if pending is None else f", instead of {pending.nodes}"
+        message = f"{request.reason} asked for {request.nodes} nodes{instead}; the run trains on {spec.nodes}"
+        events.write("resize_requested", nodes=request.nodes, before=spec.nodes, reason=request.reason, message=message)
+        client.send_resize(request)
+
     def _report_pause(self, pause: Pause) -> None:
         """Writes an event about the pause, unless Slurm has requeued the job meanwhile."""
         if pause.seconds < MIN_PAUSE_S:
@@ -158,16 +192,21 @@ class Agent:
     def _take_part(self, client: RendezvousClient, spec: AttemptSpec) -> None:
         """Runs this node's workers in one attempt, unless it is a spare."""
         attempt = self._attempt = spec.attempt
+        self._spec = spec
         if self.stores is None:
             self.events = replace(self.events, clock=Clock.at(spec.started))
-        self.budget.hold(self.allocation.nodes * spec.gpus_per_node)
+        self.budget.hold(spec.held_nodes * spec.gpus_per_node)
         if self.stores is not None:
             self.stores.serve(attempt)
         if self.node.number not in spec.order:
             return
 
+        stop = AttemptStop(self.stop)
+
         def tick() -> None:
             self._tick(client)
+            if client.must_stop(attempt):
+                stop.ordered.request("resize")
             if self.stores is not None:
                 if (deleted := self.deletion.finding()) is not None:  # one agent looks
                     client.quit(deleted)
@@ -195,7 +234,7 @@ class Agent:
             echo = None if self.echo is None else Echo(self.echo, shows_rank=spec.layout.world_size > 1)
             log = WorkerLog(path, self.output, echo=echo)
             began = time.monotonic()
-            outcome = run_attempt(specs, log, self.stop, spec.stop_grace_s, tick, self.entry, self.watch)
+            outcome = run_attempt(specs, log, stop, spec.stop_grace_s, tick, self.entry, self.watch)
             failure = outcome.failure
             if failure is not None:
                 failure = self.gpu_errors.examine(failure, failure.rank - specs[0].rank, time.monotonic() - began)
@@ -302,6 +341,23 @@ class DeletionWatch:
         return path.stat().st_dev == self._device  # otherwise its file system is not mounted any more
 
 
+@dataclass(frozen=True)
+class AttemptStop:
+    """Combines the stop requests to the agent with the server's order to stop the workers of one attempt."""
+
+    agent: StopRequests
+    ordered: StopFlag = field(default_factory=StopFlag)
+
+    @property
+    def requested(self) -> bool:
+        return self.agent.requested or self.ordered.requested
+
+    @property
+    def since(self) -> float:
+        """Returns the time of the stop request on the monotonic clock."""
+        return self.agent.since if self.agent.requested else self.ordered.since
+
+
 # The time from a failure until the other workers are killed, so that the primary cause can arrive.
 SECONDARY_GRACE_S = 3.0  # after a secondary failure
 REPORT_GRACE_S = 0.1  # after an exception, which may still be secondary
@@ -320,7 +376,7 @@ class Outcome:
 def run_attempt(
     specs: Sequence[WorkerSpec],
     log: WorkerLog,
-    stop: StopRequests,
+    stop: AttemptStop,
     stop_grace_s: float,
     on_tick: Callable[[], None],
     entry: str | Script,
@@ -363,9 +419,7 @@ def _start(workers: Workers, specs: Sequence[WorkerSpec], entry: str | Script) -
         workers.fail(WorkerFailure(spec.rank, failure, message, message, time.time()))
 
 
-def _watch(
-    workers: Workers, stop: StopRequests, stop_grace_s: float, on_tick: Callable[[], None], watch: Watch
-) -> None:
+def _watch(workers: Workers, stop: AttemptStop, stop_grace_s: float, on_tick: Callable[[], None], watch: Watch) -> None:
     failed_at: float | None = None
     while workers.alive:
         workers.wait(TICK_S)

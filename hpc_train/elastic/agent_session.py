@@ -43,7 +43,7 @@ from hpc_train.run.exits import Action, Exit
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import read_or
 from hpc_train.run.ledger import Account, read_ledger
-from hpc_train.run.requests import NewRequests, StopRequests, stacks_requested
+from hpc_train.run.requests import NewRequests, StopRequests, resize_requested, stacks_requested
 from hpc_train.telemetry.sinks.tracking import TrackingProcess, tracked
 
 
@@ -167,6 +167,7 @@ class Session:
             stacks=NewRequests(lambda: stacks_requested(run), stacks_requested(run))
             if allocation.node_rank == 0
             else None,
+            resizes=NewRequests(lambda: resize_requested(run), None) if allocation.node_rank == 0 else None,
             looks=FolderLooks.of(config, allocation.nodes) if allocation.node_rank == 0 else None,
             stop_at=time_to_stop(run, config, self.end),
             accepted_stop=lambda: None if coordinator is None else coordinator.stop,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -37,15 +38,18 @@ from hpc_train.run.event_log import EventLog, age_of_this_process
 from hpc_train.run.exits import EXITS, SHELL_SIGNALS, Action, Exit, Failure
 from hpc_train.run.files import in_time, patiently, read_or
 from hpc_train.run.record import drop_copy, with_digest
+from hpc_train.run.requests import ResizeRequest
 from hpc_train.schedulers.current import NoJob
 from hpc_train.schedulers.scheduler import CurrentJob
 from hpc_train.schedulers.slurm.client import show_topology
 from hpc_train.telemetry.tracebacks import own_frames
+from hpc_train.units import counted
 
 Result = TypeVar("Result")
 
 REPLACED = "Slurm has ended or requeued the job"
 
+AGENT_LEAVES_S = 3.0  # until the processes of an agent that leaves have ended; Slurm kills those that have not
 CLAIM_S = 120.0  # how long a restart waits for a file system on which it cannot claim the next attempt
 
 
@@ -62,11 +66,16 @@ class Attempts:
     events: EventLog  # of this node's agent, in any attempt
     # the newest attempt of this job; another job may have a later one after this agent was suspended
     _newest: int | None = field(default=None, init=False)
+    _held_nodes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._held_nodes = self.allocation.nodes
 
     def begin(self, start: Start) -> Message:
         """Prepares the next attempt; returns its specification for the agents."""
         if start.cause is not None:
             self._report_failure(start.cause, self._events())
+        self._held_nodes -= len(start.released)
         self._newest = attempt = patiently(self.run.claim_attempt, CLAIM_S)
         listener = bind(self.allocation, f"{self.allocation.job_id or self.run.path}:{attempt}")
         environment = self.fabric.decide(start, self._events())
@@ -76,7 +85,18 @@ class Attempts:
         self.events.writer.put(self.run.logs, lambda again: prune_logs(self.run, attempt), wait=False)
         self.stores.offer(attempt, listener)
         self._report_start(start, spec)
+        if start.released:
+            threading.Thread(target=self._release, args=(start.released,), name="release-nodes", daemon=True).start()
         return spec.message()
+
+    def _release(self, names: Sequence[str]) -> None:
+        """Gives nodes back to the scheduler when their agents have left."""
+        time.sleep(AGENT_LEAVES_S)
+        problem = self._job.release(names)
+        if problem is not None:
+            message = f"{', '.join(names)} are idle until the job ends, since they cannot be given back: {problem}"
+            self._events().write("warning", message=message)
+            print(f"warning: {message}", file=sys.stderr, flush=True)
 
     def leave(self, leave: Leave) -> int:
         """Records how the job ended; returns the exit code of its agents."""
@@ -187,12 +207,13 @@ class Attempts:
             checked=read_or(lambda: have_been_checked(run, launch, names), False),
             store_prefix=secrets.token_hex(16),
             # one agent estimates it, because N agents would read the files of the run at the same time
-            stop_grace_s=read_or(lambda: stop_time(self.config, run, self.allocation.nodes).seconds, float(UNKNOWN_S)),
+            stop_grace_s=read_or(lambda: stop_time(self.config, run, len(start.nodes)).seconds, float(UNKNOWN_S)),
+            held_nodes=self._held_nodes,
         )
 
     def _report_start(self, start: Start, spec: AttemptSpec) -> None:
         events = self._events()
-        gpus = self.allocation.nodes * spec.gpus_per_node  # held by the job
+        gpus = spec.held_nodes * spec.gpus_per_node  # held by the job
         began = events.now() - age_of_this_process()
         events.write(
             "started", layout=str(spec.layout), world_size=spec.layout.world_size, gpus=gpus, began=began,
@@ -221,20 +242,35 @@ class Attempts:
         report_placement(start, self.config.cluster.extra.get("switches"), events)
 
     def _report_change(self, start: Start, events: EventLog) -> None:
-        assert start.cause is not None
-        seconds = round(time.monotonic() - start.cause.noticed, 3)
-        reason = start.cause.failure.failure
         before = set(start.before)
         now = set(start.nodes)
         added, gone = [[node.name for node in nodes] for nodes in (now - before, before - now)]
+        if start.resize is not None:
+            self._report_resize(start, start.resize, gone, events)
+        if start.cause is None:
+            return
+        seconds = round(time.monotonic() - start.cause.noticed, 3)
+        reason = start.cause.failure.failure
         if added:
             events.write("spare_used", nodes=added, instead_of=gone)
-        if len(now) < len(before):
+        if len(now) < len(before) and start.resize is None:
             events.write("shrunk", nodes=len(now), before=len(before), without=gone)
         events.write("restarted", reason=reason, seconds=seconds, world_size=start.layout.world_size)
         where = f"on {len(now)} of {len(before)} nodes" if len(now) < len(before) else "in place"
         where = f"{where}, {', '.join(added)} replacing {', '.join(gone)}" if added else where
         print(f"restarted {where} as attempt {events.attempt}", file=sys.stderr, flush=True)
+
+    def _report_resize(self, start: Start, resize: ResizeRequest, gone: Sequence[str], events: EventLog) -> None:
+        lost = 0
+        if self.config.run.command is None:
+            lost = max(0, start.reached - read_or(lambda: progress_of(self.run, self.config), start.reached))
+        before = len(start.before)
+        message = f"continues on {len(start.nodes)} nodes instead of {before} ({resize.reason}), as {start.layout}"
+        if lost:
+            message += f"; {counted(lost, 'step', 'steps')} since the last checkpoint are repeated"
+        details: dict[str, Any] = {"nodes": len(start.nodes), "before": before, "without": gone, "steps": lost}
+        events.write("resized", reason=resize.reason, message=message, **details)
+        print(message, file=sys.stderr, flush=True)
 
     def _report_failure(self, cause: FailureReport, events: EventLog, refused: bool = False) -> None:
         """Writes a failure to the event log and to standard error."""

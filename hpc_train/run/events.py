@@ -202,6 +202,17 @@ EVENTS = {
     "shrunk": EventKind(
         "The job continues with fewer nodes.", "nodes before without", {"nodes": "count"}, level=Level.REACTION
     ),
+    "resize_requested": EventKind(
+        "The run is to continue on `nodes` nodes; `reason`: who asked.", "nodes before reason message",
+        {"nodes": "count"}, level=Level.MARK,
+    ),
+    "resize_refused": EventKind(
+        "The run cannot continue on `nodes` nodes.", "nodes reason message!", {"nodes": "count"}, level=Level.REACTION
+    ),
+    "resized": EventKind(
+        "The job continues on `nodes` nodes as requested; `steps`: how many are repeated.",
+        "nodes before without steps reason message", {"nodes": "count"}, level=Level.REACTION, is_progress=True,
+    ),
     "spare_used": EventKind("A spare node replaces another.", "nodes instead_of", level=Level.REACTION),
     "suspended": EventKind(
         "Slurm had suspended the job for some seconds.", "seconds! until! reason",

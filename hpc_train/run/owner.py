@@ -368,6 +368,7 @@ ACCESS: Mapping[str, Access] = MappingProxyType(
         "checkpoint list": Access.READS,
         "checkpoint verify": Access.READS,
         "cancel": Access.ACTS,
+        "resize": Access.ACTS,
         "stacks": Access.ACTS,
         "train": Access.EXECUTES,
         "freeze": Access.EXECUTES,

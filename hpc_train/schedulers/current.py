@@ -34,6 +34,9 @@ class NoJob(CurrentJob):
     def ask(self, command: Sequence[str], exclude: str = "") -> bool:
         return False
 
+    def why_no_release(self) -> str:
+        return "it does not run in a job"
+
 
 def current_job(environment: Mapping[str, str] = os.environ) -> CurrentJob:
     """Returns the job of this process, with an empty id outside of a job.

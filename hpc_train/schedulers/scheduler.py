@@ -300,5 +300,13 @@ class CurrentJob(ABC):
         """Returns the number of nodes of the job; None if it is not known."""
         return None
 
+    def why_no_release(self) -> str | None:
+        """Returns why the running job cannot give back single nodes; None if it can."""
+        return f"{self.scheduler} does not take back single nodes of a running job"
+
+    def release(self, names: Collection[str]) -> str | None:
+        """Gives back the nodes ``names``, whose agents have ended; returns why this failed, None if it did not."""
+        return self.why_no_release()
+
     def note(self, text: str, replaced: re.Pattern[str]) -> None:  # noqa: B027
         """Appends ``text`` to the comment of the job, instead of a match of ``replaced``."""

@@ -65,6 +65,14 @@ def until_stopped(spec: WorkerSpec, stop: StopFlag) -> Exit:
     return _wait_for_stop(stop)
 
 
+def stops_and_finishes_when_told(spec: WorkerSpec, stop: StopFlag) -> Exit:
+    """Waits for a stop request in the first attempt; the next one finishes when told."""
+    if spec.attempt > 0:
+        return finish_when_told(spec, stop)
+    _mark(spec, "")
+    return _wait_for_stop(stop)
+
+
 def finish_when_told(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """Finishes as soon as the run directory contains a file ``go``."""
     _mark(spec, "")

@@ -15,17 +15,19 @@ from typing import Any
 
 import pytest
 
+from hpc_train.commands.submitted import resize
 from hpc_train.elastic.agent import ENTRY, STORE
 from hpc_train.elastic.agent import _preload as preload
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
+from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_json
 from hpc_train.run.processes import MAX_DESCRIPTORS
 from hpc_train.run.requests import DUPLICATE_SIGINT_S, record_stop_request
 from tests.checkpoint.progress import IN_LONG_FORM
 from tests.config.composing import config_of
-from tests.elastic.conftest import Freeze
+from tests.elastic.conftest import Freeze, stand_in
 from tests.elastic.entries import start_agent
 from tests.run.outage import detachable
 
@@ -93,6 +95,35 @@ def test_agents_of_two_nodes_meet_and_all_workers_finish(frozen: Freeze) -> None
     settings = [setting["name"] for setting in machine["facts"]["settings"]]
     assert settings == ["OMP_NUM_THREADS", "OMP_WAIT_POLICY"]  # the second is set by tests/conftest.py
     assert len(machine["bindings"]) == 2
+
+
+def test_a_live_run_shrinks_and_its_job_gives_the_node_back(
+    frozen: Freeze, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = frozen()
+    calls = tmp_path / "calls"
+    shown = 'case "$2" in config) echo;; job) ;; hostnames) printf "n1\\n127.0.0.2\\n";; *)'
+    stand_in(tmp_path, squeue="echo n1,127.0.0.2", scontrol=f'{shown} echo "$*" >> {calls};; esac')
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_STEP_NODELIST": "127.0.0.[1-2]"}
+    agents = [start_agent(run.path, "stops_and_finishes_when_told", **variables, **of_node(n)) for n in (0, 1)]
+    until(lambda: marks(run, 4))
+    assert resize([str(run.path), "nodes=3"]) == Exit.REFUSED
+    assert "a running job cannot grow yet" in capsys.readouterr().err
+    assert resize([str(run.path), "nodes=1"]) == Exit.DONE
+    assert "continues on 1 nodes instead of 2 (the command resize), as dp 2" in capsys.readouterr().out
+    assert end(agents[1]) == (0, "")
+    assert until(lambda: calls.exists() and calls.read_text()) == "update JobId=77 NodeList=n1\n"
+    (run.path / "go").touch()
+    assert end(agents[0])[0] == 0
+    started = [event for event in run.read_events() if event["event"] in ("started", "resized", "finished")]
+    assert [(event["event"], event.get("nodes")) for event in started] == [
+        ("started", ["127.0.0.1", "127.0.0.2"]),
+        ("started", ["127.0.0.1"]),
+        ("resized", 1),
+        ("finished", None),
+    ]
+    assert last_event(run, "resized")["without"] == ["127.0.0.2"]
+    assert run.attempt_record(1)["held_nodes"] == 1
 
 
 def of_node(number: int) -> dict[str, str]:

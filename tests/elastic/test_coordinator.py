@@ -12,11 +12,12 @@ from hpc_train.config.schema import BatchConfig, ClusterConfig, Config, ElasticC
 from hpc_train.elastic.decision import OVER_BUDGET, History, RestartDecision, WorkerFailure
 from hpc_train.elastic.nodes import Node, NodeFailures, Unfit, check_health
 from hpc_train.elastic.rendezvous.coordinator import LOOK_S, NODE_LOSS_WAIT_S, SECONDARY_WAIT_S, Coordinator
-from hpc_train.elastic.rendezvous.messages import End, Leave, NodeReport, SaveStacks, Start
+from hpc_train.elastic.rendezvous.messages import End, Leave, NodeReport, SaveStacks, Start, StopWorkers
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Action, Exit, Failure
+from hpc_train.run.requests import ResizeRequest
 from tests.elastic.conftest import TINY
 
 JOIN_UNTIL = 100.0
@@ -283,6 +284,84 @@ def test_a_spare_takes_over_and_then_fewer_nodes_go_on(tmp_path: Path) -> None:
     course.next()
     course.report(failed(Failure.COMMUNICATION, step=30), 0)
     assert action(course.next(NODE_LOSS_WAIT_S)) is Action.REQUEUE, "fewer than elastic.min_nodes"
+
+
+def resized(course: Course, nodes: int) -> None:
+    course.head.request_resize(ResizeRequest(nodes, "user", 0.0))
+
+
+def stopped(course: Course, *numbers: int, step: int = 9) -> None:
+    course.report(NodeReport(Exit.STOPPED, None, step), *numbers)
+
+
+def test_a_run_shrinks_on_request_and_gives_nodes_back(tmp_path: Path) -> None:
+    course = Course(tmp_path, 4)
+    course.started()
+    resized(course, 3)
+    resized(course, 4)
+    assert course.next() is None, "the request was withdrawn"
+    resized(course, 2)
+    assert isinstance(course.next(), StopWorkers)
+    assert course.next() is None, "the order is given once"
+    stopped(course, 0, 1, 2, 3, step=0)
+    start = course.next()
+    assert [node.number for node in start.nodes] == [0, 1]
+    assert (start.released, start.cause, start.resize.nodes, start.layout.dp) == (("n2", "n3"), None, 2, 4)
+    assert [course.head.admits(number) for number in range(5)] == [True, True, False, False, False]
+    course.lose(2, 3)
+    assert course.next() is None, "their agents have left"
+    resized(course, 1)
+    assert isinstance(course.next(), StopWorkers)
+    resized(course, 2)
+    stopped(course, 0, 1)
+    start = course.next()
+    assert (len(start.nodes), start.released) == (2, ()), "the newest request counts"
+    course.lose(1)
+    course.next()
+    course.report(failed(Failure.COMMUNICATION), 0)
+    assert action(course.next(NODE_LOSS_WAIT_S)) is Action.REQUEUE, "the requested size is that of the job"
+
+
+def test_spares_and_failing_nodes_are_given_back_first(tmp_path: Path) -> None:
+    course = Course(tmp_path, 5, spares=1)
+    assert course.started() == [0, 1, 2, 3]
+    for number in (0, 2):
+        course.head.node_failures.note(f"n{number}", Failure.KILLED, 2)
+    resized(course, 2)
+    course.next()
+    stopped(course, 0, 1, 2, 3)
+    start = course.next()
+    assert ([node.number for node in start.nodes], start.released) == ([1, 3], ("n2", "n4")), "n0 is a spare now"
+
+
+def test_a_node_that_is_lost_while_the_run_shrinks(tmp_path: Path) -> None:
+    course = Course(tmp_path, 4)
+    course.started()
+    resized(course, 3)
+    assert isinstance(course.next(), StopWorkers)
+    course.lose(1)
+    assert isinstance(course.next(), End)
+    stopped(course, 0, step=12)
+    course.report(failed(Failure.COMMUNICATION, step=11), 2, 3)
+    start = course.next(NODE_LOSS_WAIT_S)
+    assert ([node.number for node in start.nodes], start.released) == ([0, 2, 3], ("n1",))
+    assert (start.cause.node, start.reached) == ("n1", 12)
+
+
+def test_a_stop_request_goes_before_a_resize(tmp_path: Path) -> None:
+    course = Course(tmp_path, 2)
+    course.started()
+    resized(course, 1)
+    assert isinstance(course.next(), StopWorkers)
+    course.head.stop = "SIGUSR2"
+    stopped(course, 0, 1)
+    assert action(course.next()) is Action.REQUEUE
+    done = Course(tmp_path / "done", 2)
+    done.started()
+    resized(done, 1)
+    done.next()
+    done.report(DONE, 0, 1)
+    assert action(done.next()) is Action.FINISH, "it was the last step"
 
 
 def test_three_nodes_at_once_are_one_decision(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def specs_of(
     config = Config(cluster=ClusterConfig(gpus_per_node=gpus, visible_gpus=visible_gpus))
     node = Node(0, "n1", "127.0.0.1", None, gpus, ranks, facts)
     attempt = AttemptSpec(
-        0, "1", None, "n1", 1, 0.0, "127.0.0.1", 1, 1, gpus, ranks, layout, (0,), {"NCCL_DEBUG": "WARN"}, "a", 60
+        0, "1", None, "n1", 1, 0.0, "127.0.0.1", 1, 1, gpus, ranks, layout, (0,), {"NCCL_DEBUG": "WARN"}, "a", 60, 1
     )
     nothing = cast(Any, None)
     names = ("allocation", "server", "stop", "watch", "gpu_errors", "budget", "output", "deletion")
@@ -152,6 +152,7 @@ THREADS = {  # module: whether its threads may call CUDA
     "bench/doctor/nodes.py": "no",
     "elastic/gpu_errors.py": "no",
     "elastic/agent.py": "no",
+    "elastic/attempts.py": "no",
     "elastic/rendezvous/client.py": "no",
     "elastic/rendezvous/server.py": "no",
     "preflight/nccl_log.py": "no",

@@ -17,7 +17,7 @@ from hpc_train.run.files import read_json
 
 NODE = Allocation(2, 0, "n1", "7", "7.0.0", "127.0.0.3", ("n1", "n2"), "127.0.0.3")
 LAYOUT = resolve_layout(Config(), 1, 2)
-SPEC = AttemptSpec(3, "7.0.0", "7", "n1", 1, 0.0, "n1", 1, 1, 0, 2, LAYOUT, (0,), {}, "random", 60)
+SPEC = AttemptSpec(3, "7.0.0", "7", "n1", 1, 0.0, "n1", 1, 1, 0, 2, LAYOUT, (0,), {}, "random", 60, 1)
 
 
 def test_sockets_listen_only_on_the_address_of_the_job() -> None:

@@ -156,7 +156,7 @@ def test_an_agent_reads_no_events_for_an_attempt(
     monkeypatch.setattr(agent_loop, "run_attempt", run_attempt)
     agent = agent_of(run, simulated(2)[1])
     client: Any = SimpleNamespace(send_attempt_end=lambda *_: None)
-    spec = AttemptSpec(1, "7.0", "7", "n0", 1, 0.0, "n0", 1, 2, GPUS, GPUS, LAYOUT, (0, 1), {}, "random", 90)
+    spec = AttemptSpec(1, "7.0", "7", "n0", 1, 0.0, "n0", 1, 2, GPUS, GPUS, LAYOUT, (0, 1), {}, "random", 90, 2)
     with opened.below(run.events) as paths:
         agent._take_part(client, spec)
     assert paths == []

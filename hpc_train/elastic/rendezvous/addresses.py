@@ -34,8 +34,8 @@ class AttemptSpec:
 
     ``order`` lists Slurm's node numbers in the order of rank; ``environment`` is exported by all workers. The keys of
     the ranks in the store begin with ``store_prefix``, which is random and not recorded. Workers are killed
-    ``stop_grace_s`` seconds after a stop request. ``checked``: a preflight of this start of the job has checked all of
-    these nodes.
+    ``stop_grace_s`` seconds after a stop request. The job holds ``held_nodes`` nodes, spares and lost ones included.
+    ``checked``: a preflight of this start of the job has checked all of these nodes.
     """
 
     attempt: int
@@ -54,6 +54,7 @@ class AttemptSpec:
     environment: dict[str, str]
     store_prefix: str
     stop_grace_s: float
+    held_nodes: int
     checked: bool = False
 
     def path(self, run: RunDirectory) -> Path:

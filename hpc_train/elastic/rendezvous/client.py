@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpc_train.config.schema import Config
@@ -31,6 +31,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.files import in_time
+from hpc_train.run.requests import ResizeRequest
 from hpc_train.schedulers.scheduler import CurrentJob
 
 # A dying server closes its connections, unless its node is cut off. It may be busy with a slow file system and asks
@@ -73,6 +74,7 @@ class RendezvousClient:
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._ended = -1  # the newest attempt that the server has ended
         self._stop_sent = False
+        self._to_stop = -1  # the newest attempt whose workers are to stop after a checkpoint
         self.pauses: queue.SimpleQueue[Pause] = queue.SimpleQueue()
         self.lost = False
         self.silent = False  # lost without a closed connection: its agent is frozen or its node is cut off
@@ -129,6 +131,10 @@ class RendezvousClient:
         """Returns whether the workers of ``attempt`` must be killed."""
         return self.lost or self._ended >= attempt
 
+    def must_stop(self, attempt: int) -> bool:
+        """Returns whether the workers of ``attempt`` must stop after a checkpoint, since the nodes change."""
+        return self._to_stop >= attempt
+
     def must_save_stacks(self, attempt: int) -> bool:
         """Returns whether ranks of ``attempt`` hang on some node, so that each node saves the stacks of its ranks."""
         return self._to_save >= attempt
@@ -146,6 +152,10 @@ class RendezvousClient:
     def quit(self, message: str) -> None:
         """Reports that a user killed the workers of this node without waiting."""
         self._channel.send({"kind": "quit", "message": message})
+
+    def send_resize(self, request: ResizeRequest) -> None:
+        """Reports a request to resize the run, which this agent has accepted."""
+        self._channel.send({"kind": "resize", **asdict(request)})
 
     def send_stacks_request(self, number: int) -> None:
         """Reports a request for stacks, which the server passes on to all agents."""
@@ -201,6 +211,8 @@ class RendezvousClient:
     def _handle(self, message: Message) -> None:
         if message["kind"] == "end":
             self._ended = message["attempt"]
+        elif message["kind"] == "stop_workers":
+            self._to_stop = message["attempt"]
         elif message["kind"] in ("start", "leave"):
             self._orders.put(message)
         elif message["kind"] == "stacks":

@@ -31,6 +31,7 @@ from hpc_train.elastic.rendezvous.messages import (
     Order,
     SaveStacks,
     Start,
+    StopWorkers,
     is_loss,
     primary_cause,
 )
@@ -39,6 +40,7 @@ from hpc_train.layout.resolve import resolve_layout
 from hpc_train.machine.network.facts import Machines
 from hpc_train.machine.network.rank_binding import refuse_slices_of_same_gpu
 from hpc_train.run.exits import OF_DISKS, Action, Exit, Failure, concerns_gpu
+from hpc_train.run.requests import ResizeRequest
 
 SECONDARY_WAIT_S = 2.0  # from a secondary failure until the attempt is ended, so that the primary cause can arrive
 NODE_LOSS_WAIT_S = 1.0  # from the loss of a node until the decision, since more nodes may be lost with it
@@ -67,6 +69,7 @@ class Coordinator:
     elsewhere: bool = False  # whether a requeue may get other nodes
     saved: Callable[[], bool | None] = lambda: None  # whether the run has a checkpoint; None if that is unknown
     stop: str | None = None  # the signal that asked the run to stop
+    resize: ResizeRequest | None = None  # an accepted request that no attempt has fulfilled yet
     present: dict[int, Node] = field(default_factory=dict, init=False)
     unfit: dict[int, Node] = field(default_factory=dict, init=False)  # joined, but cannot take part
     _machines: Machines = field(default_factory=Machines, init=False)
@@ -81,6 +84,8 @@ class Coordinator:
     _saved: set[int] = field(default_factory=set, init=False)  # nodes that have saved the stacks of their ranks
     _save_ordered: SaveStacks | None = field(default=None, init=False)  # the newest one
     _end_ordered_at: float | None = field(default=None, init=False)  # time at which End was ordered
+    _stop_ordered: bool = field(default=False, init=False)  # whether StopWorkers was ordered
+    _released: set[int] = field(default_factory=set, init=False)  # nodes that the job has given back
 
     def postpone(self, seconds: float) -> None:
         """Extends all timeouts by ``seconds`` during which this process stalled."""
@@ -88,6 +93,10 @@ class Coordinator:
         self._end_ordered_at = None if self._end_ordered_at is None else self._end_ordered_at + seconds
         if seconds > self.config.elastic.heartbeat_timeout_s and (why := self.superseded()) is not None:
             self._verdict = RestartDecision(Action.STOP, why)
+
+    def admits(self, number: int) -> bool:
+        """Returns whether the job has a node ``number``."""
+        return 0 <= number < self.expected + len(self._released) and number not in self._released
 
     def joined(self, node: Node) -> None:
         """Notes that an agent has joined and described its node, or why the node cannot take part."""
@@ -119,6 +128,11 @@ class Coordinator:
         self._reports.append(report)
         if report.failure is not None:
             self._causes.append(FailureReport(report.failure, self.present[number].name, now))
+
+    def request_resize(self, request: ResizeRequest) -> None:
+        """Notes that the run is to continue on other nodes; replaces an earlier request, or withdraws it."""
+        is_reached = request.nodes == len(self._team) and not self._stop_ordered
+        self.resize = None if is_reached else request
 
     def stacks_saved(self, number: int) -> None:
         """Notes that a node has saved the stacks of its ranks. The first node does so because its ranks hang."""
@@ -154,6 +168,9 @@ class Coordinator:
         if self._saved and (save := SaveStacks(self._working <= self._saved)) != self._save_ordered:
             self._save_ordered = save
             return save
+        if self._resize_is_due():
+            self._stop_ordered = True
+            return StopWorkers()
         if self._end_ordered_at is None and self._working and self._causes:
             # the attempt cannot continue: its cause is known, or had time to arrive
             causes = self._causes
@@ -168,6 +185,34 @@ class Coordinator:
         if self._working or (lost_at is not None and now - lost_at < NODE_LOSS_WAIT_S):
             return None
         return self._conclude()
+
+    def _resize_is_due(self) -> bool:
+        """Returns whether the workers, which all work, must stop now because the job has the requested nodes."""
+        if self.resize is None or self._stop_ordered or self._causes or self.stop is not None:
+            return False
+        return len(self._working) == len(self._team) > self.resize.nodes
+
+    def _release(self) -> tuple[str, ...]:
+        """Removes the nodes that a requested resize does not need from the job; returns their names.
+
+        The batch host stays. Of the others, nodes that have failed too often go first, then spares, then the nodes of
+        the last ranks.
+        """
+        size = self.expected if self.resize is None else self.resize.nodes + self.config.elastic.spares
+        if size >= self.expected:
+            return ()
+        failing = self.node_failures.failing_nodes()
+
+        def order(node: Node) -> tuple[bool, bool, int]:
+            rank = self._team.index(node) if node in self._team else len(self._team)
+            return node.number > 0, node.name in failing, rank
+
+        self.present = {node.number: node for node in sorted(self.present.values(), key=order)[:size]}
+        self.unfit = {}
+        released = {*range(self.expected + len(self._released))} - self._released - self.present.keys()
+        self.expected = size
+        self._released |= released
+        return tuple(self.names[number] for number in sorted(released))
 
     def _gather(self, now: float) -> Order | None:
         if self.stop is not None:
@@ -225,6 +270,8 @@ class Coordinator:
         if failure in (Failure.DEVICE, Failure.KERNEL):
             seen_on = {line["node"] for line in self.node_failures.recent() if line["class"] == failure}
         decision = self._decide(cause, seen_on)
+        if decision.action is Action.STOP and self._stop_ordered and self.stop is None:
+            decision = RestartDecision(Action.RESTART)
         if decision.action is Action.STOP:
             decision = self._stopped()
             cause = None
@@ -245,6 +292,7 @@ class Coordinator:
             why = f"{len(self.present)} of {self.expected} nodes left"
             if cause is not None and failure is Failure.NODE_LOST:
                 why = f"{cause.failure.message}; {why}"
+        released = self._release()
         try:
             start = self._choose(only_sound=unfit)
         except UserError as error:
@@ -252,7 +300,12 @@ class Coordinator:
             why = str(error)
         if start is None:
             return Leave(RestartDecision(Action.REQUEUE, why), cause)
-        return self._begin(replace(start, before=self._team, cause=cause))
+        resize = self.resize
+        self.resize = None
+        reached = max((report.step for report in self._reports), default=0)
+        return self._begin(
+            replace(start, before=self._team, cause=cause, reached=reached, resize=resize, released=released)
+        )
 
     def _decide(self, cause: FailureReport | None, seen_on: set[str]) -> RestartDecision:
         """Returns the decision on the attempt that ended, which becomes part of the history."""
@@ -275,6 +328,8 @@ class Coordinator:
         decision = decide(self.history, ended)
         before = self.history
         self.history = before.after(step, ended.gpu_memory)
+        if cause is None:  # an attempt that a resize ends before its first step is not a failed start
+            self.history = replace(self.history, without_progress=before.without_progress)
         self._has_stepped |= self.history.furthest > before.furthest
         if cause is None:
             return decision
@@ -320,6 +375,7 @@ class Coordinator:
         self._saved = set()
         self._save_ordered = None
         self._end_ordered_at = None
+        self._stop_ordered = False
         return start
 
     def _choose(self, only_sound: bool = False) -> Start | None:

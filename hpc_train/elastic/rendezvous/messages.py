@@ -17,6 +17,7 @@ from hpc_train.elastic.rendezvous.channel import Message
 from hpc_train.layout.layout import Layout
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.processes import this_process
+from hpc_train.run.requests import ResizeRequest
 from hpc_train.run.rows import check_fields
 
 FIELDS = {  # of the messages that an agent sends after it has introduced itself
@@ -25,6 +26,8 @@ FIELDS = {  # of the messages that an agent sends after it has introduced itself
     "quit": {"kind", "message"},
     "stacks": {"kind", "number"},
     "progress": {"kind", "number"},
+    "resize": {"kind", "nodes", "reason", "time"},
+    "bye": {"kind"},
     "store_lost": {"kind", "attempt"},
     "stacks_saved": {"kind", "attempt"},
     "ended": {"kind", "attempt", "exit", "failure", "step"},
@@ -127,14 +130,28 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class Start:
-    """Orders agents to start the next attempt on ``nodes`` (in rank order). ``cause`` ended the previous attempt, on
-    ``before``.
+    """Orders agents to start the next attempt on ``nodes`` (in rank order).
+
+    Attributes:
+        before: the nodes of the previous attempt.
+        cause: the failure that ended it; None if a resize did.
+        reached: its furthest step.
+        resize: the request that this attempt fulfills.
+        released: the names of the nodes that the job gives back; their agents leave.
     """
 
     nodes: tuple[Node, ...]
     layout: Layout
     before: tuple[Node, ...] = ()
     cause: FailureReport | None = None
+    reached: int = 0
+    resize: ResizeRequest | None = None
+    released: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StopWorkers:
+    """Orders agents to stop the workers of the attempt after a checkpoint, since the nodes of the job change."""
 
 
 @dataclass(frozen=True)
@@ -162,4 +179,4 @@ class Leave:
     outage: str | None = None
 
 
-Order = Start | SaveStacks | End | Leave
+Order = Start | StopWorkers | SaveStacks | End | Leave

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,9 +24,21 @@ from hpc_train.elastic.decision import RestartDecision
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous.channel import MAX_PENDING, Admission, BadMessage, Channel, Message, encode
 from hpc_train.elastic.rendezvous.coordinator import Coordinator
-from hpc_train.elastic.rendezvous.messages import FIELDS, End, Leave, Order, SaveStacks, Start, report_of, typed
+from hpc_train.elastic.rendezvous.messages import (
+    FIELDS,
+    End,
+    Leave,
+    Order,
+    SaveStacks,
+    Start,
+    StopWorkers,
+    report_of,
+    typed,
+)
 from hpc_train.run.exits import Action, Exit
 from hpc_train.run.files import BackgroundCall
+from hpc_train.run.requests import ResizeRequest
+from hpc_train.run.rows import check_fields
 
 Result = TypeVar("Result")
 
@@ -261,6 +273,14 @@ class RendezvousServer:
             self._coordinator.stop = self._coordinator.stop or typed(message["reason"], str)
         elif kind == "quit":
             self._coordinator.quit(typed(message["message"], str))
+        elif kind == "resize" and member.node.number == 0:  # its agent has checked the request
+            request = ResizeRequest(message["nodes"], message["reason"], message["time"])
+            check_fields(request)
+            self._coordinator.request_resize(request)
+        elif kind == "bye":
+            if self._coordinator.admits(member.node.number):
+                raise BadMessage("the job has not released this node")
+            self._drop(member, "it has left")
         elif kind in ("stacks", "progress"):  # node 0 has found a request, or newer files of a script
             self._broadcast({"kind": kind, "number": typed(message["number"], int)})
         elif kind in ("store_lost", "stacks_saved", "ended") and typed(message["attempt"], int) == self._attempt:
@@ -276,7 +296,7 @@ class RendezvousServer:
             raise BadMessage("the first message is not hello")
         node = Node.from_json(message["node"])
         process = message.get("process")
-        if not 0 <= node.number < self._coordinator.expected:
+        if not self._coordinator.admits(node.number):
             raise BadMessage(f"there is no node {node.number} among {self._coordinator.expected}")
         other = self._nodes.get(node.number)
         if other is not None:
@@ -322,7 +342,10 @@ class RendezvousServer:
     def _execute(self, order: Order) -> None:
         if isinstance(order, Start):
             self._attempt = None  # a late report of the previous attempt is not one of the next
+            self._dismiss(order.released)
             self._preparation = Preparation(self._begin, order)
+        elif isinstance(order, StopWorkers):
+            self._broadcast({"kind": "stop_workers", "attempt": self._attempt})
         elif isinstance(order, End):
             self._broadcast({"kind": "end", "attempt": self._attempt})
         elif isinstance(order, SaveStacks):
@@ -331,6 +354,13 @@ class RendezvousServer:
             code = self._while_beating(lambda: self._leave(order))
             self._broadcast({"kind": "leave", "action": order.decision.action, "code": code})
             self._over = True
+
+    def _dismiss(self, names: Collection[str]) -> None:
+        """Lets the agents of nodes leave that the job gives back."""
+        for member in self._nodes.values():
+            if member.node is not None and member.node.name in names:
+                member.channel.send({"kind": "leave", "action": Action.FINISH, "code": int(Exit.DONE)})
+                self._watch_writing(member)
 
     def _start_prepared(self) -> None:
         """Starts the attempt if it is prepared. Orders that end it wait until then."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hpc_train.schedulers.scheduler import CurrentJob, JobStatus, Reason, SubmittedJobs, TimeLimit
 from hpc_train.schedulers.slurm import client
-from hpc_train.schedulers.slurm.client import BRIEF_S, CLOCKS_S, PATIENT_S, on_clusters
+from hpc_train.schedulers.slurm.client import BRIEF_S, CLOCKS_S, PATIENT_S, SlurmError, on_clusters
 from hpc_train.schedulers.slurm.reasons import explain
 from hpc_train.schedulers.slurm.records import JobRecord
 from hpc_train.schedulers.states import FORGOTTEN, JobState, Phase, state_of
@@ -59,6 +59,11 @@ def ask(selection: Sequence[str], timeout_s: float = PATIENT_S) -> dict[str, Job
     if jobs is None:
         return None
     return {job.job_id: JobStatus(job.state, job.reason, job.starts, job.comment, queried=now) for job in jobs}
+
+
+NO_SHRINK = "disable_job_shrink"
+RELEASE_S = 30.0
+RELEASE_AGAIN_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,34 @@ class SlurmJob(CurrentJob):
 
     def nodes(self) -> int | None:
         return int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 0) or None
+
+    def why_no_release(self) -> str | None:
+        if int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) == 1:
+            return "the agents run in no step of several nodes"
+        settings = client.query(["scontrol", "show", "config"], BRIEF_S) or ""
+        if NO_SHRINK in settings:
+            return f"the site forbids it (SchedulerParameters={NO_SHRINK})"
+        job = client.query(["scontrol", "show", "job", self.name], BRIEF_S) or ""
+        if "accounting_storage/none" in settings and "ResizeTime=" in job:
+            return "Slurm without accounting changes the nodes of a job only once"
+        return None
+
+    def release(self, names: Collection[str]) -> str | None:
+        """Updates the list of nodes of the job. Slurm keeps the step, whose tasks on these nodes have ended, and a
+        requeued job gets as many nodes as are left. For seconds after one change it refuses the next.
+        """
+        until = time.monotonic() + RELEASE_S
+        while True:
+            try:
+                held = client.run(["squeue", "--noheader", f"--jobs={self.name}", "--format=%N"]).strip()
+                hosts = client.run(["scontrol", "show", "hostnames", held]).split()
+                left = ",".join(name for name in hosts if name not in names)
+                client.run(["scontrol", "update", f"JobId={self.name}", f"NodeList={left}"])
+                return None
+            except SlurmError as error:
+                if time.monotonic() > until:
+                    return error.said
+            time.sleep(RELEASE_AGAIN_S)
 
     def note(self, text: str, replaced: re.Pattern[str]) -> None:
         jobs = client.list_jobs([f"--jobs={self.name}"], BRIEF_S)
