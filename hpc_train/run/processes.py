@@ -110,19 +110,19 @@ def command_line(pid: int) -> str:
 
 
 def threads_in_kernel(pid: int) -> list[str]:
-    """Returns a line for each thread of a process: its id, name and state, the function of the kernel in which it
-    waits, and the number of its system call (syscall(2)), as far as the kernel shows them to this user.
+    """Returns a line for each thread of a process: its id, name and state, and, if the kernel shows them to this user,
+    the kernel function that it waits in and the number of its system call (syscall(2)).
     """
     lines = []
     for thread in sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda path: int(path.name)):
-        found = {}
+        files = {}
         for name in ("comm", "wchan", "syscall"):
             with suppress(OSError):
-                found[name] = (thread / name).read_text(errors="replace").strip()
-        line = f"thread {thread.name} {found.get('comm', '')}: state {process_state(int(thread.name)) or '-'}"
-        if found.get("wchan", "0") != "0":
-            line += f", in {found['wchan']}"
-        number = found.get("syscall", "").partition(" ")[0]
+                files[name] = (thread / name).read_text(errors="replace").strip()
+        line = f"thread {thread.name} {files.get('comm', '')}: state {process_state(int(thread.name)) or '-'}"
+        if files.get("wchan", "0") != "0":
+            line += f", in {files['wchan']}"
+        number = files.get("syscall", "").partition(" ")[0]
         if number.isdecimal():
             line += f", system call {number}"
         lines.append(line)
