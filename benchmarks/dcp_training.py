@@ -61,6 +61,7 @@ def main(folder: str, steps: str) -> int:
         optimizer.step()
         if dist.get_rank() == 0:
             append_line(Path(folder, "steps.jsonl"), {"process": os.getpid(), "time": time.time()})
+        print(f"step {step}", flush=True)
         if (step + 1) % EVERY == 0:
             _save(checkpoints, step + 1, model, optimizer)
     if dist.get_rank() == 0:

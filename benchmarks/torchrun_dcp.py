@@ -1,19 +1,24 @@
-"""This agent and its checkpoints beside torchrun with torch.distributed.checkpoint, under the same faults.
+"""The trainer beside the same training in a script with torch.distributed.checkpoint, which torchrun, ``exec`` and the
+launcher of NVIDIA's resiliency extension start, under the same faults.
 
-    python -m benchmarks.torchrun_dcp [TRIALS [KIND ...]]
+    python -m benchmarks.torchrun_dcp [--by LAUNCHER ...] [TRIALS [KIND ...]]
 
-Both train two ranks on this machine. Each trial injects one fault into rank 1 and starts the command again if it ends
+All train two ranks on this machine. Each trial injects one fault into rank 1 and starts the command again if it ends
 without having finished, as a batch system with requeue would, at most ``STARTS`` times. The trials alternate. A row
 says how many trainings finished, how many of them with the weights of the training without a fault, the median time
 from the fault to the end of the first step after a restart, and how many processes were left.
 
-Here a rank counts as hung after 4 s (``elastic.hang_timeout_s=4``). The script for torchrun gives its process group a
-timeout of 60 s; the default is 30 minutes.
+Under the trainer and under ``exec`` a rank counts as hung after 4 s (``elastic.hang_timeout_s=4``, and
+``--hang-timeout 4``, where each step prints a line). The script gives its process group a timeout of 60 s; the default
+is 30 minutes. It does not call the heartbeats of the resiliency extension, which its launcher needs to find hangs. That
+launcher, ``ft_launcher``, is measured if it is on the PATH.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -22,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,27 +67,42 @@ def by_this_agent(folder: Path, plan: Sequence[Fault]) -> Outcome:
     return Outcome(finished, same, _recovery(run.path, steps, "attempt"), left)
 
 
-def by_torchrun(folder: Path, plan: Sequence[Fault]) -> Outcome:
-    for name in ("whole", "run"):
-        (folder / name).mkdir(parents=True)
-    _run(folder / "whole", lambda: _torchrun(folder / "whole", []))
-    finished, left = _run(folder / "run", lambda: _torchrun(folder / "run", plan))
-    same = finished and (folder / "run/weights").read_text() == (folder / "whole/weights").read_text()
-    steps = list(read_lines(folder / "run/steps.jsonl"))
-    return Outcome(finished, same, _recovery(folder / "run", steps, "process"), left)
+SCRIPT = "benchmarks.dcp_training"
+ON_TWO = ("--standalone", "--nproc-per-node=2", "--max-restarts=9")
+LAUNCHERS = {
+    "torchrun": (sys.executable, "-m", "torch.distributed.run", *ON_TWO, "--module", SCRIPT),
+    "exec": (
+        *(sys.executable, "-m", "hpc_train", "exec", *ON_TWO, "--hang-timeout=4", "--name=run"),
+        *("--set=run.snapshot=false", "--", sys.executable, "-m", SCRIPT),
+    ),
+    "ft_launcher": ("ft_launcher", "--ignore-missing-fault-tol-cfg", *ON_TWO, "--module", SCRIPT),
+}
+
+
+def by_launcher(name: str, folder: Path, plan: Sequence[Fault]) -> Outcome:
+    """Runs the script under a launcher with the faults, and before the first trial of the launcher without any."""
+    whole = folder.parent / f"whole-{name}"
+    if not whole.exists():
+        whole.mkdir()
+        _run(whole, lambda: _start(name, whole, []))
+    folder.mkdir()
+    finished, left = _run(folder, lambda: _start(name, folder, plan))
+    same = finished and (folder / "weights").read_text() == (whole / "weights").read_text()
+    steps = list(read_lines(folder / "steps.jsonl"))
+    return Outcome(finished, same, _recovery(folder, steps, "process"), left)
 
 
 DOORS: dict[str, Callable[[Path, Sequence[Fault]], Outcome]] = {
     "this agent": by_this_agent,
-    "torchrun + DCP": by_torchrun,
+    **{name: partial(by_launcher, name) for name in LAUNCHERS},
 }
 
 
-def _torchrun(folder: Path, plan: Sequence[Fault]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=9"]
+def _start(name: str, folder: Path, plan: Sequence[Fault]) -> subprocess.Popen[str]:
+    variables_of_run = {"OMP_NUM_THREADS": "1", "HPC_TRAIN_ROOT": str(folder / "runs"), MARK: str(folder)}
     return subprocess.Popen(
-        [*command, "--module", "benchmarks.dcp_training", str(folder), str(STEPS)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", MARK: str(folder)} | variables(plan),
+        [*LAUNCHERS[name], str(folder), str(STEPS)],
+        env=os.environ | variables_of_run | variables(plan),
         stdout=subprocess.DEVNULL,
         stderr=(folder / "errors").open("a"),
         start_new_session=True,
@@ -123,11 +144,11 @@ def _same_bits(one: Path, other: Path) -> bool:
     return True
 
 
-def compare(kind: str, trials: int, folder: Path) -> None:
-    found: dict[str, list[Outcome]] = {name: [] for name in DOORS}
+def compare(kind: str, trials: int, doors: Sequence[str], folder: Path) -> None:
+    found: dict[str, list[Outcome]] = {name: [] for name in doors}
     for number in range(trials):
-        for place, (name, door) in enumerate(DOORS.items()):
-            found[name].append(door(folder / f"{kind}-{number}-{place}", [Fault(kind, 1, AT)]))
+        for name in doors:
+            found[name].append(DOORS[name](folder / f"{kind}-{number}-{name}", [Fault(kind, 1, AT)]))
     for name, outcomes in found.items():
         times = [one.recovery for one in outcomes if one.recovery is not None]
         median = f"{statistics.median(times):.1f} s" if times else "-"
@@ -136,14 +157,20 @@ def compare(kind: str, trials: int, folder: Path) -> None:
         print(f"| `{kind}` | {name} | {finished} of {trials} | {same} of {trials} | {median} | {left} |", flush=True)
 
 
-def main(trials: str = "3", *kinds: str) -> int:
+def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trials", nargs="?", type=int, default=3)
+    parser.add_argument("kinds", nargs="*", default=KINDS)
+    parser.add_argument("--by", action="append", choices=DOORS, metavar="LAUNCHER", help=f"one of {', '.join(DOORS)}")
+    options = parser.parse_args()
+    doors = options.by or [name for name in DOORS if name != "ft_launcher" or shutil.which(name)]
     print("| fault | run by | finished | same weights | first step after | processes left |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        for kind in kinds or KINDS:
-            compare(kind, int(trials), Path(folder))
+        for kind in options.kinds:
+            compare(kind, options.trials, doors, Path(folder))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())
