@@ -320,7 +320,7 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, item
     refused = cause is None and FIX.search(view.message) is not None
     if not refused and (cause is None or cause.kind not in SAME_AGAIN):
         begins = "resumes from the last checkpoint" if saved else "starts again: there is no checkpoint"
-        if item.config.run.command is not None:
+        if item.run.record().get("own_code") == "command":
             begins = "runs the command again in the same run directory"
         lines.append(f"python -m hpc_train resume {where}   {begins}")
     return [*dict.fromkeys(filter(None, lines)), f"python -m hpc_train logs {where}   prints all output"]

@@ -106,6 +106,8 @@ trap - INT
 for known in 1 2 93 75 0; do
   if grep -qsx "$known" "$end".node-*; then status=$known; break; fi
 done
+failed=$(sed -n 's/^command //p' "$end".node-* 2> /dev/null | tail -n 1) || true # the exit code of run.command
+case $status in 1 | 2 | 93) status=${failed:-$status} ;; esac
 # If the job stopped before its time limit or because of a preemption, this script requests a requeue once, unless the
 # job is cancelled (`incomplete` also checks that), is held (priority 0), or is already being requeued by Slurm.
 if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
