@@ -1,6 +1,6 @@
 """A plain DDP script as one writes it for torchrun. It knows nothing of hpc_train, apart from one line about progress.
 
-python -m hpc_train +strategy=dp run.command=[python,examples/ddp_script.py]
+hpc-train exec --nproc-per-node 4 -- python examples/ddp_script.py
 torchrun --nproc-per-node=4 examples/ddp_script.py
 """
 

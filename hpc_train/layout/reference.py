@@ -130,7 +130,7 @@ memory or network traffic. A config that combines what is excluded is refused be
 message below. `…` stands for a value of your config.
 
 Custom code (`run.entry`, `run.command`) implements its techniques itself;
-[Run your own loop or script](howto/own_loop.md) says which keys apply to it.
+[Run your own loop](howto/own_loop.md) and [exec](howto/exec.md) say which keys apply to it.
 """
 
 

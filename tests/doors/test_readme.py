@@ -22,6 +22,7 @@ import pytest
 
 from examples.vit_images import draw
 from hpc_train import cli
+from hpc_train.commands.exec import parse
 from hpc_train.config.arguments import with_right_plus
 from hpc_train.config.command_line import CommandLine
 from tests.config.composing import compose
@@ -37,11 +38,12 @@ FEW = {
     "stream": ["data.validation_samples=8"],
 }  # others: data.pattern of the text
 READ = ("status", "logs", "why", "compare", "plot", "report", "sync")  # they need nothing but the run
-TAKEN_AS_THEY_ARE = ("prepare", "checkpoint", "evaluate", "generate", "doctor", *READ)
+TAKEN_AS_THEY_ARE = ("exec", "prepare", "checkpoint", "evaluate", "generate", "doctor", *READ)
 SECONDS = {  # of the long form of each page on two cores
     README: 150,
     "docs/extend.md": 20,
     "docs/howto/data.md": 60,
+    "docs/howto/exec.md": 60,
     "docs/howto/failures.md": 40,
     "docs/howto/hooks.md": 30,
     "docs/howto/huggingface.md": 120,
@@ -51,7 +53,7 @@ SECONDS = {  # of the long form of each page on two cores
     "docs/howto/monitoring.md": 20,
     "docs/howto/network.md": 20,
     "docs/howto/optimizer.md": 60,
-    "docs/howto/own_loop.md": 60,
+    "docs/howto/own_loop.md": 30,
     "docs/howto/precision.md": 30,
     "docs/howto/reproducible.md": 20,
     "docs/howto/resume.md": 90,
@@ -187,6 +189,8 @@ def test_the_commands_of_a_page_without_training(page: str, tmp_path: Path) -> N
                 for path in [run / "0", run / "1"] if name in sweeps else [run]:
                     recorded_run(path)
             run_here(tmp_path / "recorded", arguments)
+        elif arguments[0] == "exec":
+            parse(arguments[1:])
         elif arguments[0] in ("prepare", "doctor") or "--cfg" in arguments:
             run_here(tmp_path, arguments)
         elif page in COMPOSED or any(part.startswith("run.fork=") for part in arguments):
