@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from hpc_train.config.options import OptionParser
+from hpc_train.config.roles import ROLE
 from hpc_train.elastic.agent import run_agent
 from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.machine.allocation import current_allocation, refuse_misplaced
@@ -55,7 +57,7 @@ def _run(run: RunDirectory, is_first: bool, shows_progress: bool, echo: bool, be
 
         return run_in_foreground(run, None, begun)
     code = run_agent(run, begun=begun, echo=echo)
-    if is_first:
+    if is_first and ROLE not in os.environ:  # `report` writes the page of a role on demand
         from hpc_train.report.page.build import write_at_end  # other agents do not need its modules
 
         write_at_end(run)

@@ -4,7 +4,9 @@
 
 It needs neither a config file nor Hydra's syntax: it turns its options into overrides of ``run.command`` and takes the
 path of ``train``, or inside a Slurm job that of a batch script (``freeze`` and ``job.sh``). Nothing parses the words
-after ``--``.
+after ``--``. With roles (``run.roles``), each has a command; it ends where the next ``--role SPEC --`` begins:
+
+    hpc-train exec --role trainer:nodes=2 -- python train.py --role judge:ready=port -- python serve.py
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NoReturn
 
 from hpc_train.commands.agent import start_agent
 from hpc_train.commands.batch import frozen_run
 from hpc_train.config.arguments import override_value
 from hpc_train.config.options import OptionParser
+from hpc_train.config.roles import nodes_of_roles, roles_of
 from hpc_train.config.values import command_text
 from hpc_train.elastic.rendezvous.addresses import ServerAddress
 from hpc_train.errors import UserError
@@ -91,6 +95,7 @@ class ExecOptions:
         submit: whether a new job runs the command.
         here: whether it runs on this machine, also inside of a Slurm job or on a login node.
         json: whether standard output gets only a JSON object.
+        roles: ``run.roles``; empty for one command.
     """
 
     nnodes: tuple[int, int] | None
@@ -106,6 +111,7 @@ class ExecOptions:
     detach: bool
     here: bool
     json: bool
+    roles: Mapping[str, Mapping[str, object]]
 
 
 def main(arguments: list[str]) -> int:
@@ -139,6 +145,10 @@ def parse(arguments: Sequence[str]) -> tuple[ExecOptions, tuple[str, ...]]:
     words = tuple(arguments[end + 1 :])
     if not words:
         raise UserError("there is no command after --", where="the command line", fix=f"{parser.prog} -- python FILE")
+    roles = {}
+    if [*arguments[max(0, end - 2) : end - 1]] == ["--role"]:
+        end -= 2
+        roles = parse_roles(arguments[end:])
     given = parser.parse_args([_with_dashes(word) for word in arguments[:end]])
     sbatch = {key: str(getattr(given, name)) for name, key in SBATCH.items() if getattr(given, name) is not None}
     if (sbatch or given.detach) and not given.submit:
@@ -161,7 +171,11 @@ def parse(arguments: Sequence[str]) -> tuple[ExecOptions, tuple[str, ...]]:
         detach=given.detach,
         here=given.standalone,
         json=given.json,
+        roles=roles,
     )
+    if roles and (given.per != "gpu" or options.processes is not None):
+        what = "--per and --nproc-per-node apply to one command, but each role has a command"
+        raise UserError(what, where="--per, --nproc-per-node", fix="--role NAME:per=node, or --role NAME:procs=N")
     return options, words
 
 
@@ -197,6 +211,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--standalone", action="store_true", help="run on this machine, also on a login node")
     add("-m", dest="submit", action="store_true", help="submit the command as a job")
     add("--detach", action="store_true", help="return after the submission")
+    add(
+        "--role",
+        metavar="NAME[:KEY=VALUE,...]",
+        help="begin a role, whose command follows --; another --role follows it. Keys: nodes, per, procs, gpus, ready, "
+        "after (A+B, or none), on_failure",
+    )
     add("--gpus-per-node", metavar="[TYPE:]N", help="GPUs per node; 0 uses CPUs")
     for name in SBATCH:
         add(*filter(None, [SHORT.get(name)]), f"--{name}", help=f"sbatch --{name}, with -m")
@@ -205,6 +225,30 @@ def _parser() -> argparse.ArgumentParser:
     for name, advice in UNNEEDED.items():
         add(f"--{name}", nargs="?", action=_Unneeded, help=argparse.SUPPRESS, const=advice)
     return parser
+
+
+def parse_roles(words: Sequence[str]) -> dict[str, dict[str, object]]:
+    """Returns ``run.roles`` for the repeated words ``--role SPEC -- COMMAND``. Raises UserError if they are wrong."""
+    ends = [
+        number for number, word in enumerate(words) if word == "--role" and [*words[number + 2 : number + 3]] == ["--"]
+    ]
+    roles: dict[str, dict[str, object]] = {}
+    for begin, end in pairwise([*ends, len(words)]):
+        name, _, settings = words[begin + 1].partition(":")
+        role: dict[str, object] = {}
+        for setting in filter(None, settings.split(",")):
+            key, equals, value = setting.partition("=")
+            if not equals:
+                raise UserError(f"--role does not accept {setting}", where=f"--role {name}", fix=f"{key}=VALUE")
+            role[key] = int(value) if value.isdecimal() else value
+        if "after" in role:
+            role["after"] = [] if role["after"] == "none" else str(role["after"]).split("+")
+        command = words[begin + 3 : end]
+        if not command or name in roles:
+            what = f"the role {name} has no command" if not command else f"there are two roles {name}"
+            raise UserError(what, where=f"--role {name}", fix=f"--role {name} -- python FILE, once for each role")
+        roles[name] = {"command": command_text(command), **role}
+    return roles
 
 
 class _Unneeded(argparse.Action):
@@ -270,7 +314,8 @@ def overrides_of(options: ExecOptions, words: Sequence[str]) -> list[str]:
     """Returns the overrides of a training that runs ``words`` as ``options`` say."""
     command = command_text(words)
     values: dict[str, object] = {
-        "run.command": command,
+        "run.command": None if options.roles else command,
+        "+run.roles": options.roles or None,
         "run.name": options.name or _name_in_job(options, command),
         "run.per": "node" if options.per == "node" else None,
         "elastic.max_restarts": options.max_restarts,
@@ -291,6 +336,8 @@ def overrides_of(options: ExecOptions, words: Sequence[str]) -> list[str]:
     if options.per == "gpu":
         config = compose_job(parse_line(overrides), "exec").config
         shape = select_executor(config.cluster).shape(config)
+        if options.roles and options.nnodes is None:
+            overrides.append(f"cluster.nodes={nodes_of_roles(roles_of(config), shape.gpus)}")
         if not shape.gpus:
             overrides.append(f"cluster.cpu_workers={options.processes or 1}")
         elif options.processes is not None:

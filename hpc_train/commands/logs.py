@@ -23,7 +23,7 @@ from hpc_train.run.files import LINE_BYTES
 from hpc_train.run.streams import unescaped
 from hpc_train.runs.diagnosis import find_cause
 from hpc_train.runs.job_status import JobStatuses, attempt_end, failure_text
-from hpc_train.runs.lookup import RunHandle, find_run, statuses_of
+from hpc_train.runs.lookup import RunHandle, find_run, of_role, statuses_of
 
 LINE = re.compile(r"(\S{23}) \[(\d{1,9})\] ")
 POLL_S = 0.5
@@ -60,7 +60,7 @@ _CHAINED = re.compile(rf"{_RANK}(?:$|During handling of the above|The above exce
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     selection = Selection(_ranks(options.rank), Level[options.level], options.json)
-    item = find_run(options.target, "logs")
+    item = find_run(of_role(options.target, options.role), "logs")
     attempt = _attempt(item.run, options.attempt)
     if not options.follow:
         _print_failure(item.run, attempt, options.json)
@@ -84,6 +84,7 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = OptionParser(prog="python -m hpc_train logs", description=__doc__)
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
+    parser.add_argument("--role", metavar="NAME", help="print the output of this role only")
     parser.add_argument(
         "-f", "--follow", action="store_true", help="print new output as it is written, until the run ends"
     )

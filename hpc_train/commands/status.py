@@ -26,7 +26,7 @@ from hpc_train.runs.cost import Prices
 from hpc_train.runs.diagnosis import excluded_nodes
 from hpc_train.runs.job_status import JobStatuses, View, time_left
 from hpc_train.runs.job_table import BEST, DIRECTORY, short_path
-from hpc_train.runs.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of, unreadable
+from hpc_train.runs.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of, unreadable, with_roles
 from hpc_train.schedulers.scheduler import JobStatus
 from hpc_train.telemetry.progress import failing, saves, speed_column, spent_line
 from hpc_train.telemetry.terminal import Terminal, text_table, wide
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         overview = find_all_runs(Path(default_root()), options.newest)
         items = overview.runs
     else:
-        items = find_runs(options.target, "status", unreadable=True)
+        items = with_roles(find_runs(options.target, "status", unreadable=True))
     statuses = statuses_of(items, JobStatuses(silent=overview is not None and overview.silent))
     readable = [item for item in items if item.error is None]
     if overview is None and len(readable) == 1:

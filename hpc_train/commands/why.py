@@ -17,7 +17,7 @@ from hpc_train.runs.comparison import Comparison
 from hpc_train.runs.diagnosis import diagnose, shown, sweep_failures
 from hpc_train.runs.job_status import JobStatuses
 from hpc_train.runs.job_table import common_directory, retry_lines
-from hpc_train.runs.lookup import RunHandle, find_runs, statuses_of
+from hpc_train.runs.lookup import RunHandle, find_runs, of_role, statuses_of
 from hpc_train.telemetry.terminal import Terminal
 from hpc_train.units import counted
 
@@ -25,9 +25,10 @@ from hpc_train.units import counted
 def main(arguments: list[str]) -> int:
     parser = OptionParser(prog="python -m hpc_train why", description=__doc__)
     parser.add_argument("target", metavar="RUN|SWEEP", help="a run or sweep directory, or its name")
+    parser.add_argument("--role", metavar="NAME", help="explain this role")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    runs = find_runs(options.target, "why")
+    runs = find_runs(of_role(options.target, options.role), "why")
     if len(runs) > 1:
         _print_sweep(runs, options.json)
         return Exit.DONE

@@ -314,32 +314,38 @@ def preflight_actions(cluster: ClusterConfig) -> dict[str, str]:
 
 def runs_own_code(config: Config) -> bool:
     """Returns whether workers run the user's function or command instead of the trainer."""
-    return config.run.entry is not None or config.run.command is not None
+    return config.run.entry is not None or runs_command(config)
+
+
+def runs_command(config: Config) -> bool:
+    """Returns whether workers run the user's command (``run.command``), or the commands of ``run.roles``."""
+    return config.run.command is not None or bool(config.run.roles)
 
 
 def runs_per_node(config: Config) -> bool:
-    """Returns whether ``run.command`` runs once per node instead of once per GPU."""
-    return config.run.command is not None and config.run.per == "node"
-
-
-def command_words(config: Config) -> list[str]:
-    """Returns the program and the arguments of ``run.command``; empty without one. Raises UserError if it is neither a
-    text nor a list of words.
+    """Returns whether one process runs on each node: ``run.command`` with ``run.per=node``, or what starts
+    ``run.roles``.
     """
-    command = config.run.command
+    return bool(config.run.roles) or (config.run.command is not None and config.run.per == "node")
+
+
+def command_words(command: Any, where: str = "run.command") -> list[str]:
+    """Returns the program and the arguments of ``command``, the value of the key ``where``; empty for None. Raises
+    UserError if it is neither a text nor a list of words.
+    """
     if command is None:
         return []
     words = command
-    fix = "run.command=[python,train.py,--lr,0.1], or 'run.command=\"...\"'"
+    fix = f"{where}=[python,train.py,--lr,0.1], or '{where}=\"...\"'"
     if isinstance(command, str):
         try:
             words = shlex.split(command)
         except ValueError as error:
-            what = f"run.command cannot be split into words: {error}"
-            raise UserError(what, where="run.command", fix=fix) from None
-    if not isinstance(words, list) or not words or any(isinstance(word, list | dict) for word in words):
-        what = f"run.command is {command!r}, not a program with its arguments"
-        raise UserError(what, where="run.command", fix=fix)
+            what = f"{where} cannot be split into words: {error}"
+            raise UserError(what, where=where, fix=fix) from None
+    if not isinstance(words, list | tuple) or not words or any(isinstance(word, list | dict) for word in words):
+        what = f"{where} is {command!r}, not a program with its arguments"
+        raise UserError(what, where=where, fix=fix)
     return [str(word).lower() if isinstance(word, bool) or word is None else str(word) for word in words]
 
 
@@ -364,14 +370,21 @@ def absolute(config: Config) -> Config:
         _make_absolute(vars(config.model), ("name_or_path",))
     _make_absolute(vars(config.run), ("root", "progress_dir"))
     if config.run.command is not None:
-        words = []
-        for word in command_words(config):
-            is_script = word.endswith(".py") and Path(word).is_file()
-            words.append(str(Path(word).absolute()) if is_script else word)
-        config.run.command = command_text(words)
+        config.run.command = _absolute_command(config.run.command, "run.command")
+    for name, role in config.run.roles.items():
+        if isinstance(role, dict) and role.get("command"):
+            role["command"] = _absolute_command(role["command"], f"run.roles.{name}.command")
     prometheus = config.telemetry.prometheus
     _make_absolute(vars(prometheus), ("token_file", "targets_dir") if prometheus.file == "auto" else PROMETHEUS_PATHS)
     return config
+
+
+def _absolute_command(command: Any, where: str) -> str:
+    words = []
+    for word in command_words(command, where):
+        is_script = word.endswith(".py") and Path(word).is_file()
+        words.append(str(Path(word).absolute()) if is_script else word)
+    return command_text(words)
 
 
 def _make_absolute(values: dict[str, Any], keys: Sequence[str]) -> None:

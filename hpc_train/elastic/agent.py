@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.config.schema import Config
+from hpc_train.config.values import runs_command
 from hpc_train.elastic.nodes import Node, Unfit
 from hpc_train.elastic.requeue import JobEnd, find_killed_step, refuse_third_kill
 from hpc_train.elastic.warm_parent.head_start import HeadStart
@@ -166,8 +167,8 @@ def _run(
         if allocation.nodes == 1 and workers:
             workers = min(workers, resolve_layout(config, 1, workers).world_size)
         threads = threads_per_rank(config.train.threads, max(1, workers))
-        # what the warm parent, and so all workers, inherit
-        environment_record = apply([*node_environment(threads), *caches])
+        # what the warm parent, and so all workers, inherit; the agent of each role sets the threads of its workers
+        environment_record = apply([*(() if config.run.roles else node_environment(threads)), *caches])
         with _code_of_workers(run, config, entry, store, begun) as code:
             from hpc_train.elastic.agent_session import Session  # while the warm parent imports
 
@@ -212,7 +213,7 @@ def _code_of_workers(
     run: RunDirectory, config: Config, entry: str | None, store: str, begun: HeadStart | None
 ) -> Iterator[str | Script]:
     """Yields the command of the run, or the entry point of its workers after it has started their warm parent."""
-    if config.run.command is None:
+    if not runs_command(config):
         entry = entry or (ENTRY if config.run.entry is None else LOOP_ENTRY)
         start_warm_parent(_preload(config, entry, store), begun)
         yield entry

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from hpc_train.checkpoint.space import stop_time
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
+from hpc_train.config.values import runs_command
 from hpc_train.elastic.agent_loop import Agent, DeletionWatch
 from hpc_train.elastic.attempts import Attempts
 from hpc_train.elastic.decision import Budget, History, over_budget
@@ -235,7 +236,7 @@ def _coordinator(run: RunDirectory, config: Config, allocation: Allocation, atte
         history=History(
             furthest=0 if newest is None else newest.step,
             attempts=0 if attempts.end is None else attempts.end.restart,
-            restarts_left=elastic.max_restarts,
+            restarts_left=None if config.run.roles else elastic.max_restarts,
         ),
         node_failures=NodeFailures(run, elastic.exclude_hours * 3600),
         join_until=time.monotonic() + elastic.join_timeout_s,
@@ -246,7 +247,7 @@ def _coordinator(run: RunDirectory, config: Config, allocation: Allocation, atte
         else lambda: None,
         names=allocation.node_names,
         elsewhere=attempts.end is not None,
-        saved=lambda: None if config.run.command else read_or(lambda: _has_checkpoint(run), None),
+        saved=lambda: None if runs_command(config) else read_or(lambda: _has_checkpoint(run), None),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from hpc_train.checkpoint.space import UNKNOWN_S, stop_time
 from hpc_train.config.schema import Config
+from hpc_train.config.values import runs_command
 from hpc_train.elastic.decision import ANNOUNCEMENT, RestartDecision, is_secondary
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import have_been_checked
@@ -287,7 +288,7 @@ class Attempts:
         attempt ended in another way.
         """
         code = None if cause is None else cause.failure.exit_code
-        if code is None or self.config.run.command is None:
+        if code is None or not runs_command(self.config):
             return None
         return code if code >= 0 else SHELL_SIGNALS - code
 
@@ -307,7 +308,7 @@ class Attempts:
                 print(reason, file=sys.stderr)
         else:
             name = "finished" if action is Action.FINISH else "stopped"
-            if action is Action.FINISH and self.config.run.command is not None:  # a worker of ours records it itself
+            if action is Action.FINISH and runs_command(self.config):  # a worker of ours records it itself
                 events.record(self.run, result={"steps": progress_of(self.run, self.config)})
             events.write(name, exit_code=int(code), reason=leave.stop or reason, **details)
             if reason and (leave.cause is None or action is Action.REQUEUE):

@@ -169,6 +169,8 @@ def ended_without_report(
     """Returns the failure of a worker whose process ended without a report."""
     failure, message = end
     output = "\n".join(["last output:", *tail]) if tail else "it printed nothing"
+    if failure is Failure.ROLE:
+        output = "the log of the role has its output"
     return WorkerFailure(rank, failure, message, f"{message}\n{output}", noticed, exit_code)
 
 

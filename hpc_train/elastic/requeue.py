@@ -33,7 +33,7 @@ from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import ClusterConfig, Config
-from hpc_train.config.values import node_range
+from hpc_train.config.values import node_range, runs_command
 from hpc_train.elastic.decision import over_budget
 from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.errors import UserError
@@ -56,7 +56,7 @@ def request(end: JobEnd, config: Config, events: EventLog, reason: str) -> Exit:
     step = progress_of(end.run, config)
     before = end.requeues()
     refusal = _refusal(config, step, before) or over_budget(end.run, config, events.now())
-    if refusal is None and config.run.command is None:  # how much of a script's time was useful is not known
+    if refusal is None and not runs_command(config):  # how much of a script's time was useful is not known
         jobs = [job for job in read_ledger(end.run, events.now()).jobs if job.held_s >= MIN_JOB_S][-2:]
         if len(jobs) == 2 and all(job.useful_share < MIN_USEFUL_SHARE for job in jobs):
             shares = " and ".join(f"{job.useful_share:.0%}" for job in jobs)
@@ -122,7 +122,7 @@ def request_without_marker(end: JobEnd, config: Config) -> str | None:
 
 def progress_of(run: RunDirectory, config: Config) -> int:
     """Returns the step of the newest checkpoint; of a script, which saves by itself, the last step that it reported."""
-    if config.run.command is not None:
+    if runs_command(config):
         return max((line.step for line in run.read_all_metrics()), default=0)
     newest = CheckpointStore(run.checkpoints).newest()
     if newest is None:
@@ -133,11 +133,11 @@ def progress_of(run: RunDirectory, config: Config) -> int:
 def _refusal(config: Config, step: int, before: Sequence[dict[str, Any]]) -> str | None:
     if len(before) >= config.elastic.max_requeues:
         return _requeued_enough(len(before))
-    if config.run.command is not None and step == 0:
+    if runs_command(config) and step == 0:
         return None  # it does not report its progress
     if before and step <= before[-1]["step"]:
         missing = "no further step was taken"
-        if config.run.command is None:
+        if not runs_command(config):
             missing = "no checkpoint was saved"
         return f"{missing} since the previous requeue, at step {before[-1]['step']}: no progress"
     return None

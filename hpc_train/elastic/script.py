@@ -32,6 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from hpc_train.config.roles import ROLE
 from hpc_train.config.schema import Config
 from hpc_train.config.values import command_words, parse_hang_timeout
 from hpc_train.elastic.hang_bounds import START_S
@@ -46,6 +47,7 @@ from hpc_train.run.processes import command_line, process_tree, threads_in_kerne
 from hpc_train.telemetry.metrics import MetricsLog
 
 PROGRESS = "HPC_TRAIN_PROGRESS"
+TOKEN = "HPC_TRAIN_ROLES_TOKEN"  # a secret of the supervisors of an attempt (``elastic/roles.py``)
 LOOK_EVERY_S = 2.0  # between two looks into run.progress_dir, which may be on a network file system
 LOOK_S = 0.2  # wait at most this long for such a look, which goes on in its thread
 LOOK_SHARE = 0.05  # of the time, at most, that is spent on looks
@@ -75,6 +77,7 @@ class Script:
         max_restarts: ``elastic.max_restarts``.
         hears_output: whether a line of output is a sign of life.
         progress: what is known of ``run.progress_dir``.
+        runs_roles: whether it is the supervisor of ``run.roles``, and not a command of the user.
     """
 
     words: Sequence[str]
@@ -84,12 +87,14 @@ class Script:
     max_restarts: int | None = None
     hears_output: bool = False
     progress: FolderProgress = field(default_factory=FolderProgress)
+    runs_roles: bool = False
 
     @classmethod
     def of(cls, run: RunDirectory, config: Config, folder: Path) -> Script:
         """Returns the script of ``run``."""
         code = frozen_code(run)
-        words = command_words(config)
+        runs_roles = config.run.command is None
+        words = command_words(config.run.command) or ["python", "-m", "hpc_train.elastic.roles"]
         if words[0] in PYTHONS:
             words[0] = sys.executable
         script = cls(
@@ -98,7 +103,8 @@ class Script:
             str(run.record().get("run_id") or run.path.name),
             folder,
             config.elastic.max_restarts,
-            hears_output=bool(parse_hang_timeout(config.elastic.hang_timeout_s)),
+            hears_output=not runs_roles and bool(parse_hang_timeout(config.elastic.hang_timeout_s)),
+            runs_roles=runs_roles,
         )
         if code is None:
             return script
@@ -118,6 +124,8 @@ class Script:
         progress = self.folder / f"progress-{spec.attempt:03d}-{spec.local_rank}"
         variables = {**os.environ, **self.environment, **spec.environment, **self._torchrun_variables(spec)}
         variables |= {PROGRESS: str(progress), RUN_DIRECTORY: spec.run_dir}
+        if self.runs_roles:
+            variables[TOKEN] = spec.store_prefix
         metrics = None
         if spec.rank == 0:
             run = RunDirectory(Path(spec.run_dir))
@@ -130,7 +138,8 @@ class Script:
             env=variables,
             start_new_session=True,
         )
-        return ScriptProcess(process, ScriptProgress(progress, self.progress, metrics, process.pid, self.hears_output))
+        shown = ScriptProgress(progress, self.progress, metrics, process.pid, self.hears_output)
+        return ScriptProcess(process, shown, self.runs_roles)
 
     def _torchrun_variables(self, spec: WorkerSpec) -> dict[str, str]:
         """Returns the variables that torchrun documents, for a script that starts its own store at the master's port.
@@ -147,7 +156,7 @@ class Script:
             "GROUP_WORLD_SIZE": str(spec.nodes),
             "ROLE_RANK": str(spec.rank),
             "ROLE_WORLD_SIZE": world,
-            "ROLE_NAME": "default",
+            "ROLE_NAME": os.environ.get(ROLE, "default"),
             "MASTER_ADDR": spec.master_address,
             "MASTER_PORT": str(spec.master_port),
             "TORCHELASTIC_RESTART_COUNT": str(spec.attempt),
@@ -392,8 +401,9 @@ def _dump_of(pid: int, program: str) -> subprocess.Popen[str]:
 class ScriptProcess:
     """Wraps the process of a script in the part of ``multiprocessing.Process`` that agents use."""
 
-    def __init__(self, process: subprocess.Popen[bytes], progress: ScriptProgress) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], progress: ScriptProgress, runs_roles: bool) -> None:
         self._process = process
+        self.runs_roles = runs_roles
         self.progress = progress
         self.pid = process.pid
         self.sentinel = os.pidfd_open(process.pid)

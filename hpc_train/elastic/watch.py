@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from hpc_train.config.schema import Config
-from hpc_train.config.values import parse_hang_timeout
+from hpc_train.config.values import parse_hang_timeout, runs_command
 from hpc_train.elastic.decision import WorkerFailure
 from hpc_train.elastic.hang_bounds import (
     COLD_S,
@@ -221,7 +221,7 @@ class Watch:
         least = COLD_S if config.train.compile else LEAST_S  # a change of shapes recompiles in the middle of training
         if config.run.entry is not None:
             least = UNSEEN_S  # a step of a custom loop may contain anything
-        if config.run.command is not None:
+        if runs_command(config):
             least = START_S  # a script does not report what it does: it may evaluate, save or compile
         start_s = config.elastic.start_timeout_s
         of_command = config.run.command is not None

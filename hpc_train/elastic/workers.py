@@ -235,12 +235,14 @@ class Workers:
                 outcome = end_of_script(code, asked_to_stop=worker.stop_forwarded or self._stopped_with_agent(code))
                 if isinstance(outcome, Exit):
                     worker.end = {"kind": REPORTS[outcome]}
+                elif process.runs_roles and code > 0:
+                    end = Failure.ROLE, output[-1] if output else f"it exited with code {code}"
                 else:
                     end = class_of_script_end(code, outcome, killed, output)
             else:
                 end = class_of_end(code, killed, died_with_warm_parent(code), output)
             if end is not None:
-                tail = self._log.tail(worker.rank)
+                tail = [] if end[0] is Failure.ROLE else self._log.tail(worker.rank)
                 self._failures[worker.rank] = ended_without_report(worker.rank, code, end, tail, time.time())
         if isinstance(process, ScriptProcess):
             process.close()

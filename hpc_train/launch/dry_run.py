@@ -16,9 +16,10 @@ from hpc_train.config.arguments import expand, first_values, searches, swept
 from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import typed
 from hpc_train.config.own_files import with_file
+from hpc_train.config.roles import commands_of
 from hpc_train.config.run_path import job_directory, run_directory
 from hpc_train.config.translate import of_several_values, translate
-from hpc_train.config.values import command_words, node_range, runs_own_code, saves_asynchronously
+from hpc_train.config.values import node_range, runs_own_code, saves_asynchronously
 from hpc_train.errors import UserError, UserErrors
 from hpc_train.launch.continued import with_frozen_defaults
 from hpc_train.launch.executors.executor import select_executor
@@ -196,7 +197,7 @@ def _plan(job: Job) -> str:
     if config.run.entry is not None:
         lines.append(f"  function: {config.run.entry}")
     elif runs_own_code(config):
-        lines.append(f"  command: {shlex.join(command_words(config))}")
+        lines += [f"  {key}: {shlex.join(words)}" for key, words in commands_of(config).items()]
     else:
         samples = config.batch.global_size
         places = layout.dp * layout.micro_batches * layout.micro_size

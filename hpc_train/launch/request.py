@@ -26,10 +26,11 @@ from omegaconf import OmegaConf
 from hpc_train.config.arguments import expand, own_files_checked, swept, with_right_plus
 from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import LAUNCHER, SWEEPER, register, typed
+from hpc_train.config.roles import check_roles
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.settings import TIMES, site_limits
-from hpc_train.config.values import asked_nodes, runs_own_code
+from hpc_train.config.values import asked_nodes, runs_command, runs_own_code
 from hpc_train.errors import Mistakes, UserError
 from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.job import Choice, Job
@@ -195,6 +196,8 @@ def check_config(config: Config, shape: JobShape) -> Layout:
     with mistakes.collected():
         check_site_limits(config)
     with mistakes.collected():
+        check_roles(config, shape.nodes, shape.gpus)
+    with mistakes.collected():
         layout = validate(config, shape.nodes, shape.workers, shape.device_bytes)
         if shape.fewest_nodes < shape.nodes:
             validate(config, shape.fewest_nodes, shape.workers, shape.device_bytes)
@@ -290,7 +293,7 @@ def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, 
     lines = [*_given_twice(line, reported), *notices(unread)]
     if not jobs:
         return lines
-    if jobs[0].config.run.command is not None and ("run.command", "output") not in reported:
+    if runs_command(jobs[0].config) and ("run.command", "output") not in reported:
         reported.add(("run.command", "output"))
         lines.insert(0, _about_command(jobs[0]))
     on_gpus = [job for job in jobs if job.gpus]
@@ -302,7 +305,7 @@ def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, 
                 reported.add((setting, "slow"))
                 lines.append(text)
     unsent = not_sent_notice(jobs[0].config.telemetry.wandb, jobs[0].run.record().get("wandb"))
-    if unsent is not None and (WANDB, unsent) not in reported and jobs[0].config.run.command is None:
+    if unsent is not None and (WANDB, unsent) not in reported and not runs_command(jobs[0].config):
         reported.add((WANDB, unsent))
         lines.append(unsent)
     return lines

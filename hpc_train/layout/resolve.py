@@ -150,6 +150,8 @@ def _of_user_code(config: Config, ranks: Ranks, notes: list[str]) -> Layout:
             where="strategy.pp",
             fix="strategy.pp=N",
         )
+    if config.run.roles:  # one process on each node of the job, which starts the roles
+        strategy = replace(strategy, dp="fill")
     dp = _data_parallel(strategy, ranks, pp, notes)
     kind = find_kind(strategy.data_parallel)
     return Layout(

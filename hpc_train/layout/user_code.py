@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import lru_cache
 from operator import attrgetter
@@ -30,6 +30,7 @@ from hpc_train.config.import_path import (
     how_to_install,
     module_spec,
 )
+from hpc_train.config.roles import commands_of
 from hpc_train.config.schema import (
     Config,
     CustomDataConfig,
@@ -38,7 +39,7 @@ from hpc_train.config.schema import (
     ShardsDataConfig,
     StreamDataConfig,
 )
-from hpc_train.config.values import command_words, parse_hang_timeout, runs_own_code
+from hpc_train.config.values import command_words, parse_hang_timeout, runs_command, runs_own_code
 from hpc_train.errors import Mistakes, UserError
 from hpc_train.layout.compatibility import EARLY_STOPPING
 from hpc_train.layout.layout import Layout
@@ -83,7 +84,7 @@ def check_own_code(config: Config) -> None:
     could read. Raises UserError if a key has no effect, the function does not exist, or the command cannot be started.
     """
     run = config.run
-    words = command_words(config)
+    words = command_words(run.command)
     if run.entry is not None and words:
         what = "run.entry and run.command are both set"
         raise UserError(what, where="run.entry, run.command", fix="set one of them")
@@ -96,17 +97,19 @@ def check_own_code(config: Config) -> None:
     if not runs_own_code(config):
         return
     changed = [name for group, names in OF_TRAINER.items() for name in _changed(config, group, names)]
-    if words:
+    if runs_command(config):
         changed += [name for group in OF_A_FUNCTION for name in _changed(config, group)]
     if changed:
         where = ", ".join(changed)
         has = "has" if len(changed) == 1 else "have"
-        what = f"{where} {has} no effect with {'run.command' if words else 'run.entry'}"
+        code = next(key for key in ("entry", "command", "roles") if getattr(run, key))
+        what = f"{where} {has} no effect with run.{code}"
         raise UserError(what, where=where, fix=f"leave out {where}; custom code implements this itself")
     if run.entry is not None:
         check_call(run.entry, "run.entry", positional=1)
     elif config.cluster.container.image is None and not config.cluster.setup:  # either may provide the files
-        _check_command(words)
+        for where, command in commands_of(config).items():
+            _check_command(command, where)
 
 
 def _changed(config: Config, group: str, names: tuple[str, ...] | None = None) -> Iterator[str]:
@@ -118,18 +121,18 @@ def _changed(config: Config, group: str, names: tuple[str, ...] | None = None) -
             yield f"{group}.{key}"
 
 
-def _check_command(words: list[str]) -> None:
+def _check_command(words: Sequence[str], where: str) -> None:
     program = words[0]
     if program not in PYTHONS:
         if shutil.which(program) is None:
             raise UserError(
-                f"run.command starts {program}, which is not an executable program",
-                where="run.command",
-                fix="the name of a program on PATH or its path, such as run.command=[python,train.py]",
+                f"{where} starts {program}, which is not an executable program",
+                where=where,
+                fix="the name of a program on PATH or its path, such as [python,train.py]",
             )
     elif len(words) > 1 and not words[1].startswith("-") and not Path(words[1]).is_file():
-        what = f"run.command runs {words[1]}, which does not exist"
-        raise UserError(what, where="run.command", fix="the path of the script")
+        what = f"{where} runs {words[1]}, which does not exist"
+        raise UserError(what, where=where, fix="the path of the script")
 
 
 def own_code_notes(config: Config) -> list[str]:
@@ -144,7 +147,7 @@ def own_code_notes(config: Config) -> list[str]:
 
 def check_own_layout(config: Config, layout: Layout) -> None:
     """Raises UserError if ``run.command`` would get ranks that only a mesh distinguishes: other than data-parallel."""
-    if config.run.command is not None and layout.pp * layout.cp * layout.tp > 1:
+    if runs_command(config) and layout.pp * layout.cp * layout.tp > 1:
         raise UserError(
             f"run.command gets no mesh, but strategy.pp is {layout.pp}, strategy.cp is {layout.cp} and strategy.tp is "
             f"{layout.tp}",

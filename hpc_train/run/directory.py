@@ -25,6 +25,7 @@ profile/                     traces of chosen steps and ranks, and the time brea
 code/HASH/                   the frozen copy of the user's code with run.snapshot=copy or run.group; the runs of a sweep
                              share one in its directory. Otherwise the runs of a root share it in .code/UID/HASH
 report.html                  the report page, written at the end of each job; a sweep's directory has one as well
+roles/NAME/                  the run of a role, with all of these files (run.roles)
 wandb/                       files of the W&B client, if W&B is enabled
 tracking/wandb.json          the step up to which a tracker has the metrics (see telemetry/sinks/tracker.py)
 tracking/output.log          what the tracking process and its clients print
@@ -51,6 +52,7 @@ from hpc_train.run.rows import ATTEMPT, Line, config_sections, failure_row, metr
 
 OUTPUT_BYTES = 1 << 20  # the number of bytes that are read from the end of the output of a job
 PIPELINE_SPLIT = "pp_split.json"
+ROLES = "roles"
 SECTION = re.compile(r"^(?=\w)", re.MULTILINE)  # begins at a line that is not indented
 _ATTEMPT_FILE = re.compile(r"([0-9]{3,9})\.json")
 RUN_DIRECTORY = "HPC_TRAIN_RUN_DIR"  # the variable with the run directory for commands of the user
@@ -96,6 +98,15 @@ class RunDirectory:
         if self.path.name.isdigit():
             return f"{self.path.parent.name}/{self.path.name}"
         return self.path.name
+
+    @property
+    def roles(self) -> list[RunDirectory]:
+        """Returns the runs of the roles of this run (``run.roles``), sorted by name."""
+        return [RunDirectory(config.parent) for config in sorted(self.path.glob(f"{ROLES}/*/config.yaml"))]
+
+    def of_role(self, name: str) -> RunDirectory:
+        """Returns the run of a role of this run."""
+        return RunDirectory(self.path / ROLES / name)
 
     def create(self) -> None:
         """Creates the directory and its folders; idempotent."""

@@ -51,6 +51,7 @@ class Failure(StrEnum):
     HANG = "hang"  # no step finished for much longer than a step usually takes
     NAN = "nan"  # the loss, the gradients or the final weights are not finite
     NODE_LOST = "node_lost"  # the node's agent is gone or silent
+    ROLE = "role_failed"  # a role of the run failed finally (run.roles)
     UNFIT_NODE = "unfit_node"  # the node cannot use its GPUs, or the preflight or the site's check rejects it
 
 
@@ -151,6 +152,10 @@ RESPONSES: dict[Failure, Response] = {
         Action.RESTART_OR_REQUEUE,
         "the file system that the message names failed, not the code: check it with `ls` and `df` on that node, and "
         "with `klist` if it needs a ticket",
+    ),
+    Failure.ROLE: Response(
+        Action.FAIL,
+        "`why RUN --role NAME` explains the failure of a role; `logs RUN --role NAME` prints its output",
     ),
     Failure.NAN: Response(Action.FAIL, "use a lower optim.lr or more optim.warmup_steps, or inspect the data"),
 }

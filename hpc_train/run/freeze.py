@@ -26,9 +26,11 @@ from typing import Any
 
 import yaml
 
+from hpc_train.config.roles import configs_of_roles
 from hpc_train.config.run_path import fork_source
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import file_mode, shown, shown_override
+from hpc_train.config.values import runs_command
 from hpc_train.errors import UserError
 from hpc_train.run.code import FrozenCode, git
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory, parsed_config
@@ -145,7 +147,7 @@ def _freeze(
             "stop_requested": 0.0,
             "submissions": record.get("submissions", []),
             # the key of the user's code that runs instead of the trainer
-            "own_code": next((name for name in ("entry", "command") if getattr(config.run, name) is not None), None),
+            "own_code": "command" if runs_command(config) else "entry" if config.run.entry is not None else None,
             "overrides": [shown_override(override) for override in overrides],
             "options": [*options],
         }
@@ -154,6 +156,8 @@ def _freeze(
         if plan is not None:
             write_text(run.plan, plan, file_mode(config))
         _write(config, run, facts)
+        for role, role_config in configs_of_roles(config).items():
+            _freeze(role_config, run.of_role(role), False, code, overrides, options, None, trust_owner)
         if config.run.group is not None:  # the group gets the run, the code, and the directories up to run.root
             if code is not None:
                 share(Path(code.snapshot).parent, config.run.group)
@@ -461,7 +465,7 @@ def identity(config: Config) -> dict[str, Any]:
         "optim": {key: value for key, value in asdict(config.optim).items() if key not in _HOW_OPTIMIZED},
         "batch": {"global_size": config.batch.global_size, "logical_micro_batches": config.batch.logical_micro_batches},
         "train": {key: getattr(config.train, key) for key in ("seed", "reproducible", "z_loss")},
-        "run": {"entry": config.run.entry, "command": None if config.run.command is None else "set"},
+        "run": {"entry": config.run.entry, "command": "set" if runs_command(config) else None},
     }
     return dict(flatten(nested))
 

@@ -32,9 +32,9 @@ from functools import cache
 from pathlib import Path
 
 from hpc_train.config.extensions import is_import_path
+from hpc_train.config.roles import commands_of
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import is_secret_file
-from hpc_train.config.values import command_words
 from hpc_train.errors import UserError
 from hpc_train.layout.optimizers import own_code
 from hpc_train.run.code import FrozenCode, frozen_code, git
@@ -75,7 +75,7 @@ def snapshot_code(configs: Sequence[Config], own: Path, directory: Path | None =
     listed = _listed_code(root, config, own)
     names = {name: size for name, size in listed.items() if not is_secret_file(name)}
     targets = _user_targets(configs)
-    words = [word for config in configs for word in command_words(config)]
+    words = [word for config in configs for command in commands_of(config).values() for word in command]
     if {re.split(r"[.:/]", word)[0] for word in (*targets, *words)}.isdisjoint(OF_DEVELOPERS):
         names = _without_tests_of_hpc_train(root, names)
     _check_size(root, names)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.config.values import runs_command
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
 from hpc_train.elastic.requeue import more_memory
 from hpc_train.opening import DamagedFile, read_tail
@@ -308,7 +309,7 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, item
     elif facts is not None and HOST_MEMORY in cause.message:  # cluster.mem sets the memory of the job
         lines.append(more_memory(item.config.cluster.mem))
     else:
-        lines.append(advice_for(Failure(cause.kind), cause.message, None if item.config.run.command else saved))
+        lines.append(advice_for(Failure(cause.kind), cause.message, None if runs_command(item.config) else saved))
     if facts is not None:
         lines.append(BY_STATE.get(facts.state, ""))
         if facts.exit_code.endswith(":9") and view.state == "stopped":

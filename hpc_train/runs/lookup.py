@@ -19,7 +19,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.techniques import AUTO
 from hpc_train.opening import tell_once
-from hpc_train.run.directory import RunDirectory, refuse_empty_name, sweep_given
+from hpc_train.run.directory import ROLES, RunDirectory, refuse_empty_name, sweep_given
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import is_live, job_ids, jobs_of_submission
 from hpc_train.run.owner import open_run
@@ -33,6 +33,7 @@ from hpc_train.schedulers.slurm.client import QUERY_S
 from hpc_train.schedulers.slurm.jobs import ask, status_of
 
 COMMENT = "hpc_train:"
+OF_JOBS = ("cancel", "resume", "retry", "wait")
 UNKNOWN = "UNKNOWN"  # the state of a job whose scheduler cannot be asked; it may be alive
 
 
@@ -138,6 +139,10 @@ def find_runs(target: str, command: str, *, trust_owner: bool = False, unreadabl
             runs = [RunDirectory(run.absolute()) for run in paths]
             trusts = [open_run(run, command, trust_owner) for run in runs]
             handles = [_handle(run, index, trusts[index]) for index, run in enumerate(runs)]
+            if command in OF_JOBS and runs[0].path.parent.name == ROLES:
+                what = f"{runs[0].path} is a role, and {command} concerns the job with all of its roles"
+                job = runs[0].path.parents[1]
+                raise UserError(what, where="the command line", fix=f"python -m hpc_train {command} {job}")
             for item in handles:
                 if item.error is not None and not unreadable:
                     raise item.error
@@ -162,6 +167,18 @@ def find_run(target: str, command: str, *, trust_owner: bool = False) -> RunHand
     if len(runs) > 1:
         raise sweep_given(target, [item.run.path for item in runs], command)
     return runs[0]
+
+
+def of_role(target: str, role: str | None) -> str:
+    """Returns the run of a role of the run ``target``, as ``find_runs`` accepts it; ``target`` without a role."""
+    return target if role is None else f"{target.rstrip('/')}/{ROLES}/{role}"
+
+
+def with_roles(runs: list[RunHandle]) -> list[RunHandle]:
+    """Returns ``runs``, and after a single run those of its roles."""
+    if len(runs) != 1 or not runs[0].run.roles:
+        return runs
+    return [*runs, *find_runs(str(runs[0].run.path / ROLES), "status", unreadable=True)]
 
 
 @dataclass(frozen=True)
@@ -309,4 +326,7 @@ def _handle(run: RunDirectory, index: int, trusts_owner: bool = False) -> RunHan
     except Exception as error:
         return RunHandle(run, number, {}, unreadable(run, error), trusts_owner)
     submissions = record.get("submissions") or [record.get("claimed_by") or {}]
-    return RunHandle(run, number, submissions[-1], trusts_owner=trusts_owner)
+    submission = submissions[-1]
+    if run.path.parent.name == ROLES:  # the attempts of a role have numbers of their own
+        submission = _handle(RunDirectory(run.path.parents[1]), 0).submission | {"first_attempt": 0}
+    return RunHandle(run, number, submission, trusts_owner=trusts_owner)

@@ -57,6 +57,7 @@ SECONDS = {  # of the long form of each page on two cores
     "docs/howto/precision.md": 30,
     "docs/howto/reproducible.md": 20,
     "docs/howto/resume.md": 90,
+    "docs/howto/roles.md": 30,
     "docs/howto/sweeps.md": 30,
     "docs/howto/tracking.md": 20,
     "docs/path.md": 30,
@@ -101,7 +102,7 @@ def shortened(arguments: Sequence[str], earlier: Sequence[Sequence[str]] = ()) -
     Args:
         earlier: the commands before it on the page: a run that is trained again goes on for two more steps.
     """
-    if any(part.startswith("run.command=") for part in arguments):
+    if any(part.startswith(("run.command=", "+run.roles=")) for part in arguments):
         return [*arguments, NO_WANDB]
     if arguments[0] in TAKEN_AS_THEY_ARE or "--cfg" in arguments or list(arguments[:2]) == ["bench", "collectives"]:
         return [*arguments]

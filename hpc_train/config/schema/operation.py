@@ -324,6 +324,11 @@ class RunConfig:
         choices=("gpu", "node"),
         when=unless("run.command", None),
     )
+    roles: dict[str, Any] = key(
+        {},
+        "Processes of different kinds in one job: a mapping of the name of each role to its command, and if needed "
+        "nodes, per, procs, gpus, ready, after and on_failure. docs/howto/roles.md explains them.",
+    )
     progress_dir: str | None = key(
         None,
         "A directory in which newer files show that run.command makes progress. null relies on the file "

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_train.config.schema import Config
-from hpc_train.config.values import fewest_nodes, node_range
+from hpc_train.config.values import fewest_nodes, node_range, runs_command
 from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.local import ProcessExecutor
@@ -192,7 +192,7 @@ def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None, begun:
     """
     console = Terminal()
     config = load(run)
-    is_command = config.run.command is not None
+    is_command = runs_command(config)
     again = None if arguments is None or is_command else resume_command(arguments, run, config.run.root)
     progress = Progress(run, console, again)
     before = run.newest_attempt()
