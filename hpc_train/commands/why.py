@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hpc_train.config.options import OptionParser
+from hpc_train.config.values import runs_command
 from hpc_train.report.page.verdict import headline, sections
 from hpc_train.run.exits import Exit
 from hpc_train.runs.comparison import Comparison
@@ -38,7 +39,7 @@ def main(arguments: list[str]) -> int:
         return Exit.DONE
     console = Terminal()
     console.print(Text(headline(diagnosis), style="bold"), soft_wrap=True)
-    for title, lines in sections(diagnosis, of_command=runs[0].config.run.command is not None):
+    for title, lines in sections(diagnosis, of_command=runs_command(runs[0].config)):
         if lines:
             _print_section(console, title, lines)
     return Exit.DONE
