@@ -414,7 +414,9 @@ class ScriptProcess:
         return self._process.poll()
 
     def kill_session(self) -> None:
-        """Kills the script and all processes that it has started and that have not left its session."""
+        """Kills the script and all processes that it has started and that have not left its process group."""
+        if self._process.returncode is not None and Path(f"/proc/{self.pid}").exists():
+            return  # the script and its group are gone, and a new process has its id
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 

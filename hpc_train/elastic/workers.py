@@ -152,7 +152,7 @@ class Workers:
         self._failures[failure.rank] = failure
 
     def kill(self) -> None:
-        """Kills the live workers and waits until they are gone."""
+        """Kills the live workers and waits until they are gone; kills what ended scripts have left behind."""
         for worker in self.alive:
             worker.ended_by_agent = True
             if isinstance(worker.process, ScriptProcess):
@@ -161,6 +161,9 @@ class Workers:
                 worker.signal(signal.SIGKILL)
         while self.alive:
             self.wait(1.0)
+        for worker in self._workers:
+            if isinstance(worker.process, ScriptProcess):
+                worker.process.kill_session()
 
     @property
     def succeeded(self) -> bool:

@@ -3,6 +3,7 @@
     python script.py FOLDER STEPS [FAULT ...]
 
 Fault number N happens in attempt N: kill:RANK:STEP, hang:RANK:STEP, exit:RANK:STEP:CODE, or a signal for the agent.
+A hang and the end of rank 0 leave a child behind, whose id is in FOLDER/child.
 """
 
 from __future__ import annotations
@@ -31,14 +32,18 @@ def inject(fault: str, step: int) -> None:
     if kind == "exit":
         raise SystemExit(int(rest[0]))
     if kind == "hang":
-        child = subprocess.Popen(["sleep", "1000"])
-        Path(sys.argv[1], "child").write_text(str(child.pid))
+        leave_child_behind()
         time.sleep(1000)
     attempts = Path(os.environ["HPC_TRAIN_RUN_DIR"], "attempts")
     number = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     agent = json.loads((attempts / f"{number:03d}.json").read_text())["pid"]
     os.kill(agent, signal.Signals[kind])
     time.sleep(1000)  # until SIGTERM arrives
+
+
+def leave_child_behind() -> None:
+    child = subprocess.Popen(["sleep", "1000"])
+    Path(sys.argv[1], "child").write_text(str(child.pid))
 
 
 def wait_for_others(folder: Path, step: int) -> None:
@@ -65,6 +70,8 @@ def main() -> None:
         if attempt < len(faults):
             inject(faults[attempt], step)
         time.sleep(0.02)
+    if rank == "0":
+        leave_child_behind()
     print(f"rank {rank} ends with {total}")
 
 

@@ -63,6 +63,7 @@ def test_a_script_that_is_killed_hangs_and_is_preempted_goes_on(tmp_path: Path, 
     assert not alive(int((tmp_path / "child").read_text())), "all processes of a script end with it"
     code, error = run_agent(run)
     assert code == 0, error
+    assert not alive(int((tmp_path / "child").read_text())), "also when it ends with 0"
     totals = [json.loads((tmp_path / f"saved-{rank}.json").read_text()) for rank in range(2)]
     assert totals == [[15, 120], [15, 240]]
     assert [line["step"] for line in run.read_metrics()][-1] == 15, "the file of rank 0 says so"
