@@ -47,17 +47,21 @@ def main(arguments: list[str]) -> int:
     from hpc_train.bench.doctor.job import check_slurm_and_job, composed
     from hpc_train.bench.doctor.node import check_environment
     from hpc_train.bench.doctor.nodes import examine_all, measure_allocation, measure_nodes, nodes_of_allocation
+    from hpc_train.machine.allocation import current_allocation
     from hpc_train.machine.health.finding import ERROR, worst
 
     job = composed(overrides)
     config = job.config
     if options.submit:
         return _submit(job, overrides, options)
+    here = current_allocation()  # several nodes if srun has started a task of this command on each of them
     if options.measure:
-        nodes = 0 if options.task else nodes_of_allocation()
+        nodes = 0 if options.task or here.nodes > 1 else nodes_of_allocation()
         if nodes:
             return measure_allocation(nodes, config, ["doctor", "--task", *_words(options), *overrides])
         return measure_nodes(config, options.json)
+    if here.node_rank > 0 and not options.node and options.report_to is None and nodes_of_allocation():
+        return Exit.DONE  # the first node examines all
     report = _examine_this_node(config)
     if options.report_to is not None:
         try:

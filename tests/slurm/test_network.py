@@ -177,6 +177,14 @@ def test_the_doctor_measures_two_nodes_with_the_collectives_of_the_preflight(une
     assert not list((tmp_path / "outputs").glob("hpc_train-bench-*"))
 
 
+@pytest.mark.long_form(40)  # the test above
+def test_the_doctor_as_a_task_on_each_node_reports_once(uneven: Cluster, tmp_path: Path) -> None:
+    measured = srun(uneven, "n1,n2", "-m", "hpc_train", "doctor", "--measure", "cluster.cpu_workers=1", cwd=tmp_path)
+    assert measured.stdout.count("preflight of n1, n2") == 1, measured.stdout + measured.stderr
+    examined = srun(uneven, "n1,n2", "-m", "hpc_train", "doctor", cwd=tmp_path)
+    assert examined.stdout.count("checks ok on 2 nodes") == 1, examined.stdout + examined.stderr
+
+
 @pytest.mark.long_form(25)  # tests/preflight/test_collectives.py
 def test_bench_collectives_over_two_nodes(uneven: Cluster, tmp_path: Path) -> None:
     command = ["-m", "hpc_train", "bench", "collectives", "cluster.cpu_workers=1", "--sizes", "64K", "--json"]
