@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def start_agent(arguments: list[str], begun: HeadStart | None = None) -> int:
         "--json", action="store_true", help="print only one JSON object, on the first node at the end of the run"
     )
     parser.add_argument("--echo", action="store_true", help="print the output of this node's workers")
+    parser.add_argument("--alternative", type=int, default=0, metavar="N", help="use job N of cluster.first")
     options = parser.parse_args(arguments)
     run = RunDirectory(options.run_dir.absolute())
     open_run(run, "agent", options.trust_owner)
@@ -41,9 +43,9 @@ def start_agent(arguments: list[str], begun: HeadStart | None = None) -> int:
         check_copy(run)
     reexec_from_snapshot(run)  # which also ends the head start, since its pipe is closed
     if not options.json:
-        return _run(run, is_first, options.progress, options.echo, begun)
+        return _run(run, is_first, options, begun)
     with stdout_for_results() as results:
-        code = _run(run, is_first, options.progress, options.echo, begun)
+        code = _run(run, is_first, options, begun)
         if is_first:
             from hpc_train.runs.job_status import outcome, view_at_end
 
@@ -51,12 +53,12 @@ def start_agent(arguments: list[str], begun: HeadStart | None = None) -> int:
     return code
 
 
-def _run(run: RunDirectory, is_first: bool, shows_progress: bool, echo: bool, begun: HeadStart | None) -> int:
-    if is_first and shows_progress:
+def _run(run: RunDirectory, is_first: bool, options: argparse.Namespace, begun: HeadStart | None) -> int:
+    if is_first and options.progress:
         from hpc_train.launch.executors.allocation import run_in_foreground  # other agents do not need its modules
 
         return run_in_foreground(run, None, begun)
-    code = run_agent(run, begun=begun, echo=echo)
+    code = run_agent(run, alternative=options.alternative, begun=begun, echo=options.echo)
     if is_first and ROLE not in os.environ:  # `report` writes the page of a role on demand
         from hpc_train.report.page.build import write_at_end  # other agents do not need its modules
 

@@ -209,6 +209,9 @@ def _batch_script(composed: ComposedJob) -> list[Block]:
             where="launch.chain",
             fix="launch.chain=1, or submit the chain with -m",
         )
+    if config.cluster.first:
+        fix = "remove cluster.first, or submit the jobs with -m"
+        raise UserError("script takes one job, but cluster.first adds further ones", where="cluster.first", fix=fix)
     if is_import_path(cluster.kind):
         executor = select_executor(cluster)
         job = check_job(config, run, overrides=composed.overrides)

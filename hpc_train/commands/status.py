@@ -103,6 +103,8 @@ def _print(rows: list[tuple[dict[str, Any], Account | None]], alone: list[RunHan
     for item in alone:
         if item.choice is not None:
             lines.append(f"strategy=auto chose {item.choice}")
+        if item.withdrawn:
+            lines.append(f"job {item.job_id} started first; {', '.join(item.withdrawn)} were withdrawn (cluster.first)")
         lines += [node.words for node in excluded_nodes(item.run, item.config.elastic.exclude_hours)]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)

@@ -188,7 +188,7 @@ def cancel_runs(runs: Sequence[RunHandle], *, save: bool) -> int:
     for item in queued:
         record_stop_request(item.run)
     for jobs in {item.jobs for item in queued}:
-        ids = [job_id for item in queued if item.jobs == jobs for job_id in item.job_ids]
+        ids = [job_id for item in queued if item.jobs == jobs for job_id in (*item.job_ids, *item.withdrawn)]
         states = known.of(ids, jobs)
         running = [job_id for job_id in ids if save and job_id in states and states[job_id].is_running]
         jobs.cancel(running, save=True)

@@ -223,6 +223,58 @@ def fewest_nodes(config: Config) -> int:
     return fewest if least is None else least
 
 
+# keys of cluster that an entry of cluster.first may change
+JOB_KEYS = (
+    "account", "constraint", "cpus_per_gpu", "exclude", "exclusive", "extra", "gpu_type", "gpus_per_node", "gres",
+    "mem", "mem_per_gpu", "nodelist", "nodes", "partition", "qos", "time", "time_min",
+)  # fmt: skip
+
+
+def parse_first(cluster: ClusterConfig) -> ClusterConfig:
+    """Returns ``cluster`` with the values of ``cluster.first`` converted to the types of their keys.
+
+    Jobs that differ only in their partition become one job that requests several, since Slurm starts it in the first
+    that has room. Raises UserError if an entry changes no keys, other keys than ``JOB_KEYS``, or to a wrong type.
+    """
+    from omegaconf import OmegaConf  # workers need no OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    jobs: list[dict[str, Any]] = [{"partition": cluster.partition}]
+    for number, entry in enumerate(cluster.first):
+        where = f"cluster.first[{number}]"
+        if not isinstance(entry, dict) or not entry:
+            what = f"{where} is {entry}, but must be a table of keys"
+            raise UserError(what, where="cluster.first", fix="cluster.first=[{account: NAME}]")
+        unknown = next((str(name) for name in entry if name not in JOB_KEYS), None)
+        if unknown is not None:
+            what = f"{where} sets {unknown}, which must be the same for all jobs of a run"
+            raise UserError(what, where="cluster.first", fix=nearest(unknown, JOB_KEYS))
+        try:
+            typed = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(ClusterConfig), entry))
+        except OmegaConfBaseException as error:
+            what = f"{where}: {str(error).splitlines()[0]}"
+            raise UserError(what, where="cluster.first", fix="a value of the type of the key") from error
+        assert isinstance(typed, dict)
+        job = {"partition": cluster.partition} | {name: typed[name] for name in entry}
+        alike = next((other for other in jobs if {**other, "partition": None} == {**job, "partition": None}), None)
+        if alike is None or not alike["partition"] or not job["partition"]:
+            jobs.append(job)
+        else:
+            partitions = dict.fromkeys([*alike["partition"].split(","), *job["partition"].split(",")])
+            alike["partition"] = ",".join(partitions)
+    configured, *first = jobs
+    return replace(cluster, partition=configured["partition"], first=first)
+
+
+def with_alternative(config: Config, number: int) -> Config:
+    """Returns the config of one of the jobs of ``cluster.first``, counted from 1; ``config`` for 0."""
+    if number == 0:
+        return config
+    changes = dict(config.cluster.first[number - 1])
+    changes["extra"] = {**config.cluster.extra, **changes.get("extra", {})}
+    return replace(config, cluster=replace(config.cluster, **changes))
+
+
 def bucket_mb(strategy: StrategyConfig, device_type: str) -> float:
     """Returns the size of a gradient bucket in MB. The links of GPUs reach their bandwidth with larger messages."""
     if strategy.bucket_cap_mb is not None:

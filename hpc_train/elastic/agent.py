@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.config.schema import Config
-from hpc_train.config.values import runs_command
+from hpc_train.config.values import runs_command, with_alternative
 from hpc_train.elastic.nodes import Node, Unfit
 from hpc_train.elastic.requeue import JobEnd, find_killed_step, refuse_third_kill
 from hpc_train.elastic.warm_parent.head_start import HeadStart
@@ -70,6 +70,7 @@ def run_agent(
     reserve: Reserve | None = None,
     entry: str | None = None,
     store: str = STORE,
+    alternative: int = 0,
     begun: HeadStart | None = None,
     echo: bool = False,
 ) -> int:
@@ -82,6 +83,7 @@ def run_agent(
         entry: the worker's entry point, as "module:function"; by default, the trainer or ``run.entry``.
             ``run.command`` does not use it.
         store: the entry point of an attempt's store.
+        alternative: which of the jobs of ``cluster.first`` this is, counted from 1; 0 for the job without it.
         begun: the head start of the warm parent, if any.
         echo: whether the output of the workers is also printed.
     """
@@ -97,7 +99,8 @@ def run_agent(
                 with suppress(OSError):  # the batch script also removes it
                     end.begin()
             with _sole_agent(run, allocation, stop), reserve(stop) if reserve else nullcontext():
-                code = _run(run, allocation, end, stop, on_tick or (lambda: None), entry, store, begun, echo)
+                tick = on_tick or (lambda: None)
+                code = _run(run, allocation, end, stop, tick, entry, store, alternative, begun, echo)
             if end is None or code != Exit.STOPPED or not end.must_ask() or end.ask():
                 return code
             resume = f"Resume the run with: python -m hpc_train resume {run.path}"
@@ -137,10 +140,11 @@ def _run(
     on_tick: Callable[[], None],
     entry: str | None,
     store: str,
+    alternative: int,
     begun: HeadStart | None,
     echo: bool,
 ) -> int:
-    config = load(run)
+    config = with_alternative(load(run), alternative)
     export_job_environment(config.cluster.env)
     allocation = _on_the_network(config, allocation)
     use_frozen_code(frozen_code(run))

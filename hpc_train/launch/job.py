@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -133,6 +135,18 @@ class Job:
     def submitit_folder(self) -> Path:
         """Returns the directory for submitit's pickle and the output of the agent."""
         return self.run.logs
+
+
+@contextmanager
+def alternative_named(number: int) -> Iterator[None]:
+    """Names job ``number`` of ``cluster.first`` in a UserError that the block raises; 0 is the job without it."""
+    try:
+        yield
+    except UserError as error:
+        if number == 0:
+            raise
+        what = f"job {number} of cluster.first: {error.what}"
+        raise UserError(what, where=f"cluster.first, {error.where}", fix=error.fix) from error
 
 
 def local_shape(config: Config, place: Place) -> JobShape:

@@ -14,7 +14,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,19 @@ from omegaconf import OmegaConf
 from hpc_train.config.arguments import expand, own_files_checked, swept, with_right_plus
 from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import LAUNCHER, SWEEPER, register, typed
+from hpc_train.config.extensions import is_import_path
 from hpc_train.config.roles import check_roles
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.settings import TIMES, site_limits
-from hpc_train.config.values import asked_nodes, runs_command, runs_own_code
+from hpc_train.config.values import asked_nodes, parse_first, runs_command, runs_own_code, with_alternative
 from hpc_train.errors import Mistakes, UserError
 from hpc_train.launch.executors.executor import select_executor
-from hpc_train.launch.job import Choice, Job
+from hpc_train.launch.job import Choice, Job, alternative_named
 from hpc_train.layout.float8 import architecture_of, check_gpus
-from hpc_train.layout.layout import JobShape, Layout
+from hpc_train.layout.layout import JobShape, Layout, Place
 from hpc_train.layout.resolve import check_chosen, open_keys
-from hpc_train.layout.techniques import check_attention_device, check_compiler_device
+from hpc_train.layout.techniques import AUTO, check_attention_device, check_compiler_device
 from hpc_train.layout.validate import validate
 from hpc_train.layout.without_effect import WithoutEffect, notices, user_keys, without_effect
 from hpc_train.registration import CHOOSE_LAYOUT, FASTER_SETTINGS, MACHINE_OF_JOB, registered
@@ -152,9 +153,14 @@ def check_job(
         trust_owner: whether the run, or the run to fork, may have files of other users.
     """
     shape = shape or select_executor(config.cluster).shape(config)
+    if shape.place is Place.QUEUE and config.launch.chain <= 1 and config.cluster.first:
+        config = replace(config, cluster=parse_first(config.cluster))
     mistakes = Mistakes()
     with mistakes.collected():
+        is_auto = config.strategy.name == AUTO
         config, layout, choice = choose_and_check(config, run, shape)
+        if shape.place is Place.QUEUE and config.launch.chain <= 1:
+            _check_alternatives(config, is_auto)
     with mistakes.collected():
         trust_owner = check_freeze(config, run, trust_owner)
     mistakes.report()
@@ -168,6 +174,26 @@ def check_job(
         trust_owner=trust_owner,
         choice=choice,
     )
+
+
+def _check_alternatives(config: Config, is_auto: bool) -> None:
+    """Checks the jobs of ``cluster.first`` as ``check_config`` does.
+
+    Raises UserError also if they need another scheduler than Slurm, or ``strategy=auto`` (``is_auto``) would have to
+    choose a layout for each of them.
+    """
+    if config.cluster.first and is_import_path(config.cluster.kind):
+        what = f"cluster.first needs Slurm, but cluster.kind={config.cluster.kind}"
+        raise UserError(what, where="cluster.first", fix="remove cluster.first, or cluster=slurm")
+    executor = select_executor(config.cluster)
+    for number, changes in enumerate(config.cluster.first, start=1):
+        of_layout = [name for name in ("nodes", "gpus_per_node", "gpu_type") if name in changes]
+        if is_auto and of_layout:
+            what = f"strategy=auto chooses one layout, but job {number} of cluster.first changes {of_layout[0]}"
+            raise UserError(what, where="cluster.first", fix="a named strategy such as +strategy=zero2")
+        with alternative_named(number):
+            alternative = with_alternative(config, number)
+            check_config(alternative, executor.shape(alternative))
 
 
 def choose_and_check(config: Config, run: RunDirectory, shape: JobShape) -> tuple[Config, Layout, Choice | None]:

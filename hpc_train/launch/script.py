@@ -9,6 +9,9 @@ has ended. If a job stops before its time limit or is lost with its node, the ne
 has saved nothing new. If the run ends in any other way, the job cancels the remaining jobs, whose ids the launcher
 writes into a file in ``attempts/``. A job that begins before that file is written finds the recorded end of the chain
 and exits.
+
+``cluster.first`` submits several jobs for one run. The script of the first that starts records its id, and cancels the
+others; a job that starts later finds another id and exits.
 """
 
 from __future__ import annotations
@@ -300,6 +303,7 @@ class Script:
         survives_node_loss: whether the agents of the other nodes survive the loss of a node.
         agent_options: the options of ``python -m hpc_train agent``.
         on_event: the command of ``run.on_event``.
+        first: the file with the id of the job of ``cluster.first`` that has started first; None without alternatives.
     """
 
     title: str
@@ -313,6 +317,7 @@ class Script:
     survives_node_loss: bool = False
     agent_options: Sequence[str] = ()
     on_event: str | None = None
+    first: Path | None = None
 
 
 def render(script: Script) -> str:
@@ -372,6 +377,9 @@ def blocks_of(script: Script) -> list[Block]:
         Block("the run directory; a requeued job uses the same one", script.run),
         Block("notice scancel and the signal before the time limit", REQUEUE_BEFORE.splitlines()),
     ]
+    if script.first is not None:
+        first = [f"FIRST={shell_word(str(script.first))}", *FIRST_BEFORE.splitlines()]
+        blocks.append(Block("cluster.first: exit if another job of the run has started before", first))
     if script.chain is None and cluster.requeue == EXPEDITE:
         blocks.append(Block("cluster.requeue=expedite: cancel a job that has failed", EXPEDITED.splitlines()))
     if script.chain is not None:
@@ -521,6 +529,24 @@ end="$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 """.rstrip()
 
+FIRST_BEFORE = """\
+# Several jobs are submitted for this run, and the first to start trains it: $FIRST is a link that only one of them can
+# make, to a file with its id. The others exit. Those that are still pending are cancelled.
+for wait in 0 1 5 20; do
+  sleep "$wait"
+  { echo "$job" > "$FIRST.$job" && ln "$FIRST.$job" "$FIRST"; } 2> /dev/null
+  first=$(cat "$FIRST" 2> /dev/null)
+  [ -z "$first" ] || break
+done
+rm -f "$FIRST.$job"
+if [ -z "$first" ]; then
+  echo "$FIRST cannot be created, so this job does not start the run" >&2
+  exit 1
+fi
+[ "$first" = "$job" ] || exit 0
+[ ! -s "$FIRST.jobs" ] || scancel $(grep -vx "$job" "$FIRST.jobs") 2> /dev/null
+""".rstrip()
+
 EXPEDITED = """\
 # Slurm requeues and holds a job with --requeue=expedite that fails on healthy nodes; this script cancels such a job
 trap '[ $? -eq 0 ] || [ -e "$end.requeue" ] || scancel --state=RUNNING "$job"' EXIT
@@ -657,3 +683,12 @@ rm -f "$end".node-*; exit "$status"
 def chain_file(run: RunDirectory) -> Path:
     """Returns the file for the job ids of the next chain, one id per line."""
     return run.attempts / f"chain-{len(run.record().get('submissions', [])):03d}"
+
+
+def jobs_file(first: Path) -> Path:
+    """Returns the file for the ids of all jobs of ``cluster.first``, one id per line.
+
+    Args:
+        first: the file with the id of the job that has started first.
+    """
+    return first.with_name(f"{first.name}.jobs")

@@ -16,6 +16,7 @@ logs/stacks/                 stacks of slow steps and hangs, and answers to `sta
 pp_split.json                cost of each block and the layers of each stage (strategy.pp_split=flops|measured)
 attempts/NNN.json            address, port and layout of an attempt; creating the file claims the number. Of an attempt
                              on one node, the hardware and the resulting environment as well
+attempts/first-NNN           the job of cluster.first that has started first, by submission; first-NNN.jobs lists all
 attempts/00000001            the run's lease while an agent has it (see lease.py and file_lock.py)
 plan.json                    the layout that strategy=auto has chosen, the table behind it, and what it depends on
 fabric.json                  hardware of several nodes, those of the newest attempt, and the resulting environment

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import UserError
@@ -170,6 +171,33 @@ def jobs_of_submission(run: RunDirectory, submission: dict[str, Any]) -> Submitt
     return jobs_of(submission)
 
 
+def first_file(run: RunDirectory, submission: int) -> Path:
+    """Returns the file with the id of the job of ``cluster.first`` that has started first.
+
+    Args:
+        submission: the index of its entry in ``submissions`` of ``run.json``.
+    """
+    return run.attempts / f"first-{submission:03d}"
+
+
+def only_started(run: RunDirectory, claim: dict[str, Any], submission: int) -> dict[str, Any]:
+    """Returns an entry of ``submissions`` that names, of the jobs of ``cluster.first``, only the one that has started.
+
+    The others are in its field ``withdrawn``. The entry is unchanged if no job has started, or it has none of these.
+    Raises OSError or DamagedFile if the file cannot be read.
+    """
+    first = started_first(run, first_file(run, submission))
+    if first not in claim["chain"]:
+        return claim
+    others = [job_id for job_id in claim["chain"] if job_id != first]
+    return {**claim, "job_id": first, "chain": [], "withdrawn": others}
+
+
+def started_first(run: RunDirectory, file: Path) -> str | None:
+    """Returns the id of the job in a ``first_file``; None if no job has started. Raises as ``RunDirectory.read``."""
+    return run.read(file).decode(errors="replace").strip() if file.exists() else None
+
+
 def job_ids(claim: dict[str, Any]) -> list[str]:
-    """Returns the Slurm job ids of a submission: one, or those of a chain."""
+    """Returns the Slurm job ids of a submission: one, or those of a chain or of ``cluster.first``."""
     return claim.get("chain") or [job_id for job_id in [claim.get("job_id")] if job_id]

@@ -105,7 +105,8 @@ class Waiting:
 class Diagnosis:
     """Holds the result of ``diagnose``. ``cause`` is None if nothing failed; ``advice`` has the best step first.
 
-    ``ended_early`` is the reason for which a hook has ended the run before its last step.
+    ``ended_early`` is the reason for which a hook has ended the run before its last step. ``withdrawn`` holds the other
+    jobs of ``cluster.first``.
     """
 
     run: str
@@ -123,6 +124,7 @@ class Diagnosis:
     advice: tuple[str, ...]
     ledger: Account
     ended_early: str | None = None
+    withdrawn: tuple[str, ...] = ()
 
 
 def diagnose(
@@ -172,6 +174,7 @@ def diagnose(
         advice=tuple(_advice(view, cause, facts, found)),
         ledger=spent or read_ledger(found.run, time.time() if view.exit is None else None).total,
         ended_early=ended_early(found.run),
+        withdrawn=tuple(found.withdrawn),
     )
 
 

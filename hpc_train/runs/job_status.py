@@ -71,7 +71,10 @@ def folded(chains: Mapping[str, Sequence[str]], jobs: Mapping[str, JobStatus]) -
         by_preference = [*running, *present, *reversed(by_themselves), *ended]
         if by_preference:
             current = by_preference[0]
-            statuses[first] = replace(jobs[current], part=f"job {current}, {ids.index(current) + 1} of {len(ids)}")
+            part = f"job {current}"
+            if len(ids) > 1:
+                part += f", {ids.index(current) + 1} of {len(ids)}"
+            statuses[first] = replace(jobs[current], part=part)
     return statuses
 
 

@@ -20,8 +20,9 @@ from hpc_train.errors import UserError
 from hpc_train.layout.techniques import AUTO
 from hpc_train.opening import tell_once
 from hpc_train.run.directory import ROLES, RunDirectory, refuse_empty_name, sweep_given
+from hpc_train.run.files import read_or
 from hpc_train.run.freeze import load
-from hpc_train.run.lease import is_live, job_ids, jobs_of_submission
+from hpc_train.run.lease import is_live, job_ids, jobs_of_submission, only_started
 from hpc_train.run.owner import open_run
 from hpc_train.run.processes import is_alive
 from hpc_train.run.record import RECORD
@@ -60,8 +61,16 @@ class RunHandle:
 
     @property
     def job_ids(self) -> list[str]:
-        """Returns the ids of the jobs: one, or those of a chain; empty for a run that is a process of a machine."""
+        """Returns the ids of the jobs: one, those of a chain, or those of ``cluster.first`` until one has started.
+
+        There is none for a run that is a process of a machine.
+        """
         return job_ids(self.submission)
+
+    @property
+    def withdrawn(self) -> list[str]:
+        """Returns the ids of the jobs of ``cluster.first`` that do not train the run, after another one has started."""
+        return list(self.submission.get("withdrawn", []))
 
     @cached_property
     def jobs(self) -> SubmittedJobs:
@@ -329,4 +338,6 @@ def _handle(run: RunDirectory, index: int, trusts_owner: bool = False) -> RunHan
     submission = submissions[-1]
     if run.path.parent.name == ROLES:  # the attempts of a role have numbers of their own
         submission = _handle(RunDirectory(run.path.parents[1]), 0).submission | {"first_attempt": 0}
+    if submission.get("chain"):
+        submission = read_or(lambda: only_started(run, submissions[-1], len(submissions) - 1), submission)
     return RunHandle(run, number, submission, trusts_owner=trusts_owner)

@@ -44,6 +44,7 @@ from hpc_train.launch.script import (
     container_of,
     explanation,
     freezing,
+    jobs_file,
     one_run,
     python_lines,
     render,
@@ -102,13 +103,14 @@ def scripts(tmp_path: Path) -> dict[str, Script]:
             {},
         ),
         "chain": Script("hpc_train, dp", PLAIN, one_run(RUN), {}, chain=RUN / "attempts" / "chain-000"),
+        "first": Script("hpc_train, dp", PLAIN, one_run(RUN), {}, first=RUN / "attempts" / "first-000"),
         "apptainer": Script("hpc_train, dp", INSIDE, one_run(RUN), {}, container=APPTAINER),
         "pyxis": Script("hpc_train, dp", INSIDE, freezing(INSIDE, ["+strategy=dp"], PYXIS), {}, container=PYXIS),
         "standalone": Script("hpc_train, dp", FULL, freezing(FULL, ["+strategy=dp", "data.path=a b"]), header),
     }
 
 
-@pytest.mark.parametrize("name", ["one_run", "array", "chain", "apptainer", "pyxis", "standalone"])
+@pytest.mark.parametrize("name", ["one_run", "array", "chain", "first", "apptainer", "pyxis", "standalone"])
 def test_the_text(name: str, tmp_path: Path) -> None:
     text = render(scripts(tmp_path)[name])
     assert text == (GOLDEN / f"{name}.sbatch").read_text()
@@ -130,6 +132,53 @@ def test_each_line_of_a_script_is_explained_on_one_screen(name: str, tmp_path: P
     said = "\n".join(reason for _, _, reason in rows)
     assert ("launch.chain" in said) == (name == "chain") and ("container" in said) == (name == "apptainer")
     assert all(key in said for key in ("cluster.account", "cluster.extra", "cluster.env")) == (name == "standalone")
+
+
+def claim_of(run: Path) -> tuple[Path, str]:
+    """Returns the file with the job of ``cluster.first`` that has started, and the lines of a script that write it."""
+    first = run / "attempts" / "first-000"
+    text = render(Script("hpc_train, dp", PLAIN, one_run(run), {}, first=first))
+    return first, text[text.index("FIRST=") : text.index("# A step ends only")]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_of_three_jobs_that_start_at_the_same_time_trains(seed: int, tmp_path: Path) -> None:
+    """The jobs of cluster.first, of which two start at once; all run twice, as after a requeue."""
+    run = tmp_path / "a run"
+    (run / "attempts").mkdir(parents=True)
+    first, claim = claim_of(run)
+    draw = random.Random(seed)
+    ids = ["41", "42", "43"]
+    knows_others = draw.random() < 0.5  # the submitter writes the file after it has submitted all
+    if knows_others:
+        jobs_file(first).write_text("".join(f"{job}\n" for job in ids))
+    delays = draw.sample([0.0, 0.0, draw.random() / 20], 3)
+    script = f'scancel() {{ echo "scancel $*"; }}; job=$1; sleep "$2"; {claim}\necho trains'
+    winners = []
+    for _ in range(2):
+        started = {}
+        for job, delay in zip(ids, delays, strict=True):
+            words = ["bash", "-c", script, "job.sbatch", job, str(delay)]
+            started[job] = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        said = {job: process.communicate(timeout=30)[0].splitlines() for job, process in started.items()}
+        assert all(process.returncode == 0 for process in started.values())
+        (trained,) = (job for job, lines in said.items() if "trains" in lines)
+        others = " ".join(job for job in ids if job != trained)
+        assert said.pop(trained) == [f"scancel {others}"] * knows_others + ["trains"]
+        assert not any(said.values()), "the others exit quietly"
+        assert first.read_text() == f"{trained}\n"
+        winners.append(trained)
+        delays.reverse()
+    assert winners[0] == winners[1], "the job that was first stays so when it is requeued"
+    assert {path.name for path in first.parent.iterdir()} <= {first.name, jobs_file(first).name}
+
+
+def test_a_job_that_cannot_record_its_start_says_so(tmp_path: Path) -> None:
+    _, claim = claim_of(tmp_path / "gone")
+    script = f"sleep() {{ :; }}; job=1; {claim}\necho trains"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "first-000 cannot be created, so this job does not start the run" in done.stderr
 
 
 def test_the_rest_of_a_script_by_hand() -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpc_train.config.schema import ClusterConfig
+from hpc_train.config.values import parse_first
 from hpc_train.errors import UserError
 from hpc_train.launch.executors import cost
 from hpc_train.launch.executors.allocation import _core_options
 from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.executors.slurm import SlurmJobExecutor, check_architecture
+from hpc_train.launch.request import _check_alternatives
+from hpc_train.launch.script import jobs_file
 from hpc_train.runs.job_status import JobStatuses, folded
 from hpc_train.schedulers.scheduler import JobStatus
 from hpc_train.schedulers.slurm import client
@@ -245,30 +249,33 @@ def test_slurm_is_asked_rarely(slurm: Path, tmp_path: Path) -> None:
     assert (tmp_path / "squeue").read_text().split() == ["asked"]
 
 
-@pytest.mark.parametrize(("chain", "jobs"), [(1, 1), (1, 3), (3, 1)])
+@pytest.mark.parametrize(("chain", "jobs"), [(1, 1), (1, 3), (3, 1), ("first", 1)])
 def test_a_submission_whose_answer_is_lost_is_adopted(
-    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chain: int, jobs: int
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chain: int | str, jobs: int
 ) -> None:
-    """A single job, an array and a chain: the last answer is lost, and its job is in the queue."""
+    """A single job, an array, a chain, and cluster.first: the last answer is lost, and its job is in the queue."""
+    first = [{"account": "b"}, {"account": "c"}] if chain == "first" else []
+    submissions = 3 if chain == "first" else int(chain)
     monkeypatch.setattr(client, "REPEAT_AFTER_S", 0.01)
     count = f"$(wc -l < {tmp_path}/calls)"
     lost = "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1"
     command(
         slurm,
         "sbatch",
-        f'echo "$@" >> {tmp_path}/calls; [ {count} -lt {chain} ] || {{ {lost}; }}; echo $((40 + {count}))',
+        f'echo "$@" >> {tmp_path}/calls; [ {count} -lt {submissions} ] || {{ {lost}; }}; echo $((40 + {count}))',
     )
-    made = [make_job(tmp_path / "sweep", number, cluster=SITE, gpus=4) for number in range(jobs)]
+    cluster = replace(SITE, first=first)
+    made = [make_job(tmp_path / "sweep", number, cluster=cluster, gpus=4) for number in range(jobs)]
     for job in made:
-        job.config.launch.chain = chain
+        job.config.launch.chain = submissions if isinstance(chain, int) else 1
     comment = f"hpc_train:{made[0].run.path if jobs == 1 else tmp_path / 'sweep'}"
     suffix = "_[0-2]" if jobs > 1 else ""
-    rows = [f"{40 + number}{suffix}|PENDING|N/A|{comment}|None" for number in range(1, chain + 1)]
+    rows = [f"{40 + number}{suffix}|PENDING|N/A|{comment}|None" for number in range(1, submissions + 1)]
     command(slurm, "squeue", "\n".join(f"echo '{row}'" for row in rows))
     executor = SlurmJobExecutor()
     ids = executor.submit(made, tmp_path / "sweep", jobs)
     assert ids == ([f"41_{number}" for number in range(jobs)] if jobs > 1 else ["41"])
-    assert executor.identity(ids[0]).get("chain", []) == ([] if chain == 1 else ["41", "42", "43"])
+    assert executor.identity(ids[0]).get("chain", []) == ([] if submissions == 1 else ["41", "42", "43"])
 
 
 NUMBERED = 'n=$(($(cat {0}/n 2>/dev/null) + 1)); echo $n > {0}/n; echo "$@" >> {0}/calls; '
@@ -296,6 +303,95 @@ def test_each_job_waits_for_the_one_before(slurm: Path, tmp_path: Path) -> None:
     command(slurm, "scancel", f'echo "$@" >> {tmp_path}/scancel')
     place.cancel(["44"], save=True)
     assert (tmp_path / "scancel").read_text() == "--signal=USR1 44 45 46\n"
+
+
+def test_each_job_of_first_has_its_resources_and_the_run_knows_all(slurm: Path, tmp_path: Path) -> None:
+    place = executor(slurm, tmp_path, "echo Submitted batch job $((40 + n))")
+    first = [{"account": "other", "extra": {"reservation": "today"}}, {"nodes": 1, "gpus_per_node": 8, "time": "30"}]
+    job = make_job(tmp_path / "sweep", cluster=replace(SITE, first=first), gpus=4)
+    assert "3 jobs are submitted" in place.check([job])[-1]
+    assert len(place.plan([job], tmp_path / "sweep")) == 3
+    (tmp_path / "calls").unlink()
+    (tmp_path / "n").unlink()
+    assert place.submit([job], tmp_path / "sweep", 1) == ["41"]
+    base, account, nodes = calls(tmp_path)
+    assert "--account=lab " in base and "--nodes=2 " in base and "--time=02:00:00 " in base
+    assert "--account=other " in account and "--reservation=today " in account and "--nodes=2 " in account
+    assert "--nodes=1 " in nodes and "--gpus-per-node=8 " in nodes and "--time=30 " in nodes
+    file = job.run.attempts / "first-000"
+    for number, name in enumerate(("job.sbatch", "job-1.sbatch", "job-2.sbatch")):
+        text = (job.run.path / name).read_text()
+        assert f"FIRST={file}\n" in text and f'agent --alternative={number} "$RUN"' in text
+    assert jobs_file(file).read_text().split() == place.identity("41")["chain"] == ["41", "42", "43"]
+    command(slurm, "squeue", "echo '41|COMPLETED|||None'; echo '42|RUNNING|||None'; echo '43|CANCELLED|||None'")
+    file.write_text("42\n")
+    assert place.statuses(["41"])["41"].words == "job 42, running"
+    place.cancel(["41"])
+    assert calls(tmp_path)[-1] == "scancel 41 42 43"
+
+
+def test_a_job_of_first_that_starts_before_the_last_is_submitted(slurm: Path, tmp_path: Path) -> None:
+    """Then the submitter cancels the others, since the job did not know them."""
+    started = f"[ $n -lt 3 ] || echo 42 > {tmp_path}/sweep/0/attempts/first-000"
+    place = executor(slurm, tmp_path, f"{started}; echo Submitted batch job $((40 + n))")
+    job = make_job(tmp_path / "sweep", cluster=replace(SITE, first=[{"account": "b"}, {"account": "c"}]), gpus=4)
+    place.submit([job], tmp_path / "sweep", 1)
+    assert calls(tmp_path)[-1] == "scancel 41 43"
+
+
+def test_the_cost_is_that_of_the_most_expensive_job_of_first(slurm: Path, tmp_path: Path) -> None:
+    job = make_job(tmp_path / "sweep", cluster=replace(SITE, first=[{"nodes": 4}, {"nodes": 1}]), gpus=4)
+    job.config.elastic.max_requeues = 0
+    assert "4 nodes" in (line := SlurmJobExecutor().check([job])[0]) and "at most 32 GPU-hours" in line
+
+
+def test_jobs_of_first_that_differ_in_their_partition_are_one_job() -> None:
+    """Slurm itself starts a job in the first of several partitions that has room."""
+
+    def parsed(partition: str | None, *first: dict[str, object]) -> ClusterConfig:
+        return parse_first(ClusterConfig(kind="slurm", partition=partition, first=[*first]))
+
+    cluster = parsed("a", {"partition": "b"}, {"qos": "long", "partition": "c"}, {"partition": "d,b"}, {"qos": "long"})
+    assert (cluster.partition, cluster.first) == ("a,b,d", [{"partition": "c,a", "qos": "long"}])
+    cluster = parsed(None, {"partition": "b"})
+    assert (cluster.partition, cluster.first) == (None, [{"partition": "b"}]), "the default partition is not known here"
+    assert parse_first(cluster) == cluster
+    assert parsed("a", {"account": 7, "nodes": "2-4"}).first == [{"partition": "a", "account": "7", "nodes": "2-4"}]
+
+
+@pytest.mark.parametrize(
+    ("entry", "what"),
+    [
+        ({}, "must be a table of keys"),
+        ("account", "must be a table of keys"),
+        ({"setup": ["true"]}, r"cluster.first\[0\] sets setup, which must be the same for all jobs of a run"),
+        ({"exclusive": "perhaps"}, r"cluster.first\[0\]: .*perhaps"),
+    ],
+)
+def test_a_wrong_entry_of_first_is_refused(entry: object, what: str) -> None:
+    with pytest.raises(UserError, match=what) as raised:
+        parse_first(ClusterConfig(kind="slurm", first=[entry]))
+    assert raised.value.fix and raised.value.where == "cluster.first"
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"cluster.first": [{"nodes": 3}, {"account": "b"}]}, "job 1 of cluster.first: .*global_size"),
+        ({"strategy.name": "auto", "cluster.first": [{"gpu_type": "a100"}]}, "strategy=auto chooses one layout"),
+        ({"cluster.kind": "hpc_train.schedulers.kubernetes.scheduler:SCHEDULER"}, "cluster.first needs Slurm"),
+    ],
+)
+def test_a_job_of_first_that_cannot_train_the_run_is_refused(
+    slurm: Path, tmp_path: Path, keys: dict[str, Any], what: str
+) -> None:
+    config = make_job(tmp_path / "sweep", cluster=replace(SITE, first=[{"account": "b"}]), gpus=4).config
+    config.batch.global_size = 8
+    for key, value in keys.items():
+        group, name = key.split(".")
+        setattr(getattr(config, group), name, value)
+    with pytest.raises(UserError, match=what):
+        _check_alternatives(config, config.strategy.name == "auto")
 
 
 def test_a_chain_that_is_refused_in_the_middle_leaves_nothing(slurm: Path, tmp_path: Path) -> None:

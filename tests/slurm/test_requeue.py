@@ -4,6 +4,7 @@ not be requeued. ``test_jobs.py`` has the short form."""
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.slurm.cluster import Cluster, reconfigured, wait_for
 from tests.slurm.runs import (
     FAULTY,
     ONE_NODE,
+    ONE_WORKER,
     SLOW,
     TWO_BY_TWO,
     detail,
@@ -209,7 +211,7 @@ def test_a_job_with_expedited_requeue_that_fails_is_not_left_in_the_queue(plain:
 
 
 def chain(run: Path) -> list[str]:
-    """Returns the ids of the jobs of a chain."""
+    """Returns the ids of the jobs of a chain or of cluster.first."""
     wait_for_submission(run)
     return list(RunDirectory(run).record()["submissions"][-1]["chain"])
 
@@ -247,3 +249,51 @@ def test_a_failure_or_scancel_of_one_job_ends_the_chain(
         cluster.call("scancel", ids[0])
     assert [cluster.wait_for_state(job, *ENDED) for job in ids] == states
     assert {event["job_id"] for event in events(run, "started")} == {ids[0]}
+
+
+FIRST = "cluster.first=[{account: research}, {partition: debug, nodes: 2, time: '10'}]"
+
+
+@pytest.mark.long_form(45)  # tests/launch has the races of the scripts, and the submission
+def test_the_first_of_three_jobs_to_start_trains_the_run(cluster: Cluster, tmp_path: Path) -> None:
+    """The nodes of the partition cpu are taken, so that the job in debug starts first; it is requeued and goes on. Then
+    all three may start at the same time."""
+    run = tmp_path / "outputs" / "run"
+    taken = cluster.call("sbatch", "--parsable", "--nodes=2", "--exclusive", "--wrap=sleep 600", cwd=tmp_path).stdout
+    case = [*SLOW, *ONE_NODE, "train.steps=40", FIRST, "run.name=run", "launch.detach=true", "-m"]
+    case += ["cluster.exclusive=true", "cluster.nodes=3", "elastic.min_nodes=2"]
+    left = cluster.hpc_train(*case, cwd=tmp_path)
+    assert left.returncode == 0, left.stdout + left.stderr
+    ids = chain(run)
+    wait_for_step(run, 3)
+    assert [cluster.wait_for_state(job, "CANCELLED", "RUNNING") for job in ids] == ["CANCELLED", "CANCELLED", "RUNNING"]
+    assert events(run, "started")[0]["world_size"] == 4, "two nodes of two workers, as this job requests"
+    (row,) = status(cluster, tmp_path, "run")
+    assert (row["job_id"], row["state"], row["nodes"]) == (ids[2], "running", 2)
+    shown = cluster.hpc_train("why", "run", cwd=tmp_path)
+    assert f"it started before {ids[0]}, {ids[1]}, which were withdrawn" in shown.stdout
+    cluster.call("scancel", "--signal=USR2", ids[2])
+    wait_for("the requeue", lambda: bool(events(run, "requeued")), 120)
+    assert cluster.hpc_train("wait", "run", cwd=tmp_path).returncode == 0
+    assert every_step(run) == list(range(1, 41)), "each step was taken once"
+    assert {event["job_id"] for event in events(run, "started")} == {ids[2]}
+    cluster.call("scancel", taken.strip())
+
+
+@pytest.mark.long_form(30)  # tests/launch has twenty races of the scripts
+@pytest.mark.parametrize("seed", range(4))
+def test_a_race_of_three_jobs_on_a_real_cluster(cluster: Cluster, tmp_path: Path, seed: int) -> None:
+    """Idle nodes: two jobs or all three start within a second, before or after the others are submitted."""
+    draw = random.Random(seed)
+    run = tmp_path / "outputs" / "run"
+    first = f"cluster.first=[{{account: research}}, {{time: '{draw.randint(5, 50)}'}}]"
+    hold = ["+cluster.extra.begin=now+8"] if seed % 2 else []  # all become eligible in the same second
+    case = [*SLOW, *ONE_WORKER, "train.steps=4", first, *hold, "run.name=run", "-m"]
+    done = cluster.hpc_train(*case, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ids = chain(run)
+    states = [cluster.wait_for_state(job, *ENDED) for job in ids]
+    (trained,) = {event["job_id"] for event in events(run, "started")}
+    assert states[ids.index(trained)] == "COMPLETED" and set(states) <= {"COMPLETED", "CANCELLED"}
+    assert every_step(run) == [1, 2, 3, 4]
+    assert [row["state"] for row in status(cluster, tmp_path, "run")] == ["done"]

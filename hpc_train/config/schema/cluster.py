@@ -183,6 +183,12 @@ class ClusterConfig:
         None, "Text that is appended to the job's comment hpc_train:RUN_DIRECTORY.", when=when("submitted")
     )
     clusters: str | None = key(None, "sbatch --clusters.", when=when("submitted"))
+    first: list[Any] = key(
+        [],
+        "Further jobs for the run. Each entry changes keys of cluster, such as {account: b}. The first job to start "
+        "trains the run, and the others are cancelled.",
+        when=(when("submitted"), when("launch.chain", 1)),
+    )
     requeue: str = key(
         "normal",
         "How Slurm requeues the job after a node failure. expedite uses sbatch --requeue=expedite of Slurm 25.11: the "

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ from submitit.slurm.slurm import SlurmExecutor
 from hpc_train.config.removed import RENAMED
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.secrets import file_mode
-from hpc_train.config.values import fewest_nodes, node_range
+from hpc_train.config.values import fewest_nodes, node_range, with_alternative
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.cost import confirm_cost, cost_lines
+from hpc_train.launch.executors.cost import confirm_cost, cost_lines, gpu_hours
 from hpc_train.launch.gpus import asked_gpu_memory, asked_gpu_types, asked_gpus, depends_on_gpu_types
-from hpc_train.launch.job import Job
+from hpc_train.launch.job import Job, alternative_named
 from hpc_train.launch.sbatch import (
     NO_SITE,
     Options,
@@ -43,13 +43,15 @@ from hpc_train.launch.sbatch import (
     stop_note,
     survives_node_loss,
 )
-from hpc_train.launch.script import Script, chain_file, container_of, one_run, render, run_of_task
+from hpc_train.launch.script import Script, chain_file, container_of, jobs_file, one_run, render, run_of_task
 from hpc_train.launch.storage import check_room, check_shared
 from hpc_train.layout.layout import JobShape, Place
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.machine.allocation import workers_of_run
 from hpc_train.run.code import frozen_code
-from hpc_train.run.files import append_line, write_text
-from hpc_train.run.lease import job_ids
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import append_line, read_or, write_text
+from hpc_train.run.lease import first_file, job_ids, started_first
 from hpc_train.runs.job_status import JobStatuses, folded
 from hpc_train.schedulers.scheduler import JobStatus
 from hpc_train.schedulers.slurm import client
@@ -116,6 +118,15 @@ class ScriptExecutor(SlurmExecutor):
         return ["env", *unset, *command] if unset else command
 
 
+@dataclass(frozen=True)
+class BatchScript:
+    """A batch script and the options of sbatch. ``name`` is that of its copy in the run directory."""
+
+    name: str
+    text: str
+    options: Options
+
+
 class SlurmJobExecutor:
     """The Slurm cluster that ``sbatch`` on this machine belongs to."""
 
@@ -123,7 +134,8 @@ class SlurmJobExecutor:
 
     def __init__(self) -> None:
         self._outputs: dict[str, Path] = {}
-        self._chains: dict[str, list[str]] = {}
+        self._chains: dict[str, list[str]] = {}  # id of the first job -> all jobs of a chain or of cluster.first
+        self._first: dict[str, tuple[RunDirectory, Path]] = {}  # with the run and the ``first_file`` of the latter
         self._expected: dict[int, float | None] = {}  # number of the first job of a submission -> expected start
         self._statuses = JobStatuses()
         self._jobs = SlurmJobs()
@@ -144,27 +156,53 @@ class SlurmJobExecutor:
         """Checks the jobs against the limits of the site, and each shape with ``sbatch --test-only``."""
         check_queue(jobs, self.site)
         check_architecture(jobs[0].config.cluster, self.site)
-        lines = [*cost_lines(jobs, self.site), *dict.fromkeys(map(stop_note, jobs))]
+        lines = [*cost_lines([*map(self._costliest, jobs)], self.site), *dict.fromkeys(map(stop_note, jobs))]
         lines += [*check_room(jobs), *check_shared(jobs[0].run.path), *notes_of_withheld()]
         if self.site.has_blocks:
             topology = client.show_topology()
             lines += dict.fromkeys(note for job in jobs for note in segment_note(job, topology))
         for group in self._by_shape(jobs):
-            check_limits(group[0], self.site)
-            result = _test_only(group[0], {**options(group[0], self.site), **_array(group)})
-            lines += result.lines
-            self._expected[group[0].number] = result.starts
+            alternatives = self._alternatives(group[0])
+            starts = []
+            for number, job in enumerate(alternatives):
+                with alternative_named(number):
+                    check_architecture(job.config.cluster, self.site)
+                    check_limits(job, self.site)
+                    result = _test_only(job, {**options(job, self.site), **_array(group)})
+                lines += result.lines
+                starts.append(result.starts)
+            self._expected[group[0].number] = starts[0]
+            if len(alternatives) > 1:
+                lines.append(
+                    f"cluster.first: {len(alternatives)} jobs are submitted, and the first to start trains the run; "
+                    "the cost above is that of the most expensive job"
+                )
         return lines
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
-        confirm_cost(jobs, console)
+        confirm_cost([*map(self._costliest, jobs)], console)
+
+    def _alternatives(self, job: Job) -> list[Job]:
+        """Returns ``job`` and the other jobs of ``cluster.first``, of which the first to start trains the run."""
+        jobs = [job]
+        if job.config.launch.chain > 1:
+            return jobs
+        for number in range(1, len(job.config.cluster.first) + 1):
+            config = with_alternative(job.config, number)
+            shape = self.shape(config)
+            layout = resolve_layout(config, shape.nodes, shape.workers, shape.device_bytes)
+            jobs.append(replace(job, config=config, shape=shape, layout=layout))
+        return jobs
+
+    def _costliest(self, job: Job) -> Job:
+        return max(self._alternatives(job), key=lambda alternative: gpu_hours([alternative]))
 
     def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
         """Returns the sbatch command line and the script of each submission, as ``submit`` would send them."""
         plans = []
         for group in self._by_shape(jobs):
-            text, sbatch_options = self._submission(group, _folder(group, sweep), sweep)
-            plans.append((" \\\n    ".join(["sbatch", *arguments(sbatch_options), "job.sbatch"]), text))
+            for script in self._scripts(group, _folder(group, sweep), sweep):
+                plans.append((" \\\n    ".join(["sbatch", *arguments(script.options), script.name]), script.text))
         return plans
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
@@ -174,21 +212,22 @@ class SlurmJobExecutor:
         try:
             for group in self._by_shape(jobs):
                 folder = _folder(group, sweep)
-                text, sbatch_options = self._submission(group, folder, sweep)
+                scripts = self._scripts(group, folder, sweep)
                 folder.mkdir(parents=True, exist_ok=True)
                 if len(group) > 1:
                     write_text(folder / _listing(group), "".join(f"{job.run.path}\n" for job in group))
-                main = self._submit_chain(group, folder, text, sbatch_options, submitted)
+                main = self._submit_group(group, folder, scripts, submitted)
                 submitted.append(main)
                 tasks = [main]
                 if len(group) > 1:
                     tasks = [f"{main}_{index}" for index in range(len(group))]
                 self._record_estimate(group[0], tasks[0])
-                script = group[0].run.path / "job.sbatch" if len(group) == 1 else folder / f"{main}.sbatch"
-                write_text(script, text, file_mode(group[0].config), flush=False)  # for users to read
+                for script in scripts:
+                    file = group[0].run.path / script.name if len(group) == 1 else folder / f"{main}.sbatch"
+                    write_text(file, script.text, file_mode(group[0].config), flush=False)  # for users to read
                 for job, job_id in zip(group, tasks, strict=True):
                     ids[job.number] = job_id
-                    pattern = str(sbatch_options["output"]).rpartition("/")[2]
+                    pattern = str(scripts[0].options["output"]).rpartition("/")[2]
                     self._outputs[job_id] = folder / pattern.replace("%j", job_id).replace("%A_%a", job_id)
         except BaseException:  # also an interrupt
             self._withdraw(submitted)
@@ -211,7 +250,11 @@ class SlurmJobExecutor:
 
     def statuses(self, ids: Collection[str]) -> dict[str, JobStatus]:
         statuses = self._statuses.of(self._all(ids), self._jobs)
-        return folded({job_id: self._chains[job_id] for job_id in ids if job_id in self._chains}, statuses)
+        chains = {job_id: self._chains[job_id] for job_id in ids if job_id in self._chains}
+        for job_id in chains:
+            if (started := self._started(job_id)) is not None:
+                chains[job_id] = [started]
+        return folded(chains, statuses)
 
     def cancel(self, ids: Collection[str], *, save: bool = False) -> None:
         try:
@@ -227,20 +270,22 @@ class SlurmJobExecutor:
         estimates."""
         expected = self._expected.get(job.number)
         cluster = job.config.cluster
-        if expected is None or self._jobs.clusters or {"begin", "dependency"} & cluster.extra.keys():
+        if expected is None or self._jobs.clusters or job_id in self._first:
+            return
+        if {"begin", "dependency"} & cluster.extra.keys():
             return
         estimate = Estimate(self.site.name, cluster.partition, job_id, time.time(), expected)
         with suppress(OSError):  # the root may belong to another user
             append_line(Path(job.config.run.root) / ESTIMATES, asdict(estimate))
 
     def _all(self, ids: Collection[str]) -> list[str]:
-        """Returns ``ids`` with the other jobs of their chains."""
+        """Returns ``ids`` with the other jobs of their chains and of ``cluster.first``."""
         return [chained for job_id in ids for chained in self._chains.get(job_id, [job_id])]
 
-    def _submit_chain(
-        self, group: Sequence[Job], folder: Path, text: str, sbatch_options: Options, submitted: Sequence[str]
+    def _submit_group(
+        self, group: Sequence[Job], folder: Path, scripts: Sequence[BatchScript], submitted: Sequence[str]
     ) -> str:
-        """Submits a script ``launch.chain`` times; returns the id of the first job.
+        """Submits the scripts of a group, the only script ``launch.chain`` times; returns the id of the first job.
 
         ``submitted`` holds the ids of the earlier submissions for the same directory.
         """
@@ -250,31 +295,44 @@ class SlurmJobExecutor:
         recorded = [entry for job in group for entry in job.run.record().get("submissions", [])]
         earlier = {str(job_id).partition("_")[0] for entry in recorded for job_id in job_ids(entry)}  # arrays as one
 
-        def submit_one(more: Options) -> str:
-            executor = ScriptExecutor(folder, text, {**sbatch_options, **more}, file_mode(job.config))
+        def submit_one(script: BatchScript, more: Options) -> None:
+            executor = ScriptExecutor(folder, script.text, {**script.options, **more}, file_mode(job.config))
             others = {*earlier, *self._all(submitted), *ids}
-            comment = str(sbatch_options["comment"])
+            comment = str(script.options["comment"])
             try:
-                job_id = client.submitted_job(executor.submit_script, comment, others, self._jobs.clusters)
+                ids.append(client.submitted_job(executor.submit_script, comment, others, self._jobs.clusters))
             except LostAnswer:
                 raise
             except SlurmError as error:
                 raise refusal(error.said) from error
-            ids.append(job_id)
-            return job_id
 
         try:
-            job_id = submit_one({})
+            for script in scripts:
+                submit_one(script, {})
             for _ in range(count - 1):
-                job_id = submit_one({"dependency": f"afterany:{job_id}"})
+                submit_one(scripts[0], {"dependency": f"afterany:{ids[-1]}"})
             if count > 1:
                 write_text(chain_file(job.run), "".join(f"{job_id}\n" for job_id in ids))
+            if len(scripts) > 1:
+                self._first[ids[0]] = (job.run, first_file(job.run, len(recorded)))
+                write_text(jobs_file(self._first[ids[0]][1]), "".join(f"{job_id}\n" for job_id in ids))
         except BaseException:
             self._withdraw(ids)
             raise
-        if count > 1:
+        if len(ids) > 1:
             self._chains[ids[0]] = ids
+        # a job that started before the file was written has not cancelled the others
+        if len(scripts) > 1 and (started := self._started(ids[0])) is not None:
+            with suppress(SlurmError):  # they exit when they start
+                self._jobs.cancel([job_id for job_id in ids if job_id != started])
         return ids[0]
+
+    def _started(self, job_id: str) -> str | None:
+        """Returns the job of ``cluster.first`` that has started first; None if none has, or for other jobs."""
+        if job_id not in self._first:
+            return None
+        run, file = self._first[job_id]
+        return read_or(lambda: started_first(run, file), None)
 
     def _by_shape(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Returns groups of jobs that may share an array. No group exceeds the maximum size of an array."""
@@ -292,16 +350,21 @@ class SlurmJobExecutor:
             ]
             if not job.overrides:  # a resubmitted run; other runs of its sweep may have newer code
                 key.append(frozen_code(job.run))
-            if job.config.launch.chain > 1:  # tasks of an array cannot depend on each other
+            if job.config.launch.chain > 1 or cluster.first:  # tasks of an array cannot depend on or replace each other
                 key.append(job.number)
             groups.setdefault(str(key), []).append(job)
         largest = self.site.max_array_size or len(jobs)
         return [group[first : first + largest] for group in groups.values() for first in range(0, len(group), largest)]
 
-    def _submission(self, group: list[Job], folder: Path, sweep: Path) -> tuple[str, Options]:
-        """Returns the script and the options of an array or a single job."""
-        job = group[0]
-        chain = None
+    def _scripts(self, group: list[Job], folder: Path, sweep: Path) -> list[BatchScript]:
+        """Returns a script for each alternative of ``cluster.first``; for an array or another job a single script."""
+        alternatives = self._alternatives(group[0])
+        return [self._script(group, folder, sweep, number, job) for number, job in enumerate(alternatives)]
+
+    def _script(self, group: list[Job], folder: Path, sweep: Path, number: int, job: Job) -> BatchScript:
+        """Returns the script of ``job``, which is alternative ``number`` of the first job of ``group``."""
+        chain = first = None
+        agent_options = job.agent_options
         title = f"{job.config.strategy.name}: {job.layout}"
         directory = job.run.path
         name = "%j"
@@ -314,6 +377,10 @@ class SlurmJobExecutor:
         elif job.config.launch.chain > 1:
             chain = chain_file(job.run)
             name = chain.name
+        elif job.config.cluster.first:
+            first = first_file(job.run, len(job.run.record().get("submissions", [])))
+            name = first.name
+            agent_options = (*agent_options, f"--alternative={number}")
         sbatch_options = {
             **options(job, self.site),
             **identity(group, directory, output_file(folder, f"{name}.out")),
@@ -326,13 +393,14 @@ class SlurmJobExecutor:
             header={},
             code=frozen_code(job.run),
             chain=chain,
+            first=first,
             container=container_of(job.config, job.gpus),
             notes=[stop_note(job)],
             survives_node_loss=survives_node_loss(job.config.elastic),
-            agent_options=job.agent_options,
+            agent_options=agent_options,
             on_event=job.config.run.on_event,
         )
-        return render(script), sbatch_options
+        return BatchScript(f"job-{number}.sbatch" if number else "job.sbatch", render(script), sbatch_options)
 
 
 def _folder(group: Sequence[Job], sweep: Path) -> Path:

@@ -114,6 +114,8 @@ def _slurm(diagnosis: Diagnosis) -> list[str]:
     nodes = [f"{node.node} {node.state} ({node.reason})".removesuffix(" ()") for node in facts.nodes]
     if nodes:
         lines.append(f"nodes: {', '.join(nodes)}")
+    if diagnosis.withdrawn:
+        lines.append(f"it started before {', '.join(diagnosis.withdrawn)}, which were withdrawn (cluster.first)")
     return [*lines, *facts.use]
 
 

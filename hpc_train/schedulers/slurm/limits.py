@@ -132,6 +132,8 @@ def check_queue(jobs: Sequence[JobRequest], site: Site) -> None:
     if other_clusters(job.config.cluster.clusters, site) is not None:
         return
     count = sum(item.config.launch.chain for item in jobs)
+    if job.config.launch.chain <= 1:
+        count += sum(len(item.config.cluster.first) for item in jobs)
     partition = _partition(job, site)
     limits = _limits(job, site, partition, _association(job, site, partition))
     for source, most in _first(limits, "max_jobs"):
