@@ -34,11 +34,14 @@ def start_agent(arguments: list[str], begun: HeadStart | None = None) -> int:
     )
     parser.add_argument("--echo", action="store_true", help="print the output of this node's workers")
     parser.add_argument("--alternative", type=int, default=0, metavar="N", help="use job N of cluster.first")
+    parser.add_argument(
+        "--join", metavar="LAUNCH:FIRST", help="add the nodes of this job to a live run, with numbers from FIRST"
+    )
     options = parser.parse_args(arguments)
     run = RunDirectory(options.run_dir.absolute())
     open_run(run, "agent", options.trust_owner)
     load(run)  # raises for a directory that is not a run, before this process is replaced
-    is_first = current_allocation().node_rank == 0
+    is_first = current_allocation().node_rank == 0 and options.join is None
     if is_first:
         check_copy(run)
     reexec_from_snapshot(run)  # which also ends the head start, since its pipe is closed
@@ -58,7 +61,7 @@ def _run(run: RunDirectory, is_first: bool, options: argparse.Namespace, begun: 
         from hpc_train.launch.executors.allocation import run_in_foreground  # other agents do not need its modules
 
         return run_in_foreground(run, None, begun)
-    code = run_agent(run, alternative=options.alternative, begun=begun, echo=options.echo)
+    code = run_agent(run, alternative=options.alternative, begun=begun, echo=options.echo, join=options.join)
     if is_first and ROLE not in os.environ:  # `report` writes the page of a role on demand
         from hpc_train.report.page.build import write_at_end  # other agents do not need its modules
 

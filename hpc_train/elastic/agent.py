@@ -22,6 +22,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.values import runs_command, with_alternative
 from hpc_train.elastic.nodes import Node, Unfit
 from hpc_train.elastic.requeue import JobEnd, find_killed_step, refuse_third_kill
+from hpc_train.elastic.resize import guest_of
 from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.elastic.worker_process import start_warm_parent
 from hpc_train.errors import UserError
@@ -73,6 +74,7 @@ def run_agent(
     alternative: int = 0,
     begun: HeadStart | None = None,
     echo: bool = False,
+    join: str | None = None,
 ) -> int:
     """Runs this node's workers of ``run`` to their end; returns the exit code.
 
@@ -86,10 +88,14 @@ def run_agent(
         alternative: which of the jobs of ``cluster.first`` this is, counted from 1; 0 for the job without it.
         begun: the head start of the warm parent, if any.
         echo: whether the output of the workers is also printed.
+        join: the launch of the run that this job adds nodes to, and the number of its first node (``guest_of``).
     """
     raise_descriptor_limit()
     allocation = current_allocation()
     end = JobEnd.of_this_process(run)
+    if join is not None:
+        allocation = guest_of(allocation, join)
+        end = None  # the first job records how the run ends
     with nonfailing_streams(), watch_signals() as stop:
         try:
             refuse_few_descriptors()
@@ -100,7 +106,7 @@ def run_agent(
                     end.begin()
             with _sole_agent(run, allocation, stop), reserve(stop) if reserve else nullcontext():
                 tick = on_tick or (lambda: None)
-                code = _run(run, allocation, end, stop, tick, entry, store, alternative, begun, echo)
+                code = _run(run, allocation, end, stop, tick, entry, store, alternative, begun, echo, join)
             if end is None or code != Exit.STOPPED or not end.must_ask() or end.ask():
                 return code
             resume = f"Resume the run with: python -m hpc_train resume {run.path}"
@@ -143,6 +149,7 @@ def _run(
     alternative: int,
     begun: HeadStart | None,
     echo: bool,
+    join: str | None,
 ) -> int:
     config = with_alternative(load(run), alternative)
     export_job_environment(config.cluster.env)
@@ -191,6 +198,7 @@ def _run(
                 code,
                 store,
                 on_tick,
+                is_guest=join is not None,
             )
             if allocation.node_rank != 0:
                 return session.work()

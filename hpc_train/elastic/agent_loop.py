@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,11 +28,12 @@ from hpc_train.elastic.rendezvous.client import (
 from hpc_train.elastic.rendezvous.messages import NodeReport
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
-from hpc_train.elastic.resize import refusal_of
+from hpc_train.elastic.resize import Growth, Joiner, refusal_of
 from hpc_train.elastic.script import FolderLooks, Script
 from hpc_train.elastic.watch import OtherNodes, Watch
 from hpc_train.elastic.worker_process import crash_of, ensure_warm_parent
 from hpc_train.elastic.workers import Echo, WorkerLog, Workers, cpu_limit
+from hpc_train.errors import UserError
 from hpc_train.machine.allocation import Allocation
 from hpc_train.machine.environment import threads_per_rank
 from hpc_train.machine.network.rank_binding import Binding, bindings, devices
@@ -88,12 +90,16 @@ class Agent:
     stacks: NewRequests[int] | None = None  # only in the agent with the server
     resizes: NewRequests[ResizeRequest | None] | None = None  # only in the agent with the server
     looks: FolderLooks | None = None  # into run.progress_dir; only in the agent with the server
+    growth: Growth | None = None  # only in the agent with the server
+    present: Callable[[], dict[int, Node]] = dict  # the nodes that have joined; in the agent with the server
+    is_guest: bool = False  # whether the node belongs to a joiner job
     stop_at: float = math.inf  # when it stops because of the time limit, in seconds since 1970
     accepted_stop: Callable[[], str | None] = lambda: None  # why the server stops the job; in the agent with the server
     _attempt: int | None = field(default=None, init=False)  # the newest attempt it knows of
     _began: float = field(default_factory=time.time, init=False)
     _spec: AttemptSpec | None = field(default=None, init=False)  # of that attempt
     _resize: ResizeRequest | None = field(default=None, init=False)  # the newest one that it has accepted
+    _submission: tuple[ResizeRequest, BackgroundCall[tuple[Joiner, Node]]] | None = field(default=None, init=False)
     _stop_reported: bool = field(default=False, init=False)
     _replaced: bool = field(default=False, init=False)  # Slurm ended this run of the job while the node was frozen
 
@@ -131,6 +137,8 @@ class Agent:
         self.watch.stacks_requested = client.stacks_requested
         if self.resizes is not None and self._spec is not None and (request := self.resizes.new(now)) is not None:
             self._answer(request, self._spec, client)
+        if self._submission is not None and self._spec is not None:
+            self._await_submission(*self._submission, self._spec, client)
         if self.looks is not None and (changed := self.looks.new(now)) is not None:
             client.send_progress(changed)
         if isinstance(self.entry, Script):
@@ -141,7 +149,9 @@ class Agent:
             self.stop.request(ANNOUNCEMENT)  # as by the signal with which Slurm announces the limit
         while self.stores is not None and not client.pauses.empty():  # the other nodes stopped with this one
             self._report_pause(client.pauses.get())
-        if self.stop.reason is not None:
+        if self.stop.reason is not None and self.is_guest:
+            client.send_retirement()
+        elif self.stop.reason is not None:
             client.send_stop(self.stop.reason)
         # one agent reports the first stop request, because Slurm signals all of them
         if self.stores is not None and not self._stop_reported and (reason := self.accepted_stop() or self.stop.reason):
@@ -154,25 +164,60 @@ class Agent:
 
         A request for the present number of nodes withdraws one that is not fulfilled yet.
         """
-        events = self._events()
-        pending = self._resize
-        if pending is not None and pending.nodes == spec.nodes:
-            pending = None
+        assert self.growth is not None
+        pending = self._resize is not None and self._resize.nodes != spec.nodes
         refusal = None
         if request.nodes != spec.nodes:
-            refusal = refusal_of(request, self.config, spec, current_job())
-        elif pending is None and request.time < self._began:  # an earlier start of the job has fulfilled it
+            refusal = refusal_of(request, self.config, spec, current_job(), self.growth.nodes.held)
+        elif not pending and request.time < self._began:  # an earlier start of the job has fulfilled it
             return
-        elif pending is None:
+        elif not pending:
             refusal = "the run trains on as many"
         if refusal is not None:
-            events.write("resize_refused", nodes=request.nodes, reason=request.reason, message=refusal)
-            print(f"not resized to {request.nodes} nodes: {refusal}", file=sys.stderr, flush=True)
+            self._refuse(request, refusal)
             return
+        present = self.present()
+        self.growth.nodes.cancel_waiting(present)
+        self._submission = None
+        missing = request.nodes + self.config.elastic.spares - len(present)
+        if request.nodes <= spec.nodes or missing <= 0:
+            self._accept(request, spec, client)
+            return
+        submit = self.growth.submit
+        names = [node.name for node in present.values()]
+        self._submission = request, BackgroundCall(lambda: submit(missing, names))
+
+    def _await_submission(
+        self,
+        request: ResizeRequest,
+        submission: BackgroundCall[tuple[Joiner, Node]],
+        spec: AttemptSpec,
+        client: RendezvousClient,
+    ) -> None:
+        try:
+            joiner, host = submission.poll(0.0)
+        except TimeoutError:
+            return
+        except (UserError, OSError, subprocess.SubprocessError) as error:
+            self._submission = None
+            self._refuse(request, str(error))
+            return
+        self._submission = None
+        client.send_invitation(joiner.first, joiner.count, host)
+        self._accept(request, spec, client, f"; job {joiner.job_id} adds {joiner.count} when it starts")
+
+    def _refuse(self, request: ResizeRequest, refusal: str) -> None:
+        self._events().write("resize_refused", nodes=request.nodes, reason=request.reason, message=refusal)
+        print(f"not resized to {request.nodes} nodes: {refusal}", file=sys.stderr, flush=True)
+
+    def _accept(self, request: ResizeRequest, spec: AttemptSpec, client: RendezvousClient, how: str = "") -> None:
+        pending = self._resize
+        instead = "" if pending is None or pending.nodes == spec.nodes else f", instead of {pending.nodes}"
+        message = f"{request.reason} asked for {request.nodes} nodes{instead}; the run trains on {spec.nodes}{how}"
+        details: dict[str, Any] = {"nodes": request.nodes, "before": spec.nodes, "reason": request.reason}
+        self._events().write("resize_requested", message=message, **details)
+        print(message, file=sys.stderr, flush=True)
         self._resize = request
-        instead = "" if pending is None else f", instead of {pending.nodes}"
-        message = f"{request.reason} asked for {request.nodes} nodes{instead}; the run trains on {spec.nodes}"
-        events.write("resize_requested", nodes=request.nodes, before=spec.nodes, reason=request.reason, message=message)
         client.send_resize(request)
 
     def _report_pause(self, pause: Pause) -> None:

@@ -32,6 +32,7 @@ from hpc_train.elastic.rendezvous.messages import Leave
 from hpc_train.elastic.rendezvous.server import RendezvousServer
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd, request
+from hpc_train.elastic.resize import Growth
 from hpc_train.elastic.script import FolderLooks, Script
 from hpc_train.elastic.watch import Watch
 from hpc_train.errors import UserError
@@ -59,6 +60,7 @@ class Session:
         entry: the entry point of the workers, or the command of the run.
         store: the entry point of an attempt's store.
         on_tick: called a few times per second while workers run.
+        is_guest: whether the node belongs to a joiner job.
     """
 
     run: RunDirectory
@@ -75,6 +77,7 @@ class Session:
     entry: str | Script
     store: str
     on_tick: Callable[[], None]
+    is_guest: bool = False
 
     def work(self) -> int:
         """Runs the attempts to their end; returns the exit code."""
@@ -99,7 +102,8 @@ class Session:
                 attempts = Attempts(
                     run, config, allocation, end, stores, Fabric(run, config, self.local_variables), self.events
                 )
-                coordinator = _coordinator(run, config, allocation, attempts)
+                coordinator = head = _coordinator(run, config, allocation, attempts)
+                attempts.joined = lambda: list(head.present)
                 coordinator.stop = self.stop.reason  # requested before any attempt: none starts
                 server, address = _start_server(run, config, allocation, attempts, coordinator, tracking)
             else:
@@ -109,7 +113,10 @@ class Session:
                 )
             if address is None:
                 return Exit.STOPPED
-            agent = self._agent(_examined(self.node, config, allocation), address, stores, coordinator)
+            growth = None
+            if server is not None and coordinator is not None:
+                growth = self._growth(server, address, attempts)
+            agent = self._agent(_examined(self.node, config, allocation), address, stores, coordinator, growth)
             with closing(self._idle_gpus(agent.gpu_errors)):
                 return agent.work()
         except ServerLost as lost:
@@ -140,14 +147,41 @@ class Session:
         idle_gpus.start()
         return idle_gpus
 
+    def _growth(self, server: RendezvousServer, address: ServerAddress, attempts: Attempts) -> Growth:
+        def host(allocation: Allocation) -> Node:
+            return self._with_facts(replace(self.node, address=allocation.address), allocation.address)
+
+        def on_network(allocation: Allocation) -> None:
+            attempts.allocation = allocation
+
+        return Growth(
+            self.run,
+            self.config,
+            self.allocation,
+            server,
+            address,
+            attempts.nodes,
+            host,
+            self.users,
+            on_network,
+        )
+
+    def _with_facts(self, node: Node, server_host: str | None) -> Node:
+        facts = this_node(self.allocation.node_name, server_host, self.users)
+        return replace(node, facts=facts if node.gpus else replace(facts, visible=()))
+
     def _agent(
-        self, node: Node, address: ServerAddress, stores: Stores | None, coordinator: Coordinator | None
+        self,
+        node: Node,
+        address: ServerAddress,
+        stores: Stores | None,
+        coordinator: Coordinator | None,
+        growth: Growth | None,
     ) -> Agent:
         run = self.run
         config = self.config
         allocation = self.allocation
-        facts = this_node(allocation.node_name, _server_host(allocation, address), self.users)
-        node = replace(node, facts=facts if node.gpus else replace(facts, visible=()))
+        node = self._with_facts(node, _server_host(allocation, address))
         return Agent(
             run=run,
             config=config,
@@ -171,6 +205,9 @@ class Session:
             resizes=NewRequests(lambda: resize_requested(run), None) if allocation.node_rank == 0 else None,
             looks=FolderLooks.of(config, allocation.nodes) if allocation.node_rank == 0 else None,
             stop_at=time_to_stop(run, config, self.end),
+            is_guest=self.is_guest,
+            growth=growth,
+            present=lambda: {} if coordinator is None else dict(coordinator.present),
             accepted_stop=lambda: None if coordinator is None else coordinator.stop,
         )
 

@@ -7,7 +7,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from hpc_train.elastic.requeue import (
     request,
     request_without_marker,
 )
+from hpc_train.elastic.resize import JobNodes
 from hpc_train.elastic.workers import prune_logs
 from hpc_train.errors import UserError
 from hpc_train.machine.allocation import Allocation
@@ -39,7 +40,6 @@ from hpc_train.run.event_log import EventLog, age_of_this_process
 from hpc_train.run.exits import EXITS, SHELL_SIGNALS, Action, Exit, Failure
 from hpc_train.run.files import in_time, patiently, read_or
 from hpc_train.run.record import drop_copy, with_digest
-from hpc_train.run.requests import ResizeRequest
 from hpc_train.schedulers.current import NoJob
 from hpc_train.schedulers.scheduler import CurrentJob
 from hpc_train.schedulers.slurm.client import show_topology
@@ -65,18 +65,19 @@ class Attempts:
     stores: Stores
     fabric: Fabric
     events: EventLog  # of this node's agent, in any attempt
+    joined: Callable[[], Collection[int]] = lambda: ()  # the numbers of the nodes whose agents are connected
     # the newest attempt of this job; another job may have a later one after this agent was suspended
     _newest: int | None = field(default=None, init=False)
-    _held_nodes: int = field(init=False)
+    nodes: JobNodes = field(init=False)
 
     def __post_init__(self) -> None:
-        self._held_nodes = self.allocation.nodes
+        self.nodes = JobNodes(self._job, self.allocation.nodes)
 
     def begin(self, start: Start) -> Message:
         """Prepares the next attempt; returns its specification for the agents."""
         if start.cause is not None:
             self._report_failure(start.cause, self._events())
-        self._held_nodes -= len(start.released)
+        self.nodes.note_released([number for number, _ in start.released])
         self._newest = attempt = patiently(self.run.claim_attempt, CLAIM_S)
         listener = bind(self.allocation, f"{self.allocation.job_id or self.run.path}:{attempt}")
         environment = self.fabric.decide(start, self._events())
@@ -90,17 +91,19 @@ class Attempts:
             threading.Thread(target=self._release, args=(start.released,), name="release-nodes", daemon=True).start()
         return spec.message()
 
-    def _release(self, names: Sequence[str]) -> None:
+    def _release(self, released: Sequence[tuple[int, str]]) -> None:
         """Gives nodes back to the scheduler when their agents have left."""
         time.sleep(AGENT_LEAVES_S)
-        problem = self._job.release(names)
+        problem = self.nodes.release(released)
         if problem is not None:
+            names = [name for _, name in released]
             message = f"{', '.join(names)} are idle until the job ends, since they cannot be given back: {problem}"
             self._events().write("warning", message=message)
             print(f"warning: {message}", file=sys.stderr, flush=True)
 
     def leave(self, leave: Leave) -> int:
         """Records how the job ended; returns the exit code of its agents."""
+        self.nodes.cancel_waiting(self.joined())
         if self.superseded() is not None or leave.decision.reason == REPLACED:
             return Exit.STOPPED
         if self._newest is None and leave.decision.action in (Action.REFUSE, Action.FAIL, Action.STOP):
@@ -209,7 +212,7 @@ class Attempts:
             store_prefix=secrets.token_hex(16),
             # one agent estimates it, because N agents would read the files of the run at the same time
             stop_grace_s=read_or(lambda: stop_time(self.config, run, len(start.nodes)).seconds, float(UNKNOWN_S)),
-            held_nodes=self._held_nodes,
+            held_nodes=self.nodes.held + start.guests,
         )
 
     def _report_start(self, start: Start, spec: AttemptSpec) -> None:
@@ -246,13 +249,14 @@ class Attempts:
         before = set(start.before)
         now = set(start.nodes)
         added, gone = [[node.name for node in nodes] for nodes in (now - before, before - now)]
-        if start.resize is not None:
-            self._report_resize(start, start.resize, gone, events)
+        if start.resize is not None or start.cause is None:
+            reason = "a joiner ends" if start.resize is None else start.resize.reason
+            self._report_resize(start, reason, gone, events)
         if start.cause is None:
             return
         seconds = round(time.monotonic() - start.cause.noticed, 3)
         reason = start.cause.failure.failure
-        if added:
+        if added and start.resize is None:
             events.write("spare_used", nodes=added, instead_of=gone)
         if len(now) < len(before) and start.resize is None:
             events.write("shrunk", nodes=len(now), before=len(before), without=gone)
@@ -261,16 +265,16 @@ class Attempts:
         where = f"{where}, {', '.join(added)} replacing {', '.join(gone)}" if added else where
         print(f"restarted {where} as attempt {events.attempt}", file=sys.stderr, flush=True)
 
-    def _report_resize(self, start: Start, resize: ResizeRequest, gone: Sequence[str], events: EventLog) -> None:
+    def _report_resize(self, start: Start, reason: str, gone: Sequence[str], events: EventLog) -> None:
         lost = 0
         if self.config.run.command is None:
             lost = max(0, start.reached - read_or(lambda: progress_of(self.run, self.config), start.reached))
         before = len(start.before)
-        message = f"continues on {len(start.nodes)} nodes instead of {before} ({resize.reason}), as {start.layout}"
+        message = f"continues on {len(start.nodes)} nodes instead of {before} ({reason}), as {start.layout}"
         if lost:
             message += f"; {counted(lost, 'step', 'steps')} since the last checkpoint are repeated"
         details: dict[str, Any] = {"nodes": len(start.nodes), "before": before, "without": gone, "steps": lost}
-        events.write("resized", reason=resize.reason, message=message, **details)
+        events.write("resized", reason=reason, message=message, **details)
         print(message, file=sys.stderr, flush=True)
 
     def _report_failure(self, cause: FailureReport, events: EventLog, refused: bool = False) -> None:

@@ -1,20 +1,38 @@
-"""Decides whether a live run can continue on another number of nodes."""
+"""Continues a live run on another number of nodes, at the request of a user.
+
+To get fewer nodes, the job gives some back. To get more, the agent of node 0 submits a joiner: a second job of the same
+run, whose agents join the rendezvous server when it starts. The first job owns the run: its agent of node 0 decides,
+and the joiner ends with it.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
 from hpc_train.config.schema import Config
-from hpc_train.elastic.rendezvous.addresses import AttemptSpec
+from hpc_train.elastic.nodes import Node
+from hpc_train.elastic.rendezvous.addresses import AttemptSpec, ServerAddress, bind
+from hpc_train.elastic.rendezvous.server import RendezvousServer
 from hpc_train.errors import UserError
 from hpc_train.layout.resolve import resolve_layout
+from hpc_train.machine.allocation import Allocation, listening_at, meeting_at
+from hpc_train.run.directory import RunDirectory
 from hpc_train.run.requests import ResizeRequest
 from hpc_train.schedulers.scheduler import CurrentJob
+from hpc_train.schedulers.slurm import client
+
+SUBMIT_S = 300.0
 
 
-def refusal_of(request: ResizeRequest, config: Config, spec: AttemptSpec, job: CurrentJob) -> str | None:
+def refusal_of(request: ResizeRequest, config: Config, spec: AttemptSpec, job: CurrentJob, held: int) -> str | None:
     """Returns why the run cannot continue on the requested nodes; None if it can.
 
     Args:
         spec: the attempt that runs.
+        held: the nodes of the job, without those of joiners.
     """
     fewest = config.elastic.min_nodes or 1
     if request.nodes < fewest:
@@ -24,5 +42,150 @@ def refusal_of(request: ResizeRequest, config: Config, spec: AttemptSpec, job: C
     except UserError as error:
         return str(error)
     if request.nodes > spec.nodes:
-        return "a running job cannot grow yet"
-    return job.why_no_release()
+        return job.why_no_joiner()
+    if request.nodes + config.elastic.spares < held:
+        return job.why_no_release()
+    return None
+
+
+@dataclass(frozen=True)
+class Joiner:
+    """A job that adds ``count`` nodes to a run, with the numbers from ``first``."""
+
+    job_id: str
+    first: int
+    count: int
+
+    @property
+    def numbers(self) -> range:
+        return range(self.first, self.first + self.count)
+
+
+@dataclass
+class JobNodes:
+    """The nodes of the first job and of its joiners; used by the threads of the agent of node 0.
+
+    Attributes:
+        count: the nodes that the first job was started with; they have the numbers below it.
+    """
+
+    job: CurrentJob
+    count: int
+    joiners: list[Joiner] = field(default_factory=list)
+    _released: set[int] = field(default_factory=set)
+
+    @property
+    def held(self) -> int:
+        """Returns how many nodes the first job holds."""
+        return self.count - sum(number < self.count for number in self._released)
+
+    def note_released(self, numbers: Collection[int]) -> None:
+        self._released |= set(numbers)
+
+    def release(self, released: Sequence[tuple[int, str]]) -> str | None:
+        """Gives back nodes whose agents have left; returns why this failed, None if it did not.
+
+        A joiner none of whose agents is left ends by itself.
+        """
+        problems = []
+        if own := [name for number, name in released if number < self.count]:
+            problems += [self.job.release(own)]
+        for joiner in self.joiners:
+            names = [name for number, name in released if number in joiner.numbers]
+            if names and not self._released.issuperset(joiner.numbers):
+                problems += [self.job.release(names, joiner.job_id)]
+        return "; ".join(filter(None, problems)) or None
+
+    def cancel_waiting(self, joined: Collection[int] = ()) -> None:
+        """Cancels joiners of which no node has joined.
+
+        Args:
+            joined: the numbers of the nodes of the run.
+        """
+        waiting = [joiner for joiner in self.joiners if not set(joiner.numbers) & (set(joined) | self._released)]
+        self.joiners = [joiner for joiner in self.joiners if joiner not in waiting]
+        if waiting:
+            client.cancel([joiner.job_id for joiner in waiting])
+
+
+@dataclass
+class Growth:
+    """Submits joiners.
+
+    Attributes:
+        host: describes this node as others reach it at an address.
+        users: the environment before hpc_train has changed it, which the joiner inherits.
+        on_network: called with the allocation when this node, the only one so far, listens on the network.
+    """
+
+    run: RunDirectory
+    config: Config
+    allocation: Allocation
+    server: RendezvousServer
+    address: ServerAddress
+    nodes: JobNodes
+    host: Callable[[Allocation], Node]
+    users: Mapping[str, str]
+    on_network: Callable[[Allocation], None]
+    _next: int = field(init=False)
+    _on_network: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._next = self.allocation.nodes
+        self._on_network = self.allocation.nodes > 1
+
+    def submit(self, count: int, present: Collection[str]) -> tuple[Joiner, Node]:
+        """Submits a joiner of ``count`` nodes; returns it and this node as others reach it.
+
+        Args:
+            present: the names of the nodes of the run, which the joiner must not get.
+
+        Raises:
+            UserError: Slurm refuses it, or this node cannot listen on the network.
+        """
+        if not self._on_network:
+            self._listen()
+        first = self._next
+        limit = self.nodes.job.limit()
+        minutes = "" if limit.limit_s is None else str(max(1, int(limit.limit_s - (limit.run_s or 0.0)) // 60))
+        target = f"{self.allocation.launch_id}:{first}"
+        words = [str(self.run.path), str(count), target, minutes, ",".join(sorted(present))]
+        command = [sys.executable, "-m", "hpc_train.launch.joiner", *words]
+        done = subprocess.run(command, env=self.users, capture_output=True, text=True, timeout=SUBMIT_S, check=False)
+        if done.returncode != 0:
+            problem = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise UserError(f"the joiner cannot be submitted: {problem}", where="resize", fix="submit it by hand")
+        joiner = Joiner(done.stdout.split()[-1], first, count)
+        self._next += count
+        self.nodes.joiners.append(joiner)
+        return joiner, self.host(self.allocation)
+
+    def _listen(self) -> None:
+        """Lets the server and later stores listen on the network. Until now this node was the only one."""
+        interface = self.config.cluster.interface
+        several = replace(self.allocation, nodes=2, address=self.allocation.node_name, listen_address="")
+        several, _ = listening_at(meeting_at(several, interface), is_chosen=interface is not None)
+        listener = bind(several, f"{several.launch_id}:network")
+        address = replace(self.address, host=several.address, port=listener.getsockname()[1])
+        self.server.listen(listener)
+        address.publish(self.run, several.launch_id)
+        self.allocation = replace(several, nodes=1)
+        self.on_network(self.allocation)
+        self._on_network = True
+
+
+def guest_of(allocation: Allocation, target: str) -> Allocation:
+    """Returns the allocation of a joiner's node as one of the run.
+
+    Args:
+        target: the launch of the first job, and the number of the first node of the joiner: ``7.0.0:2``.
+    """
+    launch, _, first = target.rpartition(":")
+    return replace(
+        allocation,
+        nodes=int(first) + allocation.nodes,
+        node_rank=int(first) + allocation.node_rank,
+        launch_id=launch,
+        address=allocation.node_name,
+        listen_address="",
+    )

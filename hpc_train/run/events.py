@@ -204,7 +204,7 @@ EVENTS = {
     ),
     "resize_requested": EventKind(
         "The run is to continue on `nodes` nodes; `reason`: who asked.", "nodes before reason message",
-        {"nodes": "count"}, level=Level.MARK,
+        {"nodes": "count"}, level=Level.REACTION,
     ),
     "resize_refused": EventKind(
         "The run cannot continue on `nodes` nodes.", "nodes reason message!", {"nodes": "count"}, level=Level.REACTION

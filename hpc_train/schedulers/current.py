@@ -37,6 +37,9 @@ class NoJob(CurrentJob):
     def why_no_release(self) -> str:
         return "it does not run in a job"
 
+    def why_no_joiner(self) -> str:
+        return self.why_no_release()
+
 
 def current_job(environment: Mapping[str, str] = os.environ) -> CurrentJob:
     """Returns the job of this process, with an empty id outside of a job.

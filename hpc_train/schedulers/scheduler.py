@@ -304,9 +304,17 @@ class CurrentJob(ABC):
         """Returns why the running job cannot give back single nodes; None if it can."""
         return f"{self.scheduler} does not take back single nodes of a running job"
 
-    def release(self, names: Collection[str]) -> str | None:
-        """Gives back the nodes ``names``, whose agents have ended; returns why this failed, None if it did not."""
+    def release(self, names: Collection[str], job_id: str | None = None) -> str | None:
+        """Gives back the nodes ``names``, whose agents have ended; returns why this failed, None if it did not.
+
+        Args:
+            job_id: the job that holds them; this one by default.
+        """
         return self.why_no_release()
+
+    def why_no_joiner(self) -> str | None:
+        """Returns why a second job cannot add nodes to the run; None if it can."""
+        return f"a job of {self.scheduler} cannot get more nodes"
 
     def note(self, text: str, replaced: re.Pattern[str]) -> None:  # noqa: B027
         """Appends ``text`` to the comment of the job, instead of a match of ``replaced``."""

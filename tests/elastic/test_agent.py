@@ -107,8 +107,8 @@ def test_a_live_run_shrinks_and_its_job_gives_the_node_back(
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_STEP_NODELIST": "127.0.0.[1-2]"}
     agents = [start_agent(run.path, "stops_and_finishes_when_told", **variables, **of_node(n)) for n in (0, 1)]
     until(lambda: marks(run, 4))
-    assert resize([str(run.path), "nodes=3"]) == Exit.REFUSED
-    assert "a running job cannot grow yet" in capsys.readouterr().err
+    assert resize([str(run.path), "nodes=2"]) == Exit.REFUSED
+    assert "the run trains on as many" in capsys.readouterr().err
     assert resize([str(run.path), "nodes=1"]) == Exit.DONE
     assert "continues on 1 nodes instead of 2 (the command resize), as dp 2" in capsys.readouterr().out
     assert end(agents[1]) == (0, "")

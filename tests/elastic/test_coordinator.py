@@ -11,7 +11,13 @@ import pytest
 from hpc_train.config.schema import BatchConfig, ClusterConfig, Config, ElasticConfig, StrategyConfig
 from hpc_train.elastic.decision import OVER_BUDGET, History, RestartDecision, WorkerFailure
 from hpc_train.elastic.nodes import Node, NodeFailures, Unfit, check_health
-from hpc_train.elastic.rendezvous.coordinator import LOOK_S, NODE_LOSS_WAIT_S, SECONDARY_WAIT_S, Coordinator
+from hpc_train.elastic.rendezvous.coordinator import (
+    GUESTS_WAIT_S,
+    LOOK_S,
+    NODE_LOSS_WAIT_S,
+    SECONDARY_WAIT_S,
+    Coordinator,
+)
 from hpc_train.elastic.rendezvous.messages import End, Leave, NodeReport, SaveStacks, Start, StopWorkers
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
@@ -306,7 +312,7 @@ def test_a_run_shrinks_on_request_and_gives_nodes_back(tmp_path: Path) -> None:
     stopped(course, 0, 1, 2, 3, step=0)
     start = course.next()
     assert [node.number for node in start.nodes] == [0, 1]
-    assert (start.released, start.cause, start.resize.nodes, start.layout.dp) == (("n2", "n3"), None, 2, 4)
+    assert (start.released, start.cause, start.resize.nodes, start.layout.dp) == (((2, "n2"), (3, "n3")), None, 2, 4)
     assert [course.head.admits(number) for number in range(5)] == [True, True, False, False, False]
     course.lose(2, 3)
     assert course.next() is None, "their agents have left"
@@ -331,7 +337,73 @@ def test_spares_and_failing_nodes_are_given_back_first(tmp_path: Path) -> None:
     course.next()
     stopped(course, 0, 1, 2, 3)
     start = course.next()
-    assert ([node.number for node in start.nodes], start.released) == ([1, 3], ("n2", "n4")), "n0 is a spare now"
+    assert ([node.number for node in start.nodes], start.released) == ([1, 3], ((2, "n2"), (4, "n4"))), (
+        "n0 is a spare now"
+    )
+
+
+def guest(course: Course, number: int, workers: int = 2) -> str | None:
+    """Lets the agent of a joiner's node join; returns why it is declined."""
+    node = Node(number, f"n{number}", f"n{number}", None, 0, workers)
+    why = course.head.declines(node)
+    if why is None:
+        course.head.joined(node)
+    return why
+
+
+def test_a_run_grows_when_its_joiner_has_started(tmp_path: Path) -> None:
+    course = Course(tmp_path, 1)
+    assert course.started() == [0]
+    assert not course.head.admits(1)
+    course.head.invite(1, 3, course.head.present[0])
+    resized(course, 4)
+    assert guest(course, 3, workers=4) == "node n3 does not join: it has the workers 4, node n0 2"
+    assert guest(course, 1) is None
+    assert course.next() is None, "another node of the joiner starts"
+    guest(course, 2)
+    assert isinstance(course.next(), StopWorkers)
+    stopped(course, 0)
+    start = course.next()
+    assert ([node.number for node in start.nodes], start.guests, start.resize.nodes) == ([0, 1, 2], 2, 4)
+    assert course.head.retire(2) is False
+    assert isinstance(course.next(), StopWorkers), "its job reaches its time limit"
+    stopped(course, 0, 1, 2, step=12)
+    start = course.next()
+    assert ([node.number for node in start.nodes], start.released, start.resize) == ([0, 1], ((2, "n2"),), None)
+    course.lose(1)
+    assert isinstance(course.next(), End)
+    course.report(failed(Failure.COMMUNICATION, step=13), 0)
+    assert course.started(NODE_LOSS_WAIT_S) == [0], "the nodes of a joiner may be lost without elastic.min_nodes"
+
+
+def test_a_run_grows_without_the_nodes_of_a_joiner_that_do_not_start(tmp_path: Path) -> None:
+    course = Course(tmp_path, 2)
+    course.started()
+    course.head.invite(2, 2, course.head.present[0])
+    resized(course, 4)
+    guest(course, 2)
+    assert course.next() is None
+    assert isinstance(course.next(GUESTS_WAIT_S + 1), StopWorkers)
+    stopped(course, 0, 1)
+    assert course.started() == [0, 1, 2]
+    resized(course, 2)
+    course.next()
+    stopped(course, 0, 1, 2)
+    start = course.next()
+    assert ([node.number for node in start.nodes], start.guests) == ([0, 1], 0), "the joiner goes first"
+
+
+def test_a_guest_that_waits_replaces_a_lost_node(tmp_path: Path) -> None:
+    course = Course(tmp_path, 2)
+    course.started()
+    course.head.invite(2, 2, course.head.present[0])
+    resized(course, 4)
+    guest(course, 2)
+    course.lose(1)
+    course.next()
+    course.report(failed(Failure.COMMUNICATION), 0)
+    assert course.started(NODE_LOSS_WAIT_S) == [0, 2]
+    assert course.head.retire(3) is True, "it has no workers"
 
 
 def test_a_node_that_is_lost_while_the_run_shrinks(tmp_path: Path) -> None:
@@ -344,7 +416,7 @@ def test_a_node_that_is_lost_while_the_run_shrinks(tmp_path: Path) -> None:
     stopped(course, 0, step=12)
     course.report(failed(Failure.COMMUNICATION, step=11), 2, 3)
     start = course.next(NODE_LOSS_WAIT_S)
-    assert ([node.number for node in start.nodes], start.released) == ([0, 2, 3], ("n1",))
+    assert ([node.number for node in start.nodes], start.released) == ([0, 2, 3], ((1, "n1"),))
     assert (start.cause.node, start.reached) == ("n1", 12)
 
 

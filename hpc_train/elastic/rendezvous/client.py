@@ -157,6 +157,16 @@ class RendezvousClient:
         """Reports a request to resize the run, which this agent has accepted."""
         self._channel.send({"kind": "resize", **asdict(request)})
 
+    def send_invitation(self, first: int, count: int, host: Node) -> None:
+        """Tells the server the numbers of the nodes of a joiner job, and how they reach this node."""
+        self._channel.send({"kind": "invite", "first": first, "count": count, "node": host.to_json()})
+
+    def send_retirement(self) -> None:
+        """Reports that the joiner job of this node ends."""
+        if not self._stop_sent:
+            self._stop_sent = True
+            self._channel.send({"kind": "retire"})
+
     def send_stacks_request(self, number: int) -> None:
         """Reports a request for stacks, which the server passes on to all agents."""
         self._channel.send({"kind": "stacks", "number": number})

@@ -46,6 +46,7 @@ SECONDARY_WAIT_S = 2.0  # from a secondary failure until the attempt is ended, s
 NODE_LOSS_WAIT_S = 1.0  # from the loss of a node until the decision, since more nodes may be lost with it
 END_TIMEOUT_S = 60.0  # an agent that cannot end its workers within this time counts as lost
 LOOK_S = 5.0  # between two questions whether another agent has taken the job over
+GUESTS_WAIT_S = 60.0  # from the first node of a joiner job until the run grows without the others
 MAX_FAILED_STARTS = 2  # failed starts in a row on a node until the job must run elsewhere
 NODE_MAY_BE_TO_BLAME = {  # class of failure -> the number of node failures that it counts as
     **dict.fromkeys((Failure.NODE_LOST, Failure.KILLED, Failure.HANG, Failure.KERNEL), 1),
@@ -85,7 +86,16 @@ class Coordinator:
     _save_ordered: SaveStacks | None = field(default=None, init=False)  # the newest one
     _end_ordered_at: float | None = field(default=None, init=False)  # time at which End was ordered
     _stop_ordered: bool = field(default=False, init=False)  # whether StopWorkers was ordered
-    _released: set[int] = field(default_factory=set, init=False)  # nodes that the job has given back
+    _size: int = field(init=False)  # the number of nodes that train if all are fit
+    _first_guest: int = field(init=False)  # the nodes from this number on belong to joiner jobs
+    _numbers: int = field(init=False)  # nodes have smaller numbers
+    _released: set[int] = field(default_factory=set, init=False)  # nodes that have been given back
+    _retiring: set[int] = field(default_factory=set, init=False)  # nodes of joiner jobs that end
+    _guests_until: float | None = field(default=None, init=False)  # when the run grows without the nodes not yet here
+
+    def __post_init__(self) -> None:
+        self._size = self.expected - self.config.elastic.spares
+        self._first_guest = self._numbers = self.expected
 
     def postpone(self, seconds: float) -> None:
         """Extends all timeouts by ``seconds`` during which this process stalled."""
@@ -96,10 +106,52 @@ class Coordinator:
 
     def admits(self, number: int) -> bool:
         """Returns whether the job has a node ``number``."""
-        return 0 <= number < self.expected + len(self._released) and number not in self._released
+        return 0 <= number < self._numbers and number not in self._released
+
+    def is_guest(self, number: int) -> bool:
+        """Returns whether a node belongs to a joiner job."""
+        return number >= self._first_guest
+
+    def invite(self, first: int, count: int, host: Node) -> None:
+        """Admits the nodes of a joiner job, which are numbered from ``first``.
+
+        Args:
+            host: the batch host, as other nodes reach it.
+        """
+        self._released |= {number for number in range(self._first_guest, first) if number not in self.present}
+        self._numbers = first + count
+        self.names = [*self.names, *(f"node {number} (not joined)" for number in range(len(self.names), self._numbers))]
+        self._guests_until = None
+        self.present[0] = replace(host, facts=self._machines.add(host.facts))
+
+    def retire(self, number: int) -> bool:
+        """Notes that the joiner job of a node ends; returns whether the node has no workers and may leave at once."""
+        self._retiring.add(number)
+        if number in self._working:
+            return False
+        self.present.pop(number, None)
+        self._released.add(number)
+        return True
+
+    def declines(self, node: Node) -> str | None:
+        """Returns why a node of a joiner job cannot train with the others: its GPUs or its fabric differ."""
+        host = self.present.get(0)
+        if not self.is_guest(node.number) or host is None or not node.can_train:
+            return None
+        for what, of_node, of_host in (
+            ("workers", node.workers, host.workers),
+            ("GPUs", *(sorted({str(gpu.model) for gpu in each.facts.gpus}) for each in (node, host))),
+            ("NICs", *(sorted({str(nic.kind) for nic in each.facts.nics}) for each in (node, host))),
+        ):
+            if of_node != of_host:
+                self._released.add(node.number)
+                return f"node {node.name} does not join: it has the {what} {of_node}, node {host.name} {of_host}"
+        return None
 
     def joined(self, node: Node) -> None:
         """Notes that an agent has joined and described its node, or why the node cannot take part."""
+        if self.is_guest(node.number):
+            self.names = [*self.names[: node.number], node.name, *self.names[node.number + 1 :]]
         if node.refusal is not None:
             self._verdict = RestartDecision(Action.REFUSE, node.refusal)
         elif node.unfit is not None:
@@ -168,7 +220,9 @@ class Coordinator:
         if self._saved and (save := SaveStacks(self._working <= self._saved)) != self._save_ordered:
             self._save_ordered = save
             return save
-        if self._resize_is_due():
+        if self._guests_until is None and any(map(self.is_guest, self._idle())):
+            self._guests_until = now + GUESTS_WAIT_S
+        if self._change_is_due(now):
             self._stop_ordered = True
             return StopWorkers()
         if self._end_ordered_at is None and self._working and self._causes:
@@ -184,35 +238,53 @@ class Coordinator:
         lost_at = max((cause.noticed for cause in self._causes if is_loss(cause)), default=None)
         if self._working or (lost_at is not None and now - lost_at < NODE_LOSS_WAIT_S):
             return None
-        return self._conclude()
+        return self._conclude(now)
 
-    def _resize_is_due(self) -> bool:
-        """Returns whether the workers, which all work, must stop now because the job has the requested nodes."""
-        if self.resize is None or self._stop_ordered or self._causes or self.stop is not None:
+    def _idle(self) -> set[int]:
+        return self.present.keys() - {node.number for node in self._team}
+
+    def _change_is_due(self, now: float) -> bool:
+        """Returns whether the workers, which all work, must stop now because the nodes of the run change."""
+        if self._stop_ordered or self._causes or self.stop is not None or len(self._working) < len(self._team):
             return False
-        return len(self._working) == len(self._team) > self.resize.nodes
+        return bool(self._retiring & self._working) or self._can_resize(now)
 
-    def _release(self) -> tuple[str, ...]:
-        """Removes the nodes that a requested resize does not need from the job; returns their names.
+    def _can_resize(self, now: float) -> bool:
+        """Returns whether the run has the nodes for the requested size, or has waited for them long enough."""
+        if self.resize is None:
+            return False
+        if self.resize.nodes <= len(self._team):
+            return self.resize.nodes < len(self._team) or self._stop_ordered
+        awaited = {*range(self._first_guest, self._numbers)} - self._released - self._retiring
+        is_late = self._guests_until is not None and now > self._guests_until
+        return bool(awaited & self._idle()) and (is_late or awaited <= {*self.present, *self.unfit})
 
-        The batch host stays. Of the others, nodes that have failed too often go first, then spares, then the nodes of
-        the last ranks.
+    def _release(self) -> tuple[tuple[int, str], ...]:
+        """Removes the nodes that a requested resize does not need; returns their numbers and names.
+
+        The batch host stays. Nodes of the newest joiner job go first. Of the job, nodes that have failed too often go
+        first, then spares, then the nodes of the last ranks.
         """
-        size = self.expected if self.resize is None else self.resize.nodes + self.config.elastic.spares
-        if size >= self.expected:
-            return ()
-        failing = self.node_failures.failing_nodes()
+        released = self._retiring - self._released
+        if self.resize is not None and self.resize.nodes < len(self._team):
+            failing = self.node_failures.failing_nodes()
 
-        def order(node: Node) -> tuple[bool, bool, int]:
-            rank = self._team.index(node) if node in self._team else len(self._team)
-            return node.number > 0, node.name in failing, rank
+            def order(node: Node) -> tuple[bool, bool, bool, int]:
+                is_guest = self.is_guest(node.number)
+                rank = self._team.index(node) if node in self._team else len(self._team)
+                is_failing = node.name in failing and not is_guest
+                return is_guest, node.number > 0, is_failing, node.number if is_guest else rank
 
-        self.present = {node.number: node for node in sorted(self.present.values(), key=order)[:size]}
-        self.unfit = {}
-        released = {*range(self.expected + len(self._released))} - self._released - self.present.keys()
-        self.expected = size
+            size = self.resize.nodes + self.config.elastic.spares
+            staying = [node for node in self.present.values() if node.number not in released]
+            kept = {node.number for node in sorted(staying, key=order)[:size]}
+            released = {*range(self._numbers)} - self._released - kept
+            self.expected = min(self.expected, size)
+        for number in released:
+            self.present.pop(number, None)
+            self.unfit.pop(number, None)
         self._released |= released
-        return tuple(self.names[number] for number in sorted(released))
+        return tuple((number, self.names[number]) for number in sorted(released))
 
     def _gather(self, now: float) -> Order | None:
         if self.stop is not None:
@@ -263,14 +335,14 @@ class Coordinator:
         rank = numbers[0] * max((node.workers for node in self.present.values()), default=0)
         return FailureReport(WorkerFailure(rank, Failure.NODE_LOST, message, message, 0.0), names[0], now)
 
-    def _conclude(self) -> Order:
+    def _conclude(self, now: float) -> Order:
         cause = primary_cause(self._causes)
         failure = cause.failure.failure if cause else None
         seen_on: set[str] = set()  # nodes on which a GPU error of this class recently ended an attempt of the run
         if failure in (Failure.DEVICE, Failure.KERNEL):
             seen_on = {line["node"] for line in self.node_failures.recent() if line["class"] == failure}
         decision = self._decide(cause, seen_on)
-        if decision.action is Action.STOP and self._stop_ordered and self.stop is None:
+        if decision.action is Action.STOP and self.stop is None and (self._stop_ordered or self._retiring):
             decision = RestartDecision(Action.RESTART)
         if decision.action is Action.STOP:
             decision = self._stopped()
@@ -292,7 +364,11 @@ class Coordinator:
             why = f"{len(self.present)} of {self.expected} nodes left"
             if cause is not None and failure is Failure.NODE_LOST:
                 why = f"{cause.failure.message}; {why}"
+        resize = self.resize if self._can_resize(now) else None
         released = self._release()
+        if resize is not None:
+            self._size = resize.nodes
+            self.resize = None
         try:
             start = self._choose(only_sound=unfit)
         except UserError as error:
@@ -300,12 +376,9 @@ class Coordinator:
             why = str(error)
         if start is None:
             return Leave(RestartDecision(Action.REQUEUE, why), cause)
-        resize = self.resize
-        self.resize = None
         reached = max((report.step for report in self._reports), default=0)
-        return self._begin(
-            replace(start, before=self._team, cause=cause, reached=reached, resize=resize, released=released)
-        )
+        change = replace(start, before=self._team, cause=cause, reached=reached, resize=resize, released=released)
+        return self._begin(replace(change, guests=sum(map(self.is_guest, self.present))))
 
     def _decide(self, cause: FailureReport | None, seen_on: set[str]) -> RestartDecision:
         """Returns the decision on the attempt that ended, which becomes part of the history."""
@@ -358,7 +431,7 @@ class Coordinator:
 
     @property
     def _fewest_nodes(self) -> int:
-        size = self.expected - self.config.elastic.spares
+        size = min(self.expected - self.config.elastic.spares, self._size)  # the nodes of joiner jobs may go
         return min(self.config.elastic.min_nodes or size, size)
 
     def _stopped(self) -> RestartDecision:
@@ -388,7 +461,7 @@ class Coordinator:
         Raises:
             UserError: the run has no valid layout on them.
         """
-        size = self.expected - self.config.elastic.spares
+        size = self._size
         fewest = self._fewest_nodes
         failing = self.node_failures.failing_nodes()
         nodes = sorted(self.present.values(), key=lambda node: (node.name in failing, node.number))

@@ -27,6 +27,8 @@ FIELDS = {  # of the messages that an agent sends after it has introduced itself
     "stacks": {"kind", "number"},
     "progress": {"kind", "number"},
     "resize": {"kind", "nodes", "reason", "time"},
+    "invite": {"kind", "first", "count", "node"},
+    "retire": {"kind"},
     "bye": {"kind"},
     "store_lost": {"kind", "attempt"},
     "stacks_saved": {"kind", "attempt"},
@@ -137,7 +139,8 @@ class Start:
         cause: the failure that ended it; None if a resize did.
         reached: its furthest step.
         resize: the request that this attempt fulfills.
-        released: the names of the nodes that the job gives back; their agents leave.
+        released: the numbers and names of the nodes that are given back; their agents leave.
+        guests: the number of nodes that belong to joiner jobs.
     """
 
     nodes: tuple[Node, ...]
@@ -146,7 +149,8 @@ class Start:
     cause: FailureReport | None = None
     reached: int = 0
     resize: ResizeRequest | None = None
-    released: tuple[str, ...] = ()
+    released: tuple[tuple[int, str], ...] = ()
+    guests: int = 0
 
 
 @dataclass(frozen=True)

@@ -166,6 +166,9 @@ class RendezvousServer:
         self._nodes: dict[int, Member] = {}  # those that have introduced themselves, by number of the node
         self._selector = selectors.DefaultSelector()
         self._admission = Admission(listener, token, self._selector, self._admit)
+        self._network: socket.socket | None = None  # a further listener that waits to be opened
+        self._token = token
+        self._further: list[Admission] = []
         self._attempt: int | None = None
         self._preparation: Preparation | None = None
         self._over = False
@@ -205,7 +208,12 @@ class RendezvousServer:
             for key, _ in self._selector.select(TICK_S if self._preparation is None else PREPARING_TICK_S):
                 key.data()
             now = time.monotonic()
-            self._admission.tend(now)
+            if self._network is not None:
+                self._further.append(Admission(self._network, self._token, self._selector, self._admit))
+                self._network = None
+                self._further[-1].open()
+            for admission in (self._admission, *self._further):
+                admission.tend(now)
             if has_stalled(now - looked, self._silent_node_s, self._coordinator.expected):
                 self._reset_silence(now)
                 self._coordinator.postpone(now - looked)
@@ -273,14 +281,8 @@ class RendezvousServer:
             self._coordinator.stop = self._coordinator.stop or typed(message["reason"], str)
         elif kind == "quit":
             self._coordinator.quit(typed(message["message"], str))
-        elif kind == "resize" and member.node.number == 0:  # its agent has checked the request
-            request = ResizeRequest(message["nodes"], message["reason"], message["time"])
-            check_fields(request)
-            self._coordinator.request_resize(request)
-        elif kind == "bye":
-            if self._coordinator.admits(member.node.number):
-                raise BadMessage("the job has not released this node")
-            self._drop(member, "it has left")
+        elif kind in ("resize", "invite", "retire", "bye"):
+            self._handle_change(member, member.node, message)
         elif kind in ("stacks", "progress"):  # node 0 has found a request, or newer files of a script
             self._broadcast({"kind": kind, "number": typed(message["number"], int)})
         elif kind in ("store_lost", "stacks_saved", "ended") and typed(message["attempt"], int) == self._attempt:
@@ -290,6 +292,24 @@ class RendezvousServer:
                 self._coordinator.reported(member.node.number, report_of(message), member.heard)
             elif member.node.number == 0:  # its agent runs the store
                 self._coordinator.store_lost(member.heard)
+
+    def _handle_change(self, member: Member, node: Node, message: Message) -> None:
+        """Handles the messages about a change of the nodes; only the agent of node 0 may ask for one."""
+        kind = message["kind"]
+        if kind == "resize" and node.number == 0:
+            request = ResizeRequest(message["nodes"], message["reason"], message["time"])
+            check_fields(request)
+            self._coordinator.request_resize(request)
+        elif kind == "invite" and node.number == 0:
+            host = Node.from_json(message["node"])
+            self._coordinator.invite(typed(message["first"], int), typed(message["count"], int), host)
+        elif kind == "retire" and self._coordinator.is_guest(node.number):
+            if self._coordinator.retire(node.number):
+                self._dismiss([node.number])
+        elif kind == "bye" and not self._coordinator.admits(node.number):
+            self._drop(member, "it has left")
+        else:
+            raise BadMessage(f"{kind!r} is not for node {node.number} to send")
 
     def _register(self, member: Member, message: Message) -> None:
         if message["kind"] != "hello":
@@ -306,6 +326,10 @@ class RendezvousServer:
         member.node = node
         member.process = process
         self._nodes[node.number] = member
+        if (why := self._coordinator.declines(node)) is not None:
+            print(why, file=sys.stderr, flush=True)
+            self._dismiss([node.number])
+            return
         self._coordinator.joined(node)
 
     def _drop_silent(self, now: float) -> None:
@@ -342,7 +366,7 @@ class RendezvousServer:
     def _execute(self, order: Order) -> None:
         if isinstance(order, Start):
             self._attempt = None  # a late report of the previous attempt is not one of the next
-            self._dismiss(order.released)
+            self._dismiss([number for number, _ in order.released])
             self._preparation = Preparation(self._begin, order)
         elif isinstance(order, StopWorkers):
             self._broadcast({"kind": "stop_workers", "attempt": self._attempt})
@@ -355,12 +379,16 @@ class RendezvousServer:
             self._broadcast({"kind": "leave", "action": order.decision.action, "code": code})
             self._over = True
 
-    def _dismiss(self, names: Collection[str]) -> None:
-        """Lets the agents of nodes leave that the job gives back."""
-        for member in self._nodes.values():
-            if member.node is not None and member.node.name in names:
+    def _dismiss(self, numbers: Collection[int]) -> None:
+        """Lets the agents of nodes leave that are given back."""
+        for number in numbers:
+            if (member := self._nodes.get(number)) is not None:
                 member.channel.send({"kind": "leave", "action": Action.FINISH, "code": int(Exit.DONE)})
                 self._watch_writing(member)
+
+    def listen(self, listener: socket.socket) -> None:
+        """Admits the agents of joiner jobs on another address; called in another thread, and before they know it."""
+        self._network = listener
 
     def _start_prepared(self) -> None:
         """Starts the attempt if it is prepared. Orders that end it wait until then."""
@@ -396,7 +424,8 @@ class RendezvousServer:
         """Releases all agents together, because Slurm may end the others when the first one exits. Each agent sends
         ``bye`` and waits until its connection is closed here.
         """
-        self._admission.close()
+        for admission in (self._admission, *self._further):
+            admission.close()
         until = time.monotonic() + LEAVE_S
         waited = {member.channel.fileno() for member in self._nodes.values()}
         while waited and time.monotonic() < until:

@@ -162,17 +162,21 @@ class SlurmJob(CurrentJob):
             return "Slurm without accounting changes the nodes of a job only once"
         return None
 
-    def release(self, names: Collection[str]) -> str | None:
+    def why_no_joiner(self) -> None:
+        return None
+
+    def release(self, names: Collection[str], job_id: str | None = None) -> str | None:
         """Updates the list of nodes of the job. Slurm keeps the step, whose tasks on these nodes have ended, and a
         requeued job gets as many nodes as are left. For seconds after one change it refuses the next.
         """
+        job = job_id or self.name
         until = time.monotonic() + RELEASE_S
         while True:
             try:
-                held = client.run(["squeue", "--noheader", f"--jobs={self.name}", "--format=%N"]).strip()
+                held = client.run(["squeue", "--noheader", f"--jobs={job}", "--format=%N"]).strip()
                 hosts = client.run(["scontrol", "show", "hostnames", held]).split()
                 left = ",".join(name for name in hosts if name not in names)
-                client.run(["scontrol", "update", f"JobId={self.name}", f"NodeList={left}"])
+                client.run(["scontrol", "update", f"JobId={job}", f"NodeList={left}"])
                 return None
             except SlurmError as error:
                 if time.monotonic() > until:

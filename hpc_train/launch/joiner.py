@@ -1,0 +1,57 @@
+"""Submits a joiner: a job that adds nodes to a live run. The agent of node 0 calls
+
+    python -m hpc_train.launch.joiner RUN_DIR NODES LAUNCH:FIRST MINUTES EXCLUDED
+
+and reads the id of the job. The arguments are the number of nodes, the launch that they join, the number of the first
+of them, the time limit (may be empty), and the nodes that the run has already, separated by commas.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from hpc_train.errors import UserError
+from hpc_train.launch.executors.slurm import SlurmJobExecutor
+from hpc_train.launch.job import Job
+from hpc_train.launch.sbatch import options, output_file
+from hpc_train.launch.script import Script, container_of, one_run, render
+from hpc_train.layout.resolve import resolve_layout
+from hpc_train.run.code import frozen_code
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import load
+from hpc_train.schedulers.slurm import client
+
+
+def submit_joiner(run: RunDirectory, nodes: int, target: str, minutes: str, excluded: str) -> str:
+    """Submits a joiner and returns the id of its job. Raises UserError if Slurm refuses it."""
+    config = load(run)
+    exclude = ",".join(filter(None, [config.cluster.exclude, excluded]))
+    cluster = replace(config.cluster, nodes=str(nodes), exclude=exclude, nodelist=None, time_min=None)
+    config = replace(config, cluster=cluster, elastic=replace(config.elastic, spares=0, min_nodes=None))
+    shape = SlurmJobExecutor().shape(config)
+    job = Job(config, resolve_layout(config, nodes, shape.workers, shape.device_bytes), shape, run)
+    sbatch = {name: value for name, value in options(job).items() if name != "requeue"}
+    sbatch |= {"no-requeue": None, "job-name": f"{run.path.name}-joiner", "output": output_file(run.logs, "%j.out")}
+    if minutes:
+        sbatch["time"] = minutes
+    script = Script(
+        title=f"hpc_train, {nodes} more nodes for a run",
+        cluster=config.cluster,
+        run=one_run(run.path),
+        header={},
+        code=frozen_code(run),
+        container=container_of(config, job.gpus),
+        survives_node_loss=True,
+        agent_options=(*job.agent_options, "--join", target),
+    )
+    words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in sbatch.items()]
+    return client.submit(words, render(script), f"hpc_train-joiner:{run.path}:{target}")
+
+
+if __name__ == "__main__":
+    try:
+        print(submit_joiner(RunDirectory(Path(sys.argv[1])), int(sys.argv[2]), *sys.argv[3:]))
+    except UserError as error:
+        sys.exit(error.what)
