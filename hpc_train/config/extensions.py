@@ -146,6 +146,8 @@ class ModelFamily:
         parameters: the number of parameters of a config, or None if it is unknown; it must also be right for other
             values of ``n_layers``, unless ``layer_parameters`` is given.
         layer_parameters: the number of parameters of one layer.
+        active_parameters: the number of parameters that compute a token, where others belong to experts that it does
+            not choose; None: all.
         stem_parameters: the number of parameters before the layers; a table that stem and head share counts here. None:
             half of the parameters outside the layers, or all of them if the schema has ``tied_embeddings`` and it is
             true.
@@ -181,6 +183,7 @@ class ModelFamily:
     context_heads: tuple[str, str] | None = None
     fused_loss: bool | Callable[[Any], bool] = False
     layer_parameters: Callable[[Any], int | None] | None = None
+    active_parameters: Callable[[Any], int] | None = None
     linear_layers: Callable[[Any], Sequence[LinearLayers] | None] | None = None
     stem_parameters: Callable[[Any], int | None] | None = None
     trained_parameters: Callable[[Any], int | None] | None = None

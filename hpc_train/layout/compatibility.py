@@ -16,7 +16,7 @@ from typing import Any
 from hpc_train.config import hf_config
 from hpc_train.config.extensions import IMAGES, family_of, is_import_path
 from hpc_train.config.import_path import method_parameters
-from hpc_train.config.schema import Config, CustomModelConfig, HFModelConfig, StreamDataConfig
+from hpc_train.config.schema import Config, CustomModelConfig, GPTConfig, HFModelConfig, StreamDataConfig
 from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError, check_all
 from hpc_train.layout.layout import Layout
@@ -426,6 +426,11 @@ BALANCED_EXPERTS = Condition(
     fix="model.split_dependent_loss=true, which accepts this; +strategy=single batch.micro_batches=1 "
     "batch.micro_size=auto; or +model.config.output_router_logits=false, which trains without that loss",
 )
+MIXTURE = Condition(
+    "`model.moe`",
+    lambda config, _: isinstance(config.model, GPTConfig) and config.model.moe.experts,
+    "model.moe.experts={}",
+)
 EPOCHS = _key("train.epochs")
 STREAM = Condition("a stream", lambda config, _: isinstance(config.data, StreamDataConfig))
 NO_SEQUENCES = Condition(
@@ -581,6 +586,22 @@ OF_RUN: tuple[Exclusion, ...] = (
     Exclusion(BALANCED_EXPERTS, SEVERAL_RANKS, "{it} ranks"),
     Exclusion(BALANCED_EXPERTS, SEVERAL_BATCHES, "{it} micro-batches"),
     Exclusion(BALANCED_EXPERTS, REPRODUCIBLE, "logical micro-batches"),
+    Exclusion(TENSOR, MIXTURE, "tensor parallelism does not split experts", "strategy.tp=1"),
+    Exclusion(
+        CONTEXT,
+        MIXTURE,
+        "the capacity and the load of experts are defined per sequence, and a context-parallel rank has a part of it",
+        "strategy.cp=1",
+    ),
+    Exclusion(
+        REPRODUCIBLE,
+        MIXTURE,
+        "train.reproducible does not sum the losses and choices of routers in an order that is independent of the "
+        "ranks",
+        "train.reproducible=null",
+    ),
+    Exclusion(CUDA_GRAPHS, MIXTURE, "experts, which were never run as CUDA graphs"),
+    Exclusion(FP8, MIXTURE, "precision.fp8 does not support the products of experts"),
     Exclusion(
         EPOCHS,
         STREAM,

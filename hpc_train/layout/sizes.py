@@ -133,7 +133,10 @@ def parameters_of(config: Config, tp: int) -> Parameters:
     count = parameter_count(model)
     layer = layer_parameters(model)
     assert count is not None
-    outside = count - model.n_layers * layer
+    if family_of(model).layer_parameters is None:
+        outside = parameter_count(replace(model, n_layers=0)) or 0
+    else:
+        outside = count - model.n_layers * layer
     of_stem = family_of(model).stem_parameters
     tied = bool(getattr(model, "tied_embeddings", False))
     if of_stem is None:
@@ -272,15 +275,21 @@ def _head_bytes(config: Config, layout: Layout, counts: Activations, hidden: flo
 
 
 def layer_parameters(model: ModelConfig) -> int:
-    """Returns the number of parameters of one layer."""
+    """Returns the number of parameters of one layer; with experts in some layers, of one that has them."""
     count = family_of(model).layer_parameters
     if count is not None:
         return count(model) or 0
     sized: Any = model  # such a model has ``n_layers``
-    small = parameter_count(replace(sized, n_layers=1))
-    larger = parameter_count(replace(sized, n_layers=2))
-    assert small is not None and larger is not None
-    return larger - small
+    given = parameter_count(sized)
+    larger = parameter_count(replace(sized, n_layers=sized.n_layers + 1))
+    assert given is not None and larger is not None
+    return larger - given
+
+
+def active_count(model: ModelConfig) -> int | None:
+    """Returns the number of parameters that compute a token; None if it is unknown."""
+    count = family_of(model).active_parameters
+    return parameter_count(model) if count is None else count(model)
 
 
 def trained_share(model: ModelConfig) -> float:

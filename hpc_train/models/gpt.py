@@ -2,9 +2,10 @@
 
 It has RMSNorm before each branch, rotary positions, grouped-query attention, SwiGLU and no biases. The options of its
 config define the other families of ``hf_names``: Qwen2 (arXiv:2407.10671), Qwen3 (arXiv:2505.09388), Mistral
-(arXiv:2310.06825) and Gemma 1 to 3 (arXiv:2403.08295, 2408.00118, 2503.19786). Its parameters map one to one to the
-parameters of Hugging Face's models: ``layers.N.attention.wq`` is ``model.layers.N.self_attn.q_proj``, ``ffn.w1 w2 w3``
-are ``mlp.gate_proj down_proj up_proj``.
+(arXiv:2310.06825) and Gemma 1 to 3 (arXiv:2403.08295, 2408.00118, 2503.19786), and with experts (``moe.py``) Mixtral
+(arXiv:2401.04088) and Qwen3-MoE. Its parameters map one to one to the parameters of Hugging Face's models:
+``layers.N.attention.wq`` is ``model.layers.N.self_attn.q_proj``, ``ffn.w1 w2 w3`` are ``mlp.gate_proj down_proj
+up_proj``. Only the matrices of the experts, which are stacked here, are several tensors there.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from hpc_train.models import gpt_sizes
 from hpc_train.models.attention import LOCAL, Attention, RotaryCache, RotaryScaling
 from hpc_train.models.linear_head import LinearHead, WordEmbedding
 from hpc_train.models.model import FlopTerms, Model
+from hpc_train.models.moe import MixtureOfExperts, MoELayer, Router, routing_context
 from hpc_train.models.packed_attention import Scores, document_context, local_context
 from hpc_train.models.transformer import OffsetRMSNorm, PreNormLayer, RMSNorm, in_compute_dtype
 
@@ -98,6 +100,13 @@ def gpt_layer(config: GPTConfig, index: int) -> PreNormLayer:
         norm=norm if config.qk_norm else None,
         scores=gpt_scores(config, gpt_sizes.is_local(config, index)),
     )
+    ffn: nn.Module
+    if gpt_sizes.is_sparse(config, index):
+        shared = None
+        if config.moe.shared_experts:
+            shared = GatedFeedForward(config.dim, gpt_sizes.shared_width(config), config.activation)
+        ffn = MixtureOfExperts(config, ACTIVATIONS[config.activation], shared)
+        return MoELayer(partial(norm, config.dim), attention, ffn, config.dropout, config.post_norms)
     ffn = GatedFeedForward(config.dim, config.ffn_dim, config.activation)
     return PreNormLayer(partial(norm, config.dim), attention, ffn, config.dropout, config.post_norms)
 
@@ -132,6 +141,11 @@ class GPT(Model):
         self._rotary = {"": RotaryCache(width, config.rope_theta, scaling)}
         if config.local_rope_theta is not None:
             self._rotary[LOCAL] = RotaryCache(width, config.local_rope_theta)
+
+    def batch_context(self, targets: Tensor) -> Mapping[str, Tensor]:
+        if self.config.moe.experts is None:
+            return {}
+        return routing_context(targets)
 
     def prepare(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Adds the rotary tables and, for packed documents and windows, their boundaries or the attention mask.
@@ -171,12 +185,16 @@ class GPT(Model):
             if name.endswith(".bias"):
                 value.zero_()
                 return
-            into_residual = name.endswith(("attention.wo.weight", "ffn.w2.weight"))
+            into_residual = name.endswith(("attention.wo.weight", "w2.weight", "experts.w2"))
             deviation = 0.02 / math.sqrt(2 * self.config.n_layers) if into_residual else 0.02
             value.normal_(0.0, deviation, generator=generator)
 
     def init_buffers(self, device: torch.device) -> None:
-        """Does nothing: the rotary tables are computed when they are first needed."""
+        """Sets the buffers of the routers to 0. The rotary tables are computed when they are first needed."""
+        for module in self.modules():
+            if isinstance(module, Router):
+                for buffer in module.buffers():
+                    buffer.zero_()
 
     def flops_per_sample(self, inputs: Tensor) -> float:
         return gpt_sizes.gpt_flops_per_sample(self.config, tuple(inputs.shape[1:]))

@@ -37,19 +37,49 @@ def is_local(model: GPTConfig, layer: int) -> bool:
     return model.sliding_window is not None and not (model.global_every and (layer + 1) % model.global_every == 0)
 
 
+def is_sparse(model: GPTConfig, layer: int) -> bool:
+    """Returns whether ``layer``, counted from 0, has experts."""
+    return model.moe.experts is not None and layer >= model.moe.dense_layers
+
+
+def expert_width(model: GPTConfig) -> int:
+    return model.moe.expert_dim or model.ffn_dim
+
+
+def shared_width(model: GPTConfig) -> int:
+    """Returns the width of all shared experts of a layer, which are one feed-forward branch."""
+    return model.moe.shared_experts * expert_width(model)
+
+
 def keys_per_query(model: GPTConfig, length: int) -> list[int]:
     """Returns, for each layer, the number of tokens to which the last of ``length`` tokens attends."""
     window = min(length, model.sliding_window or length)
     return [window if is_local(model, layer) else length for layer in range(model.n_layers)]
 
 
-def _gpt_layer_parameters(model: GPTConfig) -> int:
+def _gpt_layer_parameters(model: GPTConfig, layer: int, active: bool = False) -> int:
+    """Returns the number of parameters of ``layer``; with ``active``, of those that compute a token."""
     queries = query_width(model)
     key_values = key_value_width(model)
     attention = 2 * model.dim * (queries + key_values)
     biases = (queries + 2 * key_values) * model.qkv_bias
     norms = (2 + 2 * model.post_norms) * model.dim + 2 * head_width(model) * model.qk_norm
-    return attention + biases + 3 * model.dim * model.ffn_dim + norms
+    router = 0
+    width = model.ffn_dim
+    if is_sparse(model, layer):
+        assert model.moe.experts is not None
+        router = model.moe.experts * model.dim
+        width = shared_width(model) + expert_width(model) * (model.moe.top_k if active else model.moe.experts)
+    return attention + biases + 3 * model.dim * width + norms + router
+
+
+def gpt_active_parameters(model: GPTConfig) -> int:
+    """Returns the number of parameters that compute a token, with the tables; a tied table counts once."""
+    inactive = sum(
+        _gpt_layer_parameters(model, layer) - _gpt_layer_parameters(model, layer, active=True)
+        for layer in range(model.n_layers)
+    )
+    return gpt_parameters(model) - inactive
 
 
 def gpt_linear_layers(model: GPTConfig) -> tuple[LinearLayers, ...]:
@@ -68,7 +98,8 @@ def gpt_linear_layers(model: GPTConfig) -> tuple[LinearLayers, ...]:
 def gpt_parameters(model: GPTConfig) -> int:
     """Returns the number of parameters; a tied embedding table counts once."""
     tables = 2 - model.tied_embeddings
-    return model.n_layers * _gpt_layer_parameters(model) + model.dim + tables * model.vocab_size * model.dim
+    layers = sum(_gpt_layer_parameters(model, layer) for layer in range(model.n_layers))
+    return layers + model.dim + tables * model.vocab_size * model.dim
 
 
 def gpt_stem_parameters(model: GPTConfig) -> int:
@@ -81,7 +112,8 @@ def gpt_activations(model: GPTConfig, data: Any) -> Activations:
 
     Fused attention keeps no scores. With a soft cap, the scores are kept, and the keys and values of every query. A
     soft cap of the logits keeps the result of tanh, a third of the bytes that the loss keeps. Compiled code computes
-    the activation function again, and keeps its product with the other projection.
+    the activation function again, and keeps its product with the other projection. With experts, every layer counts as
+    one that has them.
     """
     dim = model.dim
     queries = query_width(model)
@@ -100,39 +132,47 @@ def gpt_activations(model: GPTConfig, data: Any) -> Activations:
         scores = model.n_heads * tokens
     if model.logit_softcap is not None:
         logits = 4 * model.vocab_size // 3
+    width = model.ffn_dim
+    exchanged = 0
+    if model.moe.experts is not None:  # the gathered rows of the chosen experts, their results, and these in order
+        width = shared_width(model) + model.moe.top_k * expert_width(model)
+        exchanged = 3 * model.moe.top_k * dim
     return Activations(
         tokens=tokens,
         norm_inputs=2 * dim,
-        layer=norms * dim + projected + 4 * model.ffn_dim + normed,
-        products=2 * (dim + queries + key_values) + 2 * model.ffn_dim,
+        layer=norms * dim + projected + 4 * width + normed + exchanged,
+        products=2 * (dim + queries + key_values) + 2 * width,
         layer_input=dim,
         logits=logits,
         scores=scores,
         mixed=queries,
         passing=norms * dim + normed,
         tables=2 * head_width(model),
-        fused=model.ffn_dim,
-        backward=2 * model.ffn_dim,
+        fused=width,
+        backward=2 * width,
     )
 
 
 def gpt_flops_per_sample(model: GPTConfig, shape: tuple[int, ...]) -> float:
     """Returns ``s (6 N + 12 L d s)`` for a sequence of ``s`` tokens, ``L`` layers and queries of width ``d``.
 
-    ``N`` is the number of parameters in matrix products: all parameters except the embedding table. A tied table counts
-    once, as the output projection. The attention term is not halved for the causal mask; in a local layer, its second
-    ``s`` is the window if that is smaller. Source: PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+    ``N`` is the number of parameters in matrix products: all parameters except the embedding table, and of the experts
+    those that a token chooses. A tied table counts once, as the output projection. The attention term is not halved
+    for the causal mask; in a local layer, its second ``s`` is the window if that is smaller. Source: PaLM (Chowdhery et
+    al. 2022, arXiv:2204.02311, appendix B).
     """
     length = shape[-1]
-    multiplied = model.n_layers * _gpt_layer_parameters(model) + model.dim + model.vocab_size * model.dim
-    return float(length * (6 * multiplied + 12 * query_width(model) * sum(keys_per_query(model, length))))
+    head = 6.0 * length * (model.dim + model.vocab_size * model.dim)
+    return sum(gpt_layer_flops(model, length)) + head
 
 
 def gpt_layer_flops(model: GPTConfig, length: int) -> tuple[float, ...]:
     """Returns the part of ``gpt_flops_per_sample`` in each layer."""
-    products = 6 * _gpt_layer_parameters(model)
     attention = 12 * query_width(model)
-    return tuple(float(length * (products + attention * keys)) for keys in keys_per_query(model, length))
+    return tuple(
+        float(length * (6 * _gpt_layer_parameters(model, layer, active=True) + attention * keys))
+        for layer, keys in enumerate(keys_per_query(model, length))
+    )
 
 
 def gpt_masked_flops(model: GPTConfig, length: int) -> float:
@@ -158,6 +198,7 @@ def check_gpt(model: GPTConfig, data: Any) -> None:
             fix = f"a model.dim that is a multiple of {2 * model.n_heads}"
         raise UserError(f"rotary positions need an even head width, not {head_width(model)}", where=where, fix=fix)
     _check_windows(model)
+    _check_experts(model)
     _check_rope_scaling(model.rope_scaling)
     vocabulary = getattr(data, "vocab_size", None)
     if vocabulary is not None and model.vocab_size < vocabulary:
@@ -178,6 +219,30 @@ def _check_windows(model: GPTConfig) -> None:
                 where=f"model.{name}",
                 fix=f"set model.sliding_window, or leave model.{name} at its default",
             )
+
+
+def _check_experts(model: GPTConfig) -> None:
+    moe = model.moe
+    if moe.experts is None:
+        return
+    if moe.top_k > moe.experts:
+        raise UserError(
+            f"model.moe.top_k is {moe.top_k}, but there are {moe.experts} experts",
+            where="model.moe.top_k",
+            fix=f"model.moe.top_k={moe.experts} or less",
+        )
+    if moe.dense_layers >= model.n_layers:
+        raise UserError(
+            f"model.moe.dense_layers is {moe.dense_layers}, so none of {model.n_layers} layers has experts",
+            where="model.moe.dense_layers",
+            fix=f"model.moe.dense_layers={model.n_layers - 1} or less, or model.moe.experts=null",
+        )
+    if moe.normalize and moe.top_k == 1:
+        raise UserError(
+            "the weight of a single chosen expert is 1 after its normalization, so the router gets no gradient",
+            where="model.moe.normalize, model.moe.top_k",
+            fix="model.moe.normalize=false, as in Switch Transformers",
+        )
 
 
 def _check_rope_scaling(scaling: dict[str, float]) -> None:

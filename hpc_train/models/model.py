@@ -121,7 +121,7 @@ class Model(nn.Module):
         Args:
             hidden: the inputs of the model if the stem is present, else the hidden states of the previous stage.
             context: tensors that every layer gets.
-            targets: the targets of the loss; only used with the head.
+            targets: the targets of the loss. A stage without the head uses them only for ``batch_context``.
 
         Returns:
             Without the head, hidden states. With the head but without ``targets``, logits. Otherwise the sum of losses
@@ -131,6 +131,8 @@ class Model(nn.Module):
             UserError: the head does not return a sum and a count.
         """
         context = self.prepare(hidden, context)
+        if targets is not None:
+            context = {**context, **self.batch_context(targets)}
         if self.stem is not None:
             hidden = self._begin_hidden(self.stem(hidden, context))
         for layer in self.layers.values():
@@ -162,6 +164,10 @@ class Model(nn.Module):
     def prepare(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns ``context`` with the tensors that all layers share, such as rotary tables."""
         return context
+
+    def batch_context(self, targets: Tensor) -> Mapping[str, Tensor]:
+        """Returns what the layers read of ``targets``, added to the context on every pipeline stage."""
+        return {}
 
     @abstractmethod
     def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:

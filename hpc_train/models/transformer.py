@@ -105,7 +105,11 @@ class PreNormLayer(nn.Module):
     def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         mixed = self.attention(self.attention_norm(hidden), context)
         hidden = hidden + self._finished(mixed, self.attention_post_norm)
-        return hidden + self._finished(self.ffn(self.ffn_norm(hidden)), self.ffn_post_norm)
+        return hidden + self._finished(self._feed_forward(self.ffn_norm(hidden), context), self.ffn_post_norm)
+
+    def _feed_forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        result: Tensor = self.ffn(hidden)
+        return result
 
     def _finished(self, branch: Tensor, post_norm: nn.Module | None) -> Tensor:
         """Returns the result of ``branch`` after its norm, if any. Absent modules are None, since calling a module

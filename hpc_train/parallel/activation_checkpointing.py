@@ -39,7 +39,7 @@ from hpc_train.models.wrapped import replace_block
 _NAMES = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_scaled_mm_v2", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable", "_grouped_mm",
 )  # fmt: skip
 PRODUCTS = frozenset((*(f"aten::{name}" for name in _NAMES), *packed_attention.OPERATORS))
 # Without torch.compile, the result of a collective is kept, and a wait for it returns at once. A compiled graph keeps

@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hpc_train.data.dataset import IGNORED, Batch, StepBatch, leaves
 from hpc_train.errors import UserError
 from hpc_train.models.model import Model
+from hpc_train.models.moe import Routers
 from hpc_train.models.own_loss import check_global_count
 from hpc_train.parallel.compression import Compression
 from hpc_train.parallel.gradient_norm import UpdatesInBackward
@@ -37,11 +38,13 @@ class StepResult:
     Attributes:
         target_count: the number of targets, or the count that a user's own loss returned with its sum.
         correct: the number of correct top-1 predictions; None if the model does not count them.
+        choices: layer -> the number of choices of each expert in this layer, and last, of those that were dropped.
     """
 
     loss_sum: Tensor
     target_count: Tensor
     correct: Tensor | None = None
+    choices: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,16 @@ class WrappedEngine:
 
     def clip_grad_norm_(self, max_norm: float, loss_scale: Tensor | None = None) -> Tensor:
         return self._engine.clip_grad_norm_(max_norm, loss_scale)
+
+
+def with_routers(result: StepResult, routers: Routers) -> StepResult:
+    """Returns ``result`` with the auxiliary losses and the choices of this rank's routers. Collective if they have
+    biases."""
+    collected = routers.finish()
+    if collected is None:
+        return result
+    loss, choices = collected
+    return replace(result, loss_sum=result.loss_sum + loss, choices=choices)
 
 
 def reduce_result(result: StepResult, mesh: Mesh) -> StepNumbers:

@@ -16,11 +16,19 @@ from hpc_train.errors import UserError
 from hpc_train.layout.techniques import CompilerMode, compiler_mode
 from hpc_train.models import batch_norm
 from hpc_train.models.model import Model, aliases, named_buffers, named_parameters, refuse_ragged
+from hpc_train.models.moe import Routers
 from hpc_train.models.wrapped import WrappedModel, evaluating
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.compression import Compression
 from hpc_train.parallel.context import own_tokens, whole_sequence
-from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result, refusing_wrong_targets, seed_micro_batch
+from hpc_train.parallel.engine import (
+    StepNumbers,
+    StepResult,
+    reduce_result,
+    refusing_wrong_targets,
+    seed_micro_batch,
+    with_routers,
+)
 from hpc_train.parallel.gradient_norm import UpdatesInBackward
 from hpc_train.parallel.mesh import Mesh, all_gather_tensor
 from hpc_train.parallel.parallelize import parallelize
@@ -54,6 +62,7 @@ class ReplicaEngine:
             self._model, mesh, config.strategy, tied, own_count=self._own_count, updates=self.updates
         )
         self._statistics = batch_norm.RunningStatistics([self._model])
+        self._routers = Routers([self._model], mesh.group("dp_cp"))
         self._buffers = SharedBuffers([self._model], config.train.buffers, mesh.group("dp_cp"))
         self._graphed = compiler_mode(config) == CompilerMode.CUDA_GRAPHS
         # CUDA graphs read parameters where they are, but would copy the casts of each step
@@ -100,13 +109,15 @@ class ReplicaEngine:
         self._used.clear()
         self._statistics.begin()
         factor = self._replicas.loss_factor / max(1, batch.target_count)
+        self._routers.begin(factor, loss_scale)
         self._replicas.begin(step, len(batch.micro_batches))
         with self._casts.step():
             sums = self._accumulate(batch.micro_batches, factor, loss_scale)
         if self._graphed:
             for parameter in self._parameters.values():
                 parameter.grad = parameter.grad if parameter in self._used else None
-        result = StepResult(*(torch.stack(column).sum(0) for column in zip(*sums, strict=True)))
+        loss_sum, count = (torch.stack(column).sum(0) for column in zip(*sums, strict=True))
+        result = with_routers(StepResult(loss_sum, count), self._routers)
         if self._own_count:
             finish_own_count(
                 [self._replicas], self._parameters.values(), self._mesh, result.target_count, batch.target_count
@@ -134,6 +145,7 @@ class ReplicaEngine:
         for compression in self.compressions():
             compression.exchange.commit(finite)
         self._statistics.commit(finite)
+        self._routers.commit(finite)
 
     def eval_step(self, batch: StepBatch) -> StepResult:
         # hooks of the bare model gather ZeRO's parameters, and DDP's wrapper is not needed

@@ -25,6 +25,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.values import runs_own_code
 from hpc_train.errors import UserError
 from hpc_train.layout.counted import CountedModel, counted, counts_file, key_of, needs_counts, read_counts
+from hpc_train.layout.sizes import active_count
 
 # Kernels of a layer's forward in eager mode: four projections, the three products of the feed-forward branch,
 # attention, two norms, rotary positions, casts, residuals. torch.compile fuses all but products and attention.
@@ -124,7 +125,8 @@ def _count(config: Config, layers: int, total: float, activations: Activations, 
     tied = getattr(config.model, "tied_embeddings", False)
     table = ends if tied else ends / 2
     compiled = config.train.compile
-    products = min(layer_flops, 6.0 * layer_parameters * activations.tokens) / 3
+    inactive = (count - (active_count(config.model) or count)) / layers
+    products = min(layer_flops, 6.0 * (layer_parameters - inactive) * activations.tokens) / 3
     width = getattr(config.model, "ffn_dim", None) or getattr(config.model, "mlp_dim", None)
     layer = Block(
         products=products,

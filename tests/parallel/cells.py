@@ -18,6 +18,7 @@ from hpc_train.config.schema import (
     Config,
     CustomModelConfig,
     GPTConfig,
+    MoEConfig,
     OptimConfig,
     PrecisionConfig,
     StrategyConfig,
@@ -37,6 +38,19 @@ OPTIONS: dict[str, Any] = {  # all that the families of transformers have; with 
     "head_dim": 6, "activation": "gelu_tanh", "qkv_bias": True, "qk_norm": True, "sliding_window": 3, "global_every": 2,
     "query_scalar": 5, "attention_softcap": 1.5, "logit_softcap": 2.0, "scaled_embeddings": True, "norm_offset": True,
     "post_norms": True, "local_rope_theta": 50.0, "tied_embeddings": True,
+}  # fmt: skip
+MIXTURES: dict[str, dict[str, Any]] = {
+    "gpt-moe": {"experts": 4, "top_k": 2, "expert_dim": 8, "balance_loss": 0.5, "z_loss": 0.1},
+    "gpt-moe-capacity": {
+        "experts": 4, "top_k": 2, "expert_dim": 8, "normalize": False, "capacity_factor": 0.75, "balance_loss": 0.5,
+    },
+    "gpt-moe-bias": {
+        "experts": 5, "top_k": 3, "expert_dim": 8, "router": "sigmoid", "bias_rate": 0.05, "shared_experts": 2,
+        "dense_layers": 1,
+    },
+    "gpt-moe-switch": {
+        "experts": 4, "top_k": 1, "normalize": False, "capacity_factor": 1.0, "balance_loss": 0.5, "bias_rate": 0.05,
+    },
 }  # fmt: skip
 DATA_PARALLEL: dict[str, dict[str, Any]] = {"dp": {"dp": 2}} | {
     kind: {"dp": 2, "data_parallel": kind} for kind in ("allreduce", "zero1", "zero2", "zero3")
@@ -63,8 +77,8 @@ class Cell:
 
     Attributes:
         model: ``gpt``, ``gpt-tied``, ``gpt-options`` (a GPT with all ``OPTIONS``), ``gpt-windows`` (with those that
-            fused attention has), ``vit`` or ``custom`` (a module without parts), or one of these with a loss of its
-            own: see ``OWN_LOSSES``; ``own`` is the example of a model with parts.
+            fused attention has), one of ``MIXTURES``, ``vit`` or ``custom`` (a module without parts), or one of these
+            with a loss of its own: see ``OWN_LOSSES``; ``own`` is the example of a model with parts.
         strategy, batch, train, optim: the fields of the config's groups that differ from their defaults.
         loss_scale: the loss scale that ``train_step`` and ``clip_grad_norm_`` receive.
     """
@@ -129,6 +143,8 @@ class Cell:
             return CustomModelConfig(_target_=f"tests.parallel.module.{own}", args=sizes)
         if self.model in ("gpt-options", "gpt-windows"):
             sizes |= OPTIONS | ({"attention_softcap": None} if self.model == "gpt-windows" else {})
+        if self.model in MIXTURES:
+            sizes["moe"] = MoEConfig(**MIXTURES[self.model])
         return GPTConfig(**sizes)
 
 

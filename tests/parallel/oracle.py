@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,8 @@ from hpc_train.data.dataset import IGNORED, Batch, StepBatch
 from hpc_train.data.sampler import Order
 from hpc_train.layout.layout import Layout
 from hpc_train.models.build import build_model
+from hpc_train.models.model import named_buffers
+from hpc_train.models.moe import Router
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine, StepNumbers
 from hpc_train.parallel.mesh import Mesh, join_mesh
@@ -59,6 +61,7 @@ class Record:
     counts: tuple[float, ...]
     norms: tuple[float, ...]
     evaluation: StepNumbers
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # persistent, after the last step
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,8 @@ def _compare_one(cell: Cell, mesh: Mesh) -> Outcome:
     parameters = engine.named_parameters()
     assert min(expected.norms) > MAX_NORM, f"{cell}: clipping is not active: {expected.norms}"
     assert found.counts == expected.counts, cell
+    for name, buffer in found.buffers.items():
+        assert torch.equal(buffer, expected.buffers[name]), f"{cell}: {name}"
     assert found.evaluation.target_count == expected.evaluation.target_count, cell
     assert found.evaluation.accuracy == expected.evaluation.accuracy, cell
     return Outcome(
@@ -275,7 +280,10 @@ def train_plainly(cell: Cell) -> Record:
     for step in range(STEPS):
         optimizer.zero_grad()
         inputs, targets = global_batch(cell, step)
-        loss_sum, count = model(inputs, {}, targets)
+        with recorded_routing(model) as routings:
+            loss_sum, count = model(inputs, {}, targets)
+        for routing in routings:
+            loss_sum = loss_sum + plain_auxiliary_loss(routing, targets)
         if config.train.z_loss:
             normalizer = model(inputs, {}).logsumexp(-1)[targets != IGNORED]
             loss_sum = loss_sum + config.train.z_loss * normalizer.square().sum()
@@ -286,13 +294,78 @@ def train_plainly(cell: Cell) -> Record:
             gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
+        for routing in routings:
+            update_bias_plainly(routing, targets)
     model.eval()
     with torch.no_grad():
         loss_sum, count, correct = model(*_with_context(global_batch(cell, STEPS)))
     accuracy = None if correct is None else int(correct) / float(count)
     evaluation = StepNumbers((loss_sum / count).item(), float(count), accuracy)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return Record(gradients, parameters, tuple(losses), tuple(counts), tuple(norms), evaluation)
+    buffers = named_buffers([model])
+    return Record(gradients, parameters, tuple(losses), tuple(counts), tuple(norms), evaluation, buffers)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Holds what a router has received and chosen for a batch: hidden states ``[samples, tokens, dim]``, experts
+    ``[samples, tokens, top_k]``."""
+
+    router: Router
+    hidden: Tensor
+    experts: Tensor
+
+
+@contextmanager
+def recorded_routing(model: nn.Module) -> Iterator[list[Routing]]:
+    """Yields a list to which each pass of a router of ``model`` is appended."""
+    routings: list[Routing] = []
+
+    def record(router: Any, inputs: Any, outputs: Any) -> None:
+        routings.append(Routing(router, inputs[0], outputs[1]))
+
+    routers = (module for module in model.modules() if isinstance(module, Router))
+    hooks = [router.register_forward_hook(record) for router in routers]
+    yield routings
+    for hook in hooks:
+        hook.remove()
+
+
+def plain_auxiliary_loss(routing: Routing, targets: Tensor) -> Tensor:
+    """Computes the losses of a router sequence by sequence, times the targets of each."""
+    router = routing.router
+    moe = router.config
+    total = routing.hidden.new_zeros(())
+    for hidden, experts, row in zip(routing.hidden, routing.experts, targets, strict=True):
+        counted = int((row != IGNORED).sum())
+        length = _length(row)
+        logits = hidden[:length] @ router.weight.T
+        scores = logits.softmax(-1) if moe.router == "softmax" else logits.sigmoid()
+        mean = (scores / scores.sum(-1, keepdim=True)).mean(0)
+        load = torch.stack([(experts[:length] == expert).sum() for expert in range(len(router.weight))])
+        balance = len(router.weight) * (load / load.sum() * mean).sum()
+        total = total + counted * (moe.balance_loss * balance + moe.z_loss * (logits.logsumexp(-1) ** 2).mean())
+    return total
+
+
+def update_bias_plainly(routing: Routing, targets: Tensor) -> None:
+    bias = routing.router.expert_bias
+    if bias is None:
+        return
+    chosen = [
+        int(expert)
+        for experts, row in zip(routing.experts, targets, strict=True)
+        for expert in experts[: _length(row)].flatten()
+    ]
+    mean = len(chosen) / len(bias)
+    for expert in range(len(bias)):
+        count = chosen.count(expert)
+        bias[expert] += routing.router.config.bias_rate * ((count < mean) - (count > mean))
+
+
+def _length(row: Tensor) -> int:
+    """Returns the number of tokens up to the last target that counts."""
+    return max(index for index, target in enumerate(row) if target != IGNORED) + 1
 
 
 def train_engine(
@@ -325,7 +398,8 @@ def train_engine(
         optimizer.step()
     evaluation = engine.reduce(engine.eval_step(local_batch(cell, mesh.layout, mesh.dp_rank, STEPS)))
     final = {name: copy(value) for name, value in parameters.items()}
-    return Record(gradients, final, tuple(losses), tuple(counts), tuple(norms), evaluation)
+    buffers = engine.named_buffers()
+    return Record(gradients, final, tuple(losses), tuple(counts), tuple(norms), evaluation, buffers)
 
 
 def adamw(parameters: list[nn.Parameter], cell: Cell) -> torch.optim.Optimizer:

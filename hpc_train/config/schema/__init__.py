@@ -23,7 +23,15 @@ from hpc_train.config.schema.data import (
     TokensDataConfig,
 )
 from hpc_train.config.schema.key import MISSING, group, key
-from hpc_train.config.schema.model import CustomModelConfig, GPTConfig, HFModelConfig, LoraConfig, ModelKeys, ViTConfig
+from hpc_train.config.schema.model import (
+    CustomModelConfig,
+    GPTConfig,
+    HFModelConfig,
+    LoraConfig,
+    ModelKeys,
+    MoEConfig,
+    ViTConfig,
+)
 from hpc_train.config.schema.operation import (
     CheckpointConfig,
     ElasticConfig,
@@ -47,7 +55,7 @@ from hpc_train.config.schema.training import (
 __all__ = [
     "BatchConfig", "CIFAR100DataConfig", "CheckpointConfig", "ClusterConfig", "Config", "ContainerConfig",
     "CustomDataConfig", "CustomModelConfig", "DataConfig", "DataKeys", "ElasticConfig", "FabricConfig", "GPTConfig",
-    "HFModelConfig", "ImagesDataConfig", "LaunchConfig", "LoraConfig", "MixtureDataConfig",
+    "HFModelConfig", "ImagesDataConfig", "LaunchConfig", "LoraConfig", "MixtureDataConfig", "MoEConfig",
     "MlflowConfig", "ModelConfig", "ModelKeys", "OptimConfig", "PrecisionConfig", "PriceConfig", "ProfileConfig",
     "PrometheusConfig", "RunConfig", "SFTDataConfig", "ShardsDataConfig", "StrategyConfig", "StreamDataConfig",
     "SyntheticDataConfig", "TargetConfig", "TelemetryConfig", "TextDataConfig", "TokensDataConfig", "TrainConfig",

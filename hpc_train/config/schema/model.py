@@ -42,9 +42,63 @@ class WrapKeys(ModelKeys):
     )
 
 
+EXPERTS = unless("model.moe.experts", None)
+
+
+@dataclass
+class MoEConfig:
+    """A mixture of experts, which replaces the feed-forward branch of the layers."""
+
+    experts: int | None = key(
+        None, "The number of experts of a layer. null means a single feed-forward branch.", at_least=2
+    )
+    top_k: int = key(2, "The number of experts that compute a token.", at_least=1, when=EXPERTS)
+    expert_dim: int | None = key(None, "The width of an expert. null is ffn_dim.", at_least=1, when=EXPERTS)
+    shared_experts: int = key(
+        0, "The number of experts that compute every token in addition, without a router.", at_least=0, when=EXPERTS
+    )
+    dense_layers: int = key(
+        0, "The number of first layers with a single feed-forward branch, as in DeepSeek.", at_least=0, when=EXPERTS
+    )
+    router: str = key(
+        "softmax",
+        "How logits become scores: softmax over the experts, or sigmoid as in DeepSeek-V3.",
+        choices=("softmax", "sigmoid"),
+        when=EXPERTS,
+    )
+    normalize: bool = key(
+        True, "Whether the weights of the chosen experts are divided by their sum, as in Mixtral.", when=EXPERTS
+    )
+    capacity_factor: float | None = key(
+        None,
+        "In training, an expert computes at most this factor times the mean number of choices in each sequence; later "
+        "tokens lose theirs. null drops none.",
+        above=0,
+        when=EXPERTS,
+    )
+    balance_loss: float = key(
+        0.0,
+        "The coefficient of the load-balancing loss of each layer, which is 1 for an even load. It is computed per "
+        "sequence.",
+        at_least=0,
+        when=EXPERTS,
+    )
+    z_loss: float = key(
+        0.0, "The coefficient of the z-loss, which keeps the logits of the router small.", at_least=0, when=EXPERTS
+    )
+    bias_rate: float | None = key(
+        None,
+        "The change per step of a bias of each expert for the choice, up for an expert with fewer choices than the "
+        "mean, else down, as in DeepSeek-V3. null means no bias; 0 keeps the biases as they are.",
+        at_least=0,
+        when=EXPERTS,
+    )
+
+
 @dataclass
 class GPTConfig(TransformerKeys):
-    """Configures a decoder-only transformer like Llama; its options give Qwen2, Qwen3, Mistral and Gemma."""
+    """Configures a decoder-only transformer like Llama; its options give Qwen2, Qwen3, Mistral, Gemma and, with
+    experts, Mixtral and Qwen3-MoE."""
 
     kind: str = key("gpt", "The model family.")
     vocab_size: int = required("The number of token ids.", at_least=1)
@@ -102,6 +156,7 @@ class GPTConfig(TransformerKeys):
     )
     norm_eps: float = key(1e-5, "The epsilon of RMSNorm.", above=0)
     tied_embeddings: bool = key(False, "Whether the output projection shares the embedding table.")
+    moe: MoEConfig = group(MoEConfig)
 
 
 @dataclass

@@ -25,11 +25,12 @@ from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.models import batch_norm
 from hpc_train.models.model import Model, check_hidden_shape, named_buffers, named_parameters, refuse_ragged
+from hpc_train.models.moe import Routers
 from hpc_train.models.wrapped import evaluating
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.compression import Compression
 from hpc_train.parallel.context import own_tokens
-from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result, refusing_wrong_targets
+from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result, refusing_wrong_targets, with_routers
 from hpc_train.parallel.gradient_norm import UpdatesInBackward
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import parallelize
@@ -115,6 +116,7 @@ class PipelineEngine:
             replicas = self._replicas[stage]
             self._parts.append(Part(stage, part, replicas.module, self._precision, dtype, replicas.backward_done))
         self._statistics = batch_norm.RunningStatistics(self.parts)
+        self._routers = Routers(self.parts, mesh.group("dp_cp"))
         self._buffers = SharedBuffers(self.parts, config.train.buffers, mesh.group("dp_cp"))
         self._casts = KeptCasts(models.values(), kept_dtype(config.precision, layout))
         self._loss = _Loss()
@@ -148,11 +150,12 @@ class PipelineEngine:
         schedule = self._schedule_for(micro_batches, batch.micro_batches[0])
         factor = next(iter(self._replicas.values())).loss_factor
         self._loss.begin(factor / max(1, batch.target_count), loss_scale)
+        self._routers.begin(factor / max(1, batch.target_count), loss_scale)
         for replicas in self._replicas.values():
             replicas.begin(step, len(micro_batches))
         with refusing_wrong_targets(self._parts[-1].model, batch.micro_batches), self._casts.step():
             schedule.step(micro_batches)
-        result = self._result(self._loss.sums, self._loss.counts)
+        result = with_routers(self._result(self._loss.sums, self._loss.counts), self._routers)
         if self._own_count:
             finish_own_count(self._replicas.values(), self._copies, self._mesh, result.target_count, batch.target_count)
         else:
@@ -167,6 +170,7 @@ class PipelineEngine:
         for compression in self.compressions():
             compression.exchange.commit(finite)
         self._statistics.commit(finite)
+        self._routers.commit(finite)
 
     def eval_step(self, batch: StepBatch) -> StepResult:
         self._tied.refresh()

@@ -31,6 +31,7 @@ from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.models.linear_layers import CASTS, JOINED, Together, can_join, product_dtype
 from hpc_train.models.model import Model, keep_shared
+from hpc_train.models.moe import Experts
 from hpc_train.parallel.precision.float8 import Float8Linear
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -191,6 +192,7 @@ class KeptCasts:
         self._dtype = dtype
         modules = [module for part in parts for module in part.modules()] if dtype is not None else []
         self._modules = [module for module in modules if _casts_weight(module, dtype)]
+        self._experts = [module for module in modules if isinstance(module, Experts)]
         self._owners = [module for module in modules if isinstance(getattr(module, "together", None), Together)]
 
     def leave_out(self, written: Iterable[nn.Parameter]) -> None:
@@ -202,6 +204,7 @@ class KeptCasts:
 
         self._modules = [module for module in self._modules if keeps(module)]
         self._owners = [owner for owner in self._owners if keeps(owner)]
+        self._experts = [experts for experts in self._experts if keeps(experts)]
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -213,7 +216,7 @@ class KeptCasts:
             self._begin()
             yield
         finally:
-            for module in (*self._modules, *self._owners):
+            for module in (*self._modules, *self._owners, *self._experts):
                 for name in (CASTS, "forward", JOINED):
                     module.__dict__.pop(name, None)
 
@@ -228,6 +231,9 @@ class KeptCasts:
                     casts[parameter] = self._cast(parameter)
             module.__dict__[CASTS] = tuple(casts[parameter] for parameter in parameters)
             module.__dict__["forward"] = MethodType(_FORWARDS[type(module).forward], module)
+
+        for experts in self._experts:
+            experts.__dict__[CASTS] = tuple(self._cast(parameter) for parameter in experts.parameters())
 
     def _join(self, owner: Any) -> list[nn.Module]:
         """Casts the weights of the projections of ``owner`` into one tensor, and returns these projections."""

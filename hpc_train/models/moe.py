@@ -1,0 +1,304 @@
+"""Implements the feed-forward branch of a mixture of experts: a router sends each token to ``top_k`` of many experts.
+
+The choices of the tokens are sorted by expert, so that each product of all experts is one grouped product and no token
+is dropped for lack of space (Gale et al. 2022, arXiv:2211.15841). A choice with the weight 0, such as one above the
+capacity of its expert, is computed but has no effect and no gradient.
+
+What depends on several tokens is defined per sequence: the capacity of an expert and the balance loss. A choice loses
+its place only to choices of earlier tokens, so a token does not depend on later ones. The results therefore depend
+neither on the other sequences of a micro-batch nor on the split of a batch. Tokens behind the last target of a sequence
+are padding: they have no effect on the loss, count in no statistic, and the experts add nothing to them.
+
+The auxiliary losses of a router are sums over the sequences, each weighted by its number of targets. Thus their sum is
+divided by the same count as the cross-entropy. A router adds their gradient in its own backward pass and sums their
+values and the number of choices of each expert in buffers; ``Routers`` reads them after the passes of a step. This is
+the same on every pipeline stage, whether or not it has the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hpc_train.config.schema import GPTConfig
+from hpc_train.data.dataset import IGNORED
+from hpc_train.models.gpt_sizes import expert_width
+from hpc_train.models.linear_layers import CASTS, product_dtype
+from hpc_train.models.model import canonical_name
+from hpc_train.models.transformer import PreNormLayer, widened
+
+ROUTED, TARGET_COUNTS = "routed", "target_counts"  # keys of the context
+
+
+def routing_context(targets: Tensor) -> dict[str, Tensor]:
+    """Returns which tokens of ``targets`` ``[micro, tokens]`` are not padding, ``[micro, tokens]``, and the number of
+    targets of each sequence, ``[micro]``."""
+    counted = targets != IGNORED
+    return {ROUTED: counted.flip(1).cumsum(1).flip(1) > 0, TARGET_COUNTS: counted.sum(1)}
+
+
+class Router(nn.Module):
+    """Chooses ``top_k`` experts for each token and computes the weights of their results.
+
+    Logits, scores and losses are computed in at least fp32, from a weight that is rounded to the dtype of the hidden
+    states, as under ZeRO, so that every strategy chooses the same experts.
+
+    Attributes:
+        expert_bias: added to the scores for the choice, but not for the weights (Wang et al. 2024, arXiv:2408.15664).
+        loss_scale: the factor with which the loss of a step is differentiated.
+        loss_sum: the sum of the auxiliary losses in this step.
+        counts: the number of choices of each expert in this step, and last, the number of those that were dropped.
+    """
+
+    expert_bias: Tensor | None
+    loss_scale: Tensor
+    loss_sum: Tensor
+    counts: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        moe = config.moe
+        assert moe.experts is not None
+        self.config = moe
+        self.weight = nn.Parameter(torch.empty(moe.experts, config.dim))
+        self.register_buffer("expert_bias", None if moe.bias_rate is None else torch.zeros(moe.experts))
+        self.register_buffer("loss_scale", torch.zeros(()), persistent=False)
+        self.register_buffer("loss_sum", torch.zeros(()), persistent=False)
+        self.register_buffer("counts", torch.zeros(moe.experts + 1, dtype=torch.int64), persistent=False)
+
+    def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the weights and the numbers of the chosen experts, both ``[micro, tokens, top_k]``."""
+        logits = self._logits(hidden)
+        scores = logits.softmax(-1) if self.config.router == "softmax" else logits.sigmoid()
+        preferences = scores if self.expert_bias is None else scores + self.expert_bias
+        experts = preferences.topk(self.config.top_k, -1).indices
+        weights = scores.gather(-1, experts)
+        if self.config.normalize:
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+        routed = context.get(ROUTED)
+        if routed is None:
+            routed = torch.ones_like(experts[..., 0], dtype=torch.bool)
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, experts, True) & routed.unsqueeze(-1)
+        kept = chosen
+        if self.training:
+            if self.config.capacity_factor is not None:
+                kept = chosen & (chosen.cumsum(1) <= self._capacity(routed))
+            load = chosen.sum(1)
+            self.counts.add_(torch.cat((load.sum(0), (chosen & ~kept).sum().view(1))))
+            if self.config.balance_loss or self.config.z_loss:
+                loss = self._auxiliary_loss(logits, scores, load, routed, context.get(TARGET_COUNTS))
+                self.loss_sum.add_(loss.detach())
+                weights = _WithLoss.apply(weights, loss, self.loss_scale)
+        return torch.where(kept.gather(-1, experts), weights, 0.0), experts
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        kind = hidden.device.type
+        in_autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=False) if in_autocast else nullcontext():
+            return F.linear(widened(hidden), widened(self.weight.to(hidden.dtype)))
+
+    def _capacity(self, routed: Tensor) -> Tensor:
+        """Returns the most choices of an expert in each sequence, ``[micro, 1, 1]``."""
+        moe = self.config
+        assert moe.experts is not None and moe.capacity_factor is not None
+        share = moe.capacity_factor * moe.top_k / moe.experts
+        return (routed.sum(1).double() * share).ceil().view(-1, 1, 1)
+
+    def _auxiliary_loss(
+        self, logits: Tensor, scores: Tensor, load: Tensor, routed: Tensor, target_counts: Tensor | None
+    ) -> Tensor:
+        """Returns the sum over the sequences of their balance loss and z-loss, weighted by their targets.
+
+        The balance loss is ``experts * sum_e(f_e p_e)`` with ``f_e`` the share of the choices and ``p_e`` the mean
+        share of the scores of expert ``e``: 1 if both are even (Fedus et al. 2021, arXiv:2101.03961, section 2.2; per
+        sequence and for sigmoid scores: DeepSeek-V3, arXiv:2412.19437, section 2.1.2). The z-loss is the mean square of
+        ``log(sum(exp(logits)))`` (Zoph et al. 2022, arXiv:2202.08906, section 3.3).
+
+        Args:
+            load: the number of choices of each expert, ``[micro, experts]``.
+        """
+        tokens = routed.sum(1).clamp(min=1)
+        shares = scores / scores.sum(-1, keepdim=True)
+        mean_shares = torch.where(routed.unsqueeze(-1), shares, 0.0).sum(1) / tokens.unsqueeze(-1)
+        fractions = load / (self.config.top_k * tokens.unsqueeze(-1))
+        balance = len(self.weight) * (fractions * mean_shares).sum(-1)
+        squares = torch.where(routed, logits.logsumexp(-1).square(), 0.0).sum(1) / tokens
+        losses = self.config.balance_loss * balance + self.config.z_loss * squares
+        return (losses * (tokens if target_counts is None else target_counts)).sum()
+
+
+class _WithLoss(torch.autograd.Function):
+    """Returns ``weights``; the backward pass also differentiates ``loss`` times ``scale``."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return gradient, scale.clone(), None
+
+
+class Experts(nn.Module):
+    """Computes gated feed-forward branches, ``w2(f(w1 x) * w3 x)``, each for its own rows.
+
+    The parameters of all experts are stacked: ``w1`` and ``w3`` ``[experts, width, dim]``, ``w2`` ``[experts, dim,
+    width]``.
+    """
+
+    def __init__(self, config: GPTConfig, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        assert config.moe.experts is not None
+        width = expert_width(config)
+        self._activation = activation
+        self.w1 = nn.Parameter(torch.empty(config.moe.experts, width, config.dim))
+        self.w2 = nn.Parameter(torch.empty(config.moe.experts, config.dim, width))
+        self.w3 = nn.Parameter(torch.empty(config.moe.experts, width, config.dim))
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Returns the results for ``rows`` ``[rows, dim]``, of which expert ``e`` has those up to ``ends[e]``."""
+        dtype = product_dtype(rows)
+        w1, w2, w3 = self.__dict__.get(CASTS) or (self.w1, self.w2, self.w3)
+        w1, w2, w3 = w1.to(dtype), w2.to(dtype), w3.to(dtype)
+        rows = rows.to(dtype)
+        gated = self._activation(grouped_product(rows, w1, ends)) * grouped_product(rows, w3, ends)
+        return grouped_product(gated, w2, ends)
+
+
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Returns ``rows[i] @ weights[e].T`` for each row, where ``e`` is the first group with ``i < ends[e]``.
+
+    Args:
+        rows: ``[rows, inputs]``.
+        weights: ``[groups, outputs, inputs]``.
+        ends: the end of each group, int32 ``[groups]``, of which the last is ``len(rows)``.
+    """
+    # the kernels take no fp64 and no rows that are not multiples of 16 bytes
+    is_aligned = all(size * rows.itemsize % 16 == 0 for size in weights.shape[1:])
+    if is_aligned and rows.itemsize <= 4:
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    return _looped_product(rows, weights, ends)
+
+
+@torch._disable_dynamo
+def _looped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    pairs = zip(rows.split(sizes), weights.unbind(), strict=True)
+    return torch.cat([F.linear(group, weight) for group, weight in pairs])
+
+
+class _Gathered(torch.autograd.Function):
+    """Returns the rows of ``values`` in ``order``, which numbers ``copies`` of each row, one after another.
+
+    ``inverse`` is the inverse permutation of ``order``. The backward pass adds the gradients of the copies without
+    atomic additions, so it is deterministic.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
+        return values.index_select(0, order // copies)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return gradient.index_select(0, inverse).unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+
+
+class MixtureOfExperts(nn.Module):
+    """Adds up the results of the chosen experts, weighted by the router, and those of the shared expert, if any."""
+
+    def __init__(self, config: GPTConfig, activation: Callable[[Tensor], Tensor], shared: nn.Module | None) -> None:
+        super().__init__()
+        self._top_k = config.moe.top_k
+        self.router = Router(config)
+        self.experts = Experts(config, activation)
+        self.shared = shared
+
+    def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        weights, chosen = self.router(hidden, context)
+        experts, order = chosen.flatten().sort(stable=True)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        numbers = torch.arange(len(self.router.weight), device=order.device)
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        rows = _Gathered.apply(hidden.flatten(0, 1), order, inverse, self._top_k)
+        results = _Gathered.apply(self.experts(rows, ends), inverse, order, 1).unflatten(0, chosen.shape)
+        mixed = (results * weights.unsqueeze(-1).to(results.dtype)).sum(-2)
+        if self.shared is None:
+            return mixed
+        return mixed + self.shared(hidden)
+
+
+class MoELayer(PreNormLayer):
+    """A layer whose feed-forward branch is a ``MixtureOfExperts``."""
+
+    def _feed_forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        return self.ffn(hidden, context)
+
+
+class Routers:
+    """Collects what the routers of ``parts`` compute in a training step, and updates their biases after it.
+
+    The buffers of a step are zero between steps, so replicas have equal buffers.
+
+    Args:
+        group: the ranks that compute the same layers for other sequences.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
+        modules = (named for part in parts for named in part.named_modules())
+        self._by_layer = {
+            int(canonical_name(name).split(".")[1]): module for name, module in modules if isinstance(module, Router)
+        }
+        self._group = group
+        self._load: Tensor | None = None  # the choices of the global batch: [routers, experts]
+
+    def begin(self, factor: float, loss_scale: Tensor | None) -> None:
+        """Sets the factor, times ``loss_scale`` if given, with which the step differentiates its losses."""
+        for router in self._by_layer.values():
+            router.loss_scale.fill_(factor)
+            if loss_scale is not None:
+                router.loss_scale.mul_(loss_scale)
+
+    def finish(self) -> tuple[Tensor, Mapping[int, Tensor]] | None:
+        """Returns the sum of the auxiliary losses of this rank, and layer -> ``Router.counts``; None without routers.
+        Collective if the routers have biases."""
+        routers = [*self._by_layer.values()]
+        if not routers:
+            return None
+        loss = torch.stack([router.loss_sum for router in routers]).sum()
+        counts = torch.stack([router.counts for router in routers])
+        for router in routers:
+            router.loss_sum.zero_()
+            router.counts.zero_()
+        if routers[0].expert_bias is not None:
+            self._load = counts[:, :-1].clone()
+            dist.all_reduce(self._load, group=self._group)
+        return loss, dict(zip(self._by_layer, counts, strict=True))
+
+    @torch.no_grad()
+    def commit(self, finite: Tensor) -> None:
+        """Raises the biases of the experts with fewer choices than the mean and lowers the others by ``bias_rate``,
+        if the step was ``finite``, a scalar bool on the device.
+
+        The number of choices are integers, so the biases have the same bits under every layout.
+        """
+        if self._load is None:
+            return
+        for router, load in zip(self._by_layer.values(), self._load, strict=True):
+            assert router.expert_bias is not None and router.config.bias_rate is not None
+            direction = (load.sum() - load * len(load)).sign()  # of the mean minus the load, in integers
+            router.expert_bias.add_(direction * finite, alpha=router.config.bias_rate)
+        self._load = None
