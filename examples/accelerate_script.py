@@ -1,6 +1,6 @@
 """A script with Hugging Face Accelerate, which finds torchrun's variables: it needs no `accelerate launch`.
 
-python -m hpc_train +strategy=dp run.command=[python,examples/accelerate_script.py]
+hpc-train exec --nproc-per-node 4 -- python examples/accelerate_script.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A script with Lightning's Trainer: it finds torchrun's variables, and hpc_train starts, restarts and requeues it.
 
-    python -m hpc_train +strategy=dp run.command=[python,examples/lightning_script.py]
+    hpc-train exec --nproc-per-node 4 -- python examples/lightning_script.py
 
 Lightning saves and loads its own checkpoints; their directory shows the progress (run.progress_dir), and the callback
 below shows each step.

@@ -126,7 +126,7 @@ def main(arguments: list[str]) -> int:
         run = frozen_run(parse_line(overrides), "exec")
         agent = [sys.executable, "-m", "hpc_train", "agent", shown, str(run.path)]
         flush_output()
-        os.execvp("bash", ["bash", "-c", 'source "$0" "$@"', str(run.job_script), *agent])
+        os.execvp("bash", ["bash", "-c", 'RUN=$0; source "$RUN/job.sh" "$@"', str(run.path), *agent])
     from hpc_train.commands.train import main as train  # imports Hydra's application, which other paths do not need
 
     overrides += ["--multirun"] * options.submit + ["--json"] * options.json

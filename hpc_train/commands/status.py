@@ -78,7 +78,8 @@ def main(arguments: list[str]) -> int:
         for row, _ in rows:
             print(json.dumps(row))
     else:
-        _print(rows, [item for item, _ in listed if is_alone])
+        of_command = len(listed) == 1 and listed[0][0].run.record().get("own_code") == "command"
+        _print(rows, [item for item, _ in listed if is_alone], of_command)
         if overview is None:
             print("".join(f"{line}\n" for line in evaluated_parts(item.run for item, _ in listed)), end="")
     for line in [*notes, *(f"{item.run.path}: {problem}" for item, problem in errors)]:
@@ -86,15 +87,18 @@ def main(arguments: list[str]) -> int:
     return Exit.DONE
 
 
-def _print(rows: list[tuple[dict[str, Any], Account | None]], alone: list[RunHandle]) -> None:
-    """Prints the table, and the time account and the excluded nodes of a run that is shown alone."""
+def _print(rows: list[tuple[dict[str, Any], Account | None]], alone: list[RunHandle], of_command: bool) -> None:
+    """Prints the table, and the time account and the excluded nodes of a run that is shown alone.
+
+    Args:
+        of_command: whether the only run is one of ``run.command``.
+    """
     console = wide(Terminal())
     if rows:
         console.print(_table([row for row, _ in rows]), highlight=False)
     for row, _ in rows:
         if alone and row["message"] and row["exit_code"] is None:
             console.print(row["message"], highlight=False, markup=False, soft_wrap=True)
-    of_command = any(item.run.record().get("own_code") == "command" for item in alone)
     accounts = [spent for _, spent in rows if spent is not None and (spent.held_s or spent.queue_s)]
     lines = [spent_line(spent, of_command) for spent in accounts]
     for row, spent in rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from hpc_train.launch.script import REQUEUE_BEFORE, requeue_script_lines
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json
 from tests.doors.command import REPOSITORY, TINY
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import ONE_NODE, SLOW, detail, events, every_step, job_id, losses, wait_for_step
 
 SCRIPTS = REPOSITORY / "slurm"
@@ -183,3 +184,39 @@ def test_interactive(python: Cluster, tmp_path: Path) -> None:
     assert read_json(tmp_path / "outputs" / "run" / "attempts" / "000.json")["nodes"] == 2
     assert "step 6/6" in done.stdout
     assert done.stdout.count("done: 6 steps") == 1, "the agent of the first node alone prints the training"
+
+
+EXEC = """#!/bin/bash
+{line} exec --nproc-per-node 1 -- python program.py 'a=b' '' '$HOME' "it's ü"
+"""
+PROGRAM = """
+import json, os, pathlib, sys, time
+rank, count = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+pathlib.Path(f"seen-{count}-{rank}.json").write_text(json.dumps(sys.argv[1:]))
+time.sleep(600 if count == 0 else 0)
+sys.exit(7 if count else 0)
+"""
+
+
+@pytest.mark.long_form(60)  # tests/doors/test_exec.py runs it on this machine, and test_script.py ends a batch script
+@pytest.mark.parametrize("line", ["{python} -m hpc_train", "srun {python} -m hpc_train"])
+def test_exec_in_a_batch_script_is_requeued_and_passes_on_words_and_exit_code(
+    line: str, python: Cluster, tmp_path: Path
+) -> None:
+    """With srun before it, nothing requeues the job: it ends with 75 at the announcement of its limit."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "job.sh").write_text(EXEC.format(line=line.format(python=sys.executable)))
+    options = ["--nodes=2", "--ntasks-per-node=1", "--time=15", "--requeue"]
+    done = python.call("sbatch", "--parsable", *options, str(tmp_path / "job.sh"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.strip()
+    wait_for("both ranks", lambda: len(list(tmp_path.glob("seen-0-*.json"))) == 2, 120)
+    python.call("scancel", "--signal=USR2", job)
+    assert python.wait_for_state(job, "FAILED", "COMPLETED", "CANCELLED") == "FAILED"
+    (run,) = (tmp_path / "outputs").iterdir()
+    assert run.name.startswith(f"{job}-")
+    count = 0 if line.startswith("srun") else 1
+    for path in sorted(tmp_path.glob(f"seen-{count}-*.json")):
+        assert json.loads(path.read_text()) == ["a=b", "", "$HOME", "it's ü"]
+    code = detail(python, job, "ExitCode")
+    assert code == ("75:0" if count == 0 else "7:0")
