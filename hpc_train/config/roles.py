@@ -21,6 +21,7 @@ ROLE = "HPC_TRAIN_ROLE"  # the variable with the name of the role of a process
 PORT, OUTPUT, STARTED = "port", "output", "started"
 RESTART, RESTART_ALL, END = "restart", "restart_all", "end"
 NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
+MOST_RESTARTS = 3  # of a role but the first, or of all roles, unless elastic.max_restarts is set
 EXAMPLE = "+run.roles={trainer: {command: [python, train.py], nodes: 2}, judge: {command: [python, serve.py]}}"
 
 
@@ -143,7 +144,7 @@ def commands_of(config: Config) -> dict[str, Sequence[str]]:
 
 def configs_of_roles(config: Config) -> dict[str, Config]:
     """Returns the config of each role's run. Raises UserError as ``roles_of`` does."""
-    configs = {}
+    configs: dict[str, Config] = {}
     for role in roles_of(config):
         cluster = replace(config.cluster, nodes=role.nodes, health_check=None)
         if role.gpus is not None:
@@ -154,6 +155,8 @@ def configs_of_roles(config: Config) -> dict[str, Config]:
         elastic = config.elastic
         if role.on_failure != RESTART:  # its agents report the first failure
             elastic = replace(elastic, max_restarts=0)
+        elif configs and elastic.max_restarts is None:  # whether a server makes progress is not known
+            elastic = replace(elastic, max_restarts=MOST_RESTARTS)
         strategy = replace(config.strategy, name="dp", dp="fill")
         configs[role.name] = replace(config, cluster=cluster, run=run, elastic=elastic, strategy=strategy)
     return configs

@@ -25,7 +25,18 @@ from itertools import islice
 from pathlib import Path
 
 from hpc_train.checkpoint.space import stop_time
-from hpc_train.config.roles import OUTPUT, PORT, RESTART_ALL, ROLE, STARTED, Placement, Role, place, roles_of
+from hpc_train.config.roles import (
+    MOST_RESTARTS,
+    OUTPUT,
+    PORT,
+    RESTART_ALL,
+    ROLE,
+    STARTED,
+    Placement,
+    Role,
+    place,
+    roles_of,
+)
 from hpc_train.config.schema import Config
 from hpc_train.elastic.rendezvous.addresses import candidate_ports
 from hpc_train.elastic.rendezvous.channel import Admission, Channel, Message
@@ -45,6 +56,7 @@ from hpc_train.schedulers.kubernetes.manifest import REFERENCE
 
 TICK_S = 0.2
 PORTS = 64  # candidates per node
+FIRST_PORT = 20000  # Ray uses 10002 to 19999
 CONNECT_S = 120.0  # until the supervisors of all nodes are connected
 LOOK_S = 1.0  # for an answer of a port
 KILL_S = 10.0  # after the grace, within which an agent kills its processes
@@ -55,7 +67,6 @@ OF_A_RANK = (
     "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
 )  # fmt: skip
 NOT_PASSED_ON = frozenset({*OF_A_RANK, *of_job.OF_THIS_START, PROGRESS, RUN_DIRECTORY, REFERENCE})
-MOST_RESTARTS = 3  # of all roles, unless elastic.max_restarts is set
 
 
 @dataclass(frozen=True)
@@ -511,7 +522,8 @@ def main() -> int:
     config = load(run)
     token = os.environ.pop(TOKEN)
     allocation = meeting_at(current_allocation(), config.cluster.interface)
-    ports = tuple(islice(filter(is_free, candidate_ports(token)), PORTS))
+    candidates = (port for port in candidate_ports(token) if port >= FIRST_PORT)
+    ports = tuple(islice(filter(is_free, candidates), PORTS))
     report = NodeReport(allocation.node_rank, allocation.node_name, allocation.address, visible_devices(), ports)
     port = int(os.environ["MASTER_PORT"])
     if allocation.node_rank > 0:
