@@ -158,7 +158,15 @@ def configs_of_roles(config: Config) -> dict[str, Config]:
         elif configs and elastic.max_restarts is None:  # whether a server makes progress is not known
             elastic = replace(elastic, max_restarts=MOST_RESTARTS)
         strategy = replace(config.strategy, name="dp", dp="fill")
-        configs[role.name] = replace(config, cluster=cluster, run=run, elastic=elastic, strategy=strategy)
+        prometheus = config.telemetry.prometheus
+        if prometheus.port is not None:
+            prometheus = replace(prometheus, port="auto")
+        if prometheus.file is not None:
+            prometheus = replace(prometheus, file="auto")
+        telemetry = replace(config.telemetry, prometheus=prometheus)
+        configs[role.name] = replace(
+            config, cluster=cluster, run=run, elastic=elastic, strategy=strategy, telemetry=telemetry
+        )
     return configs
 
 

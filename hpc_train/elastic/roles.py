@@ -94,15 +94,23 @@ class RoleAgents:
         self._run = run
         self._agents: dict[str, tuple[subprocess.Popen[str], threading.Thread]] = {}
 
-    def start(self, role: str, variables: Mapping[str, str], port: int | None) -> str | None:
+    def start(
+        self, role: str, variables: Mapping[str, str], port: int | None, gpus: Sequence[str] | None
+    ) -> str | None:
         """Starts the agent of ``role``; returns why it cannot.
 
         Args:
             port: a fixed port, on which the processes of the role will listen.
+            gpus: the GPUs of the role; None for all.
         """
         if port is not None and not is_free(port):
             return f"port {port} of {socket.gethostname()} is in use by another process"
         environment = {name: value for name, value in os.environ.items() if name not in NOT_PASSED_ON}
+        environment |= variables
+        if gpus is not None and DRIVER.is_dir():
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        elif gpus is not None:
+            restrict_to(gpus, environment)
         agent = [sys.executable, "-m", "hpc_train", "agent", "--echo", str(self._run.of_role(role).path)]
         process = subprocess.Popen(
             [sys.executable, "-m", "hpc_train.elastic.exec_script", str(os.getpid()), "-", *agent],
@@ -111,7 +119,7 @@ class RoleAgents:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**environment, **variables},
+            env=environment,
         )
         printer = threading.Thread(target=_print, args=(role, process), daemon=True)
         printer.start()
@@ -410,10 +418,13 @@ class Leader:
         state.first_attempt = state.run.newest_attempt() + 1
         for index, node in enumerate(state.placement.nodes):
             variables = self._variables(state, index)
-            order = {"kind": "start", "role": role.name, "environment": variables, "port": role.fixed_port}
+            gpus = None
+            if role.gpus is not None:
+                gpus = [self._reports[node].gpus[gpu] for gpu in state.placement.gpus[index]]
+            order = {"variables": variables, "port": role.fixed_port, "gpus": gpus}
             if node in self._channels:
-                self._channels[node].send(order)
-            elif (problem := self._agents.start(role.name, variables, role.fixed_port)) is not None:
+                self._channels[node].send({"kind": "start", "role": role.name, "order": order})
+            elif (problem := self._agents.start(role.name, variables, role.fixed_port, gpus)) is not None:
                 self._note_end(node, role.name, Exit.REFUSED, problem)
 
     def _variables(self, state: RoleState, index: int) -> dict[str, str]:
@@ -425,10 +436,6 @@ class Leader:
             variables |= {f"{prefix}_NODES": ",".join(addresses), f"{prefix}_ADDRESS": addresses[0]}
             variables |= {f"{prefix}_PORT": str(other.port)}
         reports = [self._reports[node] for node in state.placement.nodes]
-        if state.role.gpus is not None:
-            restrict_to([reports[index].gpus[gpu] for gpu in state.placement.gpus[index]], variables)
-            if DRIVER.is_dir():
-                variables["CUDA_VISIBLE_DEVICES"] = variables.pop("ROCR_VISIBLE_DEVICES")
         job = current_job()
         if job.job_id:
             variables |= {
@@ -507,7 +514,7 @@ def follow(run: RunDirectory, report: NodeReport, leader: tuple[str, int], token
             if order["kind"] == "signal":
                 agents.signal(order["role"], order["signal"])
                 continue
-            problem = agents.start(order["role"], order["environment"], order["port"])
+            problem = agents.start(order["role"], **order["order"])
             if problem is not None:
                 send_end(order["role"], Exit.REFUSED, problem)
         for role, code in agents.ended():

@@ -173,7 +173,8 @@ def test_exec_has_the_same_roles() -> None:
     assert trainer.command == ("python", "a b.py", "--role", "x")
     assert judge.command == ("serve", "--", "$X")
     assert (trainer.nodes, judge.per, judge.after, judge.fixed_port) == (2, "node", (), 80)
-    judge_config = configs_of_roles(config)["judge"]
+    trainer_config, judge_config = configs_of_roles(config).values()
+    assert (trainer_config.elastic.max_restarts, judge_config.elastic.max_restarts) == (None, 3)
     assert (judge_config.cluster.nodes, command_words(judge_config.run.command)) == (1, ["serve", "--", "$X"])
     for wrong in (
         ["--role", "a", "--"],
