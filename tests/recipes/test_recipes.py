@@ -1,0 +1,157 @@
+"""Each recipe of docs/howto/recipes.md continues after a killed rank and after the time limit.
+
+Two agents on this machine are the two nodes of a job that HPC_TRAIN_NODES describes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpc_train.run.directory import RUN_DIRECTORY, RunDirectory
+from tests.config.test_packaging import NO_INDEX, pip_install
+from tests.doors.command import REPOSITORY, environment
+from tests.recipes import stand_ins
+from tests.recipes.programs import PROGRAMS, STEPS, Program
+from tests.slurm.cluster import wait_for
+
+PATIENCE_S = 240
+PAGE = (REPOSITORY / "docs/howto/recipes.md").read_text()
+LONG = {"Axolotl", "DeepSpeed"}  # the installation, and the compilation of an operator
+
+
+def section(title: str) -> str:
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    assert found is not None, title
+    return found[1]
+
+
+def files(text: str) -> dict[str, str]:
+    """Returns the files in the text of a section, by name."""
+    return dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```', text, re.DOTALL | re.MULTILINE))
+
+
+def python_with(program: Program, folder: Path) -> Path:
+    """Returns the interpreter of an environment in ``folder`` that has the packages; skips if pip has no index."""
+    if not program.packages:
+        return Path(sys.executable)
+    python = folder / "bin" / "python"
+    if (folder / "complete").exists():
+        return python
+    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    behind = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "behind.pth").write_text("\n".join(behind) + "\n")
+    for module in program.modules:
+        (site / f"{module}.py").touch()
+    done = pip_install(folder, "--no-deps", "--no-build-isolation", *program.packages)
+    without_index = [line for line in done.stderr.splitlines() if NO_INDEX.search(line)]
+    if done.returncode and without_index:
+        pytest.skip(f"pip cannot reach its index: {without_index[-1]}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "complete").touch()
+    return python
+
+
+def steps_of(run: RunDirectory, attempt: int) -> list[int]:
+    """Returns the steps that the output of an attempt shows."""
+    output = "".join(path.read_text() for path in run.logs.glob(f"*-{attempt:03d}.log"))
+    return [int(step) for step in re.findall(rf"\b(\d+)/{STEPS}\b", output) if int(step) > 0]
+
+
+def processes_of(run: RunDirectory) -> dict[int, list[psutil.Process]]:
+    """Returns the processes of each rank, the oldest first."""
+    found: dict[int, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
+        try:
+            variables = process.environ()
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            continue
+        if variables.get(RUN_DIRECTORY) == str(run.path) and "RANK" in variables:
+            found.setdefault(int(variables["RANK"]), []).append(process)
+    for of_rank in found.values():
+        of_rank.sort(key=lambda process: process.pid)
+    return found
+
+
+CASES = [pytest.param(title, marks=pytest.mark.long_form(300 if title in LONG else 150)) for title in PROGRAMS]
+
+
+@pytest.mark.timeout(900)  # the installation
+@pytest.mark.parametrize("title", CASES)
+def test_a_program_continues(title: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    program = PROGRAMS[title]
+    digest = hashlib.sha256(repr((program.packages, program.modules)).encode()).hexdigest()[:8]
+    cache = request.config.cache
+    assert cache is not None
+    python = python_with(program, cache.mkdir(f"recipe-{digest}"))
+    stand_ins.write_model(tmp_path / "model")
+    stand_ins.write_chats(tmp_path / "data")
+    written = files(section("Save at the time limit")) | dict.fromkeys(program.before, "") | files(section(title))
+    for name, shown in written.items():
+        text = program.before.get(name, "") + shown
+        for there, here in program.instead.items():
+            text = text.replace(there, here)
+        (tmp_path / name).write_text(text)
+    (command,) = re.findall(r"^hpc-train exec .* -- (.*)$", section(title), re.MULTILINE)
+    begin = starter(python, program, shlex.split(command), tmp_path)
+
+    run = RunDirectory(tmp_path / "outputs" / "run")
+    agents = begin(0)
+    wait_for("a checkpoint", lambda: any(tmp_path.glob(program.checkpoint)), PATIENCE_S)
+    victim = 2 * program.processes - 1
+    processes_of(run)[victim][0].kill()
+    wait_for("steps after the restart", lambda: len(steps_of(run, 1)) > 1, PATIENCE_S)
+    agents[0].send_signal(signal.SIGUSR2)
+    assert [agent.wait(PATIENCE_S) for agent in agents] == [75, 75]
+    assert not processes_of(run)
+    agents = begin(1)
+    assert [agent.wait(PATIENCE_S) for agent in agents] == [0, 0]
+    assert not processes_of(run)
+
+    kills = [event["rank"] for event in run.read_events() if event.get("class") == "killed"]
+    assert kills == [victim]
+    assert min(steps_of(run, 0)) == 1
+    assert min(steps_of(run, 1)) > 1
+    assert min(steps_of(run, 2)) > (max(steps_of(run, 1)) if program.saves else 1)
+    assert max(steps_of(run, 2)) == STEPS
+
+
+def starter(
+    python: Path, program: Program, words: list[str], folder: Path
+) -> Callable[[int], list[subprocess.Popen[bytes]]]:
+    """Returns a function that starts the agents of both nodes in a start of the job, given by its number."""
+    variables = environment(
+        PATH=f"{python.parent}:{os.environ['PATH']}",
+        HPC_TRAIN_NODES="127.0.0.2,127.0.0.3",
+        HPC_TRAIN_JOB_ID="7",
+        HPC_TRAIN_REQUEUE="true",
+        HF_HUB_OFFLINE="1",
+        OMP_NUM_THREADS="1",
+    )
+    per = ["--per", "node"] if program.processes == 1 else ["--nproc-per-node", str(program.processes)]
+    command = [python, "-m", "hpc_train", "exec", "--name", "run", *per, "--", *words]
+
+    def begin(start: int) -> list[subprocess.Popen[bytes]]:
+        agents = []
+        for node in range(2):
+            place = {"HPC_TRAIN_NODE_RANK": str(node), "HPC_TRAIN_LAUNCH": str(start), "HPC_TRAIN_RESTART": str(start)}
+            with (folder / f"agent-{node}-{start}").open("w") as output:
+                agents.append(
+                    subprocess.Popen(
+                        command, cwd=folder, env=variables | place, stdout=output, stderr=subprocess.STDOUT
+                    )
+                )
+        return agents
+
+    return begin
