@@ -14,7 +14,6 @@ import re
 import shlex
 from collections.abc import Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -72,7 +71,6 @@ COMPOSED = (  # their trainings need what earlier commands make, or import torch
     "docs/howto/own_loop.md",
 )
 REPLICATED = ("+strategy=dp", "+strategy=zero1", "+strategy=zero2", "+strategy=zero3")  # with two of the four workers
-NEEDS = {"lightning_script": "lightning", "accelerate_script": "accelerate"}
 BENCH = {
     "batch": ["--steps", "2", "--pairs", "2", "--most", "2", "--noise", "2"],
     "checkpoint": ["--pairs", "2"],
@@ -211,9 +209,8 @@ def test_the_commands_of_a_page(tmp_path: Path, page: str) -> None:
         write_chat_model(tmp_path / "chat-model")
         write_jsonl(tmp_path / "chats.jsonl", chats(800))
     for number, arguments in enumerate(COMMANDS[page]):
-        if not any(script in " ".join(arguments) and find_spec(needed) is None for script, needed in NEEDS.items()):
-            full = [*arguments, *([NO_WANDB] if arguments[0].startswith("+") else [])]
-            run_command(tmp_path, full if page == README else shortened(arguments, COMMANDS[page][:number]), env)
+        full = [*arguments, *([NO_WANDB] if arguments[0].startswith("+") else [])]
+        run_command(tmp_path, full if page == README else shortened(arguments, COMMANDS[page][:number]), env)
 
 
 def test_every_page_that_trains_has_a_long_form() -> None:

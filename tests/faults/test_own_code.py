@@ -1,25 +1,18 @@
-"""An own loop and a foreign script on a real Slurm: a node is lost, then the job is preempted, and it goes on.
-
-Scripts of Lightning and Accelerate on this machine: a worker is killed, and they go on from their own checkpoints.
-"""
+"""An own loop and a foreign script on a real Slurm: a node is lost, then the job is preempted, and it goes on."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
-import pytest
 import torch
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import Exit
 from tests.doors.command import REPOSITORY
 from tests.faults.on_slurm import PATIENCE_S, kill_agent, skip_unless_long
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import events, job_id, steps, with_python
 from tests.train.custom_loop.functions import loss_of, model, optimizers, update
-from tests.train.custom_loop.runs import failures, frozen, run_agent
 
 STEPS = 150
 CASE = [
@@ -91,31 +84,3 @@ def test_a_script_of_a_batch_script(cluster: Cluster, tmp_path: Path) -> None:
     totals = [json.loads((tmp_path / f"saved-{rank}.json").read_text()) for rank in range(2)]
     assert totals == [[800, 320400], [800, 640800]]
     assert RunDirectory(run).record()["result"] == {"steps": 800}
-
-
-def output_of(run: Path, script: str, kill_after: int) -> str:
-    """Runs an example with two workers, of which the second is killed after a step of the first attempt."""
-    killed_once = REPOSITORY / "tests" / "train" / "custom_loop" / "killed_once.py"
-    words = ["python", str(killed_once), str(kill_after), str(REPOSITORY / "examples" / script)]
-    directory = frozen(run, f"run.command=[{','.join(words)}]")
-    code, errors = run_agent(directory)
-    assert code == Exit.DONE, errors
-    assert failures(directory) == ([("killed", 1)] if kill_after else [])
-    return "".join(path.read_text() for path in sorted(directory.logs.rglob("*")) if path.is_file())
-
-
-@pytest.mark.timeout(1200)
-def test_a_lightning_script_goes_on(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-    output = output_of(tmp_path / "run", "lightning_script.py", kill_after=12)
-    assert "Restored all states from the checkpoint" in output and "rank 1 of 2 ends at step 20" in output
-    record = torch.load(tmp_path / "run" / "lightning" / "last.ckpt", weights_only=True)
-    assert record["global_step"] == 20
-
-
-@pytest.mark.timeout(1200)
-def test_an_accelerate_script_goes_on_and_ends_with_the_same_loss(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    outputs = [output_of(tmp_path / f"run-{step}", "accelerate_script.py", kill_after=step) for step in (0, 11)]
-    ends = [re.findall(r"2 processes end after epoch 4 with loss (\S+)", output) for output in outputs]
-    assert len(ends[0]) == 1 and ends[0] == ends[1]
