@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from rich.console import Console
 from rich.text import Text
 
 from hpc_train.config.options import OptionParser
 from hpc_train.config.values import runs_command
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.report.page.verdict import headline, sections
 from hpc_train.run.exits import Exit
 from hpc_train.runs.comparison import Comparison
@@ -34,6 +35,10 @@ def main(arguments: list[str]) -> int:
         _print_sweep(runs, options.json)
         return Exit.DONE
     diagnosis = diagnose(runs[0])
+    waiting = diagnosis.waiting
+    if waiting is not None and waiting.sooner and "scheduler" not in runs[0].submission:
+        earlier = _earlier_starts(runs[0])
+        diagnosis = replace(diagnosis, waiting=replace(waiting, sooner=(*waiting.sooner, *earlier)))
     if options.json:
         print(json.dumps(asdict(diagnosis) | {"ledger": diagnosis.ledger.as_json()}))
         return Exit.DONE
@@ -43,6 +48,17 @@ def main(arguments: list[str]) -> int:
         if lines:
             _print_section(console, title, lines)
     return Exit.DONE
+
+
+def _earlier_starts(item: RunHandle) -> list[str]:
+    """Returns the changes with which Slurm expects a pending job to start earlier."""
+    from hpc_train.launch.executors.slurm import SlurmJobExecutor  # imports what submits jobs
+    from hpc_train.launch.job import Job
+
+    executor = SlurmJobExecutor()
+    shape = executor.shape(item.config)
+    layout = resolve_layout(item.config, shape.nodes, shape.workers, shape.device_bytes)
+    return executor.earlier_starts(Job(item.config, layout, shape, item.run))
 
 
 def _print_section(console: Console, title: str, lines: Sequence[str]) -> None:

@@ -135,6 +135,7 @@ def _show_submissions(findings: Findings, directory: Path, console: Console, lin
         findings.refuse(mistake)
         console.print(f"refused: {mistake}", markup=False, highlight=False)
         return False
+    findings.costs += [f"to start sooner: {line}" for line in executor.earlier_starts(findings.jobs[0])]
     findings.submissions = executor.plan(findings.jobs, directory)
     # the name of the script is the last word of the command
     texts = [f"\n{command}\n\n{command.split()[-1]}:\n{script}" for command, script in findings.submissions]

@@ -10,8 +10,10 @@ import itertools
 import math
 import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,16 @@ from hpc_train.config.schema import ClusterConfig, ElasticConfig
 from hpc_train.config.values import asked_nodes, node_range
 from hpc_train.errors import UserError
 from hpc_train.launch.job import Job
+from hpc_train.layout.validate import validate
 from hpc_train.machine.placement import group_nodes, parse_switch_sizes
 from hpc_train.run.requests import ANNOUNCING
 from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.limits import cores, memory
-from hpc_train.schedulers.slurm.records import gpus_of, seconds
+from hpc_train.schedulers.slurm.queue_estimate import starts_of
+from hpc_train.schedulers.slurm.records import clock, gpus_of, seconds
 from hpc_train.schedulers.slurm.site import Site, other_clusters
 from hpc_train.schedulers.slurm.variables import preset
+from hpc_train.units import format_duration
 
 Options = Mapping[str, str | None]  # long option names without dashes; the value of a flag is None
 
@@ -94,6 +99,53 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
             )
     given = {name: value for name, value in {**values, **cluster.extra}.items() if value is not None}
     return {name: None if value is True else str(value) for name, value in given.items() if value is not False}
+
+
+WITHOUT_EFFECT = ("signal", "requeue", "no-requeue", "no-kill", "open-mode", "mail-user", "mail-type")
+
+
+def shape_options(job: Job, site: Site) -> tuple[str, ...]:
+    """Returns the arguments of sbatch that determine when ``job`` starts. Raises UserError as ``options`` does."""
+    return tuple(arguments({name: value for name, value in options(job, site).items() if name not in WITHOUT_EFFECT}))
+
+
+SOON_S = 300.0
+
+
+def earlier_starts(job: Job, site: Site) -> list[str]:
+    """Returns lines with changes of the config with which ``job`` would start at least ``SOON_S`` seconds earlier.
+
+    Slurm is asked when the job would start (``sbatch --test-only``). Unless that is within ``SOON_S`` seconds, it is
+    also asked about half the nodes, a half and a quarter of the time, and that quarter as ``cluster.time_min``. Returns
+    nothing if Slurm does not respond.
+    """
+    cluster = job.config.cluster
+    nodes = node_range(cluster)[1] // 2
+    limit_s = seconds(cluster.time) or 0
+    changes: list[tuple[str, Any]] = []
+    if nodes >= (job.config.elastic.min_nodes or 1):
+        changes.append(("nodes", nodes))
+    changes += [("time", clock(limit_s // part)) for part in (2, 4) if limit_s >= part * 60]
+    if cluster.time_min is None and limit_s >= 4 * 60:
+        changes.append(("time_min", clock(limit_s // 4)))
+    lines = []
+    try:
+        (start,) = starts_of([shape_options(job, site)]).values()
+        if start.at is None or start.at - time.time() < SOON_S:
+            return []
+        for key, value in changes:
+            config = replace(job.config, cluster=replace(cluster, **{key: value}))
+            with suppress(UserError):  # no layout for half the nodes
+                if key == "nodes":
+                    validate(config, nodes, job.workers, job.shape.device_bytes)
+                (changed,) = starts_of([shape_options(replace(job, config=config), site)]).values()
+                if changed.at is not None and start.at - changed.at >= SOON_S:
+                    sooner = format_duration(start.at - changed.at)
+                    when = time.strftime("%m-%d %H:%M", time.localtime(changed.at))
+                    lines.append(f"cluster.{key}={value}: Slurm expects a start about {when}, {sooner} earlier")
+    except client.SlurmError:
+        return []
+    return lines
 
 
 def refuse_other_scheduler(cluster: ClusterConfig) -> None:

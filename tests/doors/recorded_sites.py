@@ -34,7 +34,7 @@ def parsed(text: str, names: Sequence[str]) -> str:
     return "".join("|".join(line) + "\n" for line in cells)
 
 
-ASSOCIATION = ("Cluster", "Account", "Partition", "QOS", "Def QOS", "MaxSubmit", "MaxWall", "MaxTRES")
+ASSOCIATION = ("Cluster", "Account", "Partition", "QOS", "Def QOS", "MaxSubmit", "MaxWall", "MaxTRES", "GrpTRES")
 
 # FAQ of a research group on Raven, Max Planck Computing and Data Facility: sinfo -o "%20P %5D %10c %10m %25f %10G"
 RAVEN_SINFO = """
@@ -253,7 +253,7 @@ RECORDED = {
         {
             "config": config("dsai", enforce="associations,limits,qos"),
             "partition": one_line(DSAI_H100),
-            "assoc": "dsai|jhu||jsalt_2026,normal|jsalt_2026|||\n",
+            "assoc": "dsai|jhu||jsalt_2026,normal|jsalt_2026||||\n",
             "user": "jhu\n",
         },
         {"cluster": {"partition": "h100", "gpus_per_node": 4, "qos": "normal"}},
@@ -266,9 +266,9 @@ RECORDED = {
         {
             "config": config("hpc", enforce="associations,limits,qos"),
             "partition": one_line(HELMHOLTZ_PARTITIONS).replace(" PartitionName=", "\nPartitionName="),
-            "assoc": "hpc|haicu||cpu,gpu,icb,interactive_gpu||||\n",
+            "assoc": "hpc|haicu||cpu,gpu,icb,interactive_gpu|||||\n",
             "user": "haicu\n",
-            "qos": "gpu|||2-00:00:00|\ninteractive_gpu|||12:00:00|\n",
+            "qos": "gpu|||2-00:00:00||||\ninteractive_gpu|||12:00:00||||\n",
         },
         {"cluster": {"partition": "gpu_p", "qos": "gpu"}},
         (
@@ -283,7 +283,7 @@ RECORDED = {
             "sinfo": "sequana_gpu_dev|60|"
             + columns(SDUMONT_SINFO, ("CPUS", "MEMORY", "GRES")).replace("\n", "|(null)\n"),
             # the columns MaxJobs 1, MaxSubmit 1, MaxNodes 4, MaxCPUs 192 and MaxWall 00:20:00 of the report
-            "assoc": "sdumont|peia-hpc|sequana_gpu_dev|||1|00:20:00|cpu=192,node=4\n",
+            "assoc": "sdumont|peia-hpc|sequana_gpu_dev|||1|00:20:00|cpu=192,node=4|\n",
             "user": "peia-hpc\n",
         },
         {"cluster": {"partition": "sequana_gpu_dev", "gpus_per_node": 4, "time": "00:20:00"}},
@@ -329,7 +329,7 @@ RECORDED = {
         {
             "config": config("iridis", enforce="associations"),
             "partition": one_line(IRIDIS_BATCH),
-            "assoc": "iridis|worldpop||normal||||\niridis|default||normal||||\n",
+            "assoc": "iridis|worldpop||normal|||||\niridis|default||normal|||||\n",
             "user": "worldpop\n",
         },
         {"cluster": {"partition": "batch", "account": "default"}},

@@ -70,10 +70,10 @@ SHAPES = {
             + partition("gpu", 40, AllowAccounts="ai,bio", AllowQos="gpu", MaxNodes="8")
             + partition("secret", 90, AllowAccounts="others"),
             "node": CPU_NODE + GPU_NODE + node("s1", "secret", "gpu:h100:8"),
-            "assoc": "big|lab||normal|normal|||\nbig|bio||gpu,normal|normal|10|1-00:00:00|gres/gpu=8\n"
-            "big|ai||gpu,normal|normal|||\nother|x||normal||||\n",
+            "assoc": "big|lab||normal|normal||||\nbig|bio||gpu,normal|normal|10|1-00:00:00|gres/gpu=8|\n"
+            "big|ai||gpu,normal|normal||||\nother|x||normal|||||\n",
             "user": "lab\n",
-            "qos": "normal|||2-00:00:00|\ngpu||4|1-00:00:00|gres/gpu=16\n",
+            "qos": "normal|||2-00:00:00||||\ngpu||4|1-00:00:00|gres/gpu=16|||\n",
             "sshare": "lab|0.9\nbio|0.2\nai|0.7\n",
         },
         {"cluster": {"partition": "gpu", "gpus_per_node": 4, "account": "ai", "qos": "gpu"}},
@@ -88,7 +88,7 @@ SHAPES = {
             "config": config("types"),
             "partition": partition("gpu", 13, "UNLIMITED", Default="YES", JobDefaults="DefCpuPerGPU=8"),
             "sinfo": "gpu|10|64|512000|gpu:a100:4(S:0-1)|(null)\ngpu|3|96|1000000|gpu:h100:8,nvme:3|(null)\n",
-            "assoc": "types|lab||normal||||\n",
+            "assoc": "types|lab||normal|||||\n",
             "user": "lab\n",
         },
         {"cluster": {"partition": "gpu", "gpu_type": "a100", "gpus_per_node": 4}},
@@ -173,7 +173,7 @@ SHAPES = {
             + partition("gpu", 78, "3-00:00:00", MaxNodes="20", QoS="gputres_accrue", JobDefaults="(null)"),
             "sinfo": "small|682|40|190000|nvme:1490|type_s\ngputest|2|40|382000|gpu:v100:4,nvme:3600|type_gpu\n"
             "gpu|78|40|382000|gpu:v100:4,nvme:3600|type_gpu\n",
-            "assoc": "puhti|project_2001234||normal||||\npuhti|project_2005678||normal||||\n",
+            "assoc": "puhti|project_2001234||normal|||||\npuhti|project_2005678||normal|||||\n",
             "user": "\n",
         },
         {"cluster": {"partition": "gpu", "gpus_per_node": 4, "account": "project_2001234"}},
@@ -191,7 +191,7 @@ SHAPES = {
                 "gpu", 134, "1-00:00:00", JobDefaults="DefMemPerGPU=29440", TRESBillingWeights="CPU=1,gres/GPU=64"
             ),
             "node": node("nid001008", "work", "(null)") + node("nid001000", "gpu", "gpu:8"),
-            "assoc": "setonix|pawsey0001||normal||||\nsetonix|pawsey0001-gpu||normal||||\n",
+            "assoc": "setonix|pawsey0001||normal|||||\nsetonix|pawsey0001-gpu||normal|||||\n",
             "user": "pawsey0001\n",
         },
         {"cluster": {"partition": "gpu", "gpus_per_node": 8}, "run": {"root": "${oc.env:MYSCRATCH}/hpc_train"}},
@@ -207,7 +207,7 @@ SHAPES = {
             "config": config("isambard", "23.11.8", "associations,limits,qos"),
             "partition": partition("workq", 1320, "1-00:00:00", Default="YES"),
             "node": node("nid010001", "workq", "gpu:4", "aarch64"),
-            "assoc": "isambard|brics.p1||32gpu_qos|32gpu_qos|||\n",
+            "assoc": "isambard|brics.p1||32gpu_qos|32gpu_qos||||\n",
             "user": "brics.p1\n",
             "--help": "      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH\n",
         },

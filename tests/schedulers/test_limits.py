@@ -153,20 +153,22 @@ HIDDEN = "PartitionName=secret Default=NO QoS=N/A Hidden=YES MaxTime=2-00:00:00 
 NODES = "cpu|4|16|64000|(null)|(null)\ntwo_days|4|16|64000|gpu:4|(null)\n"
 HIDDEN_NODES = "secret|2|16|64000|gpu:2|(null)\n"
 ASSOCIATIONS = """\
-Cluster|Account|Partition|QOS|DefaultQOS|MaxSubmitJobs|MaxWall|MaxTRES
-big|other|two_days|normal||||
-big|lab|debug|normal||1|00:20:00|
-big|lab||above,long,normal,plain,unbound||5|1-00:00:00|node=3
-big|week||long,normal|long||1-00:00:00|
+Cluster|Account|Partition|QOS|DefaultQOS|MaxSubmitJobs|MaxWall|MaxTRES|GrpTRES
+big|other|two_days|normal|||||
+big|lab|debug|normal||1|00:20:00||
+big|lab||above,long,many,normal,plain,unbound||5|1-00:00:00|node=3|
+big|shared||above,normal|||||node=2
+big|week||long,normal|long||1-00:00:00||
 """
 QOS = """\
-Name|Flags|MaxSubmitJobsPerUser|MaxWall|MaxTRESPerJob
-normal||||
-plain||||
-long||8|7-00:00:00|
-unbound|DenyOnLimit,PartitionMaxNodes,PartitionTimeLimit||7-00:00:00|
-owners|||6-00:00:00|
-above|OverPartQOS||7-00:00:00|
+Name|Flags|MaxSubmitJobsPerUser|MaxWall|MaxTRESPerJob|MaxTRESPerUser|GrpTRES|MinTRES
+normal|||||||
+plain|||||||
+many|||||node=1||
+long||8|7-00:00:00||||
+unbound|DenyOnLimit,PartitionMaxNodes,PartitionTimeLimit||7-00:00:00||||
+owners|||6-00:00:00||||
+above|OverPartQOS||7-00:00:00||||node=2
 """
 
 
@@ -207,7 +209,8 @@ def on_cpus(**keys: Any) -> ClusterConfig:
         pytest.param(on_cpus(partition="two_days", time="2-00:00:00", account="week"), id="the default QOS"),
         pytest.param(on_cpus(partition="owned", time="5-00:00:00"), id="the QOS of the partition"),
         pytest.param(
-            on_cpus(partition="owned", time="6-12:00:00", qos="above"), id="a QOS above that of the partition"
+            on_cpus(partition="owned", nodes="1-2", time="6-12:00:00", qos="above"),
+            id="a QOS above that of the partition",
         ),
         pytest.param(on_cpus(partition="two_days", time="3-00:00:00", qos="unbound"), id="PartitionTimeLimit"),
         pytest.param(on_cpus(partition="two_days", nodes=3, qos="unbound"), id="PartitionMaxNodes"),
@@ -230,6 +233,9 @@ def test_what_slurm_starts_is_not_refused(cluster: ClusterConfig, recorded: Site
         (on_cpus(partition="owned", time="6-12:00:00", qos="long"), "QOS owners of partition owned allows 6-00:00:00"),
         (on_cpus(partition="cpu", nodes=4, qos="long"), "account lab allows 3 per job"),
         (on_cpus(partition="two_days", nodes=5, qos="unbound"), "partition two_days has 4"),
+        (on_cpus(partition="cpu", nodes=2, qos="many"), "QOS many allows 1 for all jobs of a user"),
+        (on_cpus(partition="cpu", nodes=3, account="shared"), "account shared allows 2 for all of its jobs together"),
+        (on_cpus(partition="cpu", nodes=1, qos="above"), "1 nodes are requested, but QOS above requires 2 per job"),
     ],
 )
 def test_what_slurm_never_starts_is_refused(cluster: ClusterConfig, named: str, recorded: Site, tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpc_train.commands import plan
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
+from hpc_train.launch.sbatch import earlier_starts
 from hpc_train.schedulers.slurm import queue_estimate
 from hpc_train.schedulers.slurm.client import SlurmError
 from hpc_train.schedulers.slurm.queue_estimate import (
@@ -20,6 +22,7 @@ from hpc_train.schedulers.slurm.queue_estimate import (
     read_estimates,
     starts_of,
 )
+from hpc_train.schedulers.slurm.site import Site
 from tests.launch.jobs import make_job
 from tests.launch.test_slurm import SITE
 from tests.schedulers.test_variables import command
@@ -128,3 +131,25 @@ def test_how_far_off_slurm_was(slurm: Path) -> None:
     assert accuracy_of(said[:2]) is None and accuracy_of(said[3:]) is None, "fewer than three have started"
     command(slurm, "sacct", "exit 1")
     assert accuracy_of(said) is None
+
+
+def test_smaller_and_shorter_jobs_that_start_earlier_are_proposed(slurm: Path, tmp_path: Path) -> None:
+    """A job of one node would start in ten minutes, and one of at most half an hour at once."""
+
+    def starts_in(seconds: float) -> str:
+        return f'echo "sbatch: Job 7 to start at {slurm_time(time.time() + seconds)} using 8 processors on n1" >&2'
+
+    cases = f"*--time=00:30:00*) {starts_in(0)};; *--nodes=1*) {starts_in(600)};; *) {starts_in(7200)};;"
+    command(slurm, "sbatch", f'echo "$@" >> {tmp_path}/calls; case "$*" in {cases} esac')
+    job = make_job(tmp_path / "sweep", cluster=SITE, gpus=4)
+    lines = earlier_starts(job, Site("devel"))
+    assert [line.partition(": Slurm expects")[0] for line in lines] == ["cluster.nodes=1", "cluster.time=00:30:00"]
+    assert len((tmp_path / "calls").read_text().splitlines()) == 5, "the job, and four shapes"
+    assert earlier_starts(job, Site("devel")) == lines
+    assert len((tmp_path / "calls").read_text().splitlines()) == 5, "the answers are kept for minutes"
+    short = replace(job, config=replace(job.config, cluster=replace(SITE, time="00:30:00")))
+    assert earlier_starts(short, Site("devel")) == [], "it starts at once"
+    assert len((tmp_path / "calls").read_text().splitlines()) == 5
+    command(slurm, "sbatch", "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1")
+    other = replace(job, config=replace(job.config, cluster=replace(SITE, account="other")))
+    assert earlier_starts(other, Site("devel")) == []

@@ -126,10 +126,10 @@ def test_hidden_partitions_are_listed() -> None:
 def test_accounts_and_qos() -> None:
     found = site(
         answers(
-            assoc="big|lab||normal,long|long|100|1-00:00:00|gres/gpu=8,node=2\nbig|lab|gpu|normal||||\n"
-            "other|far||normal||||\n",
+            assoc="big|lab||normal,long|long|100|1-00:00:00|gres/gpu=8,node=2|\nbig|lab|gpu|normal|||||\n"
+            "other|far||normal|||||\n",
             user="lab\n",
-            qos="normal||50|12:00:00|gres/gpu=4\nlong|DenyOnLimit,PartitionTimeLimit|||\n",
+            qos="normal||50|12:00:00|gres/gpu=4|||\nlong|DenyOnLimit,PartitionTimeLimit||||||\n",
         )
     )
     assert found.associations is not None

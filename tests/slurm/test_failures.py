@@ -79,6 +79,7 @@ def test_a_job_that_waits_for_nodes(plain: Cluster, tmp_path: Path) -> None:
         wait_for(fewer, lambda: any(one.startswith(fewer) for one in why(plain, tmp_path)["waiting"]["sooner"]), 200)
         found = why(plain, tmp_path)
         assert "nodes" in found["waiting"]["words"]
+        assert any("cluster.nodes=1: Slurm expects a start" in line for line in found["waiting"]["sooner"])
         assert found["ledger"]["queue_s"] > 0
         held = plain.call("scontrol", "uhold", job_id(tmp_path / "outputs" / "run"))
         assert held.returncode == 0, held.stderr

@@ -50,15 +50,6 @@ ROWS = 10
 NOISE = 0.02  # layouts closer than this are equally fast; the simplest of them is first
 ORDERS = ("time", "gpus", "gpu-hours", "cost")
 _OFFLOAD = "strategy.offload"
-WITHOUT_EFFECT = (
-    "signal",
-    "requeue",
-    "no-requeue",
-    "no-kill",
-    "open-mode",
-    "mail-user",
-    "mail-type",
-)  # options that do not affect the start
 
 
 class PlannedTraining:
@@ -396,7 +387,7 @@ def with_starts(rows: Sequence[Row], config: Config, sort: str) -> tuple[list[Ro
     If Slurm does not respond, the rows are returned as they are, with one line that says so.
     """
     from hpc_train.launch.job import Job  # imports what submits jobs
-    from hpc_train.launch.sbatch import arguments, options
+    from hpc_train.launch.sbatch import shape_options
 
     site = read_site()
     if not site.partitions:
@@ -409,10 +400,7 @@ def with_starts(rows: Sequence[Row], config: Config, sort: str) -> tuple[list[Ro
         gpus = 0 if config.cluster.gpus_per_node == 0 else workers
         shape = JobShape.on_slurm(nodes, gpus, workers)
         chosen = with_values(config, {**row.candidate.values, "cluster.nodes": nodes})
-        sbatch_options = options(Job(chosen, row.candidate.layout, shape, run), site)
-        shapes.append(
-            tuple(arguments({name: value for name, value in sbatch_options.items() if name not in WITHOUT_EFFECT}))
-        )
+        shapes.append(shape_options(Job(chosen, row.candidate.layout, shape, run), site))
     try:
         starts = starts_of(shapes)
     except SlurmError as error:

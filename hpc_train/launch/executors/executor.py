@@ -40,6 +40,9 @@ class Executor(Protocol):
         Raises UserError if a job would be refused or would never start.
         """
 
+    def earlier_starts(self, job: Job) -> list[str]:
+        """Returns lines with changes of the config with which ``job`` would start earlier. May ask the scheduler."""
+
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
         """Asks the user for confirmation if ``jobs`` may cost much. Raises UserError if the user declines."""
 

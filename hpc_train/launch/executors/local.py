@@ -51,6 +51,9 @@ class ProcessExecutor:
         """Returns whether the process of a submitted job is alive."""
         raise NotImplementedError
 
+    def earlier_starts(self, job: Job) -> list[str]:
+        return []
+
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
         """Asks nothing, since jobs on this machine cost nothing."""
 

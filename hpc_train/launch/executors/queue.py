@@ -85,6 +85,9 @@ class QueueExecutor:
         costs = [f"{self.name}: {total_cost(jobs)}", *confirmation_notes(jobs)]
         return [*costs, *check_room(jobs), *notes]
 
+    def earlier_starts(self, job: Job) -> list[str]:
+        return []
+
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
         confirm_cost(jobs, console)
 

@@ -36,6 +36,7 @@ from hpc_train.launch.sbatch import (
     Options,
     arguments,
     array,
+    earlier_starts,
     identity,
     options,
     output_file,
@@ -178,6 +179,9 @@ class SlurmJobExecutor:
                     "the cost above is that of the most expensive job"
                 )
         return lines
+
+    def earlier_starts(self, job: Job) -> list[str]:
+        return earlier_starts(job, self.site)
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
         confirm_cost([*map(self._costliest, jobs)], console)

@@ -336,15 +336,28 @@ def _check_time(job: JobRequest, limits: Sequence[NamedLimits], partition: Parti
             )
 
 
+SCOPES = {"max": "per job", "user": "for all jobs of a user", "group": "for all of its jobs together"}
+
+
 def _check_size(job: JobRequest, limits: Sequence[NamedLimits]) -> None:
-    nodes = asked_nodes(job.config)[0]
-    for what, count, field in (("nodes", nodes, "max_nodes"), ("GPUs", nodes * job.gpus, "max_gpus")):
-        for source, most in _first(limits, field):
-            if count > most:
+    """Raises UserError if the job alone exceeds a limit. Limits of several jobs may also make it wait for others."""
+    nodes, most_nodes = asked_nodes(job.config)
+    where = "cluster.nodes, cluster.gpus_per_node"
+    for unit, count, most_count in (("nodes", nodes, most_nodes), ("GPUs", nodes * job.gpus, most_nodes * job.gpus)):
+        for scope, words in SCOPES.items():
+            for source, most in _first(limits, f"{scope}_{unit.lower()}"):
+                if count > most:
+                    raise UserError(
+                        f"{count} {unit} are requested, but {source} allows {most} {words}",
+                        where=where,
+                        fix="request fewer, or use another account or QOS",
+                    )
+        for source, least in _first(limits, f"min_{unit.lower()}"):
+            if most_count < least:
                 raise UserError(
-                    f"{count} {what} are requested, but {source} allows {most} per job",
-                    where="cluster.nodes, cluster.gpus_per_node",
-                    fix="request fewer, or use another account or QOS",
+                    f"{most_count} {unit} are requested, but {source} requires {least} per job",
+                    where=where,
+                    fix="request more, or use another QOS",
                 )
 
 

@@ -80,6 +80,12 @@ class PartitionLimits:
     max_time_s: int | None = None
     max_nodes: int | None = None
     max_gpus: int | None = None
+    user_nodes: int | None = None  # of all jobs of a user
+    user_gpus: int | None = None
+    group_nodes: int | None = None  # of all jobs of the account or of the QOS
+    group_gpus: int | None = None
+    min_nodes: int | None = None
+    min_gpus: int | None = None
     flags: frozenset[str] = frozenset()
 
 
@@ -176,8 +182,9 @@ def begin_site(ask: Query = query) -> Callable[[], Site]:
     return wait
 
 
-ASSOCIATION = ("Cluster", "Account", "Partition", "QOS", "DefaultQOS", "MaxSubmitJobs", "MaxWall", "MaxTRES")
-QOS = ("Name", "Flags", "MaxSubmitJobsPerUser", "MaxWall", "MaxTRESPerJob")
+TRES = {"MaxTRES": "max", "MaxTRESPerJob": "max", "MaxTRESPerUser": "user", "GrpTRES": "group", "MinTRES": "min"}
+ASSOCIATION = ("Cluster", "Account", "Partition", "QOS", "DefaultQOS", "MaxSubmitJobs", "MaxWall", "MaxTRES", "GrpTRES")
+QOS = ("Name", "Flags", "MaxSubmitJobsPerUser", "MaxWall", "MaxTRESPerJob", "MaxTRESPerUser", "GrpTRES", "MinTRES")
 
 
 def _site(answers: Mapping[str, str | None]) -> Site:
@@ -201,17 +208,14 @@ def _site(answers: Mapping[str, str | None]) -> Site:
             account=row["Account"],
             qos=names_in(row["QOS"]),
             default=row["Account"] == text["user"].strip(),
-            limits=_limits(row["MaxSubmitJobs"], row["MaxWall"], row["MaxTRES"]),
+            limits=_limits(row["MaxSubmitJobs"], row),
             partition=row["Partition"] or None,
             default_qos=row["DefaultQOS"] or None,
         )
         for row in rows(text["associations"], ASSOCIATION)
         if row["Cluster"] == cluster
     )
-    qos = {
-        row["Name"]: _limits(row["MaxSubmitJobsPerUser"], row["MaxWall"], row["MaxTRESPerJob"], row["Flags"])
-        for row in rows(text["qos"], QOS)
-    }
+    qos = {row["Name"]: _limits(row["MaxSubmitJobsPerUser"], row) for row in rows(text["qos"], QOS)}
     return Site(
         name=cluster,
         max_array_size=number(config.get("MaxArraySize")),
@@ -278,15 +282,15 @@ def _node_kinds(sizes: str, nodes: Iterable[NodeRecord]) -> dict[str, list[NodeK
     return by_partition
 
 
-def _limits(jobs: str, wall: str, tres: str, flags: str = "") -> PartitionLimits:
-    counts = dict(_pairs(tres.split(",")))
-    return PartitionLimits(
-        max_jobs=number(jobs),
-        max_time_s=seconds(wall),
-        max_nodes=number(counts.get("node")),
-        max_gpus=number(counts.get("gres/gpu")),
-        flags=names_in(flags),
-    )
+def _limits(jobs: str, row: Mapping[str, str]) -> PartitionLimits:
+    sizes = {}
+    for column, kind in TRES.items():
+        counts = dict(_pairs(row.get(column, "").split(",")))
+        if column in row:
+            sizes[f"{kind}_nodes"] = number(counts.get("node"))
+            sizes[f"{kind}_gpus"] = number(counts.get("gres/gpu"))
+    flags = names_in(row.get("Flags", ""))
+    return PartitionLimits(max_jobs=number(jobs), max_time_s=seconds(row["MaxWall"]), flags=flags, **sizes)
 
 
 def _allowed(text: str | None) -> frozenset[str] | None:
