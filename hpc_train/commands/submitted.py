@@ -247,7 +247,7 @@ def resize(arguments: list[str]) -> int:
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
     parser.add_argument("nodes", metavar="nodes=N", help="the number of nodes that train")
     parser.add_argument(
-        "--wait", type=float, default=600, metavar="SECONDS", help="wait this long until it does (default: 600)"
+        "--wait", type=float, default=60, metavar="SECONDS", help="wait this long until it does (default: 60)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with the answer of the run")
     options = parser.parse_args(arguments)
@@ -258,23 +258,22 @@ def resize(arguments: list[str]) -> int:
     answered = len(_resize_answers(run))
     request_resize_of(run, int(number), "the command resize")
     until = time.monotonic() + options.wait
-    while len(answers := _resize_answers(run)) <= answered:
-        if not is_live(run):
-            print("not resized: the run has ended", file=sys.stderr)
-            return Exit.FAILED
-        if time.monotonic() > until:
-            print(f"not resized within {options.wait:g} s; the request stands", file=sys.stderr)
-            return Exit.FAILED
+    while True:
+        answers = _resize_answers(run)[answered:]
+        newest = answers[-1] if answers else None
+        is_over = newest is not None and (newest.name != "resize_requested" or newest["nodes"] == newest["before"])
+        if is_over or time.monotonic() > until or not is_live(run):
+            break
         time.sleep(ANSWERS_POLL_S)
-    answer = answers[answered]
-    is_resized = answer.name == "resized"
+    state = "unanswered" if newest is None else newest.name.removeprefix("resize_")
+    message = "the agent of node 0 does not answer" if newest is None else newest.message
     if options.json:
-        print(json.dumps({"resized": is_resized, "nodes": answer["nodes"], "message": answer.message}))
-    elif is_resized:
-        print(answer.message)
+        print(json.dumps({"state": state, "nodes": int(number), "message": message}))
+    elif state in ("requested", "resized"):
+        print(message)
     else:
-        print(f"not resized: {answer.message}", file=sys.stderr)
-    return Exit.DONE if is_resized else Exit.REFUSED
+        print(f"not resized: {message}", file=sys.stderr)
+    return {"unanswered": Exit.FAILED, "refused": Exit.REFUSED}.get(state, Exit.DONE)
 
 
 def request_resize_of(run: RunDirectory, nodes: int, reason: str) -> None:
@@ -289,8 +288,8 @@ def request_resize_of(run: RunDirectory, nodes: int, reason: str) -> None:
 
 
 def _resize_answers(run: RunDirectory) -> list[Event]:
-    events = [event for event in run.events_of("agent-*") if event.name in ("resized", "resize_refused")]
-    return sorted(events, key=attrgetter("time"))
+    names = ("resize_requested", "resize_refused", "resized")
+    return sorted((event for event in run.events_of("agent-*") if event.name in names), key=attrgetter("time"))
 
 
 def stacks(arguments: list[str]) -> int:

@@ -275,6 +275,18 @@ def with_alternative(config: Config, number: int) -> Config:
     return replace(config, cluster=replace(config.cluster, **changes))
 
 
+def growing_nodes(config: Config) -> int | None:
+    """Returns ``elastic.max_nodes`` of a run that grows by itself; None for another run. Raises UserError if it is not
+    set.
+    """
+    if config.elastic.grow == "never":
+        return None
+    if config.elastic.max_nodes is None:
+        what = f"elastic.grow={config.elastic.grow} does not say up to how many nodes the run grows"
+        raise UserError(what, where="elastic.max_nodes", fix="elastic.max_nodes=N, or elastic.grow=never")
+    return config.elastic.max_nodes
+
+
 def bucket_mb(strategy: StrategyConfig, device_type: str) -> float:
     """Returns the size of a gradient bucket in MB. The links of GPUs reach their bandwidth with larger messages."""
     if strategy.bucket_cap_mb is not None:

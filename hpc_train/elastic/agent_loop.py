@@ -28,7 +28,7 @@ from hpc_train.elastic.rendezvous.client import (
 from hpc_train.elastic.rendezvous.messages import NodeReport
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
-from hpc_train.elastic.resize import Growth, Joiner, refusal_of
+from hpc_train.elastic.resize import JOINERS_EVERY_S, Growth, Joiner, growth_of, refusal_of
 from hpc_train.elastic.script import FolderLooks, Script
 from hpc_train.elastic.watch import OtherNodes, Watch
 from hpc_train.elastic.worker_process import crash_of, ensure_warm_parent
@@ -98,6 +98,8 @@ class Agent:
     _attempt: int | None = field(default=None, init=False)  # the newest attempt it knows of
     _began: float = field(default_factory=time.time, init=False)
     _spec: AttemptSpec | None = field(default=None, init=False)  # of that attempt
+    _look_at: float = field(default=0.0, init=False)  # when it next looks at joiners, and whether the run is to grow
+    _is_requested: bool = field(default=False, init=False)  # whether a user decides on the number of nodes
     _resize: ResizeRequest | None = field(default=None, init=False)  # the newest one that it has accepted
     _submission: tuple[ResizeRequest, BackgroundCall[tuple[Joiner, Node]]] | None = field(default=None, init=False)
     _stop_reported: bool = field(default=False, init=False)
@@ -135,10 +137,8 @@ class Agent:
         if self.stacks is not None and (number := self.stacks.new(now)) is not None:
             client.send_stacks_request(number)
         self.watch.stacks_requested = client.stacks_requested
-        if self.resizes is not None and self._spec is not None and (request := self.resizes.new(now)) is not None:
-            self._answer(request, self._spec, client)
-        if self._submission is not None and self._spec is not None:
-            self._await_submission(*self._submission, self._spec, client)
+        if self.growth is not None and self._spec is not None:
+            self._change_nodes(self.growth, self._spec, client, now)
         if self.looks is not None and (changed := self.looks.new(now)) is not None:
             client.send_progress(changed)
         if isinstance(self.entry, Script):
@@ -159,16 +159,40 @@ class Agent:
             if not self._replaced:
                 self._events().write("stop_requested", reason=reason)
 
-    def _answer(self, request: ResizeRequest, spec: AttemptSpec, client: RendezvousClient) -> None:
+    def _change_nodes(self, growth: Growth, spec: AttemptSpec, client: RendezvousClient, now: float) -> None:
+        """Answers requests for another number of nodes, and asks for more nodes if the run grows by itself."""
+        if self.resizes is not None and (request := self.resizes.new(now)) is not None:
+            self._is_requested = True
+            self._answer(request, growth, spec, client)
+        if self._submission is not None:
+            self._await_submission(*self._submission, spec, client)
+        elif now >= self._look_at:
+            self._look_at = now + JOINERS_EVERY_S
+            present = self.present()
+            for problem in growth.nodes.drop_ended(present):
+                self._refuse(self._resize, problem)
+            grows = self.config.elastic.grow != "never" and not self._is_requested
+            if grows and not growth.nodes.waiting(present):
+                more = read_or(lambda: growth_of(self.run, self.config, spec), None)
+                if more is not None:
+                    self._answer(more, growth, spec, client, is_automatic=True)
+
+    def _answer(
+        self,
+        request: ResizeRequest,
+        growth: Growth,
+        spec: AttemptSpec,
+        client: RendezvousClient,
+        is_automatic: bool = False,
+    ) -> None:
         """Passes a request to resize the run on to the server, or refuses it; the event log and the output say which.
 
         A request for the present number of nodes withdraws one that is not fulfilled yet.
         """
-        assert self.growth is not None
         pending = self._resize is not None and self._resize.nodes != spec.nodes
         refusal = None
         if request.nodes != spec.nodes:
-            refusal = refusal_of(request, self.config, spec, current_job(), self.growth.nodes.held)
+            refusal = refusal_of(request, self.config, spec, current_job(), growth.nodes.held)
         elif not pending and request.time < self._began:  # an earlier start of the job has fulfilled it
             return
         elif not pending:
@@ -177,15 +201,14 @@ class Agent:
             self._refuse(request, refusal)
             return
         present = self.present()
-        self.growth.nodes.cancel_waiting(present)
+        growth.nodes.cancel_waiting(present)
         self._submission = None
         missing = request.nodes + self.config.elastic.spares - len(present)
         if request.nodes <= spec.nodes or missing <= 0:
             self._accept(request, spec, client)
             return
-        submit = self.growth.submit
         names = [node.name for node in present.values()]
-        self._submission = request, BackgroundCall(lambda: submit(missing, names))
+        self._submission = request, BackgroundCall(lambda: growth.submit(missing, names, is_automatic))
 
     def _await_submission(
         self,
@@ -206,9 +229,11 @@ class Agent:
         client.send_invitation(joiner.first, joiner.count, host)
         self._accept(request, spec, client, f"; job {joiner.job_id} adds {joiner.count} when it starts")
 
-    def _refuse(self, request: ResizeRequest, refusal: str) -> None:
-        self._events().write("resize_refused", nodes=request.nodes, reason=request.reason, message=refusal)
-        print(f"not resized to {request.nodes} nodes: {refusal}", file=sys.stderr, flush=True)
+    def _refuse(self, request: ResizeRequest | None, refusal: str) -> None:
+        self._is_requested = True  # a run that grows by itself would be refused again
+        details: dict[str, Any] = {} if request is None else {"nodes": request.nodes, "reason": request.reason}
+        self._events().write("resize_refused", message=refusal, **details)
+        print(f"not resized: {refusal}", file=sys.stderr, flush=True)
 
     def _accept(self, request: ResizeRequest, spec: AttemptSpec, client: RendezvousClient, how: str = "") -> None:
         pending = self._resize

@@ -9,22 +9,30 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpc_train.config.schema import Config
+from hpc_train.config.values import growing_nodes
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec, ServerAddress, bind
 from hpc_train.elastic.rendezvous.server import RendezvousServer
 from hpc_train.errors import UserError
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.machine.allocation import Allocation, listening_at, meeting_at
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RANK_0, RunDirectory
 from hpc_train.run.requests import ResizeRequest
 from hpc_train.schedulers.scheduler import CurrentJob
 from hpc_train.schedulers.slurm import client
+from hpc_train.schedulers.slurm.client import BRIEF_S
+from hpc_train.schedulers.states import state_of
+from hpc_train.units import format_duration
 
 SUBMIT_S = 300.0
+JOINERS_EVERY_S = 60.0  # between two looks at waiting joiners, and whether more nodes are worth the change
+MIN_GAIN = 5.0  # the time that more nodes save, in multiples of the cost of the change
+NICE = 1_000_000  # of a joiner that only idle nodes may serve: any other job goes before it
 
 
 def refusal_of(request: ResizeRequest, config: Config, spec: AttemptSpec, job: CurrentJob, held: int) -> str | None:
@@ -46,6 +54,30 @@ def refusal_of(request: ResizeRequest, config: Config, spec: AttemptSpec, job: C
     if request.nodes + config.elastic.spares < held:
         return job.why_no_release()
     return None
+
+
+def growth_of(run: RunDirectory, config: Config, spec: AttemptSpec) -> ResizeRequest | None:
+    """Returns the request of a run that grows by itself (``elastic.grow``); None if it has all nodes or the gain is
+    small.
+
+    The change costs what the present attempt took from its start to its first step, and the slowest save. With N nodes
+    instead of n, the steps that are left take at best n / N of their time.
+    """
+    most = growing_nodes(config)
+    events = [*run.events_of(RANK_0)]
+    first = [event.time for event in events if event.name == "first_step" and event.attempt == spec.attempt]
+    newest = run.newest_metrics(spec.attempt)
+    steps = run.record().get("total_steps") or config.train.steps
+    if most is None or spec.nodes >= most or not first or newest.step is None or newest.step_s is None or not steps:
+        return None
+    save_s = max((event.seconds or 0.0 for event in events if event.name == "checkpoint_saved"), default=0.0)
+    cost_s = max(first) - spec.started + save_s
+    left_s = (steps - newest.step) * newest.step_s
+    gain_s = left_s * (1 - spec.nodes / most)
+    if gain_s < MIN_GAIN * cost_s:
+        return None
+    figures = f"at most {format_duration(gain_s)} of {format_duration(left_s)} saved, {format_duration(cost_s)} lost"
+    return ResizeRequest(most, f"elastic.grow={config.elastic.grow} ({figures})", time.time())
 
 
 @dataclass(frozen=True)
@@ -96,13 +128,28 @@ class JobNodes:
                 problems += [self.job.release(names, joiner.job_id)]
         return "; ".join(filter(None, problems)) or None
 
-    def cancel_waiting(self, joined: Collection[int] = ()) -> None:
-        """Cancels joiners of which no node has joined.
+    def waiting(self, joined: Collection[int]) -> list[Joiner]:
+        """Returns the joiners of which no node has joined.
 
         Args:
             joined: the numbers of the nodes of the run.
         """
-        waiting = [joiner for joiner in self.joiners if not set(joiner.numbers) & (set(joined) | self._released)]
+        return [joiner for joiner in self.joiners if not set(joiner.numbers) & (set(joined) | self._released)]
+
+    def drop_ended(self, joined: Collection[int]) -> list[str]:
+        """Forgets the joiners that have ended before any of their nodes joined; says which. Asks Slurm."""
+        waiting = {joiner.job_id: joiner for joiner in self.waiting(joined)}
+        jobs = client.list_jobs([f"--jobs={','.join(waiting)}"], BRIEF_S) if waiting else None
+        problems = []
+        for job in jobs or ():
+            if not state_of(job.state).is_alive:
+                self.joiners.remove(waiting[job.job_id])
+                problems.append(f"job {job.job_id} has ended before its nodes joined: {job.state}")
+        return problems
+
+    def cancel_waiting(self, joined: Collection[int]) -> None:
+        """Cancels the joiners of which no node has joined."""
+        waiting = self.waiting(joined)
         self.joiners = [joiner for joiner in self.joiners if joiner not in waiting]
         if waiting:
             client.cancel([joiner.job_id for joiner in waiting])
@@ -134,11 +181,12 @@ class Growth:
         self._next = self.allocation.nodes
         self._on_network = self.allocation.nodes > 1
 
-    def submit(self, count: int, present: Collection[str]) -> tuple[Joiner, Node]:
+    def submit(self, count: int, present: Collection[str], is_automatic: bool) -> tuple[Joiner, Node]:
         """Submits a joiner of ``count`` nodes; returns it and this node as others reach it.
 
         Args:
             present: the names of the nodes of the run, which the joiner must not get.
+            is_automatic: whether no user has asked for the nodes. Then fewer are enough, too.
 
         Raises:
             UserError: Slurm refuses it, or this node cannot listen on the network.
@@ -149,7 +197,9 @@ class Growth:
         limit = self.nodes.job.limit()
         minutes = "" if limit.limit_s is None else str(max(1, int(limit.limit_s - (limit.run_s or 0.0)) // 60))
         target = f"{self.allocation.launch_id}:{first}"
-        words = [str(self.run.path), str(count), target, minutes, ",".join(sorted(present))]
+        nodes = f"1-{count}" if is_automatic and count > 1 else str(count)
+        nice = "0" if self.config.elastic.grow != "idle" or not is_automatic else str(NICE)
+        words = [str(self.run.path), nodes, target, minutes, ",".join(sorted(present)), nice]
         command = [sys.executable, "-m", "hpc_train.launch.joiner", *words]
         done = subprocess.run(command, env=self.users, capture_output=True, text=True, timeout=SUBMIT_S, check=False)
         if done.returncode != 0:

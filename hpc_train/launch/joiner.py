@@ -1,9 +1,10 @@
 """Submits a joiner: a job that adds nodes to a live run. The agent of node 0 calls
 
-    python -m hpc_train.launch.joiner RUN_DIR NODES LAUNCH:FIRST MINUTES EXCLUDED
+    python -m hpc_train.launch.joiner RUN_DIR NODES LAUNCH:FIRST MINUTES EXCLUDED NICE
 
-and reads the id of the job. The arguments are the number of nodes, the launch that they join, the number of the first
-of them, the time limit (may be empty), and the nodes that the run has already, separated by commas.
+and reads the id of the job. The arguments are the number of nodes (``2``, or ``1-3``), the launch that they join, the
+number of the first of them, the time limit (may be empty), the nodes that the run has already, separated by commas, and
+by how much the priority is reduced.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from hpc_train.run.freeze import load
 from hpc_train.schedulers.slurm import client
 
 
-def submit_joiner(run: RunDirectory, nodes: int, target: str, minutes: str, excluded: str) -> str:
+def submit_joiner(run: RunDirectory, nodes: str, target: str, minutes: str, excluded: str, nice: str) -> str:
     """Submits a joiner and returns the id of its job. Raises UserError if Slurm refuses it."""
     config = load(run)
     exclude = ",".join(filter(None, [config.cluster.exclude, excluded]))
-    cluster = replace(config.cluster, nodes=str(nodes), exclude=exclude, nodelist=None, time_min=None)
+    cluster = replace(config.cluster, nodes=nodes, exclude=exclude, nodelist=None, time_min=None)
     config = replace(config, cluster=cluster, elastic=replace(config.elastic, spares=0, min_nodes=None))
     shape = SlurmJobExecutor().shape(config)
-    job = Job(config, resolve_layout(config, nodes, shape.workers, shape.device_bytes), shape, run)
+    job = Job(config, resolve_layout(config, shape.nodes, shape.workers, shape.device_bytes), shape, run)
     sbatch = {name: value for name, value in options(job).items() if name != "requeue"}
     sbatch |= {"no-requeue": None, "job-name": f"{run.path.name}-joiner", "output": output_file(run.logs, "%j.out")}
+    if nice != "0":
+        sbatch["nice"] = nice
     if minutes:
         sbatch["time"] = minutes
     script = Script(
@@ -52,6 +55,6 @@ def submit_joiner(run: RunDirectory, nodes: int, target: str, minutes: str, excl
 
 if __name__ == "__main__":
     try:
-        print(submit_joiner(RunDirectory(Path(sys.argv[1])), int(sys.argv[2]), *sys.argv[3:]))
+        print(submit_joiner(RunDirectory(Path(sys.argv[1])), *sys.argv[2:]))
     except UserError as error:
         sys.exit(error.what)

@@ -114,6 +114,20 @@ class ElasticConfig:
         unit="nodes",
         when=when("nodes"),
     )
+    grow: str = key(
+        "never",
+        "Whether the run asks for more nodes while it trains: with idle by a job of low priority, with always by one "
+        "of its usual priority. A resize request of a user ends this.",
+        choices=("never", "idle", "always"),
+        when=when("in_job"),
+    )
+    max_nodes: int | None = key(
+        None,
+        "The number of nodes up to which the run grows.",
+        at_least=1,
+        unit="nodes",
+        when=unless("elastic.grow", "never"),
+    )
     heartbeat_timeout_s: float = key(
         15.0, "The time without a heartbeat after which a node counts as lost.", above=0, unit="seconds"
     )
