@@ -171,8 +171,8 @@ class Agent:
             present = self.present()
             for problem in growth.nodes.drop_ended(present):
                 self._refuse(self._resize, problem)
-            grows = self.config.elastic.grow != "never" and not self._is_requested
-            if grows and not growth.nodes.waiting(present):
+            may_grow = not self._is_requested and growth.nodes.job.why_no_joiner() is None
+            if may_grow and self.config.elastic.grow != "never" and not growth.nodes.waiting(present):
                 more = read_or(lambda: growth_of(self.run, self.config, spec), None)
                 if more is not None:
                     self._answer(more, growth, spec, client, is_automatic=True)
@@ -223,7 +223,7 @@ class Agent:
             return
         except (UserError, OSError, subprocess.SubprocessError) as error:
             self._submission = None
-            self._refuse(request, str(error))
+            self._refuse(request, error.what if isinstance(error, UserError) else str(error))
             return
         self._submission = None
         client.send_invitation(joiner.first, joiner.count, host)

@@ -48,7 +48,7 @@ def refusal_of(request: ResizeRequest, config: Config, spec: AttemptSpec, job: C
     try:
         resolve_layout(config, request.nodes, spec.workers_per_node)
     except UserError as error:
-        return str(error)
+        return error.what
     if request.nodes > spec.nodes:
         return job.why_no_joiner()
     if request.nodes + config.elastic.spares < held:
@@ -76,7 +76,7 @@ def growth_of(run: RunDirectory, config: Config, spec: AttemptSpec) -> ResizeReq
     gain_s = left_s * (1 - spec.nodes / most)
     if gain_s < MIN_GAIN * cost_s:
         return None
-    figures = f"at most {format_duration(gain_s)} of {format_duration(left_s)} saved, {format_duration(cost_s)} lost"
+    figures = f"saves at most {format_duration(gain_s)} of {format_duration(left_s)}, costs {format_duration(cost_s)}"
     return ResizeRequest(most, f"elastic.grow={config.elastic.grow} ({figures})", time.time())
 
 

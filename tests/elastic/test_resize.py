@@ -1,0 +1,91 @@
+"""Whether a run may continue on another number of nodes, and which jobs give nodes back. ``test_coordinator.py`` has
+the courses of events, ``test_agent.py`` a run that shrinks, and ``tests/slurm/test_resize.py`` all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_train.config.schema import ElasticConfig
+from hpc_train.config.values import growing_nodes
+from hpc_train.elastic.resize import JobNodes, Joiner, growth_of, guest_of, refusal_of
+from hpc_train.errors import UserError
+from hpc_train.machine.allocation import Allocation
+from hpc_train.run.directory import RANK_0, RunDirectory
+from hpc_train.run.event_log import EventLog
+from hpc_train.run.requests import ResizeRequest
+from hpc_train.schedulers.current import current_job
+from hpc_train.telemetry.metrics import MetricsLog
+from tests.config.composing import config_of
+from tests.elastic.test_rendezvous import SPEC
+
+RUNNING = replace(SPEC, attempt=0, nodes=2, workers_per_node=2, started=1000.0)
+GROWS = ("elastic.grow=idle", "elastic.max_nodes=4", "cluster=slurm")
+
+
+def test_requests_that_are_refused(in_job: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
+    in_job(scontrol='[ "$2" = job ] && echo ResizeTime=1 || echo SchedulerParameters=bf_max_time=1')
+    config = config_of("+strategy=dp")
+
+    def refusal(nodes: int, held: int = 2, min_nodes: int | None = None) -> str:
+        changed = replace(config, elastic=ElasticConfig(min_nodes=min_nodes))
+        return str(refusal_of(ResizeRequest(nodes, "user", 0.0), changed, RUNNING, current_job(), held))
+
+    assert refusal(1) == "None"
+    assert refusal(1, min_nodes=2) == "elastic.min_nodes=2 is the smallest number of nodes"
+    assert refusal(1000).startswith("batch.global_size is 32, so some of the 2000"), "no layout"
+    assert refusal(3) == "None"
+    in_job(scontrol="echo SchedulerParameters=disable_job_shrink,bf_interval=3")
+    assert refusal(1) == "the site forbids it (SchedulerParameters=disable_job_shrink)"
+    assert refusal(1, held=1) == "None", "only the joiner goes"
+    in_job(scontrol='[ "$2" = job ] && echo ResizeTime=1 || echo AccountingStorageType=accounting_storage/none')
+    assert refusal(1) == "Slurm without accounting changes the nodes of a job only once"
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "1")
+    assert refusal(1) == "the agents run in no step of several nodes"
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert refusal(3) == "it does not run in a job"
+
+
+def test_each_job_gives_its_nodes_back(in_job: Callable[..., None], tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    listed = 'case "$2" in --jobs=7) echo "n[0-2]";; *) echo "n[3-5]";; esac'
+    shown = 'case "$3" in "n[0-2]") printf "n0\\nn1\\nn2\\n";; *) printf "n3\\nn4\\nn5\\n";; esac'
+    in_job(squeue=listed, scontrol=f'[ "$1" = show ] || echo "$*" >> {calls}; {shown}', scancel=f"echo $* >> {calls}")
+    nodes = JobNodes(current_job(), 3, [Joiner("8", 3, 3), Joiner("9", 6, 2), Joiner("10", 8, 1)])
+    released = [(1, "n1"), (4, "n4"), (6, "n6"), (7, "n7")]
+    nodes.note_released([number for number, _ in released])
+    assert nodes.held == 2
+    assert nodes.release(released) is None
+    assert calls.read_text().splitlines() == ["update JobId=7 NodeList=n0,n2", "update JobId=8 NodeList=n3,n5"]
+    calls.unlink()
+    nodes.cancel_waiting([0, 2, 3, 5])
+    assert calls.read_text().split()[-1] == "10", "the others have joined"
+    assert [joiner.job_id for joiner in nodes.joiners] == ["8", "9"]
+
+
+def test_a_run_grows_by_itself_if_the_gain_is_worth_the_change(run: RunDirectory) -> None:
+    config = config_of("+strategy=dp", *GROWS, "train.steps=1000")
+    assert growth_of(run, config, RUNNING) is None, "what a change costs is not known yet"
+    events = EventLog.open(run, RANK_0, 0, 0)
+    events.write("first_step", time=1020.0, seconds=1.0)
+    events.write("checkpoint_saved", step=1, seconds=10.0)
+    metrics = MetricsLog(run, 0)
+    metrics.write({"time": 1100.0, "attempt": 0, "step": 100, "step_s": 1.0})
+    request = growth_of(run, config, RUNNING)
+    assert request is not None and request.nodes == 4
+    assert request.reason == "elastic.grow=idle (saves at most 7:30 of 15:00, costs 0:30)"
+    assert growth_of(run, config, replace(RUNNING, nodes=4)) is None
+    metrics.write({"time": 1900.0, "attempt": 0, "step": 800, "step_s": 1.0})
+    assert growth_of(run, config, RUNNING) is None, "100 s at most, and a change costs 30 s"
+    with pytest.raises(UserError, match="does not say up to how many nodes"):
+        growing_nodes(config_of("+strategy=dp", *GROWS[::2]))
+
+
+def test_the_nodes_of_a_joiner_are_numbered_after_those_of_the_run() -> None:
+    alone = Allocation(1, 0, "n5", "8", "8.0.0", "127.0.0.1", ("n5",), "127.0.0.1")
+    guest = guest_of(alone, "7.0.1:3")
+    assert (guest.nodes, guest.node_rank, guest.launch_id, guest.address) == (4, 3, "7.0.1", "n5")
