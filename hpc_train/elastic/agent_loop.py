@@ -121,7 +121,7 @@ class Agent:
                 self._tick(client)
                 if order is not None and order["kind"] == "leave":
                     client.leave(LEAVE_S)
-                    return int(order["code"])
+                    return Exit.DONE if self.is_guest else int(order["code"])
                 if order is not None:
                     self._take_part(client, AttemptSpec.parse(order["spec"]))
             except ServerLost:
