@@ -215,7 +215,7 @@ def export_hf(
                 file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
             else:
                 file = f"{prefix}{WEIGHTS}"
-            index |= {hf_name(name): file for name in names}
+            index |= {published: file for name in names for published in _published(hf_name(name))}
             save_file(dict(_named(stored, names, hf_name, dtype, advance)), folder / file, metadata={"format": "pt"})
         if len(shards) > 1:
             total = sum(_bytes(shape, dtype) for shape in stored.model().values())
@@ -282,14 +282,24 @@ def _shards(shapes: Mapping[str, TensorShape], dtype: torch.dtype | None, most: 
 def _named(
     stored: StoredTensors,
     names: list[str],
-    hf_name: Callable[[str], str],
+    hf_name: Callable[[str], str | tuple[str, ...]],
     dtype: torch.dtype | None,
     advance: Advance,
 ) -> Iterator[tuple[str, Tensor]]:
     for name in names:
         tensor = stored.read(MODEL + name)
-        yield hf_name(name), tensor if dtype is None else tensor.to(dtype)
+        if dtype is not None:
+            tensor = tensor.to(dtype)
+        published = hf_name(name)
+        if isinstance(published, str):
+            yield published, tensor
+        else:
+            yield from zip(published, map(torch.clone, tensor), strict=True)
         advance(_bytes(stored.shapes[MODEL + name]))
+
+
+def _published(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
 
 
 def _mapped(stored: StoredTensors, name: str, folder: Path, dtype: torch.dtype | None, advance: Advance) -> Tensor:
@@ -367,11 +377,23 @@ class PublishedFiles:
     def read(self, name: str) -> Tensor:
         """Returns the tensor with hpc_train's name ``name`` in its stored dtype."""
         published = hf_name(self.model, name)
+        if isinstance(published, str):
+            return self._read(published)
+        return torch.stack([self._read(of_slice) for of_slice in published])
+
+    def _read(self, published: str) -> Tensor:
         with _open_safetensors(self.folder / self._file_of[published]) as file:
-            return file.get_tensor(published)
+            tensor: Tensor = file.get_tensor(published)
+        return tensor
 
     def _check(self) -> None:
-        expected = {hf_name(self.model, name): shape for name, shape in self.shapes.items()}
+        expected: dict[str, tuple[int, ...]] = {}
+        for name, shape in self.shapes.items():
+            published = hf_name(self.model, name)
+            if isinstance(published, str):
+                expected[published] = shape
+            else:
+                expected |= dict.fromkeys(published, shape[1:])
         problems = [f"missing: {name}" for name in expected if name not in self._file_of]
         ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
         if self.model.tied_embeddings:

@@ -123,13 +123,14 @@ class HuggingFaceFormat:
     """Describes the format in which a checkpoint is exported for ``transformers``.
 
     Attributes:
-        parameter_name: takes the model's config and the name of a parameter; returns its name in the exported files.
+        parameter_name: takes the model's config and the name of a parameter; returns its name in the exported files, or
+            the names of its slices along the first dimension.
         config: takes the model's config, the longest sequence and the dtype, and returns the content of config.json.
         other_files: takes the model's config and returns files that are copied, such as a tokenizer.
         prefix: takes the model's config and returns the prefix of the files of weights and config, such as adapter_.
     """
 
-    parameter_name: Callable[[Any, str], str]
+    parameter_name: Callable[[Any, str], str | tuple[str, ...]]
     config: Callable[[Any, int, str], Mapping[str, Any]]
     other_files: Callable[[Any], Sequence[Path]] | None = None
     prefix: Callable[[Any], str] = lambda model: ""

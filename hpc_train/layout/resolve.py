@@ -19,6 +19,7 @@ from hpc_train.layout.layout import Layout
 from hpc_train.layout.memory import estimate, needed_bytes, reserved_bytes
 from hpc_train.layout.partition import check_split
 from hpc_train.layout.recomputation import describe_recomputation
+from hpc_train.layout.sizes import describe_active
 from hpc_train.layout.techniques import (
     AUTO,
     SCHEDULES,
@@ -132,8 +133,8 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
         cp=ranks.cp,
     )
     check_compatibility(OF_LAYOUT, config, layout)
-    recomputation = describe_recomputation(config, layout)
-    return layout if recomputation is None else replace(layout, notes=(*layout.notes, recomputation))
+    described = (describe_recomputation(config, layout), describe_active(config.model))
+    return replace(layout, notes=(*layout.notes, *(text for text in described if text is not None)))
 
 
 def _of_user_code(config: Config, ranks: Ranks, notes: list[str]) -> Layout:

@@ -292,6 +292,16 @@ def active_count(model: ModelConfig) -> int | None:
     return parameter_count(model) if count is None else count(model)
 
 
+def describe_active(model: ModelConfig) -> str | None:
+    """Describes how many parameters compute a token; None if all do."""
+    total = parameter_count(model)
+    active = active_count(model)
+    if total is None or active is None or active == total:
+        return None
+    unit, size = ("billion", 1e9) if active >= 1e9 else ("million", 1e6)
+    return f"{total / size:.3g} {unit} parameters, of which {active / size:.3g} {unit} compute a token"
+
+
 def trained_share(model: ModelConfig) -> float:
     """Returns the share of the parameters that train; the others have no gradients and no optimizer state."""
     count = parameter_count(model)

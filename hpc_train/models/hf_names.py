@@ -1,19 +1,21 @@
 """Maps the names of GPT parameters and config keys to the names in ``transformers`` and back, without torch.
 
 Shapes and values are equal (``attention.rotate`` uses the convention of ``transformers``), so both directions only
-rename tensors. ``FAMILIES`` lists the families. A model is exported as the first family that has its options.
+rename tensors, and split or stack those of experts. ``FAMILIES`` lists the families. A model is exported as the first
+family that has its options.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
-from hpc_train.config.schema import GPTConfig
+from hpc_train.config.schema import GPTConfig, MoEConfig
 from hpc_train.errors import UserError
-from hpc_train.models.gpt_sizes import SCALING, head_width, is_local
+from hpc_train.models.gpt_sizes import SCALING, expert_width, head_width, is_local
 
 OUTPUT = "lm_head.weight"  # the files of a tied model lack it or contain a copy of the embedding
 _OUTSIDE_LAYERS = {
@@ -34,17 +36,32 @@ _MODULES = {
     "ffn.w2": "mlp.down_proj",
     "ffn.w3": "mlp.up_proj",
 }
+# of mixtures of experts, where {} is the number of an expert: Mixtral, and other families
+_MIXTRAL = {
+    "ffn.router": "block_sparse_moe.gate",
+    "ffn.experts.w1": "block_sparse_moe.experts.{}.w1",
+    "ffn.experts.w2": "block_sparse_moe.experts.{}.w2",
+    "ffn.experts.w3": "block_sparse_moe.experts.{}.w3",
+}
+_EXPERTS = {
+    "ffn.router": "mlp.gate",
+    "ffn.experts.w1": "mlp.experts.{}.gate_proj",
+    "ffn.experts.w2": "mlp.experts.{}.down_proj",
+    "ffn.experts.w3": "mlp.experts.{}.up_proj",
+}
 _POST_NORMS = {
     "attention_post_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "ffn_post_norm": "post_feedforward_layernorm",
 }
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)|layers\.(\d+)\.(ffn\.experts\.w[123])")
 _SUPPORTED: dict[str, Any] = {  # keys that hpc_train's GPT does not have, with the only value that it supports
     "attention_bias": False,
     "mlp_bias": False,
     "pretraining_tp": 1,
     "use_bidirectional_attention": False,
+    "decoder_sparse_step": 1,
+    "router_jitter_noise": 0,
 }
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # name here -> name in transformers
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
@@ -62,6 +79,7 @@ class HFFamily:
         local: takes ``config.json`` and a layer, and returns whether the layer has a sliding window if there are no
             ``layer_types``.
         activation_key: the key of the activation function.
+        has_experts: whether its layers have experts.
     """
 
     architecture: str
@@ -70,6 +88,7 @@ class HFFamily:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     local: Callable[[Mapping[str, Any], int], bool] = lambda values, layer: False
     activation_key: str = "hidden_act"
+    has_experts: bool = False
 
 
 _GEMMA = {"activation": "gelu_tanh", "scaled_embeddings": True, "norm_offset": True}
@@ -108,21 +127,39 @@ FAMILIES: Mapping[str, HFFamily] = {  # by the ``model_type`` of config.json
         local=lambda values, layer: (layer + 1) % values["sliding_window_pattern"] != 0,
         activation_key="hidden_activation",
     ),
+    "mixtral": HFFamily(
+        "MixtralForCausalLM",
+        may=("rope_scaling", "sliding_window", "moe.experts"),
+        local=lambda values, layer: True,
+        has_experts=True,
+    ),
+    "qwen3_moe": HFFamily(
+        "Qwen3MoeForCausalLM",
+        {"qk_norm": True},
+        ("rope_scaling", *_WINDOWS, "moe.experts", "moe.dense_layers", "moe.normalize"),
+        _QWEN_DEFAULTS | {"norm_topk_prob": False, "mlp_only_layers": ()},
+        local=_in_qwen,
+        has_experts=True,
+    ),
 }
 _OPTIONS = {
-    "activation", "attention_softcap", "global_every", "local_rope_theta", "logit_softcap", "norm_offset",
-    "post_norms", "qk_norm", "qkv_bias", "query_scalar", "rope_scaling", "scaled_embeddings", "sliding_window",
+    "activation", "attention_softcap", "global_every", "local_rope_theta", "logit_softcap", "moe.bias_rate",
+    "moe.dense_layers", "moe.experts", "moe.normalize", "moe.router", "moe.shared_experts", "norm_offset", "post_norms",
+    "qk_norm", "qkv_bias", "query_scalar", "rope_scaling", "scaled_embeddings", "sliding_window",
 }  # fmt: skip
 
 
-def hf_name(model: GPTConfig, name: str) -> str:
-    """Returns the name in ``transformers`` of the parameter ``name`` of ``model``; raises KeyError if a GPT has no such
-    parameter."""
+def hf_name(model: GPTConfig, name: str) -> str | tuple[str, ...]:
+    """Returns the name in ``transformers`` of the parameter ``name`` of ``model``, or of each expert's slice of it;
+    raises KeyError if a GPT has no such parameter."""
     match = _LAYER.fullmatch(name)
     if not match:
         return _OUTSIDE_LAYERS[name]
-    modules = _MODULES | (_POST_NORMS if model.post_norms else {})
-    return f"model.layers.{match[1]}.{modules[match[2]]}.{match[3]}"
+    modules = _MODULES | (_POST_NORMS if model.post_norms else {}) | (_EXPERTS if model.qk_norm else _MIXTRAL)
+    if match[5] is None:
+        return f"model.layers.{match[1]}.{modules[match[2]]}.{match[3]}"
+    of_expert = f"model.layers.{match[4]}.{modules[match[5]]}.weight"
+    return tuple(of_expert.format(number) for number in range(model.moe.experts or 0))
 
 
 def hf_config(model: GPTConfig, positions: int, dtype: str) -> dict[str, Any]:
@@ -133,7 +170,7 @@ def hf_config(model: GPTConfig, positions: int, dtype: str) -> dict[str, Any]:
     """
     kind = next((kind for kind, family in FAMILIES.items() if not _problems(model, family)), None)
     if kind is None:
-        changed = ", ".join(f"model.{name}={getattr(model, name)}" for name in sorted(_changed(model)))
+        changed = ", ".join(f"model.{name}={attrgetter(name)(model)}" for name in sorted(_changed(model)))
         raise UserError(
             f"no family of transformers has all of {changed}",
             where="--format",
@@ -179,7 +216,22 @@ def hf_config(model: GPTConfig, positions: int, dtype: str) -> dict[str, Any]:
     }
     for option in family.may:
         values |= options.get(option, {})
-    return values
+    return values | (_hf_experts(model) if family.has_experts else {})
+
+
+def _hf_experts(model: GPTConfig) -> dict[str, Any]:
+    """Returns the keys of the experts of Mixtral, or of Qwen3-MoE, which normalizes queries and keys."""
+    moe = model.moe
+    common = {"num_experts_per_tok": moe.top_k, "router_aux_loss_coef": moe.balance_loss, "output_router_logits": False}
+    if not model.qk_norm:
+        return common | {"num_local_experts": moe.experts, "intermediate_size": expert_width(model)}
+    return common | {
+        "num_experts": moe.experts,
+        "moe_intermediate_size": expert_width(model),
+        "norm_topk_prob": moe.normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [*range(moe.dense_layers)],
+    }
 
 
 def _problems(model: GPTConfig, family: HFFamily) -> list[str]:
@@ -190,8 +242,8 @@ def _problems(model: GPTConfig, family: HFFamily) -> list[str]:
 
 def _changed(model: GPTConfig) -> set[str]:
     """Returns the options that do not have their default values."""
-    defaults = {option.name: option.default for option in fields(GPTConfig)} | {"rope_scaling": {}}
-    return {name for name in _OPTIONS if getattr(model, name) != defaults[name]}
+    default = GPTConfig()
+    return {name for name in _OPTIONS if attrgetter(name)(model) != attrgetter(name)(default)}
 
 
 def _hf_windows(model: GPTConfig, family: HFFamily) -> dict[str, Any]:
@@ -251,6 +303,7 @@ def gpt_config(values: Mapping[str, Any], where: str) -> GPTConfig:
             rope_scaling=_scaling(values, where),
             norm_eps=float(values.get("rms_norm_eps", 1e-6)),
             tied_embeddings=bool(values.get("tie_word_embeddings", False)),
+            moe=_experts(values, family, where),
             **family.always,
             **options,
         )
@@ -260,8 +313,24 @@ def gpt_config(values: Mapping[str, Any], where: str) -> GPTConfig:
         ) from error
     problems = _problems(model, family)
     if problems:
-        raise _unsupported(", ".join(f"{name} {getattr(model, name)!r}" for name in problems), where)
+        raise _unsupported(", ".join(f"{name} {attrgetter(name)(model)!r}" for name in problems), where)
     return model
+
+
+def _experts(values: Mapping[str, Any], family: HFFamily, where: str) -> MoEConfig:
+    if not family.has_experts:
+        return MoEConfig()
+    dense = [*values.get("mlp_only_layers", ())]
+    if dense != [*range(len(dense))]:
+        raise _unsupported(f"mlp_only_layers {dense}", where)
+    width = values.get("moe_intermediate_size")
+    return MoEConfig(
+        experts=int(values.get("num_experts") or values["num_local_experts"]),
+        top_k=int(values["num_experts_per_tok"]),
+        expert_dim=None if width is None else int(width),
+        dense_layers=len(dense),
+        normalize=bool(values.get("norm_topk_prob", True)),
+    )
 
 
 def _windows(values: Mapping[str, Any], family: HFFamily, where: str) -> dict[str, int | None]:

@@ -17,6 +17,7 @@ the same on every pipeline stage, whether or not it has the head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -34,6 +35,7 @@ from hpc_train.models.linear_layers import CASTS, product_dtype
 from hpc_train.models.model import canonical_name
 from hpc_train.models.transformer import PreNormLayer, widened
 
+OPERATOR = "hpc_train::grouped_product"
 ROUTED, TARGET_COUNTS = "routed", "target_counts"  # keys of the context
 
 
@@ -183,18 +185,54 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         weights: ``[groups, outputs, inputs]``.
         ends: the end of each group, int32 ``[groups]``, of which the last is ``len(rows)``.
     """
-    # the kernels take no fp64 and no rows that are not multiples of 16 bytes
+    # torch 2.13 has kernels for bf16, of rows that are multiples of 16 bytes; in other dtypes it loops as well
     is_aligned = all(size * rows.itemsize % 16 == 0 for size in weights.shape[1:])
-    if is_aligned and rows.itemsize <= 4:
+    if is_aligned and rows.dtype == torch.bfloat16:
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
     return _looped_product(rows, weights, ends)
 
 
-@torch._disable_dynamo
+# operators of their own, so that compiled layers stay one graph
+@torch.library.custom_op(OPERATOR, mutates_args=())
 def _looped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    pairs = zip(rows.split(sizes), weights.unbind(), strict=True)
-    return torch.cat([F.linear(group, weight) for group, weight in pairs])
+    pairs = zip(rows.split(_sizes(ends)), weights.unbind(), strict=True)
+    return torch.cat([group @ weight.T for group, weight in pairs])
+
+
+@torch.library.custom_op("hpc_train::grouped_outer_product", mutates_args=())
+def _looped_outer_product(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    sizes = _sizes(ends)
+    pairs = zip(gradient.split(sizes), rows.split(sizes), strict=True)
+    return torch.stack([of_group.T @ group for of_group, group in pairs])
+
+
+def _sizes(ends: Tensor) -> list[int]:
+    sizes: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return sizes
+
+
+@_looped_product.register_fake
+def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[1])
+
+
+@_looped_outer_product.register_fake
+def _(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
+
+
+def _keep_factors(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _product_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, weights, ends = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    of_rows = _looped_product(gradient, weights.transpose(1, 2), ends)
+    return of_rows, _looped_outer_product(gradient, rows, ends), None
+
+
+_looped_product.register_autograd(_product_gradients, setup_context=_keep_factors)
 
 
 class _Gathered(torch.autograd.Function):
@@ -246,6 +284,29 @@ class MoELayer(PreNormLayer):
 
     def _feed_forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         return self.ffn(hidden, context)
+
+
+def load_metrics(choices: Tensor) -> dict[str, Tensor]:
+    """Returns the metrics of the choices of a step, in fp64.
+
+    expert_load is the load of each expert in each layer relative to an even load, ``[layers, experts]``, of which
+    expert_load_max is the largest value. expert_entropy is the entropy of the load relative to that of an even load,
+    the mean over the layers. dropped_share is the share of the choices that experts without space did not compute.
+
+    Args:
+        choices: ``Router.counts`` of each layer with experts, for the global batch.
+    """
+    counts = choices[:, :-1].double()
+    shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+    entropy = -torch.special.xlogy(shares, shares).sum(1) / math.log(counts.shape[1])
+    load = shares * counts.shape[1]
+    dropped = choices[:, -1].sum() / counts.sum().clamp(min=1)
+    return {
+        "expert_load": load,
+        "expert_load_max": load.max(),
+        "expert_entropy": entropy.mean(),
+        "dropped_share": dropped,
+    }
 
 
 class Routers:

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from hpc_train.config.values import Recomputation
 from hpc_train.errors import UserError
-from hpc_train.models import packed_attention
+from hpc_train.models import moe, packed_attention
 from hpc_train.models.model import Model
 from hpc_train.models.wrapped import replace_block
 
@@ -41,7 +41,7 @@ _NAMES = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable", "_grouped_mm",
 )  # fmt: skip
-PRODUCTS = frozenset((*(f"aten::{name}" for name in _NAMES), *packed_attention.OPERATORS))
+PRODUCTS = frozenset((*(f"aten::{name}" for name in _NAMES), *packed_attention.OPERATORS, moe.OPERATOR))
 # Without torch.compile, the result of a collective is kept, and a wait for it returns at once. A compiled graph keeps
 # the result of the wait, since what a collective returns cannot be passed on before the wait.
 COLLECTIVES = frozenset(

@@ -236,6 +236,17 @@ def add_up(result: StepResult, mesh: Mesh) -> Tensor:
     return sums
 
 
+def add_up_choices(result: StepResult, layers: int, experts: int, mesh: Mesh) -> Tensor:
+    """Adds up the choices of ``result`` over all ranks: int64 ``[layers, experts + 1]`` on the device, 0 for layers
+    without experts. Collective."""
+    choices = torch.zeros(layers, experts + 1, dtype=torch.int64, device=mesh.device)
+    for layer, counts in result.choices.items():
+        choices[layer] = counts
+    if mesh.layout.world_size > 1:
+        dist.all_reduce(choices)
+    return choices
+
+
 def step_numbers(loss_sum: float, target_count: float, correct_sum: float, reports: float) -> StepNumbers:
     """Returns the means; ``reports`` is the number of ranks that have counted correct predictions.
 

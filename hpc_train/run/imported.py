@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.config.run_path import default_root, directory_to_fork, run_directory
-from hpc_train.config.schema import Config, GPTConfig
+from hpc_train.config.schema import Config, GPTConfig, MoEConfig
 from hpc_train.errors import UserError
 from hpc_train.opening import DamagedFile
 from hpc_train.run.directory import RunDirectory
@@ -65,7 +65,7 @@ def imported_model(directory: RunDirectory) -> GPTConfig | None:
         return None
     content = directory.json(path)
     try:
-        return GPTConfig(**content["model"])
+        return GPTConfig(**content["model"] | {"moe": MoEConfig(**content["model"].get("moe", {}))})
     except (KeyError, TypeError) as error:
         what = f"{path} does not describe a model: {type(error).__name__}: {error}"
         raise DamagedFile(what, where=str(path), fix="import the weights again") from error
@@ -74,7 +74,10 @@ def imported_model(directory: RunDirectory) -> GPTConfig | None:
 def model_overrides(model: GPTConfig) -> list[str]:
     """Returns the overrides that configure this model on top of any file of ``conf/model``."""
     overrides = []
-    for key, value in asdict(model).items():
+    values = asdict(model)
+    if model.moe.experts is None:
+        values["moe"] = {"experts": None}
+    for key, value in values.items():
         if isinstance(value, dict):
             overrides += [f"++model.{key}.{name}={_override_value(item)}" for name, item in value.items()]
         elif key not in ("kind", *_FREE):

@@ -108,6 +108,7 @@ METRICS: dict[str, Check] = {
         ("mfu", "mfu_of_precision", "hfu", "gpu_util", "host_share", "data_wait_share", "comm_share"), or_none(number)
     ),
     **dict.fromkeys(("bubble_share", "val_loss", "val_accuracy", "loss_scale"), or_none(number)),
+    "expert_load": list_of(list_of(number)),
 }
 
 

@@ -22,7 +22,8 @@ class MetricsLog:
     there are also mfu (of the peak in bf16), mfu_of_precision, hfu, loss_scale, and the values that ``over_ranks`` in
     ``train/watch/stragglers.py`` describes: data_wait_share, comm_share, bubble_share, host_share, compute_imbalance,
     arrival_skew_s, peak_memory_bytes, memory_imbalance, gpu_util, rdma_tx_bytes, rdma_rx_bytes, net_tx_bytes and
-    net_rx_bytes. A number that is not finite is written as null.
+    net_rx_bytes. With experts, there are those of ``load_metrics`` in ``models/moe.py``: expert_load, expert_load_max,
+    expert_entropy and dropped_share. A number that is not finite is written as null.
     """
 
     def __init__(self, run: RunDirectory, attempt: int, events: EventLog | None = None) -> None:

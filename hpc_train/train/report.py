@@ -63,7 +63,12 @@ class Report:
             parts.append(f"val_loss {format_metric(line['val_loss'])}")
             if self.evaluated is not None:
                 parts[-1] += f" (evaluated {self.evaluated})"
-        print("  ".join([*parts, f"lr {line['lr']:.3g}", f"grad_norm {line['grad_norm']:.3g}", *speed(self._last)]))
+        parts += [f"lr {line['lr']:.3g}", f"grad_norm {line['grad_norm']:.3g}"]
+        if "expert_load_max" in line:
+            parts.append(f"largest expert {line['expert_load_max']:.2f}x")
+        if line.get("dropped_share"):
+            parts.append(f"dropped {100 * line['dropped_share']:.1f} %")
+        print("  ".join([*parts, *speed(self._last)]))
         if skipped.since_last and line.get("loss_scale") is None:
             steps = "1 step" if skipped.since_last == 1 else f"{skipped.since_last} steps"
             print(f"skipped {steps} with non-finite gradients")
@@ -275,22 +280,23 @@ def name_attention(config: Config, mesh: Mesh, engine: Engine, batch: LocalBatch
 
 SUMS = ("loss_sum", "target_count", "correct_sum", "reports")
 SKIPPED = ("in_a_row", "since_last")
+ROUTING = ("expert_load_max", "expert_entropy", "dropped_share")
 
 
 class Readback:
-    """Holds scalars while they are copied from ``device`` to page-locked memory. Later changes of the tensors do not
+    """Holds numbers while they are copied from ``device`` to page-locked memory. Later changes of the tensors do not
     affect them.
 
     Args:
-        values: scalar tensors on ``device``; fp64 represents all of them exactly.
+        values: tensors on ``device``, most of them scalars; fp64 represents all of them exactly.
     """
 
     def __init__(self, values: Mapping[str, Tensor], device: torch.device) -> None:
-        self._names = tuple(values)
-        together = torch.stack([value.detach().to(torch.float64) for value in values.values()])
+        self._shapes = {name: value.shape for name, value in values.items()}
+        together = torch.cat([value.detach().to(torch.float64).flatten() for value in values.values()])
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._values = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
+            self._values = torch.empty(len(together), dtype=torch.float64, pin_memory=True)
             self._values.copy_(together, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
@@ -302,11 +308,12 @@ class Readback:
         """Returns whether ``read`` returns without waiting."""
         return self._copied is None or self._copied.query()
 
-    def read(self) -> dict[str, float]:
-        """Returns name -> value; waits for the copy."""
+    def read(self) -> dict[str, Any]:
+        """Returns name -> number or nested list of numbers; waits for the copy."""
         if self._copied is not None:
             self._copied.synchronize()
-        return dict(zip(self._names, self._values.tolist(), strict=True))
+        pieces = self._values.split([shape.numel() for shape in self._shapes.values()])
+        return {name: piece.view(self._shapes[name]).tolist() for name, piece in zip(self._shapes, pieces, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -321,8 +328,8 @@ class Line:
 
     Attributes:
         totals: the samples and tokens of the run.
-        scalars: the arguments of ``step_numbers``, ``grad_norm``, the scalars of ``SkippedSteps`` and perhaps
-            ``loss_scale``.
+        scalars: the arguments of ``step_numbers``, ``grad_norm``, the scalars of ``SkippedSteps``, and perhaps
+            ``loss_scale`` and the metrics of experts.
     """
 
     step: int
@@ -342,6 +349,7 @@ class Line:
             "grad_norm": values["grad_norm"],
             **self.totals,
         }
-        if "loss_scale" in values:
-            metrics["loss_scale"] = values["loss_scale"]
+        metrics |= {name: values[name] for name in ("loss_scale", *ROUTING) if name in values}
+        if "expert_load" in values:
+            metrics["expert_load"] = [[round(load, 3) for load in layer] for layer in values["expert_load"]]
         return metrics, SkippedSteps(*(int(values[name]) for name in SKIPPED))

@@ -24,13 +24,14 @@ import torch
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.restoring import RestoredState
 from hpc_train.config.evaluation import best_metric
-from hpc_train.config.schema import Config, TrainConfig
+from hpc_train.config.schema import Config, GPTConfig, TrainConfig
 from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
 from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States
+from hpc_train.models.moe import load_metrics
 from hpc_train.parallel.compile import KeptArtifacts
-from hpc_train.parallel.engine import Engine, add_up
+from hpc_train.parallel.engine import Engine, add_up, add_up_choices
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.exits import Diverged, Exit
@@ -351,6 +352,10 @@ class Trainer:
         scalars |= dict(zip(SKIPPED, self.take_step.take_skipped(), strict=True))
         if self.take_step.loss_scale is not None:
             scalars["loss_scale"] = self.take_step.loss_scale.value
+        model = self.config.model
+        if isinstance(model, GPTConfig) and model.moe.experts is not None:
+            choices = add_up_choices(outcome.result, model.n_layers, model.moe.experts, self.mesh)
+            scalars |= load_metrics(choices[model.moe.dense_layers :])
         totals = {"samples": self._samples, "tokens": self.tokens}
         epoch = self.feed.epoch_of(self.step - 1)
         self.measures.clock.cut()

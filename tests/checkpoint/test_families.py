@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hpc_train.checkpoint.transfer import PublishedFiles, export, import_hf
-from hpc_train.config.schema import GPTConfig
+from hpc_train.config.schema import GPTConfig, MoEConfig
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.hf_names import FAMILIES, gpt_config, hf_config
@@ -49,6 +49,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # keys of config.js
     "gemma3_text": (
         {"head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 32, "num_hidden_layers": 7},
         {"global_every": 6, "local_rope_theta": 1e4, "rope_theta": 1e6, "qk_norm": True, "query_scalar": None},
+    ),
+    "mixtral": (
+        {"num_local_experts": 5, "num_experts_per_tok": 3},
+        {"moe": MoEConfig(experts=5, top_k=3), "sliding_window": None},
+    ),
+    "qwen3_moe": (
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [0],
+            "head_dim": 16,
+        },
+        {"moe": MoEConfig(experts=6, top_k=2, expert_dim=24, dense_layers=1, normalize=False), "qk_norm": True},
     ),
 }
 
@@ -84,7 +98,9 @@ def random_model(case: str) -> Any:
     values, kind = SIZES | CASES[case][0], case.partition(" ")[0]
     config = transformers.AutoConfig.for_model(kind, **values)
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
     for name, parameter in model.named_parameters():
         parameter.data.normal_(0.5 if "norm" in name else 0.0, 0.25)
     return model
@@ -122,12 +138,38 @@ def test_logits_equal_those_of_transformers_and_the_files_go_there_and_back(tmp_
     assert json.loads((tmp_path / "exported/config.json").read_text())["model_type"] == theirs.config.model_type
     with in_double(), torch.no_grad():
         again = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / "exported", attn_implementation="eager", dtype=torch.float64
+            tmp_path / "exported",
+            attn_implementation="eager",
+            experts_implementation="eager",
+            dtype=torch.float64,
         ).eval()
         assert type(again) is type(theirs)
         torch.testing.assert_close(again(tokens).logits, expected, rtol=0, atol=1e-12)
         state = theirs.state_dict()
         assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])
+def test_gradients_of_experts_equal_those_of_transformers(tmp_path: Path, case: str) -> None:
+    tokens = torch.randint(0, 64, (2, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    with in_double():
+        theirs = random_model(case)
+        theirs.save_pretrained(tmp_path / "published")
+        model = loaded(PublishedFiles.open(tmp_path / "published"))
+        for logits in (theirs(tokens).logits, model(tokens, {})):
+            logits.cos().sum().backward()
+    ours = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert None not in ours.values()
+    for layer, block in enumerate(theirs.model.layers):
+        if f"layers.{layer}.ffn.experts.w1" in ours:
+            both = [ours[f"layers.{layer}.ffn.experts.{name}"] for name in ("w1", "w3")]
+            experts = block.mlp.experts
+            torch.testing.assert_close(torch.cat(both, 1), experts.gate_up_proj.grad, rtol=1e-9, atol=1e-9)
+            router = ours[f"layers.{layer}.ffn.router.weight"]
+            torch.testing.assert_close(router, block.mlp.gate.weight.grad, rtol=1e-9, atol=1e-9)
+    embedding = theirs.model.embed_tokens.weight.grad
+    ours_embedding = ours["stem.embedding.weight"][1:]  # transformers gives the padding token no gradient
+    torch.testing.assert_close(ours_embedding, embedding[1:], rtol=1e-9, atol=1e-9)
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {  # what transformers 4 wrote
@@ -186,5 +228,5 @@ def test_options_that_no_family_has_together_are_not_exported() -> None:
 
 
 def test_each_family_sets_options_of_the_gpt() -> None:
-    known = {*GPTConfig.__dataclass_fields__}
+    known = {*GPTConfig.__dataclass_fields__, *(f"moe.{name}" for name in MoEConfig.__dataclass_fields__)}
     assert all({*family.may, *family.always} <= known for family in FAMILIES.values())

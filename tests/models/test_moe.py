@@ -84,7 +84,7 @@ def test_results_and_gradients_are_those_of_a_loop(options: dict[str, Any]) -> N
     torch.testing.assert_close(*pair, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["loop", "grouped_mm"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["loop", "grouped_mm"])
 def test_all_tokens_on_one_expert(dtype: torch.dtype) -> None:
     """The other experts get gradients of zero, as do all experts if every token is padding."""
     built = mixture(dtype, top_k=1, normalize=False)
@@ -116,7 +116,7 @@ def test_capacity_does_not_depend_on_later_tokens() -> None:
     hidden = hidden_states(1)
     changed = hidden.detach().clone()
     changed[:, 4:] = 5.0
-    assert torch.equal(built(hidden, {})[:, :4], built(changed, {})[:, :4])
+    torch.testing.assert_close(built(hidden, {})[:, :4], built(changed, {})[:, :4], rtol=1e-12, atol=1e-12)
     assert built.router.counts[-1] > 0
     dropped = int(built.router.counts[-1])
     built.eval()(hidden, {})
