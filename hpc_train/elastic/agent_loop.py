@@ -85,8 +85,8 @@ class Agent:
     entry: str | Script
     events: EventLog  # of this agent, in any attempt
     output: FileWriter  # of the logs of its workers
-    echo: FileWriter | None  # of what the workers print, to standard output
     deletion: DeletionWatch
+    echo: FileWriter | None = None  # of what the workers print, to standard output
     stacks: NewRequests[int] | None = None  # only in the agent with the server
     resizes: NewRequests[ResizeRequest | None] | None = None  # only in the agent with the server
     looks: FolderLooks | None = None  # into run.progress_dir; only in the agent with the server

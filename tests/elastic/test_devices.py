@@ -155,6 +155,7 @@ THREADS = {  # module: whether its threads may call CUDA
     "elastic/attempts.py": "no",
     "elastic/rendezvous/client.py": "no",
     "elastic/rendezvous/server.py": "no",
+    "elastic/roles.py": "no",
     "preflight/nccl_log.py": "no",
     "run/file_lock.py": "no",
     "run/file_writer.py": "no",
