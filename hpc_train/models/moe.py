@@ -256,7 +256,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class MixtureOfExperts(nn.Module):
-    """Adds up the results of the chosen experts, weighted by the router, and those of the shared expert, if any."""
+    """Adds the results of the chosen experts, weighted by the router, and of the shared expert, if there is one."""
 
     def __init__(self, config: GPTConfig, activation: Callable[[Tensor], Tensor], shared: nn.Module | None) -> None:
         super().__init__()
