@@ -38,13 +38,16 @@ ODD = [
     "--",
 ]
 PROGRAM = """
-import json, os, sys
+import json, os, sys, time
+from pathlib import Path
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_MAX_RESTARTS")
 seen = {name: os.environ[name] for name in names} | {"words": sys.argv[2:]}
 count = os.environ["TORCHELASTIC_RESTART_COUNT"]
-with open(f"seen-{count}-{seen['RANK']}.json", "w") as file:
-    json.dump(seen, file)
 print("these words", flush=True)
+Path(f"{seen['RANK']}.new").write_text(json.dumps(seen))
+Path(f"{seen['RANK']}.new").rename(f"seen-{count}-{seen['RANK']}.json")
+while len(list(Path().glob(f"seen-{count}-*"))) < int(seen["WORLD_SIZE"]):
+    time.sleep(0.05)  # all processes are killed when one ends
 sys.exit(int(sys.argv[1]))
 """
 
@@ -60,7 +63,7 @@ def run_exec(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_words_of_a_command_survive_the_config(words: list[str]) -> None:
     overrides = overrides_of(parse(["--standalone", "--per", "node", "--", *words])[0], words)
     config = config_of(*overrides)
-    assert command_words(config) == words
+    assert command_words(config.run.command) == words
     assert "${" not in command_text(words)
 
 
