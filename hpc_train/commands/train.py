@@ -189,7 +189,7 @@ def _check_foreground(config: Config) -> None:
         raise UserError(
             "this is a login node of a Slurm cluster: refusing to train in the foreground",
             where="cluster.kind",
-            fix="add -m to submit the run to Slurm, or cluster=local to train here anyway",
+            fix="add -m to submit the run to Slurm, or cluster=local (exec: --standalone) to run here anyway",
         )
     # salloc's shell on a login node does not have the GPUs of the job
     outside = in_allocation() and "SLURMD_NODENAME" not in os.environ
@@ -199,5 +199,5 @@ def _check_foreground(config: Config) -> None:
             raise UserError(
                 f"the nodes of this job have {gpus} GPUs each, but this shell does not run on them",
                 where="cluster.kind",
-                fix="add -m to train on the nodes of the job, or cluster=local to train here anyway",
+                fix="add -m to train on the nodes of the job, or cluster=local (exec: --standalone) to run here anyway",
             )
