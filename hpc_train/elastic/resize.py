@@ -42,6 +42,8 @@ def refusal_of(request: ResizeRequest, config: Config, spec: AttemptSpec, job: C
         spec: the attempt that runs.
         held: the nodes of the job, without those of joiners.
     """
+    if config.run.roles:
+        return "the nodes of run.roles are fixed"
     fewest = config.elastic.min_nodes or 1
     if request.nodes < fewest:
         return f"elastic.min_nodes={fewest} is the smallest number of nodes"

@@ -34,7 +34,7 @@ from hpc_train.schedulers.slurm.client import QUERY_S
 from hpc_train.schedulers.slurm.jobs import ask, status_of
 
 COMMENT = "hpc_train:"
-OF_JOBS = ("cancel", "resume", "retry", "wait")
+OF_JOBS = ("cancel", "resize", "resume", "retry", "wait")
 UNKNOWN = "UNKNOWN"  # the state of a job whose scheduler cannot be asked; it may be alive
 
 
