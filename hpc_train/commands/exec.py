@@ -313,10 +313,11 @@ def _gpus(text: str) -> tuple[str | None, int]:
 def overrides_of(options: ExecOptions, words: Sequence[str]) -> list[str]:
     """Returns the overrides of a training that runs ``words`` as ``options`` say."""
     command = command_text(words)
+    name_in_job = _name_in_job(options, command)
     values: dict[str, object] = {
         "run.command": None if options.roles else command,
         "+run.roles": options.roles or None,
-        "run.name": options.name or _name_in_job(options, command),
+        "run.name": options.name or name_in_job,
         "run.per": "node" if options.per == "node" else None,
         "elastic.max_restarts": options.max_restarts,
         "elastic.hang_timeout_s": None if options.hang_timeout_s is None else f"{options.hang_timeout_s:g}",

@@ -158,7 +158,8 @@ def cancel(arguments: list[str]) -> int:
         return Exit.DONE
     message = f"cancelling {count} of {counted(len(runs), 'job', 'jobs')}"
     if count and (options.save or any(item.lives_here() for item in runs)):
-        message += "; they save a checkpoint first"
+        are_commands = all(item.run.record().get("own_code") == "command" for item in runs)
+        message += "; their programs get SIGTERM first" if are_commands else "; they save a checkpoint first"
     if ended:
         message += f"; {counted(ended, 'is', 'are')} not waiting or running"
     print(message)

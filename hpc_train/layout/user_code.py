@@ -128,7 +128,7 @@ def _check_command(words: Sequence[str], where: str) -> None:
             raise UserError(
                 f"{where} starts {program}, which is not an executable program",
                 where=where,
-                fix="the name of a program on PATH or its path, such as [python,train.py]",
+                fix="the name of a program on PATH or its path; for a script of Python: python FILE",
             )
     elif len(words) > 1 and not words[1].startswith("-") and not Path(words[1]).is_file():
         what = f"{where} runs {words[1]}, which does not exist"
