@@ -34,6 +34,7 @@ from hpc_train.config.roles import (
     STARTED,
     Placement,
     Role,
+    check_roles,
     place,
     roles_of,
 )
@@ -58,6 +59,7 @@ TICK_S = 0.2
 PORTS = 64  # candidates per node
 FIRST_PORT = 20000  # Ray uses 10002 to 19999
 CONNECT_S = 120.0  # until the supervisors of all nodes are connected
+LOST_S = 10.0  # meanwhile the agents of the job end all supervisors, because that of the first node has failed
 LOOK_S = 1.0  # for an answer of a port
 KILL_S = 10.0  # after the grace, within which an agent kills its processes
 # variables of this process that the agents of roles do not get
@@ -168,7 +170,8 @@ class RoleState:
         started: when its agents were started, on the monotonic clock; None before.
         codes: the exit codes of its agents that have ended, by node.
         problem: why an agent could not be started.
-        signaled: whether it was asked to stop.
+        sent: the last signal that was sent to its agents.
+        is_done: whether it has ended by itself, without a failure.
     """
 
     role: Role
@@ -180,7 +183,8 @@ class RoleState:
     is_ready: bool = False
     codes: dict[int, int] = field(default_factory=dict)
     problem: str = ""
-    signaled: bool = False
+    sent: signal.Signals | None = None
+    is_done: bool = False
     _offsets: dict[Path, int] = field(default_factory=dict)
 
     @property
@@ -296,6 +300,8 @@ class Leader:
             admission.open()
         until = time.monotonic() + CONNECT_S
         while len(self._reports) < self._nodes:
+            if self._stop.requested:
+                return Exit.STOPPED
             if time.monotonic() > until:
                 raise UserError(
                     f"only {len(self._reports)} of {self._nodes} nodes have connected to {self._reports[0].name}",
@@ -348,16 +354,21 @@ class Leader:
 
     def _begin(self) -> None:
         """Places all roles and chooses their ports; none has started."""
+        gpus = min(len(report.gpus) for report in self._reports.values())
+        check_roles(self._config, self._nodes, gpus)  # the nodes may have fewer GPUs than the submission assumed
         roles = roles_of(self._config)
-        placements = place(roles, min(len(report.gpus) for report in self._reports.values()))
+        placements = place(roles, gpus)
         self._states = {}
         ports: set[int] = set()
         for role in roles:
             placement = placements[role.name]
             port = role.fixed_port
             if port is None:
-                free = [set(self._reports[node].ports) - ports for node in placement.nodes]
-                port = next(port for port in self._reports[placement.nodes[0]].ports if all(port in n for n in free))
+                free = set.intersection(*(set(self._reports[node].ports) for node in placement.nodes)) - ports
+                if not free:
+                    what = f"no port from {FIRST_PORT} is free on all nodes of the role {role.name}"
+                    raise UserError(what, where="run.roles", fix="end the processes that listen on so many ports")
+                port = min(free)
                 ports.add(port)
             run = self._run.of_role(role.name)
             self._states[role.name] = RoleState(role, run, placement, port)
@@ -392,7 +403,9 @@ class Leader:
         role = state.role
         code = state.code
         if code == Exit.DONE and not is_main:
-            state.is_ready = True
+            if not state.is_done:
+                print(f"role {role.name} is done", flush=True)
+            state.is_ready = state.is_done = True
         elif code == Exit.DONE:
             self._end(Exit.DONE)
         elif code == Exit.STOPPED:
@@ -465,14 +478,15 @@ class Leader:
         limit_s = 0.9 * self._grace_s if ending.by_request else self._grace_s + KILL_S
         for state in alive:
             waits = ending.by_request and state is not main and main.is_alive and waited_s < self._grace_s / 2
-            if waited_s > limit_s:
+            if waited_s > limit_s and state.sent is not signal.SIGKILL:
+                print(f"role {state.role.name} has not stopped within {limit_s:.0f} s and is killed", flush=True)
                 self._signal(state, signal.SIGKILL)
-            elif not state.signaled and not waits:
-                state.signaled = True
+            elif state.sent is None and not waits:
                 self._signal(state, signal.SIGTERM)
         return not alive
 
     def _signal(self, state: RoleState, number: signal.Signals) -> None:
+        state.sent = number
         for node in state.placement.nodes:
             if node in self._channels:
                 self._channels[node].send({"kind": "signal", "role": state.role.name, "signal": int(number)})
@@ -534,13 +548,22 @@ def main() -> int:
     report = NodeReport(allocation.node_rank, allocation.node_name, allocation.address, visible_devices(), ports)
     port = int(os.environ["MASTER_PORT"])
     if allocation.node_rank > 0:
-        return follow(run, report, (os.environ["MASTER_ADDR"], port), token)
+        try:
+            return follow(run, report, (os.environ["MASTER_ADDR"], port), token)
+        except OSError as error:
+            print(f"{allocation.node_name} has lost the supervisor of the first node: {error}", flush=True)
+            time.sleep(LOST_S)
+            return Exit.FAILED
     leader = Leader(run, config, report, allocation.nodes, stop, token)
-    if allocation.nodes == 1:
-        return leader.work(None)
-    allocation, _ = listening_at(allocation, is_chosen=config.cluster.interface is not None)
-    with socket.create_server((allocation.listen_address, port)) as listener:
-        return leader.work(listener)
+    try:
+        if allocation.nodes == 1:
+            return leader.work(None)
+        allocation, _ = listening_at(allocation, is_chosen=config.cluster.interface is not None)
+        with socket.create_server((allocation.listen_address, port)) as listener:
+            return leader.work(listener)
+    except UserError as error:
+        print(f"{error.what}; {error.fix}", flush=True)  # the last line is the message of the failure
+        return Exit.REFUSED
 
 
 if __name__ == "__main__":

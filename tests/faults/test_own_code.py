@@ -13,6 +13,8 @@ from tests.faults.on_slurm import PATIENCE_S, kill_agent, skip_unless_long
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import events, job_id, steps, with_python
 from tests.train.custom_loop.functions import loss_of, model, optimizers, update
+from tests.train.custom_loop.runs import failures
+from tests.train.custom_loop.test_roles import JUDGE, TRAINER
 
 STEPS = 150
 CASE = [
@@ -84,3 +86,26 @@ def test_a_script_of_a_batch_script(cluster: Cluster, tmp_path: Path) -> None:
     totals = [json.loads((tmp_path / f"saved-{rank}.json").read_text()) for rank in range(2)]
     assert totals == [[800, 320400], [800, 640800]]
     assert RunDirectory(run).record()["result"] == {"steps": 800}
+
+
+def test_roles_on_three_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """A server is killed and starts again alone; then the job is preempted, and all roles start again."""
+    (tmp_path / "judge.py").write_text(JUDGE)
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    python = ["--", "python", str(tmp_path / "trainer.py"), "2", str(tmp_path)]
+    trainer = ["--role", "trainer:nodes=2,procs=2", *python]
+    judge = ["--role", "judge:per=node,ready=port", "--", "python", str(tmp_path / "judge.py"), "kill"]
+    process = cluster.start("exec", "-m", "--name", "run", *trainer, *judge, cwd=tmp_path)
+    run = RunDirectory(tmp_path / "outputs" / "run")
+    wait_for("the restart of the server", lambda: run.of_role("judge").newest_attempt() == 1, PATIENCE_S)
+    assert run.of_role("trainer").newest_attempt() == run.newest_attempt() == 0
+    cluster.call("scancel", "--signal=USR2", job_id(run.path))
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, output
+    assert len(events(run.path, "requeued")) == 1
+    assert [run.of_role(name).newest_attempt() for name in ("trainer", "judge")] == [1, 2]
+    assert failures(run.of_role("judge")) == [("killed", 0)]
+    started = {name: events(run.path / "roles" / name, "started")[-1] for name in ("trainer", "judge")}
+    assert [len(event["nodes"]) for event in started.values()] == [2, 1]
+    assert started["trainer"]["world_size"] == 4
+    assert len({json.loads(path.read_text())["RANK"] for path in tmp_path.glob("seen-*")}) == 4
