@@ -154,6 +154,14 @@ max_steps: 120
 per_device_train_batch_size: 2
 report_to: none
 """
+CHATS = """
+{"chats": {
+    "file_name": "train.jsonl",
+    "formatting": "sharegpt",
+    "columns": {"messages": "messages"},
+    "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+}}
+"""
 DRIVER = """
 import os, time
 from pathlib import Path
@@ -225,7 +233,7 @@ PROGRAMS = {
             "termcolor==3.3.0", "pillow==11.3.0", "tiktoken==0.14.0", "sentencepiece==0.2.3", "torchdata==0.11.0",
         ),
         "out/checkpoint-*/trainer_state.json",
-        before={"config.yaml": LLAMA_FACTORY},
+        before={"config.yaml": LLAMA_FACTORY, "data/dataset_info.json": CHATS},
         instead=SMALL,
         modules=("torchaudio",),  # the index has builds for CUDA only; text needs none
     ),
@@ -236,5 +244,11 @@ PROGRAMS = {
         {"train.py": DEEPSPEED},
         saves=True,
     ),
-    "Ray": Program(("ray==2.60.0", "msgpack==1.2.4"), "driver", before={"driver.py": DRIVER}),
+    "Ray": Program(
+        ("ray==2.60.0", "msgpack==1.2.4"),
+        "driver",
+        before={"driver.py": DRIVER},
+        instead={'--address "$RAY_ADDRESS"': '--address "$RAY_ADDRESS" --node-ip-address 127.0.0.3'},
+        saves=True,
+    ),
 }  # fmt: skip

@@ -1,14 +1,8 @@
-"""Writes what the programs of the recipes train: a model of 7,000 parameters with its tokenizer, and chats.
-
-    python stand_ins.py FOLDER
-
-The model lies in FOLDER/model, the chats in FOLDER/data/train.jsonl.
-"""
+"""Writes what the programs of the recipes train: a model of 7,000 parameters with its tokenizer, and chats."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -54,8 +48,3 @@ def write_chats(folder: Path) -> None:
         answer = {"role": "assistant", "content": f"{number + 1}"}
         lines.append(json.dumps({"messages": [question, answer]}))
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    write_model(Path(sys.argv[1], "model"))
-    write_chats(Path(sys.argv[1], "data"))

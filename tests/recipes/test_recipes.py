@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -63,10 +64,13 @@ def python_with(program: Program, folder: Path) -> Path:
     return python
 
 
-def steps_of(run: RunDirectory, attempt: int) -> list[int]:
-    """Returns the steps that the output of an attempt shows."""
-    output = "".join(path.read_text() for path in run.logs.glob(f"*-{attempt:03d}.log"))
-    return [int(step) for step in re.findall(rf"\b(\d+)/{STEPS}\b", output) if int(step) > 0]
+def steps_of(run: RunDirectory) -> list[list[int]]:
+    """Returns the steps that the output of each attempt shows, without attempts that ended before the first step."""
+    attempts: dict[str, list[int]] = {}
+    for path in sorted(run.logs.glob("*.log")):
+        found = [int(step) for step in re.findall(rf"\b(\d+)/{STEPS}\b", path.read_text())]
+        attempts.setdefault(path.stem[-3:], []).extend(step for step in found if step > 0)
+    return [steps for _, steps in sorted(attempts.items()) if steps]
 
 
 def processes_of(run: RunDirectory) -> dict[int, list[psutil.Process]]:
@@ -82,6 +86,24 @@ def processes_of(run: RunDirectory) -> dict[int, list[psutil.Process]]:
     for of_rank in found.values():
         of_rank.sort(key=lambda process: process.pid)
     return found
+
+
+Begin = Callable[[int], list[subprocess.Popen[bytes]]]
+
+
+def disturb(run: RunDirectory, program: Program, begin: Begin) -> None:
+    """Kills the last rank after a checkpoint, announces the time limit after the restart, and starts the job again."""
+    folder = run.path.parents[1]
+    agents = begin(0)
+    wait_for("a checkpoint", lambda: any(folder.glob(program.checkpoint)), PATIENCE_S)
+    processes_of(run)[2 * program.processes - 1][0].kill()
+    wait_for("steps after the restart", lambda: len(steps_of(run)) > 1, PATIENCE_S)
+    agents[0].send_signal(signal.SIGUSR2)
+    assert [agent.wait(PATIENCE_S) for agent in agents] == [75, 75]
+    assert not processes_of(run)
+    agents = begin(1)
+    assert [agent.wait(PATIENCE_S) for agent in agents] == [0, 0]
+    assert not processes_of(run)
 
 
 CASES = [pytest.param(title, marks=pytest.mark.long_form(300 if title in LONG else 150)) for title in PROGRAMS]
@@ -104,39 +126,35 @@ def test_a_program_continues(title: str, tmp_path: Path, request: pytest.Fixture
             text = text.replace(there, here)
         (tmp_path / name).write_text(text)
     (command,) = re.findall(r"^hpc-train exec .* -- (.*)$", section(title), re.MULTILINE)
-    begin = starter(python, program, shlex.split(command), tmp_path)
-
     run = RunDirectory(tmp_path / "outputs" / "run")
-    agents = begin(0)
-    wait_for("a checkpoint", lambda: any(tmp_path.glob(program.checkpoint)), PATIENCE_S)
-    victim = 2 * program.processes - 1
-    processes_of(run)[victim][0].kill()
-    wait_for("steps after the restart", lambda: len(steps_of(run, 1)) > 1, PATIENCE_S)
-    agents[0].send_signal(signal.SIGUSR2)
-    assert [agent.wait(PATIENCE_S) for agent in agents] == [75, 75]
-    assert not processes_of(run)
-    agents = begin(1)
-    assert [agent.wait(PATIENCE_S) for agent in agents] == [0, 0]
-    assert not processes_of(run)
+    with ExitStack() as started:
+        begin = starter(python, program, shlex.split(command), tmp_path, started)
+        disturb(run, program, begin)
 
     kills = [event["rank"] for event in run.read_events() if event.get("class") == "killed"]
-    assert kills == [victim]
-    assert min(steps_of(run, 0)) == 1
-    assert min(steps_of(run, 1)) > 1
-    assert min(steps_of(run, 2)) > (max(steps_of(run, 1)) if program.saves else 1)
-    assert max(steps_of(run, 2)) == STEPS
+    assert kills == [2 * program.processes - 1]
+    first, *_, before_limit, last = steps_of(run)
+    assert min(first) == 1
+    assert min(before_limit) > 1
+    assert min(last) > (max(before_limit) if program.saves else 1)
+    assert max(last) == STEPS
 
 
-def starter(
-    python: Path, program: Program, words: list[str], folder: Path
-) -> Callable[[int], list[subprocess.Popen[bytes]]]:
-    """Returns a function that starts the agents of both nodes in a start of the job, given by its number."""
+def starter(python: Path, program: Program, words: list[str], folder: Path, started: ExitStack) -> Begin:
+    """Returns a function that starts the agents of both nodes in a start of the job, given by its number.
+
+    Args:
+        started: ends the agents.
+    """
     variables = environment(
         PATH=f"{python.parent}:{os.environ['PATH']}",
         HPC_TRAIN_NODES="127.0.0.2,127.0.0.3",
         HPC_TRAIN_JOB_ID="7",
         HPC_TRAIN_REQUEUE="true",
         HF_HUB_OFFLINE="1",
+        HF_HOME=str(folder / "cache"),
+        AXOLOTL_DO_NOT_TRACK="1",
+        RAY_USAGE_STATS_ENABLED="0",
         OMP_NUM_THREADS="1",
     )
     per = ["--per", "node"] if program.processes == 1 else ["--nproc-per-node", str(program.processes)]
@@ -147,11 +165,12 @@ def starter(
         for node in range(2):
             place = {"HPC_TRAIN_NODE_RANK": str(node), "HPC_TRAIN_LAUNCH": str(start), "HPC_TRAIN_RESTART": str(start)}
             with (folder / f"agent-{node}-{start}").open("w") as output:
-                agents.append(
-                    subprocess.Popen(
-                        command, cwd=folder, env=variables | place, stdout=output, stderr=subprocess.STDOUT
-                    )
+                agent = subprocess.Popen(
+                    command, cwd=folder, env=variables | place, stdout=output, stderr=subprocess.STDOUT
                 )
+            started.callback(agent.wait, PATIENCE_S)
+            started.callback(agent.terminate)
+            agents.append(agent)
         return agents
 
     return begin
