@@ -12,7 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from hpc_train.checkpoint.space import stop_time
@@ -35,6 +35,7 @@ from hpc_train.elastic.requeue import JobEnd, request
 from hpc_train.elastic.resize import Growth
 from hpc_train.elastic.script import FolderLooks, Script
 from hpc_train.elastic.watch import Watch
+from hpc_train.elastic.worker_process import die_with_warm_parent, ensure_warm_parent, fork_process
 from hpc_train.errors import UserError
 from hpc_train.machine.allocation import LOOPBACK, Allocation
 from hpc_train.machine.gpus import gpu_memory
@@ -107,6 +108,10 @@ class Session:
                 coordinator.stop = self.stop.reason  # requested before any attempt: none starts
                 server, address = _start_server(run, config, allocation, attempts, coordinator, tracking)
             else:
+                if self.is_guest and isinstance(self.entry, str):
+                    # the run must not stop for this node before the imports of its warm parent are done
+                    with suppress(EOFError, ConnectionError):
+                        fork_process(die_with_warm_parent, ensure_warm_parent()).join()
                 limit_s = config.elastic.join_timeout_s
                 address = wait_for_server(
                     run, allocation, lambda: self.stop.requested, lambda: _has_ended(end), limit_s

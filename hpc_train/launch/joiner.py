@@ -29,7 +29,7 @@ def submit_joiner(run: RunDirectory, nodes: str, target: str, minutes: str, excl
     """Submits a joiner and returns the id of its job. Raises UserError if Slurm refuses it."""
     config = load(run)
     exclude = ",".join(filter(None, [config.cluster.exclude, excluded]))
-    cluster = replace(config.cluster, nodes=nodes, exclude=exclude, nodelist=None, time_min=None)
+    cluster = replace(config.cluster, nodes=nodes, exclude=exclude, nodelist=None, time_min=None, first=[])
     config = replace(config, cluster=cluster, elastic=replace(config.elastic, spares=0, min_nodes=None))
     shape = SlurmJobExecutor().shape(config)
     job = Job(config, resolve_layout(config, shape.nodes, shape.workers, shape.device_bytes), shape, run)
