@@ -266,8 +266,11 @@ def resize(arguments: list[str]) -> int:
         if is_over or time.monotonic() > until or not is_live(run):
             break
         time.sleep(ANSWERS_POLL_S)
-    state = "unanswered" if newest is None else newest.name.removeprefix("resize_")
-    message = "the agent of node 0 does not answer" if newest is None else newest.message
+    state = "unanswered"
+    message = "the agent of node 0 does not answer" if is_live(run) else "the run has ended"
+    if newest is not None and (is_over or is_live(run)):
+        state = newest.name.removeprefix("resize_")
+        message = newest.message
     if options.json:
         print(json.dumps({"state": state, "nodes": int(number), "message": message}))
     elif state in ("requested", "resized"):
