@@ -163,12 +163,7 @@ def _view_of(run: RunDirectory, first_attempt: int, status: JobStatus | None, ou
             view = replace(view, state="stopping", is_working=False)
         if not present:
             return _lost(run, view, status, output)
-        # the last message of the agents about missing progress, unless a step was logged since then
-        silent = [event for event in run.events_of("agent-*", attempt) if event.name == "no_progress"]
-        last = max(silent, key=attrgetter("time"), default=None)
-        if last is not None and view.metrics.get("time", 0.0) <= last.time:
-            view = replace(view, message=last.message)
-        return view
+        return replace(view, message=_message_of_agents(run, attempt, view))
     if present and not end.final:
         return replace(view, state=_between_starts(end.state, status), is_working=False)
     code = end.event.exit_code or Exit.DONE
@@ -178,6 +173,20 @@ def _view_of(run: RunDirectory, first_attempt: int, status: JobStatus | None, ou
     if code == Exit.STOPPED and _cancelled(status):
         state = "cancelled"
     return replace(view, state=state, exit=final_code(code, run), message=failure_text(run, end.event))
+
+
+def _message_of_agents(run: RunDirectory, attempt: int, view: View) -> str:
+    """Returns what the agents say about a live run: the last message about missing progress, unless a step was logged
+    since then, or about the nodes that it waits for.
+    """
+    events = sorted(run.events_of("agent-*", attempt), key=attrgetter("time"))
+    silent = [event for event in events if event.name == "no_progress"]
+    resizes = [event for event in events if event.name in ("resize_requested", "resize_refused")]
+    if silent and view.metrics.get("time", 0.0) <= silent[-1].time:
+        return silent[-1].message
+    if resizes and resizes[-1].name == "resize_requested" and resizes[-1]["nodes"] != view.nodes:
+        return resizes[-1].message
+    return view.message
 
 
 def view_at_end(run: RunDirectory, code: int) -> View:

@@ -292,6 +292,10 @@ def test_a_silence_is_told_until_a_step_is_logged(run: RunDirectory) -> None:
     assert headline(replace(found, exit_code=None, message=told, waiting=None)).endswith(f"; {told}")
     append_line(run.metrics_file(0), {"time": time.time() + 1, "step": 21, "attempt": 0, "world_size": 4})
     assert status_of().message == ""
+    agent(run).write("resize_requested", nodes=7, before=2, reason="user", message="job 8 adds 5 when it starts")
+    assert status_of().message == "job 8 adds 5 when it starts"
+    agent(run).write("resize_refused", nodes=7, reason="user", message="job 8 has ended before its nodes joined")
+    assert status_of().message == ""
 
 
 def test_a_run_that_is_fine_says_so(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

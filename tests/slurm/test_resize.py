@@ -67,12 +67,15 @@ def test_a_sequence_of_changes_and_faults(cluster: Cluster, tmp_path: Path, stra
     job = job_id(run)
     nodes = 1
     for _ in range(5):
-        change = random.choice(["resize", "resize", "cancel", "requeue"])
+        change = random.choice(["resize", "resize", "cancel", "requeue", "announce"])
         if change == "resize":
             nodes = random.choice([number for number in (1, 2, 4) if number != nodes])
             resize(cluster, tmp_path, nodes)
         elif change == "requeue":
             cluster.call("scontrol", "requeue", job)
+            cluster.wait_for_state(job, "PENDING")
+        elif change == "announce":  # the time limit of the first job
+            cluster.call("scancel", "--signal=USR2", job)
             cluster.wait_for_state(job, "PENDING")
         elif running := joiners(cluster, "RUNNING"):
             cluster.call("scancel", *running)
