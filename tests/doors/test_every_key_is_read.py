@@ -96,6 +96,7 @@ def runs(folder: Path) -> list[list[str]]:
          "optim._target_=torch.optim.RMSprop"],
         ["+strategy=single", *gpt, "data=stream", "data._target_=tests.doors.custom_data.Counted", "data.shards=2",
          "model.vocab_size=16", "precision=fp8", "precision.weights=bf16"],
+        ["+strategy=dp", "cluster=local", "run.command=[python,--version]", "run.per=node"],
         ["script", "+strategy=dp", *TINY],
         ["plan", *TINY, "--machine=cpu", "--gpus=1", "cluster.price.purchase=9000", "cluster.price.spot=1"],
         ["+strategy=auto", *TINY, "cluster=slurm", "cluster.gpus_per_node=2", "cluster.machine=h100", "-m",
