@@ -43,7 +43,7 @@ from hpc_train.elastic.rendezvous.addresses import candidate_ports
 from hpc_train.elastic.rendezvous.channel import Admission, Channel, Message
 from hpc_train.elastic.script import PROGRESS, TOKEN
 from hpc_train.errors import UserError
-from hpc_train.machine.allocation import current_allocation, listening_at, meeting_at
+from hpc_train.machine.allocation import current_allocation, listening_at, meeting_at, workers_per_node
 from hpc_train.machine.amd_gpus import restrict_to
 from hpc_train.machine.gpus import DRIVER, visible_devices
 from hpc_train.opening import open_file
@@ -263,7 +263,8 @@ class Leader:
     """Decides for all nodes; runs on the first node.
 
     Args:
-        grace_s: how long processes have to stop.
+        report: describes this node.
+        nodes: the number of nodes of the job.
         token: admits the supervisors of the other nodes.
     """
 
@@ -358,6 +359,9 @@ class Leader:
         check_roles(self._config, self._nodes, gpus)  # the nodes may have fewer GPUs than the submission assumed
         roles = roles_of(self._config)
         placements = place(roles, gpus)
+        used = {node for placement in placements.values() for node in placement.nodes}
+        for number in sorted(self._reports.keys() - used):
+            print(f"no role runs on {self._reports[number].name}", flush=True)
         self._states = {}
         ports: set[int] = set()
         for role in roles:
@@ -543,9 +547,10 @@ def main() -> int:
     config = load(run)
     token = os.environ.pop(TOKEN)
     allocation = meeting_at(current_allocation(), config.cluster.interface)
+    gpus = visible_devices()[: workers_per_node(config.cluster)[0]]
     candidates = (port for port in candidate_ports(token) if port >= FIRST_PORT)
     ports = tuple(islice(filter(is_free, candidates), PORTS))
-    report = NodeReport(allocation.node_rank, allocation.node_name, allocation.address, visible_devices(), ports)
+    report = NodeReport(allocation.node_rank, allocation.node_name, allocation.address, gpus, ports)
     port = int(os.environ["MASTER_PORT"])
     if allocation.node_rank > 0:
         try:
