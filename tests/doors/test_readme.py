@@ -184,6 +184,8 @@ def test_the_commands_of_a_page_without_training(page: str, tmp_path: Path) -> N
         if arguments[0] in READ or arguments[:2] in (["checkpoint", "list"], ["checkpoint", "verify"]):
             name = next(word for word in arguments if word not in ("checkpoint", "list", "verify", *READ))
             run = tmp_path / "recorded" / "outputs" / name
+            if "--role" in arguments:
+                run = run / "roles" / arguments[-1]
             if not run.exists():
                 for path in [run / "0", run / "1"] if name in sweeps else [run]:
                     recorded_run(path)
