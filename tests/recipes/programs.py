@@ -17,7 +17,7 @@ class Program:
 
     Attributes:
         packages: requirements with versions.
-        processes: the number of processes on each of the two nodes.
+        processes: the number of processes per node.
         before: by file of the page, the beginning of the program, which the page leaves out.
         instead: replacements in the files of the page.
         checkpoint: a pattern of files in the directory of the command; the first match completes a checkpoint.
@@ -32,6 +32,7 @@ class Program:
     instead: Mapping[str, str] = field(default_factory=dict)
     saves: bool = False
     modules: tuple[str, ...] = ()
+    nodes: int = 2
 
 
 LOOP = """
@@ -223,6 +224,7 @@ PROGRAMS = {
         "out/checkpoint-*/trainer_state.json",
         before={"config.yml": AXOLOTL},
         instead=SMALL,
+        nodes=1,  # each of several ranks places its model on an accelerator
     ),
     "LLaMA-Factory": Program(
         (
