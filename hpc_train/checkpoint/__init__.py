@@ -1,14 +1,14 @@
 """Checkpoints: of runs, and of any other training loop with ``save``, ``load`` and ``Checkpoints``.
 
-The three names are imported when they are first used: they import torch, which listing checkpoints does not need.
+These names are imported when they are first used: they import torch, which listing checkpoints does not need.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpc_train.checkpoint.standalone import Checkpoints, load, save
+    from hpc_train.checkpoint.standalone import Checkpoints, SaveFailed, load, save
 
-__all__ = ["Checkpoints", "load", "save"]
+__all__ = ["Checkpoints", "SaveFailed", "load", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -96,6 +96,9 @@ class ObjectState:
                 if any(isinstance(part, FullyShardedDataParallel) for part in value.modules()):
                     what = f"{name} is wrapped in FullyShardedDataParallel, whose shards have no global names"
                     raise UserError(what, where=self._where, fix="torch.distributed.fsdp.fully_shard (FSDP2)")
+                if any(parameter.is_meta for parameter in value.parameters()):
+                    what = f"{name} has parameters on the meta device, which have no values"
+                    raise UserError(what, where=self._where, fix=f"{name}.to_empty(device=...) before")
             elif isinstance(value, torch.optim.Optimizer):
                 self._optimizers[name] = value
             elif isinstance(value, Tensor):

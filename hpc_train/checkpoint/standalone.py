@@ -106,6 +106,8 @@ class _Directory:
         return open_checkpoint(verified, self.group)
 
     def _skip(self, checkpoint: Checkpoint, problem: str) -> None:
+        if checkpoint not in self.store.committed():
+            return  # the program that saves here has removed it meanwhile
         path = checkpoint.path
         with suppress(OSError, UserError):  # this process may not write here, or another program saves here
             path = self.store.set_aside(checkpoint, self.attempt)
@@ -128,19 +130,16 @@ class _Directory:
 
         Raises:
             UserError: another program has taken over the directory, or there is a checkpoint of a later step.
+            OSError: this process cannot write to the directory.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            text = f"cannot make the directory {self.path}: {error.strerror}"
-            raise UserError(text, where=f"{WHERE}.save", fix="a directory that this process may write to") from None
+        self.path.mkdir(parents=True, exist_ok=True)
         self._check_claim()
         newest = self.store.newest()
         while newest is not None and newest.step >= step:
             try:
                 saved_by = newest.manifest().attempt
-            except BadCheckpoint as error:
-                self._skip(newest, str(error))
+            except BadCheckpoint:
+                self.store.set_aside(newest, self.attempt)
                 newest = self.store.newest()
                 continue
             if newest.step > step:
@@ -246,7 +245,7 @@ class Checkpoints:
             UserError: the checkpoint has other objects or shapes, or all checkpoints are damaged.
         """
         self.wait()
-        with _advice("other objects need another directory"):
+        with _naming_the_directory():
             checkpoint = self._directory.newest()
             if checkpoint is not None:
                 checkpoint = self._selected(checkpoint, strict)
@@ -293,7 +292,7 @@ class Checkpoints:
                 later step, or the ranks have different values.
         """
         self.wait()
-        with self._naming_a_lost_rank(step):
+        with self._failing(step):
             self._compare(
                 self._objects.digests(),
                 "the values of {} differ between ranks",
@@ -310,7 +309,7 @@ class Checkpoints:
         Raises:
             SaveFailed: it failed.
         """
-        with self._naming_a_lost_rank(self._step):
+        with self._failing(self._step):
             self._manager.wait()
 
     def close(self) -> None:
@@ -327,7 +326,7 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:  # otherwise the other ranks may not come
+        if error is None:  # otherwise other ranks may not call it; a save in the background may not be committed
             self.close()
 
     def _compare(self, local: Mapping[str, str], message: str, fix: str) -> None:
@@ -340,14 +339,16 @@ class Checkpoints:
             raise UserError(message.format(names), where=WHERE, fix=fix)
 
     @contextmanager
-    def _naming_a_lost_rank(self, step: int | None) -> Iterator[None]:
+    def _failing(self, step: int | None) -> Iterator[None]:
+        """Raises ``SaveFailed`` for errors of the disk and of lost ranks in the save of ``step``."""
         try:
             yield
-        except (SaveFailed, UserError):
-            raise
+        except OSError as error:  # of ``admits``
+            raise SaveFailed(f"rank 0: {type(error).__name__}: {error}", {0: error}) from None
         except RuntimeError as error:  # of gloo
-            text = f"the save of step {step} failed on rank {self._ranks.rank}, because another rank has ended: {error}"
-            raise SaveFailed(text, {self._ranks.rank: error}) from error
+            rank = self._ranks.rank
+            text = f"the save of step {step} failed on rank {rank}; another rank may have ended: {error}"
+            raise SaveFailed(text, {rank: error}) from error
 
 
 def save(directory: str | os.PathLike[str], step: int, /, *, keep: int = 2, **objects: Registered) -> None:
@@ -383,11 +384,9 @@ def _control_group() -> Group:
 
 
 @contextmanager
-def _advice(fix: str) -> Iterator[None]:
-    """Replaces the fix of an error that names a setting of a run."""
+def _naming_the_directory() -> Iterator[None]:
+    """Replaces the setting of a run in the fix of an error."""
     try:
         yield
     except UserError as error:
-        if "run.name" not in error.fix:
-            raise
-        raise UserError(error.what, where=error.where, fix=fix) from None
+        raise UserError(error.what, where=error.where, fix=error.fix.replace("run.name", "directory")) from None

@@ -224,7 +224,7 @@ def test_a_loop_that_is_killed_while_it_saves_continues_with_the_same_bits(tmp_p
     for step, state in enumerate(expected, start=1):
         assert all(other == state for other in states[step]), step
     assert killed >= LOOP_KILLS // 2
-    assert any("another rank has ended" in text for text in problems)
+    assert any("another rank may have ended" in text for text in problems)
     assert all(text.startswith(("SaveFailed: ", "RuntimeError: ")) for text in problems), (
         problems
     )  # the latter: in a step

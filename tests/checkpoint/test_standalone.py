@@ -21,8 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hpc_train.checkpoint import Checkpoints, disk, load, save
-from hpc_train.checkpoint.writer import SaveFailed
+from hpc_train.checkpoint import Checkpoints, SaveFailed, disk, load, save
 from hpc_train.commands.checkpoint import main as checkpoint_command
 from hpc_train.errors import UserError
 from tests.ranks import run_ranks
@@ -155,6 +154,7 @@ def test_steps_only_grow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ("objects", "message"),
     [
         ({"model": 3}, "model is a int, which has no state"),
+        ({"model": nn.Linear(1, 1, device="meta")}, "model has parameters on the meta device"),
         ({"values": {"when": object()}}, "the state of values has a object at when"),
         ({"optimizer": torch.optim.SGD([torch.ones(1, requires_grad=True)])}, "in no registered module"),
     ],
@@ -163,6 +163,12 @@ def test_objects_that_cannot_be_saved_are_refused(tmp_path: Path, objects: dict[
     with pytest.raises(UserError, match=message):
         save(tmp_path, 1, **objects)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_directory_that_cannot_be_made_is_a_failed_save(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SaveFailed, match="rank 0: NotADirectoryError"):
+        save(tmp_path / "file" / "checkpoints", 1, model=nn.Linear(1, 1))
 
 
 def test_several_processes_need_a_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,23 +275,21 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_loaded(
         assert "skipping the damaged checkpoint of step 2 in" in capsys.readouterr().out
         assert not newest.exists()
     damage(tmp_path / "step-00000001" / "manifest.json")
-    with pytest.raises(UserError, match=r"all checkpoints of this run are damaged:\n  step 1: "):
+    with pytest.raises(UserError, match=r"all checkpoints of this run are damaged:\n  step 1: ") as caught:
         load(tmp_path, **Loop.of("plain").objects)
+    assert caught.value.fix.endswith("or choose another directory to start at step 0")
 
 
-OTHER_PROGRAM = """
-import sys, torch
-from hpc_train.checkpoint import load, save
-model = torch.nn.Linear(2, 2)
-step = load(sys.argv[1], model=model) or 0
-save(sys.argv[1], step + 1, model=model)
-"""
+def other_program(rank: int, ranks: int, folder: str) -> None:
+    model = nn.Linear(2, 2)
+    step = load(folder, model=model) or 0
+    save(folder, step + 1, model=model)
 
 
 def test_a_program_that_was_replaced_saves_nothing_more(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save(tmp_path, 1, model=model)
-    subprocess.run([sys.executable, "-c", OTHER_PROGRAM, str(tmp_path)], check=True, timeout=100)
+    run_ranks(1, other_program, str(tmp_path))
     with pytest.raises(UserError, match=r"another program saves to .* now: process \d+ on ") as caught:
         save(tmp_path, 3, model=model)
     path = caught.value.fix.rpartition(" ")[2]

@@ -12,6 +12,8 @@ import io
 import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -213,6 +215,28 @@ def test_the_commands_of_a_page(tmp_path: Path, page: str) -> None:
     for number, arguments in enumerate(COMMANDS[page]):
         full = [*arguments, *([NO_WANDB] if arguments[0].startswith("+") else [])]
         run_command(tmp_path, full if page == README else shortened(arguments, COMMANDS[page][:number]), env)
+
+
+@pytest.mark.long_form(90)  # tests/checkpoint/test_standalone.py
+def test_the_lines_of_the_page_about_parts(tmp_path: Path) -> None:
+    page = "docs/howto/parts.md"
+    furnish(tmp_path, page)
+    env = environment()
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    lines = [line for of_page, line in lines_of_pages("bash") if of_page == page]
+    done = subprocess.run(
+        ["bash", "-ec", "\n".join(lines)],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "continues after step 20 and 1920 samples on 3 ranks" in done.stdout
+    assert (tmp_path / "model.pt").exists()
+    assert len([*(tmp_path / "loop").glob("step-*")]) == 2
 
 
 def test_every_page_that_trains_has_a_long_form() -> None:
