@@ -25,6 +25,7 @@ from hpc_train.elastic.decision import Budget, History, over_budget
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.gpu_errors import GpuErrors, IdleGpus
 from hpc_train.elastic.nodes import Node, NodeFailures, check_health
+from hpc_train.elastic.priority import PriorityWatch
 from hpc_train.elastic.rendezvous.addresses import ServerAddress, bind
 from hpc_train.elastic.rendezvous.client import ServerLost, requeue_after_server_loss, wait_for_server
 from hpc_train.elastic.rendezvous.coordinator import Coordinator
@@ -47,6 +48,7 @@ from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import read_or
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.run.requests import NewRequests, StopRequests, resize_requested, stacks_requested
+from hpc_train.schedulers.current import current_job
 from hpc_train.telemetry.sinks.tracking import TrackingProcess, tracked
 
 
@@ -187,6 +189,15 @@ class Session:
         config = self.config
         allocation = self.allocation
         node = self._with_facts(node, _server_host(allocation, address))
+        queue = None
+        if allocation.node_rank == 0 and not self.is_guest:
+            queue = PriorityWatch.of(run, config, current_job())
+
+        def tick() -> None:
+            self.on_tick()
+            if queue is not None:
+                queue.look()
+
         return Agent(
             run=run,
             config=config,
@@ -198,7 +209,7 @@ class Session:
             watch=Watch.of(run, allocation.node_name, config),
             gpu_errors=GpuErrors(node.facts, max(node.gpus, node.workers)),
             budget=Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus, self.events.now),
-            on_tick=self.on_tick,
+            on_tick=tick,
             entry=self.entry,
             events=self.events,
             output=self.output,

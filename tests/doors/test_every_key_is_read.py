@@ -123,6 +123,10 @@ Mlflow(MlflowConfig(uri="http://localhost:5000"), identity)
 offline = Wandb(WandbConfig(mode="offline"), identity, first_attempt=0)
 offline.open()
 offline.finish()
+from types import SimpleNamespace
+from hpc_train.config.schema import ElasticConfig, RunConfig
+from hpc_train.elastic.priority import PriorityWatch
+PriorityWatch(None, SimpleNamespace(elastic=ElasticConfig(), run=RunConfig()), "7")
 sums = write_cifar(Path("."), {"train": 4})
 CIFAR100Dataset(CIFAR100DataConfig(path="."), "train", 0, md5=sums).sample(0, 0)
 from hpc_train.config.schema import ImagesDataConfig, ShardsDataConfig

@@ -128,6 +128,19 @@ class ElasticConfig:
         unit="nodes",
         when=unless("elastic.grow", "never"),
     )
+    priority: int = key(
+        0,
+        "How urgent the run is among the jobs of the same user. While a pending job of higher priority lacks nodes, "
+        "runs with min_nodes give theirs back. Jobs of other programs have priority 0.",
+        when=when("in_job"),
+    )
+    shrink_interval_s: float = key(
+        3600.0,
+        "The least time between two changes to fewer nodes for more urgent jobs.",
+        at_least=0,
+        unit="seconds",
+        when=(unless("elastic.min_nodes", None), when("in_job")),
+    )
     heartbeat_timeout_s: float = key(
         15.0, "The time without a heartbeat after which a node counts as lost.", above=0, unit="seconds"
     )
