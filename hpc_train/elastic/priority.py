@@ -43,6 +43,7 @@ RESIZE_S = 900.0  # a shrink that takes longer has failed
 FOR_NODES = ("Resources", "Priority")  # reasons of jobs that wait for nodes
 FORMAT = "%i|%T|%r|%P|%D|%f|%b|%k"
 COMMENT = "hpc_train:"
+JOINER = "hpc_train-joiner:"  # the comment of a job that adds nodes to a live run, which is not urgent
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class Queue:
             needs = tuple(sorted(names_in(features) | {name for name in gpus_of(gres) if name}))
             if state == "RUNNING":
                 running[job_id] = partitions, needs
-            elif state == "PENDING" and reason in FOR_NODES and nodes.isdigit():
+            elif state == "PENDING" and reason in FOR_NODES and nodes.isdigit() and not comment.startswith(JOINER):
                 run, priority = _run_and_priority(comment)
                 priority = priority if most is None else min(priority, most)
                 places = frozenset(partitions.split(","))

@@ -212,7 +212,8 @@ def test_the_jobs_of_others_count_where_the_site_limits_the_priority(
     _, watch = frozen(tmp_path / "runs", "a", 0, 4)
     urgent, _ = frozen(tmp_path / "runs", "c", 50, 3)
     text = SQUEUE.format(urgent=urgent.path)
-    assert [job.priority for job in Queue.read(text, "", NOW, 3).waiting] == [3]
+    joiner = "10|PENDING|Resources|gpu|3|(null)|N/A|hpc_train-joiner:/runs/a:1:4"
+    assert [job.priority for job in Queue.read(f"{text}\n{joiner}", "", NOW, 3).waiting] == [3]
     slurm([])
     monkeypatch.setattr(priority, "ASK_EVERY_S", 0.0)
     watch._look()
