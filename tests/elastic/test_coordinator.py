@@ -386,11 +386,31 @@ def test_a_run_grows_without_the_nodes_of_a_joiner_that_do_not_start(tmp_path: P
     assert isinstance(course.next(GUESTS_WAIT_S + 1), StopWorkers)
     stopped(course, 0, 1)
     assert course.started() == [0, 1, 2]
+    assert course.next(GUESTS_WAIT_S + 1) is None
+    guest(course, 3)
+    assert isinstance(course.next(), StopWorkers), "it has come late"
+    stopped(course, 0, 1, 2)
+    assert course.started() == [0, 1, 2, 3]
     resized(course, 2)
     course.next()
-    stopped(course, 0, 1, 2)
+    stopped(course, 0, 1, 2, 3)
     start = course.next()
     assert ([node.number for node in start.nodes], start.guests) == ([0, 1], 0), "the joiner goes first"
+
+
+def test_nodes_of_a_joiner_for_which_there_is_no_layout_leave(tmp_path: Path) -> None:
+    course = Course(tmp_path, 1)
+    course.head.config = replace(course.head.config, batch=BatchConfig(global_size=4))
+    course.started()
+    course.head.invite(1, 2, course.head.present[0])
+    resized(course, 3)
+    guest(course, 1)
+    guest(course, 2)
+    assert isinstance(course.next(), StopWorkers)
+    stopped(course, 0)
+    start = course.next()
+    assert ([node.number for node in start.nodes], start.released) == ([0, 1], ((2, "n2"),))
+    assert course.next(GUESTS_WAIT_S + 1) is None
 
 
 def test_a_guest_that_waits_replaces_a_lost_node(tmp_path: Path) -> None:

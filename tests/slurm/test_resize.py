@@ -62,7 +62,7 @@ def test_a_run_grows_and_shrinks_and_loses_no_step(cluster: Cluster, tmp_path: P
 @pytest.mark.long_form(200)  # tests/elastic/test_coordinator.py
 def test_a_sequence_of_changes_and_faults(cluster: Cluster, tmp_path: Path, strategy: str, seed: int) -> None:
     random = Random(seed)
-    case = [f"+strategy={strategy}", *TINY, "train.steps=2500", "checkpoint.every=100"]
+    case = [f"+strategy={strategy}", *TINY, "train.steps=1500", "checkpoint.every=100"]
     run = start(cluster, tmp_path, *case)
     job = job_id(run)
     nodes = 1
@@ -83,7 +83,7 @@ def test_a_sequence_of_changes_and_faults(cluster: Cluster, tmp_path: Path, stra
         attempts = len(list((run / "metrics").glob("attempt-*.jsonl")))
         wait_for("a further attempt or step", lambda: len(every_step(run)) > 20 * attempts, 120)  # noqa: B023
     assert cluster.wait_for_state(job, "COMPLETED", "FAILED", seconds=600) == "COMPLETED"
-    assert steps(run) == list(range(1, 2501))
+    assert steps(run) == list(range(1, 1501))
     assert losses(run) == pytest.approx(undisturbed(tmp_path, *case[:-1], "cluster.nodes=1"), rel=2e-3)
 
 
@@ -99,6 +99,19 @@ def test_a_joiner_that_never_starts_is_cancelled_with_the_run(cluster: Cluster, 
     assert cluster.wait_for_state(job_id(run), "COMPLETED", "FAILED") == "COMPLETED"
     wait_for("the joiner to be cancelled", lambda: not joiners(cluster, "PENDING"), 20)
     assert every_step(run) == list(range(1, 81))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.long_form(120)  # tests/elastic/test_resize.py
+def test_a_run_takes_idle_nodes_by_itself(cluster: Cluster, tmp_path: Path) -> None:
+    grows = ["elastic.grow=idle", "elastic.max_nodes=3", "train.steps=3000"]
+    run = start(cluster, tmp_path, *SLOW, *ONE_WORKER, *grows)
+    wait_for("a joiner", lambda: bool(events(run, "resized")), 240)
+    assert "elastic.grow=idle (saves at most" in events(run, "resize_requested")[0]["message"]
+    (joiner,) = joiners(cluster, "RUNNING")
+    assert cluster.call("squeue", "-h", "-j", joiner, "-O", "nice").stdout.split() == ["1000000"]
+    assert cluster.hpc_train("cancel", "run", cwd=tmp_path).returncode == 0
+    wait_for("both jobs to end", lambda: not joiners(cluster, "RUNNING", "COMPLETING"), 90)
 
 
 @pytest.mark.long_form(60)  # tests/elastic/test_agent.py

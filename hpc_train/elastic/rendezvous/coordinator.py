@@ -280,11 +280,14 @@ class Coordinator:
             kept = {node.number for node in sorted(staying, key=order)[:size]}
             released = {*range(self._numbers)} - self._released - kept
             self.expected = min(self.expected, size)
-        for number in released:
+        return self._drop(released)
+
+    def _drop(self, numbers: set[int]) -> tuple[tuple[int, str], ...]:
+        for number in numbers:
             self.present.pop(number, None)
             self.unfit.pop(number, None)
-        self._released |= released
-        return tuple((number, self.names[number]) for number in sorted(released))
+        self._released |= numbers
+        return tuple((number, self.names[number]) for number in sorted(numbers))
 
     def _gather(self, now: float) -> Order | None:
         if self.stop is not None:
@@ -364,18 +367,27 @@ class Coordinator:
             why = f"{len(self.present)} of {self.expected} nodes left"
             if cause is not None and failure is Failure.NODE_LOST:
                 why = f"{cause.failure.message}; {why}"
+        return self._restart(now, cause, why, only_sound=unfit)
+
+    def _restart(self, now: float, cause: FailureReport | None, why: str, only_sound: bool) -> Order:
+        """Returns the next attempt, on other nodes if a resize is due; a requeue if too few are left (``why``)."""
         resize = self.resize if self._can_resize(now) else None
         released = self._release()
         if resize is not None:
             self._size = resize.nodes
-            self.resize = None
+            self._guests_until = None
         try:
-            start = self._choose(only_sound=unfit)
+            start = self._choose(only_sound=only_sound)
         except UserError as error:
             start = None
             why = str(error)
         if start is None:
             return Leave(RestartDecision(Action.REQUEUE, why), cause)
+        if resize is not None:
+            in_use = {node.number for node in start.nodes}
+            released += self._drop({*filter(self.is_guest, self.present)} - in_use)  # too many for a layout
+            if resize.nodes <= max(len(in_use), len(self._team)):
+                self.resize = None  # otherwise some nodes of a joiner may still come
         reached = max((report.step for report in self._reports), default=0)
         change = replace(start, before=self._team, cause=cause, reached=reached, resize=resize, released=released)
         return self._begin(replace(change, guests=sum(map(self.is_guest, self.present))))
