@@ -101,7 +101,8 @@ def runs(folder: Path) -> list[list[str]]:
         ["plan", *TINY, "--machine=cpu", "--gpus=1", "cluster.price.purchase=9000", "cluster.price.spot=1"],
         ["+strategy=auto", *TINY, "cluster=slurm", "cluster.gpus_per_node=2", "cluster.machine=h100", "-m",
          "train.compile=true",
-         "launch.dry_run=true", "cluster.container.image=docker://site/image"],
+         "launch.dry_run=true", "cluster.container.image=docker://site/image", "elastic.grow=idle",
+         "elastic.max_nodes=4"],
     ]  # fmt: skip
 
 
