@@ -25,7 +25,7 @@ from hpc_train.run.directory import RANK_0, RunDirectory
 from hpc_train.run.requests import ResizeRequest
 from hpc_train.schedulers.scheduler import CurrentJob
 from hpc_train.schedulers.slurm import client
-from hpc_train.schedulers.slurm.client import BRIEF_S
+from hpc_train.schedulers.slurm.client import BRIEF_S, SlurmError
 from hpc_train.schedulers.states import state_of
 from hpc_train.units import format_duration
 
@@ -153,8 +153,11 @@ class JobNodes:
         """Cancels the joiners of which no node has joined."""
         waiting = self.waiting(joined)
         self.joiners = [joiner for joiner in self.joiners if joiner not in waiting]
-        if waiting:
-            client.cancel([joiner.job_id for joiner in waiting])
+        try:
+            if waiting:
+                client.cancel([joiner.job_id for joiner in waiting])
+        except SlurmError as error:  # they end by themselves when they find no server
+            print(f"cannot cancel a job that was to add nodes: {error.what}", file=sys.stderr, flush=True)
 
 
 @dataclass
