@@ -11,8 +11,10 @@ import pytest
 
 from hpc_train.config.schema import ElasticConfig
 from hpc_train.config.values import growing_nodes
+from hpc_train.elastic.rendezvous.addresses import AttemptSpec
 from hpc_train.elastic.resize import JobNodes, Joiner, growth_of, guest_of, refusal_of
 from hpc_train.errors import UserError
+from hpc_train.layout.layout import Layout
 from hpc_train.machine.allocation import Allocation
 from hpc_train.run.directory import RANK_0, RunDirectory
 from hpc_train.run.event_log import EventLog
@@ -20,9 +22,9 @@ from hpc_train.run.requests import ResizeRequest
 from hpc_train.schedulers.current import current_job
 from hpc_train.telemetry.metrics import MetricsLog
 from tests.config.composing import config_of
-from tests.elastic.test_rendezvous import SPEC
 
-RUNNING = replace(SPEC, attempt=0, nodes=2, workers_per_node=2, started=1000.0)
+LAYOUT = Layout(4, 1, 1, 1, "ddp", "1f1b", 1, 1, 1)
+RUNNING = AttemptSpec(0, "7.0.0", "7", "n0", 1, 1000.0, "n0", 1, 2, 0, 2, LAYOUT, (0, 1), {}, "random", 60, 2)
 GROWS = ("elastic.grow=idle", "elastic.max_nodes=4", "cluster=slurm")
 
 
