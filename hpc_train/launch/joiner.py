@@ -33,7 +33,7 @@ def submit_joiner(run: RunDirectory, nodes: str, target: str, minutes: str, excl
     config = replace(config, cluster=cluster, elastic=replace(config.elastic, spares=0, min_nodes=None))
     shape = SlurmJobExecutor().shape(config)
     job = Job(config, resolve_layout(config, shape.nodes, shape.workers, shape.device_bytes), shape, run)
-    sbatch = {name: value for name, value in options(job).items() if name != "requeue"}
+    sbatch = {name: value for name, value in options(job).items() if name not in ("requeue", "begin", "dependency")}
     sbatch |= {"no-requeue": None, "job-name": f"{run.path.name}-joiner", "output": output_file(run.logs, "%j.out")}
     if nice != "0":
         sbatch["nice"] = nice
