@@ -374,7 +374,7 @@ CUDA_GRAPHS = Condition(
     lambda config, _: compiler_mode(config) == CompilerMode.CUDA_GRAPHS,
     "train.cuda_graphs",
     message="train.cuda_graphs does not support {reason}",
-    fix="train.cuda_graphs=false, or strategy=single or dp",
+    fix="train.cuda_graphs=false{instead}",
 )
 ASYNC_TP = _key(
     "strategy.async_tp", message="strategy.async_tp needs {reason}", fix="strategy.async_tp=false, or set what it needs"
@@ -445,6 +445,7 @@ NO_EVALUATIONS = Condition("`train.eval_every=0`", lambda config, _: config.trai
 
 _WITHOUT_STAGES = "strategy=single, dp, zero1, zero2, zero3 or hsdp"
 _REPLICAS = "strategy=single or dp"
+_OR_REPLICAS = f", or {_REPLICAS}"
 _ORDERED = "strategy=single or dp, or train.reproducible=null"
 _ELEMENTWISE = "{it.where}.elementwise=true if it computes each element alone"
 _GATHERED = kinds_where(lambda row: "all" in row.offloads)
@@ -784,14 +785,19 @@ OF_RUN: tuple[Exclusion, ...] = (
         CUDA_GRAPHS,
         PIPELINE,
         "pipelines: a graph has memory for the activations of one micro-batch, and a stage keeps several",
+        _OR_REPLICAS,
     ),
     Exclusion(
-        CUDA_GRAPHS, SHARDED, "{it}: a graph replays fixed addresses, and ZeRO gathers parameters into other memory"
+        CUDA_GRAPHS,
+        SHARDED,
+        "{it}: a graph replays fixed addresses, and ZeRO gathers parameters into other memory",
+        _OR_REPLICAS,
     ),
     Exclusion(
         CUDA_GRAPHS,
         _any_of(TENSOR, CONTEXT),
         "tensor or context parallelism, whose collectives are inside the compiled layers",
+        _OR_REPLICAS,
     ),
     Exclusion(
         CUDA_GRAPHS,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.config.compose import typed
-from hpc_train.config.schema import Config
+from hpc_train.config.schema import Config, MoEConfig
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.progress import LONG, Progress
 from tests.checkpoint.tensors import read_tensors
@@ -40,6 +40,7 @@ COMMON = (  # ten samples are no multiple of four ranks, and the third step ends
     "precision=fp64", "model.dropout=0", "batch.global_size=10", "data.samples=24", f"train.steps={END}",
 )  # fmt: skip
 KINDS = ("untied", "tied")
+EXPERTS = MoEConfig(experts=4, top_k=2, capacity_factor=1.0, balance_loss=0.1, bias_rate=0.01)
 REDUCE, TWO_STAGES = "strategy.data_parallel=allreduce", "strategy.stages_per_rank=2"
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "single": (1, ("+strategy=single",)),
@@ -83,7 +84,8 @@ def cases(target: str) -> list[tuple[str, str]]:
 
 def config_of(layout: str, kind: str) -> Config:
     config = _composed(layout)
-    return replace(config, model=replace(config.model, tied_embeddings=kind == "tied"))
+    moe = EXPERTS if kind == "experts" else MoEConfig()
+    return replace(config, model=replace(config.model, tied_embeddings=kind == "tied", moe=moe))
 
 
 @cache
@@ -133,8 +135,7 @@ def test_every_layout_goes_on_with_what_other_layouts_have_saved(folder: Path, t
     for source, kind in cases(target):
         save(folder, "single", kind)
         save(folder, source, kind)
-        loads = folder / "loads" / target / source / kind
-        shutil.copytree(folder / source / kind / "checkpoints", loads / "checkpoints")
+        copy_checkpoint(folder, source, kind, target)
     configs = {kind: config_of(target, kind) for kind in KINDS}
     ranks = (LAYOUTS | MORE)[target][0]
     results = run_on_world(ranks, load_all, str(folder), target, cases(target), configs, timeout=LIMIT_S)
@@ -142,6 +143,24 @@ def test_every_layout_goes_on_with_what_other_layouts_have_saved(folder: Path, t
         found = [result[case] for result in results]
         assert max(max(errors.values()) for errors in found) < TOLERANCE, f"{target} from {case}: {found}"
     progress.passed(target)
+
+
+def copy_checkpoint(folder: Path, source: str, kind: str, target: str) -> None:
+    loads = folder / "loads" / target / source / kind
+    shutil.copytree(folder / source / kind / "checkpoints", loads / "checkpoints")
+
+
+@pytest.mark.parametrize("target", ["single", "zero3", "interleaved"])
+def test_the_biases_of_experts_go_on_with_the_same_bits(folder: Path, target: str) -> None:
+    save(folder, "single", "experts")
+    copy_checkpoint(folder, "single", "experts", target)
+    configs = {"experts": config_of(target, "experts")}
+    ranks = (LAYOUTS | MORE)[target][0]
+    case = ("single", "experts")
+    for result in run_on_world(ranks, load_all, str(folder), target, [case], configs, timeout=LIMIT_S):
+        errors = result[case]
+        assert errors["expert_bias"] == 0.0
+        assert max(errors.values()) < (TOLERANCE if ranks > 1 else 1e-300)
 
 
 Errors = dict[str, float]  # of each kind of tensor, and of the losses: the largest relative one
@@ -179,5 +198,5 @@ def distance(training: Training, losses: list[float], expected: Mapping[str, Ten
 
 
 def kind_of(name: str) -> str:
-    """``model``, or the key of the optimizer's state."""
-    return "model" if name.startswith("model.") else name.rpartition(".")[2]
+    """``model``, ``expert_bias``, or the key of the optimizer's state."""
+    return "model" if name.startswith("model.") and not name.endswith("expert_bias") else name.rpartition(".")[2]

@@ -69,6 +69,7 @@ COMPOSED = (  # their trainings need what earlier commands make, or import torch
     "docs/howto/hooks.md",
     "docs/howto/huggingface.md",
     "docs/howto/model.md",
+    "docs/howto/moe.md",
     "docs/howto/optimizer.md",
     "docs/howto/own_loop.md",
 )

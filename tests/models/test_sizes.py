@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hpc_train.config.compose import typed
 from hpc_train.config.extensions import family_of
-from hpc_train.config.schema import GPTConfig, ViTConfig
+from hpc_train.config.schema import GPTConfig, MoEConfig, ViTConfig
 from hpc_train.models.build import build_model
-from hpc_train.models.gpt_sizes import gpt_flops_per_sample
+from hpc_train.models.gpt_sizes import gpt_active_parameters, gpt_flops_per_sample, query_width
 from hpc_train.models.model import Model
 from tests.config.composing import compose
 from tests.doors.command import REPOSITORY
@@ -84,6 +84,8 @@ CONFIGS = {  # of conf/model/: the published count
     "qwen2_7b": 7_615_616_512,
     "qwen3_8b": 8_190_735_360,
     "mistral_7b": 7_241_732_096,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
     "gemma_7b": 8_537_680_896,
     "gemma2_9b": 9_241_705_984,
     "gemma3_1b": 999_885_952,
@@ -99,7 +101,9 @@ def config_of(name: str) -> GPTConfig | ViTConfig:
     file = OmegaConf.load(REPOSITORY / f"conf/model/{name}.yaml")
     values: Any = OmegaConf.to_container(OmegaConf.create({"data": data, "model": file}), resolve=True)
     del values["model"]["defaults"]
-    return ViTConfig(**values["model"]) if name.startswith("vit") else GPTConfig(**values["model"])
+    if name.startswith("vit"):
+        return ViTConfig(**values["model"])
+    return GPTConfig(**values["model"] | {"moe": MoEConfig(**values["model"].get("moe", {}))})
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -112,7 +116,24 @@ def test_the_sizes_of_the_field_are_what_they_are_called(name: str) -> None:
     assert stated is not None and stated(config) == count(model)
 
 
+def test_flops_count_the_active_parameters() -> None:
+    """The published counts are 12.9 and 3.3 billion."""
+    active = {"mixtral_8x7b": 12_879_925_248, "qwen3_30b_a3b": 3_353_032_704}
+    for name, count_active in active.items():
+        config = config_of(name)
+        assert isinstance(config, GPTConfig)
+        assert gpt_active_parameters(config) == count_active
+        tables = config.vocab_size * config.dim  # the look-up is no product
+        attention = 12 * query_width(config) * config.n_layers
+        assert gpt_flops_per_sample(config, (1,)) == 6 * (count_active - tables) + attention
+        model = build_model(config, seed=0)
+        assert isinstance(model, Model)
+        blocks = model.block_flops(torch.empty(1, 1, device="meta"))
+        assert blocks is not None and sum(blocks) == gpt_flops_per_sample(config, (1,))
+
+
 def test_a_command_line_has_the_sizes_of_the_file() -> None:
+    assert typed(compose(["model=qwen3_30b_a3b"])).model == config_of("qwen3_30b_a3b")
     assert typed(compose(["model=gemma2_9b"])).model == config_of("gemma2_9b")
 
 
