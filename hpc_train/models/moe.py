@@ -256,7 +256,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class MixtureOfExperts(nn.Module):
-    """Adds the results of the chosen experts, weighted by the router, and of the shared expert, if there is one."""
+    """Adds up the results of the chosen experts, weighted by the router, and the result of the shared experts."""
 
     def __init__(self, config: GPTConfig, activation: Callable[[Tensor], Tensor], shared: nn.Module | None) -> None:
         super().__init__()

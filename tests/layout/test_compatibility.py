@@ -109,6 +109,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "a model whose activations are unknown": CUSTOM,
     "a model that predicts no next token": VIT,
     "a loss that compares samples": {**CUSTOM, "model": Cell(1, "custom-contrastive").config().model},
+    "`model.moe`": {"model": replace(Cell(1, "gpt-moe").config().model, n_layers=4)},
     "`output_router_logits` of `model=hf`": {"model": EXPERTS},
     "`train.z_loss`": {"train.z_loss": 1e-4},
     "`train.epochs`": {"train.epochs": 1.0, "train.steps": None},
