@@ -231,11 +231,12 @@ def check_roles(config: Config, nodes: int, gpus: int) -> None:
                 raise UserError(what, where=f"run.roles, run.{key}", fix=fix)
     with mistakes.collected():
         fewest, most = node_range(config.cluster)
-        if fewest < most or config.elastic.spares or config.elastic.min_nodes is not None:
+        elastic = config.elastic
+        if fewest < most or elastic.spares or elastic.min_nodes is not None or elastic.grow != "never":
             raise UserError(
                 "the nodes of run.roles are fixed, so the run cannot continue on fewer or other nodes",
-                where="cluster.nodes, elastic.spares, elastic.min_nodes",
-                fix="cluster.nodes=N, without elastic.spares and elastic.min_nodes; a lost node requeues the job",
+                where="cluster.nodes, elastic.spares, elastic.min_nodes, elastic.grow",
+                fix="cluster.nodes=N, without elastic.spares, min_nodes and grow; a lost node requeues the job",
             )
     with mistakes.collected():
         roles = roles_of(config)

@@ -338,6 +338,6 @@ def _handle(run: RunDirectory, index: int, trusts_owner: bool = False) -> RunHan
     submission = submissions[-1]
     if run.path.parent.name == ROLES:  # the attempts of a role have numbers of their own
         submission = _handle(RunDirectory(run.path.parents[1]), 0).submission | {"first_attempt": 0}
-    if submission.get("chain"):
+    elif submission.get("chain"):
         submission = read_or(lambda: only_started(run, submissions[-1], len(submissions) - 1), submission)
     return RunHandle(run, number, submission, trusts_owner=trusts_owner)

@@ -145,7 +145,9 @@ def test_mistakes_in_roles_are_refused(values: dict[str, Any], nodes: int, words
         check_roles(replace(config, run=replace(config.run, roles=values)), nodes, 2)
 
 
-@pytest.mark.parametrize("other", ["run.command=ls", "cluster.nodes=1-2", "elastic.min_nodes=1", "elastic.spares=1"])
+@pytest.mark.parametrize(
+    "other", ["run.command=ls", "cluster.nodes=1-2", "elastic.min_nodes=1", "elastic.spares=1", "elastic.grow=offered"]
+)
 def test_settings_that_do_not_go_with_roles_are_refused(other: str) -> None:
     with pytest.raises(UserError, match=r"both set|are fixed"):
         check_roles(config_of(roles(a=COMMAND), other), 2, 0)
