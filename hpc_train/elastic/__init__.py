@@ -2,7 +2,8 @@
 
 1. One node: ``agent`` starts, and ``agent_loop`` follows the orders of the rendezvous server and runs the workers of an
    attempt. ``worker_process`` forks and wraps a worker, ``workers`` handles pipes, output and exits. With
-   ``run.command``, a worker is a ``script`` that ``exec_script`` executes.
+   ``run.command``, a worker is a ``script`` that ``exec_script`` executes. With ``run.roles``, the script is the
+   supervisor in ``roles``, which starts the agents of the roles.
 2. All nodes, in ``rendezvous``: the ``server``, in the agent of the batch host, talks to a ``client`` in every agent
    over one ``channel`` each; ``messages`` are checked when they arrive; ``addresses`` defines ports and tokens.
    ``store`` is the process with the ranks' key-value store. ``nodes`` describes what each node contributes, ``fabric``
