@@ -239,7 +239,7 @@ class JobEnd:
 
     def requeues(self) -> list[dict[str, Any]]:
         """Returns the progress recorded by earlier requeues of this job, or by earlier jobs of its chain."""
-        chain = [str(job) for job in self.run.record().get("submissions", [{}])[-1].get("chain", [])]
+        chain = [str(job) for job in (self.run.record().get("submissions") or [{}])[-1].get("chain", [])]
         jobs = chain[: chain.index(self.job_id)] if self.job_id in chain else []
         starts = [*((job, 0) for job in jobs), *((self.job_id, number) for number in range(self.restart))]
         earlier = (self.run.attempts / f"end-{job}.{number}.requeue" for job, number in starts)

@@ -42,7 +42,7 @@ from hpc_train.run.file_lock import LockOwner
 from hpc_train.run.files import write_json
 from hpc_train.run.requests import record_stop_request
 from hpc_train.runs.diagnosis import find_cause
-from tests.elastic.conftest import stand_in
+from tests.elastic.conftest import Freeze, stand_in
 
 
 def start(run: RunDirectory, restart: int, step: int | None, **elastic: Any) -> Exit:
@@ -58,6 +58,13 @@ def test_a_requeue_needs_progress_since_the_one_before(run: RunDirectory) -> Non
     assert start(run, 1, 5) == Exit.STOPPED
     assert start(run, 2, None) == Exit.GAVE_UP
     assert [event["event"] for event in run.read_events()] == ["requeued", "requeued", "stopped_retrying"]
+
+
+def test_a_run_in_the_foreground_of_a_job_of_one_node_is_requeued(frozen: Freeze) -> None:
+    """Nothing has recorded a submission of it."""
+    run = frozen()
+    assert run.record()["submissions"] == []
+    assert start(run, 0, None) == Exit.STOPPED
 
 
 def test_requeues_have_a_ceiling(run: RunDirectory) -> None:
