@@ -101,7 +101,7 @@ def test_any_layout_loads_any_layout(tmp_path: Path) -> None:
     folder = str(tmp_path / "new" / "checkpoints")
     oracle = Loop.of("plain")
     saved: Any = None
-    layouts = [(2, "fsdp2"), (3, "ddp"), (1, "plain"), (4, "hsdp"), (3, "fsdp2"), (2, "ddp")]
+    layouts = [(2, "ddp"), (3, "fsdp2"), (1, "plain"), (4, "hsdp"), (2, "ddp")]
     for number, (ranks, kind) in enumerate(layouts):
         if kind == "plain":
             results = [go_on(0, 1, folder, kind)]
@@ -116,7 +116,7 @@ def test_any_layout_loads_any_layout(tmp_path: Path) -> None:
         assert saved.keys() == expected.keys()
         for name, value in saved.items():
             torch.testing.assert_close(torch.tensor(value), torch.tensor(expected[name]))
-    assert sorted(path.name for path in Path(folder).glob("step-*")) == ["step-00000010", "step-00000012"]
+    assert sorted(path.name for path in Path(folder).glob("step-*")) == ["step-00000008", "step-00000010"]
 
 
 def saved_loop(folder: Path, steps: int = 2) -> Loop:
