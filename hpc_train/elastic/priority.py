@@ -246,6 +246,8 @@ class PriorityWatch:
         if not nodes:  # no attempt has started
             return
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._folder.stat().st_uid != os.getuid():
+            raise PermissionError(f"{self._folder} belongs to another user")
         live = {run.job_id: run for run in self._live_runs()}
         state = live.get(self._state.job_id, self._state)
         target = nodes

@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from hpc_train.config.values import with_alternative
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.job import Job
@@ -22,12 +23,16 @@ from hpc_train.layout.resolve import resolve_layout
 from hpc_train.run.code import frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
+from hpc_train.run.lease import first_file, started_first
 from hpc_train.schedulers.slurm import client
 
 
 def submit_joiner(run: RunDirectory, nodes: str, target: str, minutes: str, excluded: str, nice: str) -> str:
     """Submits a joiner and returns the id of its job. Raises UserError if Slurm refuses it."""
-    config = load(run)
+    submissions = run.record().get("submissions") or [{}]
+    jobs = submissions[-1].get("chain", [])
+    started = started_first(run, first_file(run, len(submissions) - 1))
+    config = with_alternative(load(run), jobs.index(started) if started in jobs else 0)
     exclude = ",".join(filter(None, [config.cluster.exclude, excluded]))
     cluster = replace(config.cluster, nodes=nodes, exclude=exclude, nodelist=None, time_min=None, first=[])
     config = replace(config, cluster=cluster, elastic=replace(config.elastic, spares=0, min_nodes=None))

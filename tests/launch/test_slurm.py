@@ -16,8 +16,11 @@ from hpc_train.launch.executors import cost
 from hpc_train.launch.executors.allocation import _core_options
 from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.executors.slurm import SlurmJobExecutor, check_architecture
+from hpc_train.launch.joiner import submit_joiner
 from hpc_train.launch.request import _check_alternatives
 from hpc_train.launch.script import jobs_file
+from hpc_train.run.freeze import freeze
+from hpc_train.run.lease import add_submission, first_file
 from hpc_train.runs.job_status import JobStatuses, folded
 from hpc_train.schedulers.scheduler import JobStatus
 from hpc_train.schedulers.slurm import client
@@ -337,6 +340,17 @@ def test_a_job_of_first_that_starts_before_the_last_is_submitted(slurm: Path, tm
     job = make_job(tmp_path / "sweep", cluster=replace(SITE, first=[{"account": "b"}, {"account": "c"}]), gpus=4)
     place.submit([job], tmp_path / "sweep", 1)
     assert calls(tmp_path)[-1] == "scancel 41 43"
+
+
+def test_a_joiner_has_the_resources_of_the_job_of_first_that_has_started(slurm: Path, tmp_path: Path) -> None:
+    command(slurm, "sbatch", f'echo "$@" >> {tmp_path}/calls; echo 43')
+    job = make_job(tmp_path / "sweep", cluster=replace(SITE, first=[{"account": "other"}]), gpus=4)
+    freeze(job.config, job.run)
+    add_submission(job.run, "Slurm", job_id="41", chain=["41", "42"])
+    for started, account in (("41", "lab"), ("42", "other")):
+        first_file(job.run, 0).write_text(f"{started}\n")
+        assert submit_joiner(job.run, "2", "41.0.0:2", "", "n1,n2", "0") == "43"
+        assert f"--account={account} " in calls(tmp_path)[-1]
 
 
 def test_the_cost_is_that_of_the_most_expensive_job_of_first(slurm: Path, tmp_path: Path) -> None:

@@ -187,6 +187,7 @@ def test_time_limits(text: str | None, expected: int | None) -> None:
         ("gpu:ampere:0(IDX:N/A)", {"ampere": 0}),
         ("gpu:nvidia_h100_80gb_hbm3:8(S:0-1),shard:nvidia_h100_80gb_hbm3:64", {"nvidia_h100_80gb_hbm3": 8}),
         ("gres/gpu:1", {"": 1}),
+        ("gres:gpu:a100:2", {"a100": 2}),
         ("gres/gpfs:ess:1", {}),
         ("craynetwork:4", {}),
         ("", {}),

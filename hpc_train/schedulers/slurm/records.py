@@ -64,7 +64,7 @@ def size_bytes(text: str) -> int:
 def gpus_of(gres: str) -> dict[str, int]:
     """Returns the GPUs by type in a GRES text: ``gpu:a100:4(S:0-1),gpu:2``."""
     gpus: Counter[str] = Counter()
-    for kind, count in re.findall(r"(?:^|,)(?:gres/)?gpu:(?:([^:,()]+):)??(?:no_consume:)?(\d+)", gres):
+    for kind, count in re.findall(r"(?:^|,)(?:gres[/:])?gpu:(?:([^:,()]+):)??(?:no_consume:)?(\d+)", gres):
         gpus[kind] += int(count)
     return dict(gpus)
 
