@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from hpc_train.config.schema import Config
 from hpc_train.config.values import growing_nodes
-from hpc_train.elastic.nodes import Node
+from hpc_train.elastic.nodes import Node, NodeFailures
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec, ServerAddress, bind
 from hpc_train.elastic.rendezvous.server import RendezvousServer
 from hpc_train.errors import UserError
@@ -122,8 +122,9 @@ class JobNodes:
         A joiner none of whose agents is left ends by itself.
         """
         problems = []
-        if own := [name for number, name in released if number < self.count]:
-            problems += [self.job.release(own)]
+        names = [name for number, name in released if number < self.count]
+        if names:
+            problems += [self.job.release(names)]
         for joiner in self.joiners:
             names = [name for number, name in released if number in joiner.numbers]
             if names and not self._released.issuperset(joiner.numbers):
@@ -204,7 +205,8 @@ class Growth:
         target = f"{self.allocation.launch_id}:{first}"
         nodes = f"1-{count}" if is_automatic and count > 1 else str(count)
         nice = "0" if self.config.elastic.grow != "idle" or not is_automatic else str(NICE)
-        words = [str(self.run.path), nodes, target, minutes, ",".join(sorted(present)), nice]
+        failing = NodeFailures(self.run, self.config.elastic.exclude_hours * 3600).failing_nodes()
+        words = [str(self.run.path), nodes, target, minutes, ",".join(sorted({*present, *failing})), nice]
         command = [sys.executable, "-m", "hpc_train.launch.joiner", *words]
         done = subprocess.run(command, env=self.users, capture_output=True, text=True, timeout=SUBMIT_S, check=False)
         if done.returncode != 0:

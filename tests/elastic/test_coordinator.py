@@ -416,8 +416,10 @@ def test_nodes_of_a_joiner_for_which_there_is_no_layout_leave(tmp_path: Path) ->
 def test_a_guest_that_waits_replaces_a_lost_node(tmp_path: Path) -> None:
     course = Course(tmp_path, 2)
     course.started()
-    course.head.invite(2, 2, course.head.present[0])
-    resized(course, 4)
+    course.head.invite(2, 3, course.head.present[0])
+    resized(course, 5)
+    why = course.head.declines(Node(4, "n4", "n4", None, 0, 0, refusal="no such interface"))
+    assert why == "node n4 does not join: no such interface", "and the run goes on"
     guest(course, 2)
     course.lose(1)
     course.next()

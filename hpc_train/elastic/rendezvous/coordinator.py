@@ -134,18 +134,25 @@ class Coordinator:
         return True
 
     def declines(self, node: Node) -> str | None:
-        """Returns why a node of a joiner job cannot train with the others: its GPUs or its fabric differ."""
+        """Returns why a node of a joiner job cannot train with the others: it is unfit, or its hardware differs."""
         host = self.present.get(0)
-        if not self.is_guest(node.number) or host is None or not node.can_train:
+        if not self.is_guest(node.number) or host is None:
             return None
-        for what, of_node, of_host in (
-            ("workers", node.workers, host.workers),
-            ("GPUs", *(sorted({str(gpu.model) for gpu in each.facts.gpus}) for each in (node, host))),
-            ("NICs", *(sorted({str(nic.kind) for nic in each.facts.nics}) for each in (node, host))),
-        ):
-            if of_node != of_host:
+        if node.unfit is not None:
+            self.node_failures.note(node.name, Failure.UNFIT_NODE, TOO_OFTEN)
+        if not node.can_train:
+            self._released.add(node.number)
+            return f"node {node.name} does not join: {node.refusal or why_unfit([node])[0]}"
+        hardware = (
+            ("workers", lambda node: node.workers),
+            ("GPUs", lambda node: sorted({str(gpu.model) for gpu in node.facts.gpus})),
+            ("NICs", lambda node: sorted({str(nic.kind) for nic in node.facts.nics})),
+        )
+        for what, value_of in hardware:
+            if value_of(node) != value_of(host):
                 self._released.add(node.number)
-                return f"node {node.name} does not join: it has the {what} {of_node}, node {host.name} {of_host}"
+                values = f"{value_of(node)}, node {host.name} {value_of(host)}"
+                return f"node {node.name} does not join: it has the {what} {values}"
         return None
 
     def joined(self, node: Node) -> None:
@@ -277,8 +284,8 @@ class Coordinator:
 
             size = self.resize.nodes + self.config.elastic.spares
             staying = [node for node in self.present.values() if node.number not in released]
-            kept = {node.number for node in sorted(staying, key=order)[:size]}
-            released = {*range(self._numbers)} - self._released - kept
+            needed = {node.number for node in sorted(staying, key=order)[:size]}
+            released = {*range(self._numbers)} - self._released - needed
             self.expected = min(self.expected, size)
         return self._drop(released)
 
