@@ -150,6 +150,7 @@ finetuning_type: full
 dataset_dir: data
 dataset: chats
 template: default
+use_cpu: true
 cutoff_len: 128
 max_steps: 120
 per_device_train_batch_size: 2

@@ -155,7 +155,7 @@ def starter(python: Path, program: Program, words: list[str], folder: Path, star
     variables = environment(
         PATH=f"{python.parent}:{os.environ['PATH']}",
         HPC_TRAIN_NODES=",".join(NODES[: program.nodes]),
-        HPC_TRAIN_JOB_ID="7",
+        HPC_TRAIN_JOB_ID=folder.name,  # the port of the ranks follows from it
         HPC_TRAIN_REQUEUE="true",
         HF_HUB_OFFLINE="1",
         HF_HOME=str(folder / "cache"),
