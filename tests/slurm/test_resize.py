@@ -89,16 +89,16 @@ def test_a_sequence_of_changes_and_faults(cluster: Cluster, tmp_path: Path, stra
 
 @pytest.mark.long_form(90)  # tests/elastic/test_coordinator.py
 def test_a_joiner_that_never_starts_is_cancelled_with_the_run(cluster: Cluster, tmp_path: Path) -> None:
-    run = start(cluster, tmp_path, *SLOW, *ONE_WORKER, "train.steps=80")
+    run = start(cluster, tmp_path, *SLOW, *ONE_WORKER, "train.steps=300")
     cluster.call("sbatch", "--exclusive", "--nodes=3", "--output=/dev/null", "--wrap=sleep 600", cwd=tmp_path)
-    assert "adds 1 when it starts" in resize(cluster, tmp_path, 2, wait=5)
+    assert "adds 1 when it starts" in resize(cluster, tmp_path, 2, wait=30)
     (first,) = joiners(cluster, "PENDING")
-    assert "instead of 2; the run trains on 1; job" in resize(cluster, tmp_path, 3, wait=5)
+    assert "instead of 2; the run trains on 1; job" in resize(cluster, tmp_path, 3, wait=30)
     (second,) = joiners(cluster, "PENDING")
     assert first != second
     assert cluster.wait_for_state(job_id(run), "COMPLETED", "FAILED") == "COMPLETED"
     wait_for("the joiner to be cancelled", lambda: not joiners(cluster, "PENDING"), 20)
-    assert every_step(run) == list(range(1, 81))
+    assert every_step(run) == list(range(1, 301))
 
 
 @pytest.mark.timeout(600)
