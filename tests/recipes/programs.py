@@ -23,6 +23,7 @@ class Program:
         checkpoint: a pattern of files in the directory of the command; the first match completes a checkpoint.
         saves: whether no step is repeated after the announcement of the time limit.
         modules: empty modules in place of packages that the run only imports.
+        prepare: code that runs once, after the installation.
     """
 
     packages: tuple[str, ...]
@@ -33,6 +34,7 @@ class Program:
     saves: bool = False
     modules: tuple[str, ...] = ()
     nodes: int = 2
+    prepare: str = ""
 
 
 LOOP = """
@@ -239,6 +241,7 @@ PROGRAMS = {
         before={"config.yaml": LLAMA_FACTORY, "data/dataset_info.json": CHATS},
         instead=SMALL,
         modules=("torchaudio",),  # the index has builds for CUDA only; text needs none
+        nodes=1,  # several ranks on CPUs cannot load the state of the optimizer: their device is called cpu:0
     ),
     "DeepSpeed": Program(
         ("deepspeed==0.19.8", "hjson==3.1.0", "py-cpuinfo==9.0.0", "einops==0.8.2", "ninja==1.13.2", "msgpack==1.2.4"),
@@ -246,6 +249,7 @@ PROGRAMS = {
         2,
         {"train.py": DEEPSPEED},
         saves=True,
+        prepare="from deepspeed.comm.torch import build_shm_op; build_shm_op()",  # minutes
     ),
     "Ray": Program(
         ("ray==2.60.0", "msgpack==1.2.4"),

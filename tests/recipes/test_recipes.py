@@ -61,8 +61,14 @@ def python_with(program: Program, folder: Path) -> Path:
     if done.returncode and without_index:
         pytest.skip(f"pip cannot reach its index: {without_index[-1]}")
     assert done.returncode == 0, done.stdout + done.stderr
+    subprocess.run([python, "-c", program.prepare], env=os.environ | extensions(python), check=True)
     (folder / "complete").touch()
     return python
+
+
+def extensions(python: Path) -> dict[str, str]:
+    """Returns the variable that names the directory of compiled operators."""
+    return {"TORCH_EXTENSIONS_DIR": str(python.parents[1] / "extensions")}
 
 
 def steps_of(run: RunDirectory) -> list[list[int]]:
@@ -119,7 +125,7 @@ CASES = [pytest.param(title, marks=pytest.mark.long_form(300 if title in LONG el
 @pytest.mark.parametrize("title", CASES)
 def test_a_program_continues(title: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     program = PROGRAMS[title]
-    digest = hashlib.sha256(repr((program.packages, program.modules)).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(repr((program.packages, program.modules, program.prepare)).encode()).hexdigest()[:8]
     cache = request.config.cache
     assert cache is not None
     python = python_with(program, cache.mkdir(f"recipe-{digest}"))
@@ -165,6 +171,7 @@ def starter(python: Path, program: Program, words: list[str], folder: Path, star
         OMP_NUM_THREADS="1",
     )
     per = ["--per", "node"] if program.processes == 1 else ["--nproc-per-node", str(program.processes)]
+    variables |= extensions(python)
     command = [python, "-m", "hpc_train", "exec", "--name", "run", *per, "--", *words]
 
     def begin(start: int) -> list[subprocess.Popen[bytes]]:
