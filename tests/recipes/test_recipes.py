@@ -91,7 +91,7 @@ def processes_of(run: RunDirectory) -> dict[int, list[psutil.Process]]:
         if variables.get(RUN_DIRECTORY) == str(run.path) and "RANK" in variables:
             found.setdefault(int(variables["RANK"]), []).append(process)
     for of_rank in found.values():
-        of_rank.sort(key=lambda process: process.pid)
+        of_rank.sort(key=psutil.Process.create_time)
     return found
 
 
