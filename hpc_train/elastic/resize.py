@@ -66,15 +66,17 @@ def growth_of(run: RunDirectory, config: Config, spec: AttemptSpec) -> ResizeReq
     instead of n, the steps that are left take at best n / N of their time.
     """
     most = growing_nodes(config)
-    events = [*run.events_of(RANK_0)]
-    first = [event.time for event in events if event.name == "first_step" and event.attempt == spec.attempt]
-    newest = run.newest_metrics(spec.attempt)
+    lines = [*run.follow(run.metrics_file(spec.attempt)).read()]
     steps = run.record().get("total_steps") or config.train.steps
-    if most is None or spec.nodes >= most or not first or newest.step is None or newest.step_s is None or not steps:
+    if most is None or spec.nodes >= most or not steps or not lines or lines[0].step_s is None:
         return None
+    newest = lines[-1]
+    events = [*run.events_of(RANK_0)]
+    resumed = [event.step or 0 for event in events if event.name == "resumed" and event.attempt == spec.attempt]
+    first_s = (lines[0].step - max(resumed, default=0)) * lines[0].step_s  # of the steps of the first line
     save_s = max((event.seconds or 0.0 for event in events if event.name == "checkpoint_saved"), default=0.0)
-    cost_s = max(first) - spec.started + save_s
-    left_s = (steps - newest.step) * newest.step_s
+    cost_s = lines[0].time - spec.started - first_s + save_s
+    left_s = (steps - newest.step) * (newest.step_s or 0.0)
     gain_s = left_s * (1 - spec.nodes / most)
     if gain_s < MIN_GAIN * cost_s:
         return None

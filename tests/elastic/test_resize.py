@@ -73,10 +73,10 @@ def test_a_run_grows_by_itself_if_the_gain_is_worth_the_change(run: RunDirectory
     config = config_of("+strategy=dp", *GROWS, "train.steps=1000")
     assert growth_of(run, config, RUNNING) is None, "what a change costs is not known yet"
     events = EventLog.open(run, RANK_0, 0, 0)
-    events.write("first_step", time=1020.0, seconds=1.0)
+    events.write("resumed", step=90)
     events.write("checkpoint_saved", step=1, seconds=10.0)
     metrics = MetricsLog(run, 0)
-    metrics.write({"time": 1100.0, "attempt": 0, "step": 100, "step_s": 1.0})
+    metrics.write({"time": 1030.0, "attempt": 0, "step": 100, "step_s": 1.0})
     request = growth_of(run, config, RUNNING)
     assert request is not None and request.nodes == 4
     assert request.reason == "elastic.grow=idle (saves at most 7:30 of 15:00, costs 0:30)"
