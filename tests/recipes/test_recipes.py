@@ -29,7 +29,6 @@ from tests.slurm.cluster import wait_for
 NODES = ("127.0.0.2", "127.0.0.3")
 PATIENCE_S = 240
 PAGE = (REPOSITORY / "docs/howto/recipes.md").read_text()
-LONG = {"Axolotl", "DeepSpeed"}  # the installation, and the compilation of an operator
 
 
 def section(title: str) -> str:
@@ -118,7 +117,10 @@ def disturb(run: RunDirectory, program: Program, begin: Begin) -> None:
     assert not processes_of(run)
 
 
-CASES = [pytest.param(title, marks=pytest.mark.long_form(300 if title in LONG else 150)) for title in PROGRAMS]
+CASES = [  # 300 s with an installation
+    pytest.param(title, marks=pytest.mark.long_form(300 if program.packages else 150))
+    for title, program in PROGRAMS.items()
+]
 
 
 @pytest.mark.timeout(900)  # the installation
