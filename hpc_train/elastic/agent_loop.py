@@ -172,7 +172,9 @@ class Agent:
             for problem in growth.nodes.drop_ended(present):
                 self._refuse(self._resize, problem)
             may_grow = not self._is_requested and growth.nodes.job.why_no_joiner() is None
-            if may_grow and self.config.elastic.grow != "never" and not growth.nodes.waiting(present):
+            idle = [number for number in present if number >= growth.nodes.count and number not in spec.order]
+            joins = bool(idle) or bool(growth.nodes.waiting(present))  # nodes of a joiner that will soon train
+            if may_grow and self.config.elastic.grow != "never" and not joins:
                 more = read_or(lambda: growth_of(self.run, self.config, spec), None)
                 if more is not None:
                     self._answer(more, growth, spec, client, is_automatic=True)
