@@ -17,7 +17,7 @@ from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from hpc_train.config.import_path import check_call, module_spec
 from hpc_train.errors import UserError
@@ -225,6 +225,19 @@ class DataSource:
 
 
 Row = TypeVar("Row")
+Schema = TypeVar("Schema")
+
+
+def from_plain(schema: type[Schema], values: Mapping[str, Any]) -> Schema:
+    """Returns a config of class ``schema`` with plain ``values``, in which a group is a mapping. Raises TypeError if a
+    key is unknown.
+    """
+    types = get_type_hints(schema)
+    given = dict(values)
+    for key, value in given.items():
+        if is_dataclass(types.get(key)) and isinstance(value, Mapping):
+            given[key] = from_plain(types[key], value)
+    return schema(**given)
 
 
 def family_of(model: Any) -> ModelFamily:

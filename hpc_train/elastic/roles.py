@@ -298,7 +298,7 @@ class Leader:
         admission = None
         if listener is not None:
             admission = Admission(listener, self._token, self._selector, self._admit)
-            admission.open()
+            admission.listen()
         until = time.monotonic() + CONNECT_S
         while len(self._reports) < self._nodes:
             if self._stop.requested:

@@ -32,6 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from hpc_train.config.import_path import install_extra
 from hpc_train.config.roles import ROLE
 from hpc_train.config.schema import Config
 from hpc_train.config.values import command_words, parse_hang_timeout
@@ -365,7 +366,7 @@ class ProcessStacks:
         folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
         program = shutil.which(PY_SPY, path=os.pathsep.join(folders))
         if program is None:
-            self._texts.append(f"(no Python stacks: {PY_SPY} is not installed; pip install 'hpc_train[stacks]')")
+            self._texts.append(f"(no Python stacks: {PY_SPY} is not installed; {install_extra('stacks')})")
             return
         self._dumps = [_dump_of(pid, program) for pid in pids]
         self._until = time.monotonic() + PY_SPY_S

@@ -294,6 +294,8 @@ def active_count(model: ModelConfig) -> int | None:
 
 def describe_active(model: ModelConfig) -> str | None:
     """Describes how many parameters compute a token; None if all do."""
+    if family_of(model).active_parameters is None:
+        return None
     total = parameter_count(model)
     active = active_count(model)
     if total is None or active is None or active == total:

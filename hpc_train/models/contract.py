@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, PrepareModuleOutput
 
-from hpc_train.config.extensions import IMAGES, TOKENS, ModelFamily, load_family, load_source
+from hpc_train.config.extensions import IMAGES, TOKENS, ModelFamily, from_plain, load_family, load_source
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model, imported
 from hpc_train.models.model import Model
@@ -97,7 +97,9 @@ def main() -> None:
     model = given["model"]
     data = given["data"]
     try:
-        print(disagreement(load_family(model["kind"]).schema(**model), load_source(data["kind"]).schema(**data)))
+        model_config = from_plain(load_family(model["kind"]).schema, model)
+        data_config = from_plain(load_source(data["kind"]).schema, data)
+        print(disagreement(model_config, data_config))
     except UserError as error:
         print(error.what)
 

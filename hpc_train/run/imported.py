@@ -12,8 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hpc_train.config.extensions import from_plain
 from hpc_train.config.run_path import default_root, directory_to_fork, run_directory
-from hpc_train.config.schema import Config, GPTConfig, MoEConfig
+from hpc_train.config.schema import Config, GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.opening import DamagedFile
 from hpc_train.run.directory import RunDirectory
@@ -65,7 +66,7 @@ def imported_model(directory: RunDirectory) -> GPTConfig | None:
         return None
     content = directory.json(path)
     try:
-        return GPTConfig(**content["model"] | {"moe": MoEConfig(**content["model"].get("moe", {}))})
+        return from_plain(GPTConfig, content["model"])
     except (KeyError, TypeError) as error:
         what = f"{path} does not describe a model: {type(error).__name__}: {error}"
         raise DamagedFile(what, where=str(path), fix="import the weights again") from error

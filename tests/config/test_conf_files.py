@@ -59,7 +59,7 @@ def of_experiment(name: str) -> list[str]:
 def models() -> list[list[str]]:
     """Every model and every data source, in pairs that fit."""
     images = zip([name for name in names("model") if name.startswith("vit")], cycle(IMAGES), strict=False)
-    language = ("gpt", "llama", "qwen", "mistral", "gemma")
+    language = ("gpt", "llama", "qwen", "mistral", "mixtral", "moe", "switch", "gemma")
     texts = zip([name for name in names("model") if name.startswith(language)], cycle(TOKENS), strict=False)
     custom = ["model=custom", "model._target_=package.Model"]
     hf = ["model=hf", "model.name_or_path=/models/mine", "model.task=causal_lm"]

@@ -51,6 +51,7 @@ SECONDS = {  # of the long form of each page on two cores
     "docs/howto/measure.md": 90,
     "docs/howto/memory.md": 60,
     "docs/howto/model.md": 90,
+    "docs/howto/moe.md": 40,
     "docs/howto/monitoring.md": 20,
     "docs/howto/network.md": 20,
     "docs/howto/optimizer.md": 60,

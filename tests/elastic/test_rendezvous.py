@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from benchmarks.scale import MODEL
 from hpc_train.config.schema import Config
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec, bind
 from hpc_train.elastic.rendezvous.store import serve
@@ -16,7 +17,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json
 
 NODE = Allocation(2, 0, "n1", "7", "7.0.0", "127.0.0.3", ("n1", "n2"), "127.0.0.3")
-LAYOUT = resolve_layout(Config(), 1, 2)
+LAYOUT = resolve_layout(Config(model=MODEL), 1, 2)
 SPEC = AttemptSpec(3, "7.0.0", "7", "n1", 1, 0.0, "n1", 1, 1, 0, 2, LAYOUT, (0,), {}, "random", 60, 1)
 
 

@@ -565,8 +565,7 @@ def _direct(tree: ast.AST) -> Iterator[str]:
         called = node.func
         if isinstance(called, ast.Attribute):
             if called.attr in ("read_text", "read_bytes") or (
-                called.attr == "open"
-                and ast.unparse(called.value) not in ("EventLog", "self.backend", "super()", "self._admission")
+                called.attr == "open" and ast.unparse(called.value) not in ("EventLog", "self.backend", "super()")
             ):
                 yield ast.unparse(node)
         elif isinstance(called, ast.Name) and called.id == "open":

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.scale import MODEL
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.elastic.agent_loop import _pickled
@@ -177,7 +178,7 @@ def test_advice_goes_to_the_log_and_the_events(tmp_path: Path, capsys: pytest.Ca
 def spec_of(run: Path, config: bytes | None = None) -> WorkerSpec:
     return WorkerSpec(
         run_dir=str(run), attempt=0, rank=0, local_rank=0, local_world_size=1, node_rank=0, nodes=1, config=config,
-        layout=resolve_layout(Config(), 1, 1), master_address="", master_port=0, gpus_per_node=1, threads=1,
+        layout=resolve_layout(Config(model=MODEL), 1, 1), master_address="", master_port=0, gpus_per_node=1, threads=1,
     )  # fmt: skip
 
 

@@ -195,7 +195,7 @@ class Admission:
         self._paused_until: float | None = None
         self._has_reported = False
 
-    def open(self) -> None:
+    def listen(self) -> None:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 

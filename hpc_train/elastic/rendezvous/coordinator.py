@@ -227,7 +227,8 @@ class Coordinator:
         if self._saved and (save := SaveStacks(self._working <= self._saved)) != self._save_ordered:
             self._save_ordered = save
             return save
-        if self._guests_until is None and any(map(self.is_guest, self._idle())):
+        has_guests = self._numbers > self._first_guest
+        if has_guests and self._guests_until is None and any(map(self.is_guest, self._idle())):
             self._guests_until = now + GUESTS_WAIT_S
         if self._change_is_due(now):
             self._stop_ordered = True

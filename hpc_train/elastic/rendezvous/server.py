@@ -175,7 +175,7 @@ class RendezvousServer:
         self._thread = threading.Thread(target=self._serve, name="rendezvous-server", daemon=True)
 
     def start(self) -> None:
-        self._admission.open()
+        self._admission.listen()
         self._thread.start()
 
     def join(self) -> None:
@@ -211,7 +211,7 @@ class RendezvousServer:
             if self._network is not None:
                 self._further.append(Admission(self._network, self._token, self._selector, self._admit))
                 self._network = None
-                self._further[-1].open()
+                self._further[-1].listen()
             for admission in (self._admission, *self._further):
                 admission.tend(now)
             if has_stalled(now - looked, self._silent_node_s, self._coordinator.expected):

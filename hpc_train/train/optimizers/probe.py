@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_train.config.extensions import load_family
+from hpc_train.config.extensions import from_plain, load_family
 from hpc_train.config.schema import CustomModelConfig, OptimConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.optimizers import check_matches, own_targets, parameter_groups
@@ -66,7 +66,7 @@ def main() -> None:
     given = json.load(sys.stdin)
     mistake: dict[str, str] = {}
     try:
-        model = load_family(given["model"]["kind"]).schema(**given["model"])
+        model = from_plain(load_family(given["model"]["kind"]).schema, given["model"])
         check(model, OptimConfig(**given["optim"]), given["steps"])
     except UserError as error:
         mistake = {"what": error.what, "where": error.where, "fix": error.fix}
