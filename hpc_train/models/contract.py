@@ -97,8 +97,8 @@ def main() -> None:
     model = given["model"]
     data = given["data"]
     try:
-        model_config = from_plain(load_family(model["kind"]).schema, model)
-        data_config = from_plain(load_source(data["kind"]).schema, data)
+        model_config: Any = from_plain(load_family(model["kind"]).schema, model)
+        data_config: Any = from_plain(load_source(data["kind"]).schema, data)
         print(disagreement(model_config, data_config))
     except UserError as error:
         print(error.what)

@@ -66,7 +66,7 @@ def main() -> None:
     given = json.load(sys.stdin)
     mistake: dict[str, str] = {}
     try:
-        model = from_plain(load_family(given["model"]["kind"]).schema, given["model"])
+        model: Any = from_plain(load_family(given["model"]["kind"]).schema, given["model"])
         check(model, OptimConfig(**given["optim"]), given["steps"])
     except UserError as error:
         mistake = {"what": error.what, "where": error.where, "fix": error.fix}
