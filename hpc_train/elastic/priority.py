@@ -218,7 +218,7 @@ class PriorityWatch:
     @classmethod
     def of(cls, run: RunDirectory, config: Config, job: CurrentJob) -> PriorityWatch | None:
         """Returns the watch of a run that may shrink (``elastic.min_nodes``) in a Slurm job; None for other runs."""
-        if config.elastic.min_nodes is None or not isinstance(job, SlurmJob):
+        if not isinstance(job, SlurmJob) or config.elastic.min_nodes is None:
             return None
         return cls(run, config, job.name)
 

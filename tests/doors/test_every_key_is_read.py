@@ -181,7 +181,7 @@ def run_in_own_folder(folder: Path, env: dict[str, str], number: int) -> None:
 CHECKS = ("hpc_train.layout.", "hpc_train.config.", "sitecustomize")  # they read a key to check or estimate
 # Modules that hold or compare the value of a key, and use it only where the condition of the key holds.
 WITHOUT_USE = {
-    "CheckpointConfig.best_mode": {"checkpoint.manager", "train.trainer", "launch.launcher"},  # beside keep_best
+    "CheckpointConfig.best_mode": {"checkpoint.run_store", "train.trainer", "launch.launcher"},  # beside keep_best
     "ClusterConfig.extra": {"elastic.attempts"},  # for a warning about several nodes
     "ClusterConfig.health_check_timeout_s": {"elastic.nodes"},  # beside health_check
     "ClusterConfig.interface": {"elastic.agent"},  # meeting_at returns at once on one node
