@@ -4,15 +4,12 @@ has the decisions, and ``tests/elastic/test_agent.py`` a run that shrinks."""
 from __future__ import annotations
 
 from pathlib import Path
-from random import Random
 
 import pytest
 
 from tests.doors import command
 from tests.slurm.cluster import Cluster, reconfigured, wait_for
 from tests.slurm.runs import ONE_WORKER, SLOW, events, every_step, job_id, losses, steps, wait_for_step
-
-TINY = ["cluster=slurm", *command.TINY, "cluster.cpu_workers=2", "cluster.nodes=1"]
 
 
 def joiners(cluster: Cluster, *states: str) -> list[str]:
@@ -55,36 +52,6 @@ def test_a_run_grows_and_shrinks_and_loses_no_step(cluster: Cluster, tmp_path: P
     assert every_step(run) == list(range(1, 401)), "each step was taken once"
     assert [event["steps"] for event in events(run, "resized")] == [0, 0, 0, 0]
     assert losses(run) == undisturbed(tmp_path, *case, "cluster.cpu_workers=2"), "bitwise the same"
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("strategy", "seed"), [("dp", 0), ("zero3", 1), ("hybrid", 2)])
-@pytest.mark.long_form(200)  # tests/elastic/test_coordinator.py
-def test_a_sequence_of_changes_and_faults(cluster: Cluster, tmp_path: Path, strategy: str, seed: int) -> None:
-    random = Random(seed)
-    case = [f"+strategy={strategy}", *TINY, "train.steps=1500", "checkpoint.every=100"]
-    run = start(cluster, tmp_path, *case)
-    job = job_id(run)
-    nodes = 1
-    for _ in range(5):
-        change = random.choice(["resize", "resize", "cancel", "requeue", "announce"])
-        if change == "resize":
-            nodes = random.choice([number for number in (1, 2, 4) if number != nodes])
-            resize(cluster, tmp_path, nodes)
-        elif change == "requeue":
-            cluster.call("scontrol", "requeue", job)
-            cluster.wait_for_state(job, "PENDING")
-        elif change == "announce":  # the time limit of the first job
-            cluster.call("scancel", "--signal=USR2", job)
-            cluster.wait_for_state(job, "PENDING")
-        elif running := joiners(cluster, "RUNNING"):
-            cluster.call("scancel", *running)
-            nodes = 1
-        attempts = len(list((run / "metrics").glob("attempt-*.jsonl")))
-        wait_for("a further attempt or step", lambda: len(every_step(run)) > 20 * attempts, 120)  # noqa: B023
-    assert cluster.wait_for_state(job, "COMPLETED", "FAILED", seconds=600) == "COMPLETED"
-    assert steps(run) == list(range(1, 1501))
-    assert losses(run) == pytest.approx(undisturbed(tmp_path, *case[:-1], "cluster.nodes=1"), rel=2e-3)
 
 
 @pytest.mark.long_form(90)  # tests/elastic/test_coordinator.py
