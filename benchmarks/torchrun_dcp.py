@@ -84,7 +84,9 @@ def by_launcher(name: str, folder: Path, plan: Sequence[Fault]) -> Outcome:
     whole = folder.parent / f"whole-{name}"
     if not whole.exists():
         whole.mkdir()
-        _run(whole, lambda: _start(name, whole, []))
+        finished, _ = _run(whole, lambda: _start(name, whole, []))
+        if not finished:
+            raise SystemExit(f"{name} did not finish a training without faults:\n{(whole / 'errors').read_text()}")
     folder.mkdir()
     finished, left = _run(folder, lambda: _start(name, folder, plan))
     same = finished and (folder / "weights").read_text() == (whole / "weights").read_text()
@@ -131,8 +133,12 @@ def _run(folder: Path, begin: Callable[[], subprocess.Popen[str]]) -> tuple[bool
 
 
 def _recovery(folder: Path, steps: Sequence[dict[str, Any]], start: str) -> float | None:
-    """Returns the seconds from the fault to the end of the first step that another start of the workers took."""
-    injected = float(happened(folder, 0).read_text() or "nan")
+    """Returns the seconds from the fault to the end of the first step that another start of the workers took; None
+    without such a step or without a fault."""
+    fault = happened(folder, 0)
+    if not fault.exists():
+        return None
+    injected = float(fault.read_text() or "nan")
     return next((step["time"] - injected for step in steps if step[start] != steps[0][start]), None)
 
 
