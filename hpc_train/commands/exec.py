@@ -53,6 +53,7 @@ SBATCH = {
     "exclude": "cluster.exclude",
     "nodelist": "cluster.nodelist",
 }
+FLAGS = ("--standalone", "--detach", "--json", "-m")  # options without a value
 SHORT = {"partition": "-p", "account": "-A", "qos": "-q", "time": "-t", "constraint": "-C", "nodelist": "-w"}
 # options of torchrun that the agents make unnecessary -> what to do instead
 UNNEEDED = {
@@ -275,9 +276,15 @@ def _with_dashes(word: str) -> str:
 
 def _refuse_missing_command(arguments: Sequence[str]) -> NoReturn:
     fix = "hpc-train exec [OPTION ...] -- python train.py"
+    takes_value = False
     for number, word in enumerate(arguments):
-        if word.endswith(".py"):  # as torchrun accepts it
-            fix = shlex.join(["hpc-train", "exec", *arguments[:number], "--", "python", *arguments[number:]])
+        if word.startswith("-"):
+            takes_value = word not in FLAGS and "=" not in word and (word.startswith("--") or len(word) == 2)
+        elif takes_value:
+            takes_value = False
+        else:
+            python = ["python"] if word.endswith(".py") and "/" not in word else []  # as torchrun accepts it
+            fix = shlex.join(["hpc-train", "exec", *arguments[:number], "--", *python, *arguments[number:]])
             break
     raise UserError("the command must follow --", where="the command line", fix=fix)
 

@@ -81,6 +81,9 @@ def test_options_become_config_keys() -> None:
     ("arguments", "what", "fix"),
     [
         (["--nproc-per-node=2", "train.py", "--lr=1"], "must follow --", "-- python train.py --lr=1"),
+        (["--nproc", "2", "python", "x.py"], "must follow --", "exec --nproc 2 -- python x.py"),
+        (["-m", "-p", "gpu", "torchrun", "x.py"], "must follow --", "exec -m -p gpu -- torchrun x.py"),
+        (["--standalone", "./x.sh"], "must follow --", "exec --standalone -- ./x.sh"),
         (["--"], "no command after --", "-- python"),
         (["--rdzv_backend=c10d", "--", "a"], "no option --rdzv-backend", "find each other"),
         (["--nnodes=0", "--", "a"], "--nnodes does not accept 0", "from 1"),
