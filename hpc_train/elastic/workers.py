@@ -333,7 +333,7 @@ def class_of_script_end(
     """
     if failure is Failure.KILLED:
         return class_of_end(exit_code if exit_code < 0 else SHELL_SIGNALS - exit_code, killed, output=output)
-    message = f"run.command exited with code {exit_code}: {_last_words(output)}"
+    message = ": ".join(filter(None, [f"run.command exited with code {exit_code}", _last_words(output)]))
     if failure is Failure.REFUSED:
         return failure, message
     classified = next(filter(None, map(classify_message, _last_traceback(output))), None)
@@ -341,10 +341,12 @@ def class_of_script_end(
 
 
 def _last_words(output: Sequence[str]) -> str:
-    """Returns the exception at the end of the last traceback of Python, or the last line if there is none."""
+    """Returns the exception at the end of the last traceback of Python, or the last line if there is none; empty
+    without any output.
+    """
     lines = [line for line in _last_traceback(output) if line.strip()]
     if not lines:
-        return "it printed nothing"
+        return ""
     ends = [number for number, line in enumerate(lines) if EXCEPTION.match(line)]
     if not lines[0].startswith(TRACEBACK) or not ends:
         return lines[-1].strip()

@@ -99,7 +99,7 @@ RESPONSES: dict[Failure, Response] = {
     ),
     Failure.EXITED: Response(
         Action.RESTART,
-        "some code ended the process, e.g. with os._exit(); the last log lines of that rank show where",
+        "the program ended without a traceback, e.g. by `exit` or os._exit(); the last log lines of the rank say more",
     ),
     Failure.COMMUNICATION: Response(
         Action.RESTART,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.elastic.decision import ended_without_report
 from hpc_train.elastic.script import FolderLooks, FolderProgress, ScriptProgress, StepLog
 from hpc_train.elastic.workers import class_of_script_end
 from hpc_train.machine.kernel_counters import OomKills
@@ -180,9 +181,13 @@ def test_progress_is_a_touch_a_number_or_a_newer_file(tmp_path: Path) -> None:
         ([*TRACEBACK, "OSError: [Errno 5] Input/output error", "wandb: synced 5 files"],
          "OSError: [Errno 5] Input/output error"),
         (["no license", ""], "no license"),
-        ([], "it printed nothing"),
     ],
 )  # fmt: skip
 def test_the_exception_of_a_script_is_told_and_not_what_it_prints_after_it(output: list[str], words: str) -> None:
     _, message = class_of_script_end(1, Failure.USER_ERROR, OomKills(0, 0), output)
     assert message == f"run.command exited with code 1: {words}"
+
+
+def test_a_silent_script_is_reported_once() -> None:
+    end = class_of_script_end(7, Failure.EXITED, OomKills(0, 0))
+    assert ended_without_report(0, 7, end, [], 0.0).traceback == "run.command exited with code 7\nit printed nothing"
