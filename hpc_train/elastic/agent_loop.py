@@ -225,7 +225,7 @@ class Agent:
             return
         except (UserError, OSError, subprocess.SubprocessError) as error:
             self._submission = None
-            self._refuse(request, error.what if isinstance(error, UserError) else str(error))
+            self._refuse(request, f"{error.what}; {error.fix}" if isinstance(error, UserError) else str(error))
             return
         self._submission = None
         client.send_invitation(joiner.first, joiner.count, host)

@@ -213,7 +213,11 @@ class Growth:
         done = subprocess.run(command, env=self.users, capture_output=True, text=True, timeout=SUBMIT_S, check=False)
         if done.returncode != 0:
             problem = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise UserError(f"the joiner cannot be submitted: {problem}", where="resize", fix="submit it by hand")
+            raise UserError(
+                f"the joiner cannot be submitted: {problem}",
+                where="resize",
+                fix=f"`resize {self.run.path} N` with fewer nodes, or again when Slurm accepts jobs of {count} nodes",
+            )
         joiner = Joiner(done.stdout.split()[-1], first, count)
         self._next += count
         self.nodes.joiners.append(joiner)

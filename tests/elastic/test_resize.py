@@ -3,16 +3,20 @@ the courses of events, ``test_agent.py`` a run that shrinks, and ``tests/slurm/t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from hpc_train.config.schema import ElasticConfig
 from hpc_train.config.values import growing_nodes
-from hpc_train.elastic.rendezvous.addresses import AttemptSpec
-from hpc_train.elastic.resize import JobNodes, Joiner, growth_of, guest_of, refusal_of
+from hpc_train.elastic.nodes import Node
+from hpc_train.elastic.rendezvous.addresses import AttemptSpec, ServerAddress
+from hpc_train.elastic.rendezvous.server import RendezvousServer
+from hpc_train.elastic.resize import Growth, JobNodes, Joiner, growth_of, guest_of, refusal_of
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.machine.allocation import Allocation
@@ -85,6 +89,18 @@ def test_a_run_grows_by_itself_if_the_gain_is_worth_the_change(run: RunDirectory
     assert growth_of(run, config, RUNNING) is None, "100 s at most, and a change costs 30 s"
     with pytest.raises(UserError, match="does not say up to how many nodes"):
         growing_nodes(config_of("+strategy=dp", *GROWS[::2]))
+
+
+def test_the_refusal_of_a_joiner_says_what_to_do(run: RunDirectory) -> None:
+    alone = Allocation(2, 0, "n5", "8", "8.0.0", "n5")
+    server = cast(RendezvousServer, None)  # only a run on one node uses it
+    nodes = JobNodes(current_job(), 2)
+    node = Node(0, "n5", "n5", None, 0, 1)
+    address = ServerAddress("n5", 1, "")
+    growth = Growth(run, config_of(), alone, server, address, nodes, lambda _: node, os.environ, lambda _: None)
+    with pytest.raises(UserError, match="the joiner cannot be submitted: ") as refused:
+        growth.submit(2, ["n5"], is_automatic=False)
+    assert refused.value.fix == f"`resize {run.path} N` with fewer nodes, or again when Slurm accepts jobs of 2 nodes"
 
 
 def test_the_nodes_of_a_joiner_are_numbered_after_those_of_the_run() -> None:
