@@ -162,11 +162,11 @@ def task(
         if mistake is None:
             raise
         root = Path(node.run.root).expanduser().absolute()
-        with contextlib.suppress(OSError):  # removes the directories that Hydra has created, if they are empty
+        with contextlib.suppress(OSError):  # removes empty directories below run.root, which Hydra has created
             for directory in (run.path, *run.path.parents):
-                directory.rmdir()
                 if directory == root or not directory.is_relative_to(root):
                     break
+                directory.rmdir()
         mistake = with_file(mistake, line)
         print(mistake, file=sys.stderr)  # Hydra would wrap a raised error into its own message
         raise SystemExit(Exit.REFUSED) from mistake

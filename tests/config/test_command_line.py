@@ -124,6 +124,13 @@ def test_a_value_that_is_not_utf8_is_refused(key: str, called: Called, tmp_path:
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
+def test_a_refused_run_leaves_an_empty_root_that_existed(called: Called, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    assert called("+strategy=dp", "cluster=local", "cluster.nodes=2", f"run.root={root}").returncode == 2
+    assert root.is_dir() and not list(root.iterdir())
+
+
 def test_a_working_directory_that_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
     folder.mkdir()
