@@ -17,7 +17,7 @@ from typing import Any
 from hpc_train.bench.request import REQUEST, WorkerRequest, read_progress, read_result
 from hpc_train.config.options import OptionParser
 from hpc_train.config.schema import Config, MlflowConfig, WandbConfig
-from hpc_train.elastic.agent import run_agent
+from hpc_train.elastic.agent import AgentOptions, run_agent
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.gpus import depends_on_gpu_types, gpu_types_here
@@ -137,7 +137,7 @@ def run_benchmark(
     if allocation.node_rank > 0:
         _wait_for(run.path / REQUEST, config.elastic.join_timeout_s)
         open_run(run, "agent", trust_owner)
-        return run_agent(run, entry=entry), None
+        return run_agent(run, AgentOptions(entry)), None
     if root is not None:
         root.mkdir(parents=True, exist_ok=True)
     temporary = None
@@ -151,7 +151,7 @@ def run_benchmark(
     try:
         freeze(replace(config, telemetry=untracked), run, code=code, trust_owner=trust_owner)
         request.write(run)  # the other nodes wait for this file
-        exit_code = run_agent(run, show, entry=entry)
+        exit_code = run_agent(run, AgentOptions(entry), on_tick=show)
         if exit_code == Exit.DONE:
             result = read_result(run)
         if failures is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpc_train.config.options import OptionParser
 from hpc_train.config.roles import ROLE
-from hpc_train.elastic.agent import run_agent
+from hpc_train.elastic.agent import AgentOptions, run_agent
 from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.machine.allocation import current_allocation, refuse_misplaced
 from hpc_train.run.code import reexec_from_snapshot
@@ -61,7 +61,8 @@ def _run(run: RunDirectory, is_first: bool, options: argparse.Namespace, begun: 
         from hpc_train.launch.executors.allocation import run_in_foreground  # other agents do not need its modules
 
         return run_in_foreground(run, None, begun)
-    code = run_agent(run, alternative=options.alternative, begun=begun, echo=options.echo, join=options.join)
+    of_agent = AgentOptions(alternative=options.alternative, echo=options.echo, join=options.join)
+    code = run_agent(run, of_agent, begun=begun)
     if is_first and ROLE not in os.environ:  # `report` writes the page of a role on demand
         from hpc_train.report.page.build import write_at_end  # other agents do not need its modules
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.config.schema import Config
@@ -64,17 +65,33 @@ STORE = "hpc_train.elastic.rendezvous.store:serve"
 Reserve = Callable[[StopRequests], AbstractContextManager[None]]
 
 
+@dataclass(frozen=True)
+class AgentOptions:
+    """Describes what an agent runs, and for which job.
+
+    Attributes:
+        entry: the worker's entry point, as "module:function"; by default, the trainer or ``run.entry``.
+            ``run.command`` does not use it.
+        store: the entry point of an attempt's store.
+        alternative: which of the jobs of ``cluster.first`` this is, counted from 1; 0 for the job without it.
+        echo: whether the output of the workers is also printed.
+        join: the launch of the run that this job adds nodes to, and the number of its first node (``guest_of``).
+    """
+
+    entry: str | None = None
+    store: str = STORE
+    alternative: int = 0
+    echo: bool = False
+    join: str | None = None
+
+
 def run_agent(
     run: RunDirectory,
-    on_tick: Callable[[], None] | None = None,
+    options: AgentOptions | None = None,
     *,
+    on_tick: Callable[[], None] | None = None,
     reserve: Reserve | None = None,
-    entry: str | None = None,
-    store: str = STORE,
-    alternative: int = 0,
     begun: HeadStart | None = None,
-    echo: bool = False,
-    join: str | None = None,
 ) -> int:
     """Runs this node's workers of ``run`` to their end; returns the exit code.
 
@@ -82,19 +99,14 @@ def run_agent(
         on_tick: called a few times per second while workers run.
         reserve: a context that holds the workers' resources (GPUs, cores); entering it may wait, and returns early when
             a stop is requested.
-        entry: the worker's entry point, as "module:function"; by default, the trainer or ``run.entry``.
-            ``run.command`` does not use it.
-        store: the entry point of an attempt's store.
-        alternative: which of the jobs of ``cluster.first`` this is, counted from 1; 0 for the job without it.
         begun: the head start of the warm parent, if any.
-        echo: whether the output of the workers is also printed.
-        join: the launch of the run that this job adds nodes to, and the number of its first node (``guest_of``).
     """
+    options = options or AgentOptions()
     raise_descriptor_limit()
     allocation = current_allocation()
     end = JobEnd.of_this_process(run)
-    if join is not None:
-        allocation = guest_of(allocation, join)
+    if options.join is not None:
+        allocation = guest_of(allocation, options.join)
         end = None  # the first job records how the run ends
     with nonfailing_streams(), watch_signals() as stop:
         try:
@@ -105,8 +117,7 @@ def run_agent(
                 with suppress(OSError):  # the batch script also removes it
                     end.begin()
             with _sole_agent(run, allocation, stop), reserve(stop) if reserve else nullcontext():
-                tick = on_tick or (lambda: None)
-                code = _run(run, allocation, end, stop, tick, entry, store, alternative, begun, echo, join)
+                code = _run(run, options, allocation, end, stop, on_tick or (lambda: None), begun)
             if end is None or code != Exit.STOPPED or not end.must_ask() or end.ask():
                 return code
             resume = f"Resume the run with: python -m hpc_train resume {run.path}"
@@ -140,18 +151,14 @@ def _sole_agent(run: RunDirectory, allocation: Allocation, stop: StopRequests) -
 
 def _run(
     run: RunDirectory,
+    options: AgentOptions,
     allocation: Allocation,
     end: JobEnd | None,
     stop: StopRequests,
     on_tick: Callable[[], None],
-    entry: str | None,
-    store: str,
-    alternative: int,
     begun: HeadStart | None,
-    echo: bool,
-    join: str | None,
 ) -> int:
-    config = with_alternative(load(run), alternative)
+    config = with_alternative(load(run), options.alternative)
     export_job_environment(config.cluster.env)
     allocation = _on_the_network(config, allocation)
     use_frozen_code(frozen_code(run))
@@ -180,7 +187,7 @@ def _run(
         threads = threads_per_rank(config.train.threads, max(1, workers))
         # what the warm parent, and so all workers, inherit; the agent of each role sets the threads of its workers
         environment_record = apply([*(() if config.run.roles else node_environment(threads)), *caches])
-        with _code_of_workers(run, config, entry, store, begun) as code:
+        with _code_of_workers(run, config, options, begun) as code:
             from hpc_train.elastic.agent_session import Session  # while the warm parent imports
 
             session = Session(
@@ -192,13 +199,13 @@ def _run(
                 stop,
                 events,
                 output,
-                printed if echo else None,
+                printed if options.echo else None,
                 users,
                 environment_record,
                 code,
-                store,
+                options.store,
                 on_tick,
-                is_guest=join is not None,
+                is_guest=options.join is not None,
             )
             if allocation.node_rank != 0:
                 return session.work()
@@ -222,12 +229,12 @@ def _refuse_third_kill(run: RunDirectory, config: Config, allocation: Allocation
 
 @contextmanager
 def _code_of_workers(
-    run: RunDirectory, config: Config, entry: str | None, store: str, begun: HeadStart | None
+    run: RunDirectory, config: Config, options: AgentOptions, begun: HeadStart | None
 ) -> Iterator[str | Script]:
     """Yields the command of the run, or the entry point of its workers after it has started their warm parent."""
     if not runs_command(config):
-        entry = entry or (ENTRY if config.run.entry is None else LOOP_ENTRY)
-        start_warm_parent(_preload(config, entry, store), begun)
+        entry = options.entry or (ENTRY if config.run.entry is None else LOOP_ENTRY)
+        start_warm_parent(_preload(config, entry, options.store), begun)
         yield entry
         return
     if begun is not None:

@@ -227,13 +227,13 @@ def start_agent(
     module = entry if ":" in entry else f"tests.elastic.entries:{entry}"
     script = (
         "import os, sys; from pathlib import Path\n"
-        "from hpc_train.elastic.agent import run_agent\n"
+        "from hpc_train.elastic.agent import AgentOptions, run_agent\n"
         "from hpc_train.run.directory import RunDirectory\n"
         "from rich.console import Console\n"
         "from hpc_train.telemetry.progress import Progress\n"
         f"run = RunDirectory(Path({str(run)!r}))\n"
         "tick = Progress(run, Console()).tick if 'FOREGROUND' in os.environ else None\n"
-        f"code = run_agent(run, tick, entry={module!r}, store={store!r})\n"
+        f"code = run_agent(run, AgentOptions({module!r}, {store!r}), on_tick=tick)\n"
         "assert 'torch' not in sys.modules\n"
         "sys.exit(code)\n"
     )

@@ -342,10 +342,10 @@ def test_a_run_that_has_used_up_its_gpu_hours_is_asked_to_stop_and_given_up(froz
 FEW_FILES = """
 import resource, sys
 from pathlib import Path
-from hpc_train.elastic.agent import run_agent
+from hpc_train.elastic.agent import AgentOptions, run_agent
 from hpc_train.run.directory import RunDirectory
 resource.setrlimit(resource.RLIMIT_NOFILE, (32, 40))
-sys.exit(run_agent(RunDirectory(Path(sys.argv[1])), entry="tests.elastic.entries:finish"))
+sys.exit(run_agent(RunDirectory(Path(sys.argv[1])), AgentOptions("tests.elastic.entries:finish")))
 """
 
 

@@ -29,7 +29,7 @@ def main(run: str, entry: str) -> int:
     """Runs the agent on ``run``; its workers call ``entry``."""
     shift_clock()
     from hpc_train.elastic import hang_bounds, watch
-    from hpc_train.elastic.agent import run_agent
+    from hpc_train.elastic.agent import AgentOptions, run_agent
     from hpc_train.run.directory import RunDirectory
     from tests.faults.surroundings import enter_memory_group
     from tests.warm_parents.sitecustomize import SOCKET, count_start
@@ -41,6 +41,6 @@ def main(run: str, entry: str) -> int:
     hang_bounds.SECOND_LOOK_S = SECOND_LOOK_S
     hang_bounds.PATIENCE_S["one CPU node"] = float(os.environ.get(PATIENCE, "0"))
     watch.FIRST_S = ASKED_EVERY_S
-    code = run_agent(RunDirectory(Path(run)), entry=entry)
+    code = run_agent(RunDirectory(Path(run)), AgentOptions(entry))
     assert "torch" not in sys.modules
     return code

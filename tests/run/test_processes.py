@@ -119,7 +119,7 @@ def test_a_full_disk_behind_standard_output_does_not_end_a_training(
 ) -> None:
     run, ended = RunDirectory(tmp_path / "run"), []
     freeze(config_of(f"run.root={tmp_path}", "run.name=run"), run)
-    monkeypatch.setattr("hpc_train.elastic.agent.run_agent", lambda run, tick, **_: ended.append(run) or 0)
+    monkeypatch.setattr("hpc_train.elastic.agent.run_agent", lambda run, *_, **__: ended.append(run) or 0)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)

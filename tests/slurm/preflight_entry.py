@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.elastic.agent import run_agent
+from hpc_train.elastic.agent import AgentOptions, run_agent
 from hpc_train.machine.allocation import current_allocation
 from hpc_train.preflight import measure as measuring
 from hpc_train.preflight import run
@@ -36,4 +36,4 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
 
 if __name__ == "__main__":
-    sys.exit(run_agent(RunDirectory(Path(sys.argv[1])), entry="tests.slurm.preflight_entry:train"))
+    sys.exit(run_agent(RunDirectory(Path(sys.argv[1])), AgentOptions("tests.slurm.preflight_entry:train")))

@@ -197,9 +197,9 @@ def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None, begun:
     progress = Progress(run, console, again)
     before = run.newest_attempt()
     progress.tick()  # reports that the run starts, while the agent is imported
-    from hpc_train.elastic.agent import run_agent  # the submitter does not need its modules
+    from hpc_train.elastic.agent import AgentOptions, run_agent  # the submitter does not need its modules
 
-    code = run_agent(run, progress.tick, begun=begun, echo=is_command)
+    code = run_agent(run, AgentOptions(echo=is_command), on_tick=progress.tick, begun=begun)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the report
     progress.finish(failed=code not in (Exit.DONE, Exit.STOPPED))
     registered(RUN_ENDED)(run)
