@@ -171,6 +171,8 @@ def starter(python: Path, program: Program, words: list[str], folder: Path, star
         RAY_USAGE_STATS_ENABLED="0",
         RAY_raylet_start_wait_time_s="120",  # a loaded machine
         OMP_NUM_THREADS="1",
+        TQDM_MININTERVAL="0",  # a progress bar prints every step
+        TQDM_MINITERS="1",
     )
     per = ["--per", "node"] if program.processes == 1 else ["--nproc-per-node", str(program.processes)]
     variables |= extensions(python)
