@@ -111,10 +111,10 @@ def disturb(run: RunDirectory, program: Program, begin: Begin) -> None:
     wait("steps after the restart", lambda: len(steps_of(run)) > 1)
     agents[0].send_signal(signal.SIGUSR2)
     assert {agent.wait(PATIENCE_S) for agent in agents} == {75}
-    assert not processes_of(run)
+    wait_for("the last process of the run", lambda: not processes_of(run), PATIENCE_S)
     agents = begin(1)
     assert {agent.wait(PATIENCE_S) for agent in agents} == {0}
-    assert not processes_of(run)
+    wait_for("the last process of the run", lambda: not processes_of(run), PATIENCE_S)  # Ray's end by themselves
 
 
 CASES = [  # 300 s with an installation
