@@ -33,7 +33,14 @@ from hpc_train.launch.gpus import (
     gpu_export_lines,
 )
 from hpc_train.launch.request import ComposedJob, check_job, compose_job, freeze_job, parse_line, print_notices
-from hpc_train.launch.sbatch import NO_SITE, options, refuse_lost_signal, short_lead, stop_note, survives_node_loss
+from hpc_train.launch.sbatch import (
+    NO_SITE,
+    options_of_components,
+    refuse_lost_signal,
+    short_lead,
+    stop_note,
+    survives_node_loss,
+)
 from hpc_train.launch.script import (
     BY_VARIABLES,
     Block,
@@ -90,9 +97,9 @@ def frozen_run(line: CommandLine, command: str, task: int | None = None, trust_o
     Raises:
         UserError: as ``freeze_run``.
     """
-    refuse_components()
     refuse_search(line, command)
     job = compose_job(line, command, sweep="add --task N to freeze job N of the sweep", task=task)
+    refuse_components(job.config)
     in_job = current_job()
     is_slurm = isinstance(in_job, SlurmJob)
     if job.config.run.name is None and is_slurm:
@@ -131,7 +138,8 @@ def _freeze(composed: ComposedJob, run: RunDirectory, trust_owner: bool) -> None
     job = check_job(config, run, shape, overrides=composed.overrides, trust_owner=trust_owner)
     print_notices(job, composed.line)
     freeze_job(replace(job, options=composed.line.options), composed.directory / "code")
-    text = by_hand(survives_node_loss(config.elastic), config.run.on_event)
+    components = max(1, len(job.shape.components))
+    text = by_hand(survives_node_loss(config.elastic), config.run.on_event, components)
     if isinstance(in_job, EnvironmentJob):
         text = f"{BY_VARIABLES}\n"
     write_text(run.job_script, text)
@@ -239,10 +247,11 @@ def _batch_script(composed: ComposedJob) -> list[Block]:
         f"hpc_train, {config.strategy.name}: {job.layout}",
         cluster,
         freezing(cluster, overrides, container),
-        header | options(job, site),
+        [header | found for found in options_of_components(job, site)],
         container=container,
         notes=[note for note in (stop_note(job), asked_gpus(cluster, site).note) if note],
         survives_node_loss=survives_node_loss(config.elastic),
         on_event=config.run.on_event,
+        components=max(1, len(job.shape.components)),
     )
     return blocks_of(batch_script)

@@ -216,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
         "--role",
         metavar="NAME[:KEY=VALUE,...]",
         help="begin a role, whose command follows --; another --role follows it. Keys: nodes, per, procs, gpus, ready, "
-        "after (A+B, or none), on_failure",
+        "after (A+B, or none), on_failure; partition, constraint, cpus, mem of its nodes, with -m",
     )
     add("--gpus-per-node", metavar="[TYPE:]N", help="GPUs per node; 0 uses CPUs")
     for name in SBATCH:
@@ -345,8 +345,9 @@ def overrides_of(options: ExecOptions, words: Sequence[str]) -> list[str]:
         config = compose_job(parse_line(overrides), "exec").config
         shape = select_executor(config.cluster).shape(config)
         if options.roles and options.nnodes is None:
-            overrides.append(f"cluster.nodes={nodes_of_roles(roles_of(config), shape.gpus)}")
-        if not shape.gpus:
+            nodes = sum(part.nodes for part in shape.components) or nodes_of_roles(roles_of(config), shape.gpus)
+            overrides.append(f"cluster.nodes={nodes}")
+        if not shape.gpus or options.roles:
             overrides.append(f"cluster.cpu_workers={options.processes or 1}")
         elif options.processes is not None:
             overrides.append(f"cluster.gpus_per_node={options.processes}")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from hpc_train.config.schema import Config
+from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.values import command_text, command_words, node_range
 from hpc_train.errors import Mistakes, UserError, nearest
 
@@ -34,6 +34,8 @@ class Role:
         per: one process per ``gpu``, or per ``node``.
         procs: processes per node of a role without GPUs; None for ``cluster.cpu_workers``.
         gpus: GPUs of each of its nodes, which it may share with other roles; None for whole nodes.
+        partition, constraint, mem: values of the keys of ``cluster`` for its nodes; None for those of the job.
+        cpus: cores of each of its nodes; None as for other jobs.
         ready: when the roles that wait for it start: ``started``, ``port`` (the port of the role), ``port:N``, or
             ``output:TEXT``.
         after: the roles that must be ready before it starts. By default the first role waits for all others, and each
@@ -47,6 +49,10 @@ class Role:
     per: str = "gpu"
     procs: int | None = None
     gpus: int | None = None
+    partition: str | None = None
+    constraint: str | None = None
+    cpus: int | None = None
+    mem: str | None = None
     ready: str = STARTED
     after: tuple[str, ...] = ()
     on_failure: str = RESTART
@@ -56,6 +62,11 @@ class Role:
         """The port of ``ready=port:N``; None if a free port is chosen."""
         kind, _, number = self.ready.partition(":")
         return int(number) if kind == PORT and number else None
+
+    @property
+    def resources(self) -> tuple[str | int | None, ...]:
+        """The values that its nodes have in common with those of other roles of the same component."""
+        return self.partition, self.constraint, self.cpus, self.mem
 
 
 def roles_of(config: Config) -> tuple[Role, ...]:
@@ -88,7 +99,7 @@ def _parse(name: str, values: Any, names: Sequence[str], before: Sequence[str]) 
             raise UserError(f"{where}.{key} is unknown", where=f"{where}.{key}", fix=nearest(str(key), keys))
     if not values.get("command"):
         raise UserError(f"the role {name} has no command", where=f"{where}.command", fix=EXAMPLE)
-    for key, least in (("nodes", 1), ("procs", 1), ("gpus", 0)):
+    for key, least in (("nodes", 1), ("procs", 1), ("gpus", 0), ("cpus", 1)):
         number = values.get(key)
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < least):
             what = f"{where}.{key} is {number!r}, but must be a whole number of at least {least}"
@@ -105,6 +116,7 @@ def _parse(name: str, values: Any, names: Sequence[str], before: Sequence[str]) 
             what = f"{where}.after names {other}, but the other roles are {', '.join(others) or 'none'}"
             raise UserError(what, where=f"{where}.after", fix=nearest(str(other), others))
     given = {key: value for key, value in values.items() if value is not None}
+    given |= {key: str(given[key]) for key in ("partition", "constraint", "mem") if key in given}
     role = Role(name, **given | {"command": tuple(command_words(values["command"], f"{where}.command"))})
     role = replace(role, after=tuple(after), ready=str(role.ready))
     kind, _, condition = role.ready.partition(":")
@@ -146,7 +158,7 @@ def configs_of_roles(config: Config) -> dict[str, Config]:
     """Returns the config of each role's run. Raises UserError as ``roles_of`` does."""
     configs: dict[str, Config] = {}
     for role in roles_of(config):
-        cluster = replace(config.cluster, nodes=role.nodes, health_check=None)
+        cluster = replace(_cluster_of(config.cluster, [role]), nodes=role.nodes, health_check=None)
         if role.gpus is not None:
             cluster = replace(cluster, gpus_per_node=role.gpus)
         if role.procs is not None:
@@ -171,6 +183,70 @@ def configs_of_roles(config: Config) -> dict[str, Config]:
 
 
 @dataclass(frozen=True)
+class Component:
+    """Describes roles whose nodes have the same resources.
+
+    A job whose roles form several components is a heterogeneous job of Slurm.
+
+    Attributes:
+        cluster: the config of these nodes, without their number and ``Role.cpus``.
+    """
+
+    roles: tuple[Role, ...]
+    cluster: ClusterConfig
+
+
+def components_of(config: Config) -> tuple[Component, ...]:
+    """Returns the components of ``run.roles``, the one of the first role first; empty if no role has resources of its
+    own. Raises UserError as ``roles_of`` does.
+    """
+    alike: dict[tuple[str | int | None, ...], list[Role]] = {}
+    for role in roles_of(config):
+        alike.setdefault(role.resources, []).append(role)
+    if not any(map(any, alike)):
+        return ()
+    return tuple(Component(tuple(roles), _cluster_of(config.cluster, roles)) for roles in alike.values())
+
+
+def _cluster_of(cluster: ClusterConfig, roles: Sequence[Role]) -> ClusterConfig:
+    """Returns ``cluster`` with the values of ``roles``, whose nodes have the same resources."""
+    role = roles[0]
+    if not any(role.resources):
+        return cluster
+    if role.partition is not None:  # these keys describe nodes of the partition of the job
+        cluster = replace(cluster, gpus_per_node="auto", gpu_type=None, gres=None, constraint=None, nodelist=None)
+    counts = [role.gpus for role in roles if role.gpus is not None]
+    if len(counts) == len(roles):
+        cluster = replace(cluster, gpus_per_node=sum(counts), gres=None)
+    given: dict[str, Any] = {"partition": role.partition, "constraint": role.constraint, "mem": role.mem}
+    return replace(cluster, **{key: value for key, value in given.items() if value is not None})
+
+
+def config_of_node(config: Config, sizes: Sequence[int], node: int) -> Config:
+    """Returns ``config`` with the cluster of the component that ``node`` of the job belongs to.
+
+    Args:
+        sizes: the numbers of nodes of the components of the job; empty if all nodes are alike.
+    """
+    components = components_of(config)
+    if len(components) != max(1, len(sizes)):
+        return config  # the roles share the nodes
+    for component, size in zip(components, sizes or (math.inf,), strict=True):
+        if node < size:
+            return replace(config, cluster=component.cluster)
+        node -= int(size)
+    return config
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """Describes the nodes of a component, or of a job whose nodes are all alike. ``gpus`` is the number per node."""
+
+    nodes: int
+    gpus: int
+
+
+@dataclass(frozen=True)
 class Placement:
     """The nodes of a role, by their number in the job, and the indices of its GPUs on each of them."""
 
@@ -178,14 +254,34 @@ class Placement:
     gpus: tuple[range, ...]
 
 
-def place(roles: Sequence[Role], gpus: int) -> dict[str, Placement]:
+def place(config: Config, groups: Sequence[NodeGroup]) -> dict[str, Placement]:
+    """Returns the placement of each role on the nodes of ``groups``, which are numbered throughout.
+
+    Each group has the roles of a component. A single group has all roles.
+
+    Raises:
+        UserError: a role needs more GPUs than a node has.
+    """
+    placements = {}
+    first = 0
+    for roles, group in zip(_roles_of_groups(config, groups), groups, strict=True):
+        for name, placement in _place(roles, group.gpus).items():
+            placements[name] = replace(placement, nodes=tuple(first + node for node in placement.nodes))
+        first += group.nodes
+    return placements
+
+
+def _roles_of_groups(config: Config, groups: Sequence[NodeGroup]) -> list[tuple[Role, ...]]:
+    if len(groups) == 1:
+        return [roles_of(config)]
+    return [component.roles for component in components_of(config)]
+
+
+def _place(roles: Sequence[Role], gpus: int) -> dict[str, Placement]:
     """Returns the placement of each role on nodes with ``gpus`` GPUs.
 
     A role takes the next whole nodes. One with ``gpus`` takes that many GPUs of the first nodes that have them left
     over by other such roles; with ``gpus: 0`` it shares the first nodes with any role.
-
-    Raises:
-        UserError: a role needs more GPUs than a node has.
     """
     placements = {}
     used: list[int] = []  # GPUs of each node that roles have taken
@@ -214,11 +310,15 @@ def place(roles: Sequence[Role], gpus: int) -> dict[str, Placement]:
 
 def nodes_of_roles(roles: Sequence[Role], gpus: int) -> int:
     """Returns the number of nodes with ``gpus`` GPUs that ``roles`` need. Raises UserError as ``place`` does."""
-    return max(max(placement.nodes) for placement in place(roles, gpus).values()) + 1
+    return max(max(placement.nodes) for placement in _place(roles, gpus).values()) + 1
 
 
-def check_roles(config: Config, nodes: int, gpus: int) -> None:
-    """Raises UserError if ``run.roles`` cannot run on ``nodes`` nodes with ``gpus`` GPUs each."""
+def check_roles(config: Config, groups: Sequence[NodeGroup], nodes: int) -> None:
+    """Raises UserError if ``run.roles`` cannot run on the nodes of ``groups``.
+
+    Args:
+        nodes: the number of nodes of the job.
+    """
     run = config.run
     if not run.roles:
         return
@@ -239,16 +339,25 @@ def check_roles(config: Config, nodes: int, gpus: int) -> None:
                 fix="cluster.nodes=N, without elastic.spares, min_nodes and grow; a lost node requeues the job",
             )
     with mistakes.collected():
+        if len(groups) > 1 and (config.launch.chain > 1 or config.cluster.first):
+            raise UserError(
+                "roles with different resources run in a heterogeneous job, which cannot be one of several jobs",
+                where="run.roles, launch.chain, cluster.first",
+                fix="leave out launch.chain and cluster.first",
+            )
+    with mistakes.collected():
         roles = roles_of(config)
-        for role in roles:
-            if role.procs is not None and gpus and role.gpus != 0:
-                raise UserError(
-                    f"the role {role.name} has procs, but one process per GPU runs on nodes with GPUs",
-                    where=f"run.roles.{role.name}.procs",
-                    fix="gpus: 0 for processes without GPUs, or leave out procs",
-                )
-        needed = nodes_of_roles(roles, gpus)
-        if needed > nodes:
+        needed = 0
+        for roles_of_group, group in zip(_roles_of_groups(config, groups), groups, strict=True):
+            for role in roles_of_group:
+                if role.procs is not None and group.gpus and role.gpus != 0:
+                    raise UserError(
+                        f"the role {role.name} has procs, but one process per GPU runs on nodes with GPUs",
+                        where=f"run.roles.{role.name}.procs",
+                        fix="gpus: 0 for processes without GPUs, or leave out procs",
+                    )
+            needed += nodes_of_roles(roles_of_group, group.gpus)
+        if needed > nodes or (len(groups) > 1 and needed < nodes):
             needs = ", ".join(f"{role.name} {role.nodes}" for role in roles)
             raise UserError(
                 f"the roles need {needed} nodes ({needs}), but the job has {nodes}",

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hpc_train.config.roles import config_of_node
 from hpc_train.config.schema import Config
 from hpc_train.config.values import runs_command, with_alternative
 from hpc_train.elastic.nodes import Node, Unfit
@@ -168,7 +169,7 @@ def _run(
         _refuse_third_kill(run, config, allocation)
         if read_or(lambda: stop_was_requested(run), False):  # by a signal that came before this process watched them
             stop.request("SIGUSR1")
-    node = _this_node(config, allocation)
+    node = _this_node(config_of_node(config, allocation.component_sizes, allocation.node_rank), allocation)
     os.environ.pop(CLOCK, None)  # set by an enclosing job
     events = EventLog.open(run, f"agent-{allocation.node_name}", 0, clock=Clock.at(time.time()))
     output = FileWriter("the output of the workers")

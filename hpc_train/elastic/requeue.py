@@ -155,13 +155,13 @@ def _has_enough_without(failing: Collection[str], cluster: ClusterConfig) -> boo
     """
     required = set(expand(cluster.nodelist)) if cluster.nodelist else set()
     job = current_job()
-    usable = job.usable_nodes()
-    if usable is None:
-        return not required & set(failing)
     fewest, most = node_range(cluster)
     needed = fewest if fewest < most else job.nodes() or most
     excluded = {*failing, *(expand(cluster.exclude) if cluster.exclude else [])}
-    return not required & excluded and len(usable - excluded) >= needed
+    is_enough = job.may_start_without(excluded, needed)
+    if is_enough is None:
+        return not required & set(failing)
+    return is_enough and not required & excluded
 
 
 @dataclass(frozen=True)

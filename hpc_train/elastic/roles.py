@@ -32,9 +32,11 @@ from hpc_train.config.roles import (
     RESTART_ALL,
     ROLE,
     STARTED,
+    NodeGroup,
     Placement,
     Role,
     check_roles,
+    config_of_node,
     place,
     roles_of,
 )
@@ -43,7 +45,7 @@ from hpc_train.elastic.rendezvous.addresses import candidate_ports
 from hpc_train.elastic.rendezvous.channel import Admission, Channel, Message
 from hpc_train.elastic.script import PROGRESS, TOKEN
 from hpc_train.errors import UserError
-from hpc_train.machine.allocation import current_allocation, listening_at, meeting_at, workers_per_node
+from hpc_train.machine.allocation import Allocation, current_allocation, listening_at, meeting_at, workers_per_node
 from hpc_train.machine.amd_gpus import restrict_to
 from hpc_train.machine.gpus import DRIVER, visible_devices
 from hpc_train.opening import open_file
@@ -264,19 +266,19 @@ class Leader:
 
     Args:
         report: describes this node.
-        nodes: the number of nodes of the job.
+        allocation: this node, as others reach it.
         token: admits the supervisors of the other nodes.
     """
 
     def __init__(
-        self, run: RunDirectory, config: Config, report: NodeReport, nodes: int, stop: StopFlag, token: str
+        self, run: RunDirectory, config: Config, report: NodeReport, allocation: Allocation, stop: StopFlag, token: str
     ) -> None:
         self._run = run
         self._config = config
-        self._nodes = nodes
+        self._allocation = allocation
         self._stop = stop
         self._token = token
-        self._grace_s = stop_time(config, run, nodes).seconds
+        self._grace_s = stop_time(config, run, allocation.nodes).seconds
         self._start_s = math.inf
         if config.elastic.hang_timeout_s != "0":
             self._start_s = config.elastic.start_timeout_s
@@ -300,12 +302,13 @@ class Leader:
             admission = Admission(listener, self._token, self._selector, self._admit)
             admission.listen()
         until = time.monotonic() + CONNECT_S
-        while len(self._reports) < self._nodes:
+        while len(self._reports) < self._allocation.nodes:
             if self._stop.requested:
                 return Exit.STOPPED
             if time.monotonic() > until:
+                nodes = self._allocation.nodes
                 raise UserError(
-                    f"only {len(self._reports)} of {self._nodes} nodes have connected to {self._reports[0].name}",
+                    f"only {len(self._reports)} of {nodes} nodes have connected to {self._reports[0].name}",
                     where="run.roles",
                     fix="check the network between the nodes, and cluster.interface",
                 )
@@ -355,16 +358,21 @@ class Leader:
 
     def _begin(self) -> None:
         """Places all roles and chooses their ports; none has started."""
-        gpus = min(len(report.gpus) for report in self._reports.values())
-        check_roles(self._config, self._nodes, gpus)  # the nodes may have fewer GPUs than the submission assumed
-        roles = roles_of(self._config)
-        placements = place(roles, gpus)
+        groups = []
+        first = 0
+        for size in self._allocation.component_sizes or (self._allocation.nodes,):
+            gpus = min(len(self._reports[node].gpus) for node in range(first, first + size))
+            groups.append(NodeGroup(size, gpus))
+            first += size
+        # the nodes may have fewer GPUs than the submission assumed
+        check_roles(self._config, groups, self._allocation.nodes)
+        placements = place(self._config, groups)
         used = {node for placement in placements.values() for node in placement.nodes}
         for number in sorted(self._reports.keys() - used):
             print(f"no role runs on {self._reports[number].name}", flush=True)
         self._states = {}
         ports: set[int] = set()
-        for role in roles:
+        for role in roles_of(self._config):
             placement = placements[role.name]
             port = role.fixed_port
             if port is None:
@@ -547,7 +555,8 @@ def main() -> int:
     config = load(run)
     token = os.environ.pop(TOKEN)
     allocation = meeting_at(current_allocation(), config.cluster.interface)
-    gpus = visible_devices()[: workers_per_node(config.cluster)[0]]
+    cluster = config_of_node(config, allocation.component_sizes, allocation.node_rank).cluster
+    gpus = visible_devices()[: workers_per_node(cluster)[0]]
     candidates = (port for port in candidate_ports(token) if port >= FIRST_PORT)
     ports = tuple(islice(filter(is_free, candidates), PORTS))
     report = NodeReport(allocation.node_rank, allocation.node_name, allocation.address, gpus, ports)
@@ -559,7 +568,7 @@ def main() -> int:
             print(f"{allocation.node_name} has lost the supervisor of the first node: {error}", flush=True)
             time.sleep(LOST_S)
             return Exit.FAILED
-    leader = Leader(run, config, report, allocation.nodes, stop, token)
+    leader = Leader(run, config, report, allocation, stop, token)
     try:
         if allocation.nodes == 1:
             return leader.work(None)

@@ -48,7 +48,7 @@ def submit_joiner(run: RunDirectory, nodes: str, target: str, minutes: str, excl
         title=f"hpc_train, {nodes} more nodes for a run",
         cluster=config.cluster,
         run=one_run(run.path),
-        header={},
+        header=(),
         code=frozen_code(run),
         container=container_of(config, job.gpus),
         survives_node_loss=True,

@@ -27,7 +27,7 @@ from hpc_train.config.arguments import expand, own_files_checked, swept, with_ri
 from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import LAUNCHER, SWEEPER, register, typed
 from hpc_train.config.extensions import is_import_path
-from hpc_train.config.roles import check_roles
+from hpc_train.config.roles import NodeGroup, check_roles, components_of
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.settings import TIMES, site_limits
@@ -222,7 +222,15 @@ def check_config(config: Config, shape: JobShape) -> Layout:
     with mistakes.collected():
         check_site_limits(config)
     with mistakes.collected():
-        check_roles(config, shape.nodes, shape.gpus)
+        of_roles = () if shape.components else components_of(config)
+        is_other = len(of_roles) > 1 and shape.place in (Place.QUEUE, Place.ALLOCATION)
+        if is_other or (of_roles and is_import_path(config.cluster.kind)):
+            raise UserError(
+                "roles ask for nodes of their own, but the nodes of this job are those of cluster",
+                where="partition, constraint, cpus and mem of run.roles",
+                fix="cluster=slurm -m submits a heterogeneous job; or leave out these values",
+            )
+        check_roles(config, [NodeGroup(part.nodes, part.gpus) for part in shape.components or (shape,)], shape.nodes)
     with mistakes.collected():
         layout = validate(config, shape.nodes, shape.workers, shape.device_bytes)
         if shape.fewest_nodes < shape.nodes:

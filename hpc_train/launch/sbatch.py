@@ -19,6 +19,7 @@ from typing import Any
 
 from hpc_train.checkpoint.space import StopTime, stop_time
 from hpc_train.config.extensions import is_import_path
+from hpc_train.config.roles import components_of
 from hpc_train.config.schema import ClusterConfig, ElasticConfig
 from hpc_train.config.values import asked_nodes, node_range
 from hpc_train.errors import UserError
@@ -99,6 +100,40 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
             )
     given = {name: value for name, value in {**values, **cluster.extra}.items() if value is not None}
     return {name: None if value is True else str(value) for name, value in given.items() if value is not False}
+
+
+def components(job: Job) -> list[Job]:
+    """Returns a job with the nodes of each component of ``run.roles``; ``job`` alone without components.
+
+    Raises UserError if the cores of a role are no multiple of its GPUs.
+    """
+    jobs = []
+    for component, shape in zip(components_of(job.config), job.shape.components, strict=False):
+        cluster = replace(component.cluster, nodes=shape.nodes)
+        role = component.roles[0]
+        if role.cpus is not None:
+            of_gpu, rest = divmod(role.cpus, max(1, shape.gpus))
+            if rest:
+                what = f"a role with {shape.gpus} GPUs per node has {role.cpus} cores, which is no multiple"
+                raise UserError(what, where=f"run.roles.{role.name}.cpus", fix=f"cpus: {shape.gpus * max(1, of_gpu)}")
+            cluster = replace(cluster, cpus_per_gpu=of_gpu)
+        jobs.append(replace(job, config=replace(job.config, cluster=cluster), shape=shape))
+    return jobs or [job]
+
+
+def options_of_components(job: Job, site: Site = NO_SITE) -> list[dict[str, str | None]]:
+    """Returns the options for the resources of each component of ``job`` (``components``).
+
+    Raises UserError as ``options`` does, or if only some components have ``mem``, because sbatch would use it for all.
+    """
+    found = [options(part, site) for part in components(job)]
+    if 0 < sum("mem" in of_component for of_component in found) < len(found):
+        raise UserError(
+            "the memory of some roles is set, and sbatch would request it for the nodes of all roles",
+            where="run.roles: mem, cluster.mem",
+            fix="mem of each role, or cluster.mem for the others (exec: --mem)",
+        )
+    return found
 
 
 WITHOUT_EFFECT = ("signal", "requeue", "no-requeue", "no-kill", "open-mode", "mail-user", "mail-type")
@@ -213,6 +248,14 @@ def array(count: int, cap: int | str) -> dict[str, str | None]:
         return {}
     tasks = f"0-{count - 1}"
     return {"array": f"{tasks}%{cap}" if isinstance(cap, int) else tasks}
+
+
+def command_line(of_components: Sequence[Options]) -> list[str]:
+    """Returns the arguments of sbatch for a job with these components. Raises UserError as ``arguments`` does."""
+    words = arguments(of_components[0])
+    for sbatch_options in of_components[1:]:
+        words += [":", *arguments(sbatch_options)]
+    return words
 
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")

@@ -296,7 +296,7 @@ class Script:
         title: one line that names the run.
         run: bash lines that set RUN to the run directory.
         container: the container of the agents; None outside of containers.
-        header: options for #SBATCH lines; empty if they are passed on the command line.
+        header: options for #SBATCH lines, for each component; empty if they are passed on the command line.
         code: the snapshot of the code that the agents run; None runs the installed code.
         chain: the file with the ids of the jobs of the chain; None without a chain, for a job that may be requeued.
         notes: further comment lines below the title.
@@ -304,12 +304,13 @@ class Script:
         agent_options: the options of ``python -m hpc_train agent``.
         on_event: the command of ``run.on_event``.
         first: the file with the id of the job of ``cluster.first`` that has started first; None without alternatives.
+        components: the number of components of a heterogeneous job; 1 for another job.
     """
 
     title: str
     cluster: ClusterConfig
     run: Sequence[str]
-    header: Options
+    header: Sequence[Options]
     code: FrozenCode | None = None
     chain: Path | None = None
     container: Container | None = None
@@ -318,6 +319,7 @@ class Script:
     agent_options: Sequence[str] = ()
     on_event: str | None = None
     first: Path | None = None
+    components: int = 1
 
 
 def render(script: Script) -> str:
@@ -338,18 +340,7 @@ def blocks_of(script: Script) -> list[Block]:
     cluster = script.cluster
     container = script.container
     interpreter = python(cluster, container)
-    title = ["#!/bin/bash", *map(comment, [script.title, *script.notes])]
-    if script.header:
-        title.append("# SBATCH_* variables override these lines, and options on sbatch's command line override both")
-    else:
-        title.append(
-            "# the resources are on sbatch's command line, because SBATCH_* variables override lines of a script"
-        )
-    blocks = [Block("the run and its layout, and when Slurm signals the job to stop", title)]
-    for option, argument in zip(script.header, arguments(script.header), strict=True):
-        name, equals, value = argument.partition("=")
-        line = f"#SBATCH {name}={shell_word(value)}" if equals else f"#SBATCH {name}"
-        blocks.append(Block(f"{argument:<28}{reason_of(option)}", [line], joined=True))
+    blocks = _title(script)
     blocks += [
         Block(
             "keep variables of your shell from Slurm's commands; give the agent all cores",
@@ -365,6 +356,7 @@ def blocks_of(script: Script) -> list[Block]:
         agent = [f"{quoted(parts)} \\" for parts in around if parts]
     agent.append(f'{shell_word(interpreter)} {" ".join(["-m hpc_train agent", *script.agent_options])} "$RUN"')
 
+    step = _step(agent, script.survives_node_loss, script.components)
     setup = Block("cluster.setup; a line that fails is reported and does not end the job", setup_lines(cluster.setup))
     gpus = Block("give each step the GPUs of the job, whichever option requested them", gpu_export_lines())
     blocks.append(setup)
@@ -387,7 +379,7 @@ def blocks_of(script: Script) -> list[Block]:
         blocks.append(Block("launch.chain: exit if an earlier job of the chain has ended the run", chain))
     blocks += [
         Block("end a step that a frozen node keeps from ending", SRUN_ENDS.splitlines()),
-        Block("start one agent per node, pass the signal on, and wait", _step(agent, script.survives_node_loss)),
+        Block("start one agent per node, pass the signal on, and wait", step),
         Block("run.on_event, if no agent is left to call it", on_event_lines(script.on_event)),
     ]
     if cluster.teardown:
@@ -403,6 +395,26 @@ def blocks_of(script: Script) -> list[Block]:
     return [block for block in blocks if block.lines]
 
 
+def _title(script: Script) -> list[Block]:
+    """Returns the blocks with the title and the options of sbatch."""
+    lines = ["#!/bin/bash", *map(comment, [script.title, *script.notes])]
+    if script.header:
+        lines.append("# SBATCH_* variables override these lines, and options on sbatch's command line override both")
+    else:
+        lines.append(
+            "# the resources are on sbatch's command line, because SBATCH_* variables override lines of a script"
+        )
+    blocks = [Block("the run and its layout, and when Slurm signals the job to stop", lines)]
+    for number, options in enumerate(script.header):
+        if number:
+            blocks.append(Block(f"{'hetjob':<28}another kind of nodes", ["#SBATCH hetjob"], joined=True))
+        for option, argument in zip(options, arguments(options), strict=True):
+            name, equals, value = argument.partition("=")
+            line = f"#SBATCH {name}={shell_word(value)}" if equals else f"#SBATCH {name}"
+            blocks.append(Block(f"{argument:<28}{reason_of(option)}", [line], joined=True))
+    return blocks
+
+
 def explanation(blocks: Sequence[Block]) -> list[tuple[int, int, str]]:
     """Returns the numbers of the first and the last line of each block in the script, and the purpose of the block."""
     rows = []
@@ -414,15 +426,15 @@ def explanation(blocks: Sequence[Block]) -> list[tuple[int, int, str]]:
     return rows
 
 
-def by_hand(survives: bool, on_event: str | None = None) -> str:
-    """Returns the text that a hand-written batch script sources after ``freeze``."""
+def by_hand(survives: bool, on_event: str | None = None, components: int = 1) -> str:
+    """Returns the text that a hand-written batch script sources after ``freeze``, in a job with ``components``."""
     blocks = [
         BY_HAND.splitlines(),
         ENVIRONMENT.splitlines(),
         gpu_export_lines(),
         REQUEUE_BEFORE.splitlines(),
         SRUN_ENDS.splitlines(),
-        _step(['"$@"'], survives),
+        _step(['"$@"'], survives, components),
         on_event_lines(on_event),
         requeue_script_lines(),
     ]
@@ -496,24 +508,46 @@ def node_loss_options(survives: bool) -> tuple[str, ...]:
     return ("--no-kill", *options) if survives else options
 
 
-def _step(agent: Sequence[str], survives: bool) -> list[str]:
+def _step(agent: Sequence[str], survives: bool, components: int) -> list[str]:
     losses = "continue without it" if survives else "end too"
+    starts = [step_on_nodes(NODES_OF_JOB)]
+    if components > 1:
+        starts = [["srun", *_on_component(0)], *map(_on_component, range(1, components))]
+    step = []
+    for start in starts:
+        step += [f"  {' '.join(start)} \\", f"      {' '.join(node_loss_options(survives))} --unbuffered \\"]
+        step += [*(f"      {line}" for line in agent[:-1]), f"      {agent[-1]} : \\"]
+    step[-1] = f"      {agent[-1]} &"
     return [
         "# Each node runs one task, the agent, which starts one worker per GPU.",
         f"# If a node is lost, the agents of the other nodes {losses}.",
         "# If signals have killed all agents, no agent has recorded an end, and another step continues the run.",
         'rm -f "$end".node-* # left by an earlier run in the same allocation',
         "trap : INT # srun handles Ctrl-C",
+        *(CORES_OF_COMPONENTS if components > 1 else []),
         "for step in 1 2 3; do",
-        f"  {' '.join(step_on_nodes(NODES_OF_JOB))} \\",
-        f"      {' '.join(node_loss_options(survives))} --unbuffered \\",
-        *(f"      {line}" for line in agent[:-1]),
-        f"      {agent[-1]} &",
+        *step,
         *WAIT.splitlines(),
         '  if [ "$status" -le 128 ] || [ -n "$recorded$cancelled" ]; then break; fi',
         "done",
         "trap - INT",
     ]
+
+
+CORES_OF_COMPONENTS = (
+    "# a step has the cores of the first component unless it asks for others, and the memory of its job",
+    'unset SRUN_CPUS_PER_TASK "${!SLURM_MEM_PER_@}"',
+    """fewest() { tr , '\\n' <<< "$1" | sort -n | head -n 1 | cut -d '(' -f 1; } # of 64(x2),32""",
+)
+
+
+def _on_component(number: int) -> list[str]:
+    """Returns the options of srun that start a task with all cores on each node of a component of the job."""
+    group = f"HET_GROUP_{number}"
+    nodes = f'"$SLURM_JOB_NUM_NODES_{group}"'
+    cores = f'"${{SLURM_CPUS_PER_TASK_{group}:-$(fewest "$SLURM_JOB_CPUS_PER_NODE_{group}")}}"'
+    _, *words = step_on_nodes(nodes, f"--het-group={number}", f"--cpus-per-task={cores}")
+    return words
 
 
 REQUEUE_BEFORE = """\

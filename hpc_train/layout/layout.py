@@ -154,6 +154,7 @@ class JobShape:
         in_job: whether it runs inside a Slurm job.
         device_bytes: the memory of the smallest GPU of a job on several nodes; None if it is unknown.
         gpu_types: the types of GPUs that the job may get, if the config depends on them; empty if they are unknown.
+        components: the shapes of the components of ``run.roles``; GPUs and workers of the job are those of the first.
     """
 
     nodes: int
@@ -164,6 +165,7 @@ class JobShape:
     in_job: bool = False
     device_bytes: float | None = None
     gpu_types: frozenset[str] = frozenset()
+    components: tuple[JobShape, ...] = ()
 
     @classmethod
     def on_slurm(cls, nodes: int, gpus: int, workers: int) -> JobShape:

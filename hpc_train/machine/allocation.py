@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
+from hpc_train.config.roles import components_of
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.values import runs_per_node
 from hpc_train.errors import UserError
@@ -37,6 +38,7 @@ class Allocation:
         address: the address at which other nodes reach this node; loopback if the job has a single node.
         listen_address: the address on which this node listens for the others; "" for all interfaces.
         node_names: the names of all nodes, by node number.
+        component_sizes: the numbers of nodes of the components of a heterogeneous job, in order; empty for another job.
     """
 
     nodes: int
@@ -47,6 +49,7 @@ class Allocation:
     address: str
     node_names: tuple[str, ...] = ()
     listen_address: str = ""
+    component_sizes: tuple[int, ...] = ()
 
 
 def current_allocation(environment: Mapping[str, str] = os.environ) -> Allocation:
@@ -75,6 +78,14 @@ def current_allocation(environment: Mapping[str, str] = os.environ) -> Allocatio
     name = environment.get("SLURMD_NODENAME", socket.gethostname())
     job_id = environment["SLURM_JOB_ID"]
     parts = (job_id, environment.get("SLURM_STEP_ID", "0"), environment.get("SLURM_RESTART_COUNT", "0"))
+    names = tuple(expand(environment.get("SLURM_STEP_NODELIST", name)))
+    groups = range(int(environment.get("SLURM_HET_SIZE", "0")))
+    names_of_groups = [expand(environment[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"]) for group in groups]
+    sizes = tuple(map(len, names_of_groups))
+    if sum(sizes) == nodes:  # the step runs on all components; Slurm sorts the names of its nodes, but not the numbers
+        names = tuple(itertools.chain(*names_of_groups))
+    else:
+        sizes = ()
     return Allocation(
         nodes=nodes,
         node_rank=int(environment["SLURM_NODEID"]),
@@ -82,8 +93,9 @@ def current_allocation(environment: Mapping[str, str] = os.environ) -> Allocatio
         job_id=job_id,
         launch_id=".".join(parts),
         address=LOOPBACK if nodes == 1 else name,
-        node_names=tuple(expand(environment.get("SLURM_STEP_NODELIST", name))),
+        node_names=names,
         listen_address=LOOPBACK if nodes == 1 else "",
+        component_sizes=sizes,
     )
 
 
@@ -314,16 +326,24 @@ def refuse_several_nodes(environment: Mapping[str, str] = os.environ) -> None:
         _refuse(Misplaced(error, environment.get("SLURM_PROCID", "0") == "0"))
 
 
-def refuse_components(environment: Mapping[str, str] = os.environ) -> None:
-    """Raises UserError in a heterogeneous job, since a step runs on the nodes of its first component only."""
-    components = int(environment.get("SLURM_HET_SIZE", "1"))
-    if components > 1:
-        raise UserError(
-            f"the job is a heterogeneous job of {components} components, but a run uses only the nodes of the first",
-            where="SLURM_HET_SIZE in the environment",
-            fix="submit a job of one component, without `#SBATCH hetjob` and `:`. To train on the first component "
-            "while the others do something else: unset SLURM_HET_SIZE",
-        )
+def refuse_components(config: Config, environment: Mapping[str, str] = os.environ) -> None:
+    """Raises UserError in a heterogeneous job, unless each of its components has roles (``run.roles``): other runs use
+    the nodes of the first component only.
+    """
+    count = int(environment.get("SLURM_HET_SIZE", "1"))
+    components = components_of(config)
+    if count in (1, len(components)):
+        return
+    what = f"the job is a heterogeneous job of {count} components, but a run uses only the nodes of the first"
+    if config.run.roles:
+        what = f"the job is a heterogeneous job of {count} components, but the roles need {max(1, len(components))}"
+    raise UserError(
+        what,
+        where="SLURM_HET_SIZE in the environment",
+        fix="submit a job of one component, without `#SBATCH hetjob` and `:`. Roles need another component if their "
+        "partition, constraint, cpus or mem differ. To train on the first component while the others do something "
+        "else: unset SLURM_HET_SIZE",
+    )
 
 
 def _refuse(misplacement: Misplaced) -> None:

@@ -292,8 +292,12 @@ class CurrentJob(ABC):
         """Returns the nodes in ``names`` that are down, with state and reason."""
         return {}
 
-    def usable_nodes(self) -> set[str] | None:
-        """Returns the nodes on which the job may start again; None if they are not known."""
+    def may_start_without(self, excluded: Collection[str], needed: int) -> bool | None:
+        """Returns whether there are enough other nodes than ``excluded`` for the job; None if that is not known.
+
+        Args:
+            needed: the number of nodes with which it may start.
+        """
         return None
 
     def nodes(self) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from hpc_train.run.directory import RunDirectory
@@ -88,13 +89,16 @@ def test_a_script_of_a_batch_script(cluster: Cluster, tmp_path: Path) -> None:
     assert RunDirectory(run).record()["result"] == {"steps": 800}
 
 
-def test_roles_on_three_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    """A server is killed and starts again alone; then the job is preempted, and all roles start again."""
+@pytest.mark.parametrize("where", ["", "partition=gpu,gpus=0,cpus=2,"])
+def test_roles_on_three_nodes(cluster: Cluster, tmp_path: Path, where: str) -> None:
+    """A server is killed and starts again alone; then the job is preempted, and all roles start again. With nodes of
+    another partition for the server, the job is heterogeneous.
+    """
     (tmp_path / "judge.py").write_text(JUDGE)
     (tmp_path / "trainer.py").write_text(TRAINER)
     python = ["--", "python", str(tmp_path / "trainer.py"), "2", str(tmp_path)]
     trainer = ["--role", "trainer:nodes=2,procs=2", *python]
-    judge = ["--role", "judge:per=node,ready=port", "--", "python", str(tmp_path / "judge.py"), "kill"]
+    judge = ["--role", f"judge:{where}per=node,ready=port", "--", "python", str(tmp_path / "judge.py"), "kill"]
     process = cluster.start("exec", "-m", "--name", "run", *trainer, *judge, cwd=tmp_path)
     run = RunDirectory(tmp_path / "outputs" / "run")
     wait_for("the restart of the server", lambda: run.of_role("judge").newest_attempt() == 1, PATIENCE_S)

@@ -95,18 +95,18 @@ FULL = ClusterConfig(
 def scripts(tmp_path: Path) -> dict[str, Script]:
     header = options(make_job(tmp_path / "sweep", cluster=FULL, gpus=4))
     return {
-        "one_run": Script("hpc_train, dp", PLAIN, one_run(RUN), {}),
+        "one_run": Script("hpc_train, dp", PLAIN, one_run(RUN), ()),
         "array": Script(
             "hpc_train, 3 runs of one shape",
             PLAIN,
             run_of_task(Path("/scratch/sweep/slurm/runs-00000")),
-            {},
+            (),
         ),
-        "chain": Script("hpc_train, dp", PLAIN, one_run(RUN), {}, chain=RUN / "attempts" / "chain-000"),
-        "first": Script("hpc_train, dp", PLAIN, one_run(RUN), {}, first=RUN / "attempts" / "first-000"),
-        "apptainer": Script("hpc_train, dp", INSIDE, one_run(RUN), {}, container=APPTAINER),
-        "pyxis": Script("hpc_train, dp", INSIDE, freezing(INSIDE, ["+strategy=dp"], PYXIS), {}, container=PYXIS),
-        "standalone": Script("hpc_train, dp", FULL, freezing(FULL, ["+strategy=dp", "data.path=a b"]), header),
+        "chain": Script("hpc_train, dp", PLAIN, one_run(RUN), (), chain=RUN / "attempts" / "chain-000"),
+        "first": Script("hpc_train, dp", PLAIN, one_run(RUN), (), first=RUN / "attempts" / "first-000"),
+        "apptainer": Script("hpc_train, dp", INSIDE, one_run(RUN), (), container=APPTAINER),
+        "pyxis": Script("hpc_train, dp", INSIDE, freezing(INSIDE, ["+strategy=dp"], PYXIS), (), container=PYXIS),
+        "standalone": Script("hpc_train, dp", FULL, freezing(FULL, ["+strategy=dp", "data.path=a b"]), [header]),
     }
 
 
@@ -137,7 +137,7 @@ def test_each_line_of_a_script_is_explained_on_one_screen(name: str, tmp_path: P
 def claim_of(run: Path) -> tuple[Path, str]:
     """Returns the file with the job of ``cluster.first`` that has started, and the lines of a script that write it."""
     first = run / "attempts" / "first-000"
-    text = render(Script("hpc_train, dp", PLAIN, one_run(run), {}, first=first))
+    text = render(Script("hpc_train, dp", PLAIN, one_run(run), (), first=first))
     return first, text[text.index("FIRST=") : text.index("# A step ends only")]
 
 
@@ -377,8 +377,38 @@ def test_the_components_of_a_heterogeneous_job_are_refused(
     monkeypatch.setattr("tests.conftest.environment", lambda: {**os.environ, "SLURM_HET_SIZE": "2"})
     done = called("freeze", "+strategy=dp", "run.name=run")
     assert done.returncode == 2
-    assert "a heterogeneous job of 2 components" in done.stderr
+    assert "a heterogeneous job of 2 components, but a run uses only the nodes of the first" in done.stderr
+    done = called("freeze", *TWO_KINDS, ROLES % "judge: {command: ls")
+    assert "a heterogeneous job of 2 components, but the roles need 1\n" in done.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+JUDGE = "judge: {command: [ls], per: node, gpus: 0, cpus: 2, mem: 300M, partition: small"
+ROLES = "+run.roles={trainer: {command: [ls], nodes: 2}, %s}}"
+TWO_KINDS = ("cluster=slurm", "cluster.gpus_per_node=0", "cluster.mem=8G", "cluster.nodes=3", "run.name=run")
+
+
+def test_roles_with_different_resources_are_components(called: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    script = called("script", *TWO_KINDS, ROLES % JUDGE).stdout
+    first, second = (re.findall(r"#SBATCH --(\S+)", part) for part in script.split("#SBATCH hetjob\n"))
+    assert {"nodes=2", "mem=8G"} < set(first)
+    assert {"partition=small", "nodes=1", "cpus-per-task=2", "mem=300M"} < set(second)
+    assert script.count("-m hpc_train agent") == 2 and script.count("--het-group=1 ") == 1
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("cluster.mem=null", "the memory of some roles is set"),
+        ("cluster.nodes=4", "the roles need 3 nodes (trainer 2, judge 1), but the job has 4"),
+    ],
+)
+def test_what_components_cannot_have(
+    override: str, words: str, called: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    done = called("script", *TWO_KINDS, ROLES % JUDGE, override)
+    assert done.returncode == 2 and words in done.stderr
 
 
 HARMLESS = "harmless"
@@ -428,9 +458,9 @@ def every_script(job: Job) -> list[str]:
     asked = {**options(job), **identity([job], run, str(run / "out"))}
     code = FrozenCode(str(run), str(run), (str(run / "code"),), None, None)
     title = f"hpc_train, {config.strategy.name}: {job.layout}"
-    submitted = Script(title, config.cluster, one_run(run), {}, code, run / "chain", container, ["note"])
-    printed = Script(title, config.cluster, freezing(config.cluster, job.overrides, container), asked)
-    array = Script(title, config.cluster, run_of_task(run / "listing"), {})
+    submitted = Script(title, config.cluster, one_run(run), (), code, run / "chain", container, ["note"])
+    printed = Script(title, config.cluster, freezing(config.cluster, job.overrides, container), [asked])
+    array = Script(title, config.cluster, run_of_task(run / "listing"), ())
     arguments(asked)
     return [
         *map(render, (submitted, printed, array)),

@@ -89,6 +89,14 @@ def test_an_interface_or_name_that_does_not_exist(interface: str, what: str, fix
     assert what in str(refused.value) and fix in str(refused.value) and "cluster.interface" in str(refused.value)
 
 
+def test_the_nodes_of_a_heterogeneous_job_are_in_the_order_of_its_components() -> None:
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_NODES": "3", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[1-2,5]"}
+    lists = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n5", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1-2]"}
+    found = current_allocation({**step, **lists, "SLURM_HET_SIZE": "2", "SLURMD_NODENAME": "n1"})
+    assert (found.node_names, found.component_sizes) == (("n5", "n1", "n2"), (1, 2))
+    assert current_allocation(step).component_sizes == ()
+
+
 def batch_host(address: str, other: str = LOOPBACK) -> Allocation:
     return Allocation(2, 0, "n1", "7", "7.0.0", address, ("n1", other))
 

@@ -440,7 +440,7 @@ def test_a_pid_of_the_record_is_a_positive_number(run: RunDirectory) -> None:
 def test_the_agents_of_a_submitted_job_know(tmp_path: Path) -> None:
     job = make_job(tmp_path / "sweep")
     assert job.agent_options == ()
-    text = render(Script("t", job.config.cluster, one_run(tmp_path), {}, agent_options=(TRUST,)))
+    text = render(Script("t", job.config.cluster, one_run(tmp_path), (), agent_options=(TRUST,)))
     assert '-m hpc_train agent --trust-owner "$RUN" &' in text
 
 

@@ -246,6 +246,21 @@ def test_whether_slurm_suspended_the_job(tools: Path, shown: str, since: str, ex
     assert SlurmJob("7", 0, 0).was_suspended(time.mktime(time.strptime(since, "%Y-%m-%dT%H:%M:%S"))) == expected
 
 
+def test_the_components_of_a_heterogeneous_job(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "7+1|RUNNING|N/A|a|None\\n7+0|PENDING|N/A|a|Priority\\n9|RUNNING|N/A|b|None\\n"
+    command(tools, "squeue", f"printf '{lines}'")
+    assert [job.job_id for job in client.list_jobs([]) or ()] == ["7", "9"], "the first stands for the job"
+    for number, (partition, nodes) in enumerate([("a", "2"), ("b", "1")]):
+        monkeypatch.setenv(f"SLURM_JOB_PARTITION_HET_GROUP_{number}", partition)
+        monkeypatch.setenv(f"SLURM_JOB_NUM_NODES_HET_GROUP_{number}", nodes)
+    monkeypatch.setenv("SLURM_HET_SIZE", "2")
+    monkeypatch.setenv("SLURM_JOB_PARTITION", "b")
+    command(tools, "sinfo", 'case "$*" in *=a) printf "n1|idle|none\\nn2|idle|none\\n";; *) echo "n3|idle|none";; esac')
+    job = SlurmJob("7", 0, 0)
+    assert job.nodes() == 3
+    assert [job.may_start_without({name}, 3) for name in ("n4", "n3", "n1")] == [True, False, False]
+
+
 def test_nodes_that_are_down_or_cannot_be_used(tools: Path) -> None:
     command(tools, "sinfo", "echo 'n1|down*|Not responding'; echo 'n2|idle|none'; echo 'n3|drained|bad dimm'")
     assert client.unavailable_nodes(["n1", "n2", "n3"]) == {"n1": "down (Not responding)"}

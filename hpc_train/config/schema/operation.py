@@ -354,7 +354,8 @@ class RunConfig:
     roles: dict[str, Any] = key(
         {},
         "Processes of different kinds in one job: a mapping of the name of each role to its command, and if needed "
-        "nodes, per, procs, gpus, ready, after and on_failure. docs/howto/roles.md explains them.",
+        "nodes, per, procs, gpus, partition, constraint, cpus, mem, ready, after and on_failure. docs/howto/roles.md "
+        "explains them.",
     )
     progress_dir: str | None = key(
         None,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hpc_train.config.roles import components_of
 from hpc_train.config.schema import Config
 from hpc_train.config.values import fewest_nodes, node_range, runs_command
 from hpc_train.elastic.warm_parent.head_start import HeadStart
@@ -22,7 +23,7 @@ from hpc_train.launch.sbatch import survives_node_loss
 from hpc_train.launch.script import container_of, node_loss_options, python, step_on_nodes
 from hpc_train.launch.storage import check_room
 from hpc_train.layout.layout import JobShape, Place
-from hpc_train.machine.allocation import workers_of_run
+from hpc_train.machine.allocation import refuse_components, workers_of_run
 from hpc_train.machine.gpus import gpu_memory, visible_gpus
 from hpc_train.opening import open_to_append
 from hpc_train.registration import RUN_ENDED, registered
@@ -53,8 +54,8 @@ class AllocationExecutor(ProcessExecutor):
         self._steps: dict[str, subprocess.Popen[bytes]] = {}
 
     def shape(self, config: Config) -> JobShape:
-        cluster = config.cluster
-        fewest, most = node_range(cluster)
+        refuse_components(config)
+        fewest, most = node_range(config.cluster)
         here = _nodes_here()
         if fewest > here:
             raise UserError(
@@ -73,6 +74,9 @@ class AllocationExecutor(ProcessExecutor):
 
     def check(self, jobs: Sequence[Job]) -> list[str]:
         check_room(jobs)
+        if any(job.shape.components for job in jobs):
+            what = "-m starts one step for all nodes, and the components of this heterogeneous job need one each"
+            raise UserError(what, where="-m", fix="exec without -m runs the roles here; cluster=slurm submits a job")
         return [f"inside the allocation {os.environ['SLURM_JOB_ID']}; cluster=slurm submits a separate job instead"]
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
@@ -146,6 +150,9 @@ def shape_in_job(config: Config, nodes: int, place: Place) -> JobShape:
         UserError: a node has fewer GPUs than are requested, or ``elastic.min_nodes`` is larger than ``cluster.nodes``.
     """
     cluster = config.cluster
+    parts = _shapes_of_components(config, place)
+    if parts:
+        return replace(parts[0], nodes=sum(part.nodes for part in parts), components=tuple(parts))
     # the number of GPUs that the scheduler has allocated; the agents check later whether the nodes can use them
     job = current_job()
     visible = job.gpus if isinstance(job, EnvironmentJob) else gpus_of_this_job().per_node or None
@@ -162,6 +169,23 @@ def shape_in_job(config: Config, nodes: int, place: Place) -> JobShape:
         device_bytes=gpu_memory(cluster.gpu_type) if nodes > 1 and gpus else None,
         gpu_types=gpu_types_here(cluster) if depends_on_gpu_types(config, gpus) else frozenset(),
     )
+
+
+def _shapes_of_components(config: Config, place: Place) -> list[JobShape]:
+    """Returns the shapes of the components of the job around this process, if it has one for each component of
+    ``run.roles``; none otherwise. Raises UserError as ``shape_in_job`` does.
+    """
+    components = components_of(config)
+    if len(components) != int(os.environ.get("SLURM_HET_SIZE", "0")):
+        return []
+    parts = []
+    for number, component in enumerate(components):
+        nodes = int(os.environ[f"SLURM_JOB_NUM_NODES_HET_GROUP_{number}"])
+        job = {"PATH": os.environ.get("PATH", ""), "SLURM_JOB_ID": os.environ[f"SLURM_JOB_ID_HET_GROUP_{number}"]}
+        part = replace(config, cluster=component.cluster)
+        gpus, workers = workers_of_run(part, gpus_of_this_job(job).per_node)
+        parts.append(JobShape(nodes, nodes, gpus, workers, place, in_job=True))
+    return parts
 
 
 def shape_in_script(config: Config) -> JobShape:

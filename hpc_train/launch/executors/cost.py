@@ -39,14 +39,18 @@ def job_hours(job: Job) -> float:
     return (seconds(job.config.cluster.time) or 0) / 3600 * _starts(job)
 
 
-def cost_lines(jobs: Sequence[Job], site: Site) -> list[str]:
-    """Returns one line for each kind of job, and a line with the total if there are several jobs."""
+def cost_lines(jobs: Sequence[Job], site: Site, unit: str = "jobs") -> list[str]:
+    """Returns one line for each kind of job, and a line with the total if there are several jobs.
+
+    Args:
+        unit: what ``jobs`` are: jobs, or components of heterogeneous jobs.
+    """
     kinds = Counter(_line(job, site) for job in jobs)
     total = total_cost(jobs)
     if len(jobs) == 1:
         lines = [f"{text}: {total}" for text in kinds]
     else:
-        lines = [*(f"{count} x {text}" for text, count in kinds.items()), f"{len(jobs)} jobs, {total}"]
+        lines = [*(f"{count} x {text}" for text, count in kinds.items()), f"{len(jobs)} {unit}, {total}"]
     lines += sorted({note for job in jobs for note in _notes(job, site)})
     return lines + confirmation_notes(jobs)
 
@@ -132,7 +136,7 @@ def _notes(job: Job, site: Site) -> list[str]:
             "note: fewer than two cores per rank; cluster.cpus_per_gpu=2 or more lets loading overlap with training"
         ]
     most = max((kind.gpus_of(None) for kind in partition.kinds), default=0) if partition else 0
-    if most and not job.gpus and job.config.cluster.gpus_per_node == 0:
+    if most and not job.gpus and job.config.cluster.gpus_per_node == 0 and not job.config.run.roles:
         return [f"note: no GPU is requested; cluster.gpus_per_node=auto requests the {most} of a node"]
     return []
 

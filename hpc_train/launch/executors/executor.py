@@ -14,7 +14,6 @@ from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.errors import UserError
 from hpc_train.launch.job import Job
 from hpc_train.layout.layout import JobShape
-from hpc_train.machine.allocation import refuse_components
 from hpc_train.schedulers.scheduler import JobStatus, load_scheduler
 from hpc_train.schedulers.slurm.client import check_shell, in_allocation, uses_slurm
 
@@ -82,7 +81,6 @@ def select_executor(cluster: ClusterConfig) -> Executor:
         return QueueExecutor(load_scheduler(cluster.kind), cluster.kind)
     check_shell(cluster)
     if cluster.kind == "auto" and in_allocation():
-        refuse_components()
         from hpc_train.launch.executors.allocation import AllocationExecutor
 
         return AllocationExecutor()

@@ -24,6 +24,7 @@ from submitit.core.utils import FailedJobError, JobPaths
 from submitit.slurm.slurm import SlurmExecutor
 
 from hpc_train.config.removed import RENAMED
+from hpc_train.config.roles import components_of, nodes_of_roles
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.secrets import file_mode
 from hpc_train.config.values import fewest_nodes, node_range, with_alternative
@@ -34,11 +35,13 @@ from hpc_train.launch.job import Job, alternative_named
 from hpc_train.launch.sbatch import (
     NO_SITE,
     Options,
-    arguments,
     array,
+    command_line,
+    components,
     earlier_starts,
     identity,
     options,
+    options_of_components,
     output_file,
     segment_note,
     stop_note,
@@ -79,10 +82,10 @@ class ScriptExecutor(SlurmExecutor):
     """Submits the script and options of hpc_train with submitit's executor. The script file gets the permissions
     ``mode``."""
 
-    def __init__(self, folder: Path, text: str, sbatch_options: Options, mode: int) -> None:
+    def __init__(self, folder: Path, text: str, arguments: Sequence[str], mode: int) -> None:
         super().__init__(folder)
         self._text = text
-        self._options = sbatch_options
+        self._arguments = arguments
         self._mode = mode
         self._file: Path | None = None
 
@@ -115,17 +118,26 @@ class ScriptExecutor(SlurmExecutor):
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         unset = [part for name in withheld(Receiver.SBATCH) for part in ("-u", name)]
-        command = ["sbatch", "--parsable", *arguments(self._options), str(submission_file_path)]
+        command = ["sbatch", "--parsable", *self._arguments, str(submission_file_path)]
         return ["env", *unset, *command] if unset else command
 
 
 @dataclass(frozen=True)
 class BatchScript:
-    """A batch script and the options of sbatch. ``name`` is that of its copy in the run directory."""
+    """A batch script and the options of sbatch. ``name`` is that of its copy in the run directory.
+
+    Attributes:
+        further: the options of the components of a heterogeneous job after the first.
+    """
 
     name: str
     text: str
     options: Options
+    further: Sequence[Options] = ()
+
+    def command_line(self, more: Options | None = None) -> list[str]:
+        """Returns the arguments of sbatch, with ``more`` options of the job."""
+        return command_line([{**self.options, **(more or {})}, *self.further])
 
 
 class SlurmJobExecutor:
@@ -157,7 +169,9 @@ class SlurmJobExecutor:
         """Checks the jobs against the limits of the site, and each shape with ``sbatch --test-only``."""
         check_queue(jobs, self.site)
         check_architecture(jobs[0].config.cluster, self.site)
-        lines = [*cost_lines([*map(self._costliest, jobs)], self.site), *dict.fromkeys(map(stop_note, jobs))]
+        costliest = [part for job in jobs for part in components(self._costliest(job))]
+        unit = "components" if len(costliest) > len(jobs) else "jobs"
+        lines = [*cost_lines(costliest, self.site, unit), *dict.fromkeys(map(stop_note, jobs))]
         lines += [*check_room(jobs), *check_shared(jobs[0].run.path), *notes_of_withheld()]
         if self.site.has_blocks:
             topology = client.show_topology()
@@ -167,9 +181,11 @@ class SlurmJobExecutor:
             starts = []
             for number, job in enumerate(alternatives):
                 with alternative_named(number):
-                    check_architecture(job.config.cluster, self.site)
-                    check_limits(job, self.site)
-                    result = _test_only(job, {**options(job, self.site), **_array(group)})
+                    for part in components(job):
+                        check_architecture(part.config.cluster, self.site)
+                        check_limits(part, self.site)
+                    first, *others = options_of_components(job, self.site)
+                    result = _test_only(job, [{**first, **_array(group)}, *others])
                 lines += result.lines
                 starts.append(result.starts)
             self._expected[group[0].number] = starts[0]
@@ -184,7 +200,7 @@ class SlurmJobExecutor:
         return earlier_starts(job, self.site)
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
-        confirm_cost([*map(self._costliest, jobs)], console)
+        confirm_cost([part for job in jobs for part in components(self._costliest(job))], console)
 
     def _alternatives(self, job: Job) -> list[Job]:
         """Returns ``job`` and the other jobs of ``cluster.first``, of which the first to start trains the run."""
@@ -199,14 +215,14 @@ class SlurmJobExecutor:
         return jobs
 
     def _costliest(self, job: Job) -> Job:
-        return max(self._alternatives(job), key=lambda alternative: gpu_hours([alternative]))
+        return max(self._alternatives(job), key=lambda alternative: gpu_hours(components(alternative)))
 
     def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
         """Returns the sbatch command line and the script of each submission, as ``submit`` would send them."""
         plans = []
         for group in self._by_shape(jobs):
             for script in self._scripts(group, _folder(group, sweep), sweep):
-                plans.append((" \\\n    ".join(["sbatch", *arguments(script.options), script.name]), script.text))
+                plans.append((" \\\n    ".join(["sbatch", *script.command_line(), script.name]), script.text))
         return plans
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
@@ -300,7 +316,7 @@ class SlurmJobExecutor:
         earlier = {str(job_id).partition("_")[0] for entry in recorded for job_id in job_ids(entry)}  # arrays as one
 
         def submit_one(script: BatchScript, more: Options) -> None:
-            executor = ScriptExecutor(folder, script.text, {**script.options, **more}, file_mode(job.config))
+            executor = ScriptExecutor(folder, script.text, script.command_line(more), file_mode(job.config))
             others = {*earlier, *self._all(submitted), *ids}
             comment = str(script.options["comment"])
             try:
@@ -354,7 +370,8 @@ class SlurmJobExecutor:
             ]
             if not job.overrides:  # a resubmitted run; other runs of its sweep may have newer code
                 key.append(frozen_code(job.run))
-            if job.config.launch.chain > 1 or cluster.first:  # tasks of an array cannot depend on or replace each other
+            # tasks of an array cannot depend on or replace each other, or be heterogeneous jobs
+            if job.config.launch.chain > 1 or cluster.first or job.shape.components:
                 key.append(job.number)
             groups.setdefault(str(key), []).append(job)
         largest = self.site.max_array_size or len(jobs)
@@ -385,16 +402,14 @@ class SlurmJobExecutor:
             first = first_file(job.run, len(job.run.record().get("submissions", [])))
             name = first.name
             agent_options = (*agent_options, f"--alternative={number}")
-        sbatch_options = {
-            **options(job, self.site),
-            **identity(group, directory, output_file(folder, f"{name}.out")),
-            **_array(group),
-        }
+        of_job = identity(group, directory, output_file(folder, f"{name}.out"))
+        first_part, *other_parts = (found | of_job for found in options_of_components(job, self.site))
         script = Script(
             title=f"hpc_train, {title}",
             cluster=job.config.cluster,
             run=run,
-            header={},
+            header=(),
+            components=1 + len(other_parts),
             code=frozen_code(job.run),
             chain=chain,
             first=first,
@@ -404,7 +419,8 @@ class SlurmJobExecutor:
             agent_options=agent_options,
             on_event=job.config.run.on_event,
         )
-        return BatchScript(f"job-{number}.sbatch" if number else "job.sbatch", render(script), sbatch_options)
+        file_name = f"job-{number}.sbatch" if number else "job.sbatch"
+        return BatchScript(file_name, render(script), {**first_part, **_array(group)}, other_parts)
 
 
 def _folder(group: Sequence[Job], sweep: Path) -> Path:
@@ -424,6 +440,15 @@ def slurm_shape(config: Config, site: Callable[[], Site]) -> JobShape:
     """
     cluster = config.cluster
     nodes = node_range(cluster)[1]
+    of_roles = components_of(config)
+    if of_roles:
+        parts = []
+        for component in of_roles:
+            cluster = component.cluster
+            gpus, workers = workers_of_run(replace(config, cluster=cluster), visible=asked_gpus(cluster, site()).count)
+            count = nodes_of_roles(component.roles, gpus)
+            parts.append(JobShape(count, count, gpus, workers, Place.QUEUE, in_job=True))
+        return replace(parts[0], nodes=nodes, fewest_nodes=nodes, components=tuple(parts))
     site_of_gpus = site() if cluster.gpus_per_node == "auto" else NO_SITE
     gpus, workers = workers_of_run(config, visible=asked_gpus(cluster, site_of_gpus).count)
     return JobShape(
@@ -471,21 +496,22 @@ def _listing(group: Sequence[Job]) -> str:
     return f"runs-{group[0].number:05d}-{hashlib.sha256(paths.encode()).hexdigest()[:8]}"
 
 
-def _test_only(job: Job, sbatch_options: Options) -> Check:
+def _test_only(job: Job, of_components: Sequence[Options]) -> Check:
     """Checks a shape with ``sbatch --test-only``. If the controller does not respond, the check passes.
 
     Slurm considers only nodes that are available now. If nodes are down or drained, this function returns a note
     instead of an error, since the job may wait for them.
     """
     try:
-        return client.check_submission(arguments(sbatch_options))
+        return client.check_submission(command_line(of_components))
     except SlurmError as error:
         if error.problem is Problem.SILENT:
             return Check([], None)
         if TOO_FEW_NOW in error.said:
-            selection = on_clusters(sbatch_options.get("clusters"))
-            if job.config.cluster.partition:
-                selection.append(f"--partition={job.config.cluster.partition}")
+            selection = on_clusters(of_components[0].get("clusters"))
+            partitions = [of_component.get("partition") for of_component in of_components]
+            if all(partitions):
+                selection.append(f"--partition={','.join(filter(None, partitions))}")
             nodes = client.node_states(selection, client.QUERY_S)
             away = {node.node for node in nodes if node.state.startswith(AWAY) or node.state.endswith("*")}
             if away:

@@ -208,6 +208,9 @@ def list_jobs(selection: Sequence[str], timeout_s: float = PATIENT_S) -> list[Qu
     for line in lines:
         if line.count("|") >= 4:
             job_id, state, starts, rest = line.split("|", 3)
+            job_id, _, component = job_id.partition("+")
+            if component not in ("", "0"):
+                continue  # the first component stands for a heterogeneous job
             comment, _, reason = rest.rpartition("|")
             starts = starts.replace("N/A", "").replace("NONE", "")
             jobs.append(QueuedJob(job_id, state, starts, comment.removeprefix("(null)"), reason))

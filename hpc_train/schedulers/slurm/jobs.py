@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,6 +60,12 @@ def ask(selection: Sequence[str], timeout_s: float = PATIENT_S) -> dict[str, Job
     if jobs is None:
         return None
     return {job.job_id: JobStatus(job.state, job.reason, job.starts, job.comment, queried=now) for job in jobs}
+
+
+def _component_sizes() -> list[int]:
+    """Returns the number of nodes of each component of the heterogeneous job of this process."""
+    components = range(int(os.environ["SLURM_HET_SIZE"]))
+    return [int(os.environ[f"SLURM_JOB_NUM_NODES_HET_GROUP_{component}"]) for component in components]
 
 
 NO_SHRINK = "disable_job_shrink"
@@ -143,12 +150,24 @@ class SlurmJob(CurrentJob):
     def unavailable_nodes(self, names: Sequence[str]) -> dict[str, str]:
         return client.unavailable_nodes(names)
 
-    def usable_nodes(self) -> set[str] | None:
-        if "SLURM_JOB_PARTITION" not in os.environ:
-            return None
-        return client.usable_nodes(os.environ["SLURM_JOB_PARTITION"])
+    def may_start_without(self, excluded: Collection[str], needed: int) -> bool | None:
+        sizes: Counter[str] = Counter()
+        if "SLURM_HET_SIZE" in os.environ:  # SLURM_JOB_PARTITION is that of one component
+            for component, count in enumerate(_component_sizes()):
+                sizes[os.environ[f"SLURM_JOB_PARTITION_HET_GROUP_{component}"]] += count
+        elif "SLURM_JOB_PARTITION" in os.environ:
+            sizes[os.environ["SLURM_JOB_PARTITION"]] = needed
+        for partition, count in sizes.items():
+            usable = client.usable_nodes(partition)
+            if usable is None:
+                return None
+            if len(usable.difference(excluded)) < count:
+                return False
+        return True if sizes else None
 
     def nodes(self) -> int | None:
+        if "SLURM_HET_SIZE" in os.environ:
+            return sum(_component_sizes())
         return int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 0) or None
 
     def why_no_release(self) -> str | None:

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_train.commands.exec import parse
 from hpc_train.config.arguments import override_value
-from hpc_train.config.roles import check_roles, configs_of_roles, place, roles_of
+from hpc_train.config.roles import NodeGroup, check_roles, config_of_node, configs_of_roles, place, roles_of
 from hpc_train.config.values import command_words
 from hpc_train.errors import UserError
 from tests.config.composing import config_of
@@ -129,6 +129,7 @@ COMMAND = {"command": "python -c pass"}
         ({"Judge": COMMAND}, 1, "'Judge' cannot name a role"),
         ({"judge": COMMAND | {"node": 2}}, 1, "run.roles.judge.node is unknown"),
         ({"judge": COMMAND | {"nodes": 0}}, 1, "run.roles.judge.nodes is 0"),
+        ({"judge": COMMAND | {"cpus": 0}}, 1, "run.roles.judge.cpus is 0"),
         ({"judge": COMMAND | {"per": "cpu"}}, 1, "run.roles.judge.per is 'cpu'"),
         ({"judge": COMMAND | {"ready": "port:x"}}, 1, "run.roles.judge.ready is 'port:x'"),
         ({"judge": COMMAND | {"after": ["trainer"]}}, 1, "after names trainer"),
@@ -142,7 +143,7 @@ COMMAND = {"command": "python -c pass"}
 def test_mistakes_in_roles_are_refused(values: dict[str, Any], nodes: int, words: str) -> None:
     config = config_of()
     with pytest.raises(UserError, match=words):
-        check_roles(replace(config, run=replace(config.run, roles=values)), nodes, 2)
+        check_roles(replace(config, run=replace(config.run, roles=values)), [NodeGroup(nodes, 2)], nodes)
 
 
 @pytest.mark.parametrize(
@@ -150,13 +151,20 @@ def test_mistakes_in_roles_are_refused(values: dict[str, Any], nodes: int, words
 )
 def test_settings_that_do_not_go_with_roles_are_refused(other: str) -> None:
     with pytest.raises(UserError, match=r"both set|are fixed"):
-        check_roles(config_of(roles(a=COMMAND), other), 2, 0)
+        check_roles(config_of(roles(a=COMMAND), other), [NodeGroup(2, 0)], 2)
+
+
+def test_a_heterogeneous_job_is_one_job() -> None:
+    values = roles(a=COMMAND, b=COMMAND | {"partition": "small"})
+    for other in ("launch.chain=2", "cluster.first=[{partition: b}]"):
+        with pytest.raises(UserError, match="cannot be one of several jobs"):
+            check_roles(config_of(values, other), [NodeGroup(1, 0), NodeGroup(1, 0)], 2)
 
 
 def test_roles_take_whole_nodes_or_share_them() -> None:
     half = COMMAND | {"gpus": 2}
     config = config_of(roles(a=COMMAND | {"nodes": 2}, b=half | {"nodes": 2}, c=half, d=COMMAND | {"gpus": 0}))
-    placed = place(roles_of(config), 4)
+    placed = place(config, [NodeGroup(4, 4)])
     assert {name: [*placement.nodes] for name, placement in placed.items()} == {
         "a": [0, 1], "b": [2, 3], "c": [2], "d": [0],
     }  # fmt: skip
@@ -165,6 +173,26 @@ def test_roles_take_whole_nodes_or_share_them() -> None:
     assert {role.name: role.after for role in roles_of(config)} == {
         "a": ("b", "c", "d"), "b": (), "c": ("b",), "d": ("b", "c"),
     }  # fmt: skip
+
+
+def test_roles_with_the_same_resources_share_a_component() -> None:
+    small = COMMAND | {"partition": "small", "gpus": 1, "mem": 8000}
+    values = roles(a=COMMAND | {"nodes": 2}, b=small, c=COMMAND | {"gpus": 0}, d=small)
+    config = config_of(values, "cluster.gpus_per_node=4", "cluster.constraint=rack1")
+    placed = place(config, [NodeGroup(2, 4), NodeGroup(1, 2)])
+    assert {name: [*placement.nodes] for name, placement in placed.items()} == {
+        "a": [0, 1],
+        "b": [2],
+        "c": [0],
+        "d": [2],
+    }
+    assert [*placed["d"].gpus[0]] == [1]
+    kinds = [config_of_node(config, (2, 1), node).cluster for node in range(3)]
+    assert [(kind.partition, kind.gpus_per_node, kind.constraint, kind.mem) for kind in kinds] == [
+        (None, 4, "rack1", None), (None, 4, "rack1", None), ("small", 2, None, "8000"),
+    ]  # fmt: skip
+    assert config_of_node(config, (), 0) == config, "on one machine the roles share it"
+    assert place(config, [NodeGroup(3, 4)])["b"].nodes == (2,)
 
 
 def test_exec_has_the_same_roles() -> None:
