@@ -231,6 +231,7 @@ def _shards_sequence(config: Config) -> bool:
 PIPELINE = Condition("a pipeline", lambda _, layout: layout.pp > 1 and layout.pp, "strategy.pp={}")
 TENSOR = Condition("tensor parallelism", lambda _, layout: layout.tp > 1 and layout.tp, "strategy.tp={}")
 CONTEXT = Condition("context parallelism", lambda _, layout: layout.cp > 1 and layout.cp, "strategy.cp={}")
+EXPERT = Condition("expert parallelism", lambda _, layout: layout.ep > 1 and layout.ep, "strategy.ep={}")
 NO_TENSOR = Condition("no tensor parallelism", lambda _, layout: layout.tp == 1)
 SEVERAL_RANKS = Condition("several ranks with the same parameters", lambda _, layout: layout.dp_cp > 1 and layout.dp_cp)
 SEVERAL_BATCHES = Condition(
@@ -431,6 +432,7 @@ MIXTURE = Condition(
     lambda config, _: isinstance(config.model, GPTConfig) and config.model.moe.experts,
     "model.moe.experts={}",
 )
+NO_MIXTURE = Condition("a model without `model.moe`", lambda config, layout: not MIXTURE.value(config, layout), "model")
 EPOCHS = _key("train.epochs")
 STREAM = Condition("a stream", lambda config, _: isinstance(config.data, StreamDataConfig))
 NO_SEQUENCES = Condition(
@@ -600,6 +602,31 @@ OF_RUN: tuple[Exclusion, ...] = (
         "train.reproducible does not sum the losses and choices of routers in an order that is independent of the "
         "ranks",
         "train.reproducible=null",
+    ),
+    Exclusion(
+        EXPERT,
+        NO_MIXTURE,
+        "strategy.ep is {this}, but the model has no experts that ranks could share",
+        "strategy.ep=1, or model=moe_tiny or another gpt with model.moe.experts",
+    ),
+    Exclusion(
+        EXPERT,
+        CUSTOM_KIND,
+        "strategy.data_parallel={it} is not known to sum the gradients of experts over the ranks that hold them",
+        f"strategy.data_parallel={' or '.join(KINDS)}, or strategy.ep=1",
+    ),
+    Exclusion(
+        EXPERT,
+        REPLICA_COMPRESSION,
+        "strategy.compression={it} compresses the sum over all data-parallel ranks, and fewer ranks hold an expert",
+        "strategy.compression=none, or strategy.ep=1",
+    ),
+    Exclusion(
+        EXPERT,
+        IN_BACKWARD,
+        "optim.in_backward computes the norm of gradients that every rank holds whole, and a rank holds only some "
+        "experts",
+        "optim.in_backward=false, or strategy.ep=1",
     ),
     Exclusion(CUDA_GRAPHS, MIXTURE, "experts, which were never run as CUDA graphs"),
     Exclusion(FP8, MIXTURE, "precision.fp8 does not support the products of experts", "model.moe.experts=null"),

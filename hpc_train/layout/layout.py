@@ -25,6 +25,7 @@ class Layout:
         notes: reasons for automatic choices.
         logical_micro_batches: the logical micro-batches of a step under ``train.reproducible``; otherwise 0.
         cp: the number of ranks that share the tokens of each sample.
+        ep: the number of consecutive ranks of dp that share the experts of a layer; dp / ep groups replicate them.
     """
 
     dp: int
@@ -39,6 +40,7 @@ class Layout:
     notes: tuple[str, ...] = ()
     logical_micro_batches: int = 0
     cp: int = 1
+    ep: int = 1
 
     def logical_of(self, dp_rank: int) -> range:
         """Returns the logical micro-batches that a dp rank computes."""
@@ -65,6 +67,17 @@ class Layout:
         return self.pp * self.stages_per_rank
 
     @property
+    def expert_sizes(self) -> tuple[int, int, int]:
+        """Returns how the ranks of dp divide the experts of a layer: the number of copies of the ZeRO state of an
+        expert, the ranks that share one copy, and ``ep``.
+
+        A copy is divided over the ranks that also share the state of other parameters. ``shard`` divides ``ep`` or is a
+        multiple of it.
+        """
+        block = max(self.shard, self.ep)
+        return self.dp // block, block // self.ep, self.ep
+
+    @property
     def communicators(self) -> int:
         """Returns how many process groups of more than one rank a rank joins (``parallel/mesh.py``)."""
         sizes_and_strides = {
@@ -76,8 +89,12 @@ class Layout:
             (self.shard, self.tp),
             (self.tp, 1),
         }
+        if self.ep > 1:
+            copies, shards, _ = self.expert_sizes
+            sizes_and_strides |= {(copies * shards, self.ep), (copies, self.ep * shards), (shards, self.ep)}
         links = 2 if self.pp > 2 else 0
-        return sum(size > 1 for size, _ in sizes_and_strides) + (self.cp > 1) + links
+        apart = (self.cp > 1) + (self.ep > 1)
+        return sum(size > 1 for size, _ in sizes_and_strides) + apart + links
 
     @property
     def kind(self) -> DataParallelKind:
@@ -126,6 +143,8 @@ class Layout:
         if not self.micro_batches:
             return f"{split} (custom code)"
         kinds = [self.data_parallel] if self.dp_cp > 1 else []
+        if self.ep > 1:
+            kinds.append(f"ep {self.ep}")
         if self.pp > 1:
             kinds.append(self.schedule)
         batches = f"{counted(self.micro_batches, 'micro-batch', 'micro-batches')} of {self.micro_size}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_train.config.schema import BatchConfig, Config, CustomModelConfig, OptimConfig, StrategyConfig, TextDataConfig
-from hpc_train.config.values import runs_own_code
+from hpc_train.config.values import check_divides, runs_own_code
 from hpc_train.errors import UserError
 from hpc_train.layout.compatibility import OF_LAYOUT, check_compatibility
 from hpc_train.layout.layout import Layout
@@ -118,11 +118,13 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
         kind = TREE.name
         logical, micro_batches, micro_size = _divide(config, dp)
     notes += notices(config)
+    shard = _shard(strategy, find_kind(configured), holders, ranks.per_node // ranks.tp)
+    _check_expert_ranks(strategy.ep, dp, shard)
     layout = Layout(
         dp=dp,
         pp=pp,
         tp=ranks.tp,
-        shard=_shard(strategy, find_kind(configured), holders, ranks.per_node // ranks.tp),
+        shard=shard,
         data_parallel=kind,
         schedule=schedule,
         stages_per_rank=stages_per_rank,
@@ -131,6 +133,7 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
         notes=tuple(notes),
         logical_micro_batches=logical,
         cp=ranks.cp,
+        ep=strategy.ep,
     )
     check_compatibility(OF_LAYOUT, config, layout)
     described = (describe_recomputation(config, layout), describe_active(config.model))
@@ -268,6 +271,7 @@ def _used_kind(config: Config, configured: str, notes: list[str]) -> str:
     replacements = (
         (config.strategy.compression != "none", kind.compressed_as, "compress gradients"),
         (config.optim.in_backward, kind.updated_as, "update parameters inside the backward"),
+        (config.strategy.ep > 1, kind.updated_as, "sum the gradients of experts over other ranks"),
     )
     for is_set, other, what in replacements:
         if is_set and other is not None and other != configured:
@@ -291,6 +295,18 @@ def _shard(strategy: StrategyConfig, kind: DataParallelKind, holders: int, per_n
             fix=f"fill, node, or a divisor of {holders}",
         )
     return shard
+
+
+def _check_expert_ranks(ep: int, dp: int, shard: int) -> None:
+    """Raises UserError unless ``ep`` divides the data-parallel ranks, and so that the ranks which share the ZeRO state
+    of a parameter hold whole copies of the experts, or a part of one."""
+    check_divides(ep, dp, "strategy.ep", "the number of data-parallel ranks")
+    if max(ep, shard) % min(ep, shard):
+        raise UserError(
+            f"strategy.ep is {ep}, and ZeRO shards its state over {shard} ranks, but one of them must divide the other",
+            where="strategy.ep, strategy.shard",
+            fix=f"strategy.shard=fill, or strategy.ep={math.gcd(ep, shard)}",
+        )
 
 
 def notices(config: Config) -> Iterator[str]:

@@ -146,13 +146,20 @@ def own_code_notes(config: Config) -> list[str]:
 
 
 def check_own_layout(config: Config, layout: Layout) -> None:
-    """Raises UserError if ``run.command`` would get ranks that only a mesh distinguishes: other than data-parallel."""
+    """Raises UserError if ``run.command`` would get ranks that only a mesh distinguishes: other than data-parallel,
+    or if ``strategy.ep`` would have no effect."""
     if runs_command(config) and layout.pp * layout.cp * layout.tp > 1:
         raise UserError(
             f"run.command gets no mesh, but strategy.pp is {layout.pp}, strategy.cp is {layout.cp} and strategy.tp is "
             f"{layout.tp}",
             where="strategy.pp, strategy.cp, strategy.tp",
             fix="+strategy=dp, which starts one process per GPU; the script arranges them",
+        )
+    if config.strategy.ep > 1:
+        raise UserError(
+            f"strategy.ep is {config.strategy.ep}, but custom code has no experts that hpc_train could divide",
+            where="strategy.ep",
+            fix="strategy.ep=1",
         )
 
 

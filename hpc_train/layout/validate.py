@@ -15,7 +15,7 @@ from math import ceil
 from hpc_train.config.evaluation import check_evaluation, sequence_lengths
 from hpc_train.config.extensions import family_of, is_import_path, source_of
 from hpc_train.config.import_path import check_call
-from hpc_train.config.schema import Config, FabricConfig, StreamDataConfig, SyntheticDataConfig
+from hpc_train.config.schema import Config, FabricConfig, GPTConfig, StreamDataConfig, SyntheticDataConfig
 from hpc_train.config.schema.key import check_keys
 from hpc_train.config.values import (
     check_divides,
@@ -253,6 +253,13 @@ def _check_context_parallel(config: Config, layout: Layout) -> None:
     mistakes.report()
 
 
+def _check_experts(config: Config, layout: Layout) -> None:
+    """Raises UserError if the expert-parallel ranks do not divide the experts."""
+    model = config.model
+    if isinstance(model, GPTConfig) and model.moe.experts is not None:
+        check_divides(layout.ep, model.moe.experts, "strategy.ep", "model.moe.experts")
+
+
 def _check_samples(config: Config, layout: Layout) -> None:
     data = config.data
     if not isinstance(data, SyntheticDataConfig) or not config.batch.drop_last:
@@ -270,6 +277,7 @@ CHECKS_OF_LAYOUT: tuple[Callable[[Config, Layout], None], ...] = (
     check_targets,
     _check_tensor_parallel,
     _check_context_parallel,
+    _check_experts,
     _check_samples,
     check_loss_chunks,
     check_budget,

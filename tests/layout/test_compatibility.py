@@ -31,6 +31,7 @@ ROWS = (*OF_LAYOUT, *OF_RUN)
 HOOKS = "hpc_train.train.hooks"
 OWN_KIND = {"strategy.data_parallel": "tests.extensions.package.kinds:KIND"}
 ZBV = {"strategy.pp": 2, "strategy.schedule": "zbv", "strategy.stages_per_rank": 2, "strategy.data_parallel": "zero2"}
+MIXTURE = {"model": replace(Cell(1, "gpt-moe").config().model, n_layers=4)}
 OWN_OPTIMIZER = {"optim.name": "custom", "optim._target_": "examples.own_optimizer.Lion", "optim.elementwise": False}
 VIT = {"model": replace(Cell(1, "vit").config().model, n_layers=4), "data": Cell(1, "vit").config().data}
 CUSTOM = {"model": Cell(1, "custom").config().model, "data": VIT["data"]}
@@ -46,6 +47,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "context parallelism": {"strategy.cp": 2},
     "tensor parallelism or context parallelism": {"strategy.cp": 2},
     "a pipeline or tensor parallelism or context parallelism": {"strategy.pp": 2},
+    "expert parallelism": {"strategy.ep": 2, **MIXTURE},
     "no tensor parallelism": {"strategy.tp": 1},
     "several ranks with the same parameters": {"strategy.dp": "fill"},
     "several micro-batches in a step": {"batch.micro_batches": 4},
@@ -109,7 +111,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "a model whose activations are unknown": CUSTOM,
     "a model that predicts no next token": VIT,
     "a loss that compares samples": {**CUSTOM, "model": Cell(1, "custom-contrastive").config().model},
-    "`model.moe`": {"model": replace(Cell(1, "gpt-moe").config().model, n_layers=4)},
+    "`model.moe`": MIXTURE,
+    "a model without `model.moe`": {"model": replace(Cell(1).config().model, n_layers=4)},
     "`output_router_logits` of `model=hf`": {"model": EXPERTS},
     "`train.z_loss`": {"train.z_loss": 1e-4},
     "`train.epochs`": {"train.epochs": 1.0, "train.steps": None},
