@@ -451,7 +451,9 @@ def _seconds_of_sum(technique: str, config: Config, mesh: Mesh, parameters: Mapp
     """Returns the shortest time of a few sums over the data-parallel ranks, as measured on this rank."""
     group = mesh.group("dp_cp")
     exchange = make_exchange(technique, config.strategy, parameters, group)
-    reduction = GradientReduction(parameters.values(), group, bucket_mb(config.strategy, mesh.device.type))
+    reduction = GradientReduction(
+        dict.fromkeys(parameters.values(), group), bucket_mb(config.strategy, mesh.device.type)
+    )
     rounds: list[float] = []
     for _ in range(ROUNDS):
         for parameter in parameters.values():

@@ -91,7 +91,7 @@ class Layout:
         }
         if self.ep > 1:
             copies, shards, _ = self.expert_sizes
-            sizes_and_strides |= {(copies * shards, self.ep), (copies, self.ep * shards), (shards, self.ep)}
+            sizes_and_strides |= {(copies, self.ep * shards), (shards, self.ep)}
         links = 2 if self.pp > 2 else 0
         apart = (self.cp > 1) + (self.ep > 1)
         return sum(size > 1 for size, _ in sizes_and_strides) + apart + links

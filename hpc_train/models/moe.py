@@ -20,13 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from hpc_train.config.schema import GPTConfig
 from hpc_train.data.dataset import IGNORED
@@ -155,7 +156,7 @@ class Experts(nn.Module):
     """Computes gated feed-forward branches, ``w2(f(w1 x) * w3 x)``, each for its own rows.
 
     The parameters of all experts are stacked: ``w1`` and ``w3`` ``[experts, width, dim]``, ``w2`` ``[experts, dim,
-    width]``.
+    width]``. Under expert parallelism they are DTensors, and this rank computes the rows of its shard.
     """
 
     def __init__(self, config: GPTConfig, activation: Callable[[Tensor], Tensor]) -> None:
@@ -171,10 +172,15 @@ class Experts(nn.Module):
         """Returns the results for ``rows`` ``[rows, dim]``, of which expert ``e`` has those up to ``ends[e]``."""
         dtype = product_dtype(rows)
         w1, w2, w3 = self.__dict__.get(CASTS) or (self.w1, self.w2, self.w3)
-        w1, w2, w3 = w1.to(dtype), w2.to(dtype), w3.to(dtype)
+        w1, w2, w3 = _held(w1).to(dtype), _held(w2).to(dtype), _held(w3).to(dtype)
         rows = rows.to(dtype)
         gated = self._activation(grouped_product(rows, w1, ends)) * grouped_product(rows, w3, ends)
         return grouped_product(gated, w2, ends)
+
+
+def _held(weights: Tensor) -> Tensor:
+    """Returns the weights of the experts that this rank holds."""
+    return weights.to_local() if isinstance(weights, DTensor) else weights
 
 
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -235,7 +241,7 @@ def _product_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None
 _looped_product.register_autograd(_product_gradients, setup_context=_keep_factors)
 
 
-class _Gathered(torch.autograd.Function):
+class SelectedRows(torch.autograd.Function):
     """Returns the rows of ``values`` in ``order``, which numbers ``copies`` of each row, one after another.
 
     ``inverse`` is the inverse permutation of ``order``. The backward pass adds the gradients of the copies without
@@ -255,8 +261,37 @@ class _Gathered(torch.autograd.Function):
         return gradient.index_select(0, inverse).unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
 
 
+def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the stable order that sorts rows by expert, its inverse, and the end of the rows of each expert in that
+    order, int32 ``[experts]``.
+
+    Args:
+        chosen: the expert of each row, ``[rows]``.
+    """
+    ordered, order = chosen.sort(stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    numbers = torch.arange(experts, device=order.device)
+    return order, inverse, torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+
+
+class Exchange(Protocol):
+    """Interface of expert parallelism, which computes rows on the ranks that hold their experts."""
+
+    def start(self, experts: Experts, rows: Tensor, ends: Tensor) -> Tensor:
+        """Returns what ``experts(rows, ends)`` returns if every rank holds all experts; ``finish`` waits for it."""
+
+    def finish(self, results: Tensor) -> Tensor:
+        """Waits for the results of ``start``."""
+
+
 class MixtureOfExperts(nn.Module):
-    """Adds up the results of the chosen experts, weighted by the router, and the result of the shared experts."""
+    """Adds up the results of the chosen experts, weighted by the router, and the result of the shared experts.
+
+    Attributes:
+        exchange: set by expert parallelism; None if this rank holds all experts.
+    """
+
+    exchange: Exchange | None = None
 
     def __init__(self, config: GPTConfig, activation: Callable[[Tensor], Tensor], shared: nn.Module | None) -> None:
         super().__init__()
@@ -267,16 +302,18 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         weights, chosen = self.router(hidden, context)
-        experts, order = chosen.flatten().sort(stable=True)
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        numbers = torch.arange(len(self.router.weight), device=order.device)
-        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
-        rows = _Gathered.apply(hidden.flatten(0, 1), order, inverse, self._top_k)
-        results = _Gathered.apply(self.experts(rows, ends), inverse, order, 1).unflatten(0, chosen.shape)
+        order, inverse, ends = sort_by_expert(chosen.flatten(), len(self.router.weight))
+        rows = SelectedRows.apply(hidden.flatten(0, 1), order, inverse, self._top_k)
+        exchange = self.exchange
+        results = self.experts(rows, ends) if exchange is None else exchange.start(self.experts, rows, ends)
+        shared = None if self.shared is None else self.shared(hidden)  # while results return from other ranks
+        if exchange is not None:
+            results = exchange.finish(results)
+        results = SelectedRows.apply(results, inverse, order, 1).unflatten(0, chosen.shape)
         mixed = (results * weights.unsqueeze(-1).to(results.dtype)).sum(-2)
-        if self.shared is None:
+        if shared is None:
             return mixed
-        return mixed + self.shared(hidden)
+        return mixed + shared
 
 
 class MoELayer(PreNormLayer):

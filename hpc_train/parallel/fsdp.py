@@ -33,21 +33,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from hpc_train.errors import UserError
 from hpc_train.layout.techniques import DataParallelKind
 from hpc_train.models.model import Model, canonical_name
+from hpc_train.models.moe import Experts
 from hpc_train.models.wrapped import layers_of
 from hpc_train.parallel.engine import changed_training
 from hpc_train.parallel.gradient_norm import sparse_gradient
 from hpc_train.parallel.mesh import Mesh, reduce_scatter_tensor
 from hpc_train.parallel.precision.dtypes import compute_dtype, parameter_dtype
+from hpc_train.parallel.precision.masters import local_part
 
 
 def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, offload: bool = False) -> None:
     """Shards ``model`` in place. Each layer or block is one group, the head another, and the rest of the model a third.
 
-    The gradients are summed over the ``dp_cp`` ranks.
+    The gradients are summed over the ``dp_cp`` ranks. With expert parallelism the experts of a layer are a
+    separate group.
 
     Args:
         model: the model or stage before it is materialized, with wrapped and compiled layers or blocks.
@@ -72,11 +76,18 @@ def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, 
         ignored_params={parameter for parameter in model.parameters() if is_replicated(parameter)},
     )
     layers = layers_of(model)
+    in_turn: list[nn.Module] = []
     for layer in layers:
-        wrap(layer, reshard_after_forward="parameters" in kind.shards and layer is not layers[-1])
-    in_turn = layers
+        reshards = "parameters" in kind.shards and layer is not layers[-1]
+        groups = [part for part in layer.modules() if isinstance(part, Experts)] if layout.ep > 1 else []
+        for experts in groups:
+            _shard_experts(experts, mesh, wrap, reshards)
+        wrap(layer, reshard_after_forward=reshards)
+        for experts in groups:
+            _gather_around(layer, experts)
+        in_turn += [layer, *groups]
     if isinstance(model, Model):
-        in_turn = [model, *layers]
+        in_turn.insert(0, model)
         if model.head is not None and _owns_its_head(model):
             wrap(model.head, reshard_after_forward=False)
             _gather_around_loss(model, model.head)
@@ -87,6 +98,34 @@ def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, 
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _shard_experts(experts: Experts, mesh: Mesh, wrap: Callable[..., Any], reshards: bool) -> None:
+    """Makes the experts of this rank a group, which the ranks that hold the same experts share: whole experts if these
+    ranks divide their number, otherwise a part of each expert."""
+    assert mesh.expert_mesh is not None
+    copies, shards, _ = mesh.layout.expert_sizes
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        shape = local_part(parameter).shape
+        return next((Shard(dim) for dim, size in enumerate(shape) if size % shards == 0), None)
+
+    axes = ("expert_shard",) if copies == 1 else ("expert_replicate", "expert_shard")
+    wrap(experts, mesh=mesh.expert_mesh[axes], reshard_after_forward=reshards, shard_placement_fn=placement)
+
+
+def _gather_around(layer: nn.Module, experts: Any) -> None:
+    """Makes ``layer`` gather the parameters of its ``experts``, a group, before its forward pass, and reduce them after
+    its backward pass.
+
+    FSDP itself does so around ``experts``, inside the graph of a compiled layer and inside of what activation
+    checkpointing computes again.
+    """
+    state = experts._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    layer.register_forward_pre_hook(state._pre_forward, with_kwargs=True)
+    layer.register_forward_hook(state._post_forward)
 
 
 def _owns_its_head(model: Model) -> bool:

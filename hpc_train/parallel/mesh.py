@@ -5,10 +5,11 @@ parameters, so the axes dp_replicate and dp_shard together arrange all ranks of 
 
 A gloo group connects each of its ranks with all others, and an NCCL group takes memory of the GPU and time to start.
 Each rank therefore joins as few groups as possible: the default group also serves an axis of all ranks, axes of the
-same ranks share a group, and axes of one rank share a group that does not communicate. ``cp`` has a separate group:
-layers wait for its exchanges, which would otherwise queue behind the parameters and gradients of other layers. Each
-pair of neighbors in a pipeline of more than two ranks also has a separate group: NCCL runs the messages of a group one
-after the other, and one that waits for its sender would delay the messages of the other neighbor (pytorch#172668).
+same ranks share a group, and axes of one rank share a group that does not communicate. ``cp`` and ``ep`` have separate
+groups: layers wait for their exchanges, which would otherwise queue behind the parameters and gradients of other
+layers. Each pair of neighbors in a pipeline of more than two ranks also has a separate group: NCCL runs the messages of
+a group one after the other, and one that waits for its sender would delay the messages of the other neighbor
+(pytorch#172668).
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
 from hpc_train.layout.layout import Layout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+EXPERT_AXES = ("pp", "expert_replicate", "expert_shard", "ep")  # of the same ranks, if ep is above 1
+APART = ("cp", "ep")
 
 
 @dataclass(frozen=True)
@@ -32,13 +37,15 @@ class Mesh:
     """Holds the parallel state of this process. It is passed as a value and never stored globally.
 
     Attributes:
-        device_mesh: the mesh with all axes of ``AXES``, including those of size 1. groups: by name, the groups of
-        ``AXES``, ``dp``, ``cp`` and ``dp_cp``. control: a gloo group of all ranks, for small CPU collectives other than
-        the collectives of the training. It is the only
-            group for tensors on the CPU if ``device`` is a GPU.
+        device_mesh: the mesh with all axes of ``AXES``, including those of size 1.
+        groups: by name, the groups of ``AXES`` and ``EXPERT_AXES``, ``dp``, ``cp`` and ``dp_cp``.
+        control: a gloo group of all ranks, for small CPU collectives other than the collectives of the training. It is
+            the only group for tensors on the CPU if ``device`` is a GPU.
         timeout: the timeout of the collectives of all groups; None uses torch's default.
         links: pp rank of a neighbor in the ring of this rank's pipeline -> the group of the two; empty for fewer than
             three ranks, which have one neighbor.
+        expert_mesh: the mesh with all axes of ``EXPERT_AXES``, on which the parameters of experts are; None if every
+            rank of ``dp`` holds all experts of its layers.
     """
 
     layout: Layout
@@ -49,6 +56,7 @@ class Mesh:
     control: dist.ProcessGroup
     timeout: timedelta | None = None
     links: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
+    expert_mesh: DeviceMesh | None = None
 
     @property
     def pp_rank(self) -> int:
@@ -73,13 +81,19 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Returns the process group of this rank along ``pp``, ``dp``, ``cp``, ``dp_cp``, ``dp_replicate``,
-        ``dp_shard`` or ``tp``.
+        ``dp_shard``, ``tp``, or with ``ep`` above 1 an axis of ``EXPERT_AXES``.
 
-        Ranks of ``dp`` read different samples. Gradients are summed over ``dp_cp``, which is ``dp`` x ``cp``.
-        The group of an axis of one rank does not communicate. Do not call reduce_scatter on it, which leaves the
-        output unset before torch 2.13.
+        Ranks of ``dp`` read different samples. Gradients are summed over ``dp_cp``, which is ``dp`` x ``cp``, but those
+        of experts over ``expert_replicate`` and ``expert_shard``. The group of an axis of one rank does not
+        communicate. Do not call reduce_scatter on it, which leaves the output unset before torch 2.13.
         """
         return self.groups[axis]
+
+    def gradient_group(self, parameter: nn.Parameter) -> dist.ProcessGroup:
+        """Returns the ranks over which the gradient of a parameter that ZeRO does not shard is summed."""
+        if isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names == ("ep",):
+            return self.groups["expert_replicate"]
+        return self.groups["dp_cp"]
 
 
 def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelta | None = None) -> Mesh:
@@ -96,13 +110,22 @@ def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelt
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
     device_mesh = DeviceMesh.from_group([groups[axis] for axis in AXES], device.type, mesh=ranks, mesh_dim_names=AXES)
     links = _links(ranks.flatten(1).t().tolist(), rank, device, timeout) if layout.pp > 2 else {}
-    return Mesh(layout, rank, device, device_mesh, groups, control, timeout, links)
+    expert_mesh = None
+    if layout.ep > 1:
+        expert_mesh = DeviceMesh.from_group(
+            [groups[axis] for axis in EXPERT_AXES],
+            device.type,
+            mesh=ranks.view(layout.pp, *layout.expert_sizes),
+            mesh_dim_names=EXPERT_AXES,
+        )
+    return Mesh(layout, rank, device, device_mesh, groups, control, timeout, links, expert_mesh)
 
 
 def _axis_groups(
     layout: Layout, ranks: torch.Tensor, device: torch.device, timeout: timedelta | None
 ) -> dict[str, dist.ProcessGroup]:
-    """Returns the groups of this rank along ``dp``, ``cp``, ``dp_cp`` and ``AXES``. Collective.
+    """Returns the groups of this rank along ``dp``, ``cp``, ``dp_cp``, ``AXES`` and, with experts that ranks share,
+    ``EXPERT_AXES``. Collective.
 
     Args:
         ranks: the global ranks, of the shape of the mesh.
@@ -113,23 +136,25 @@ def _axis_groups(
     apart = ranks.view(layout.pp, layout.dp, layout.cp, layout.tp)
     partitions = {"dp": _lines(apart, 1), "dp_cp": _lines(apart.flatten(1, 2), 1), "cp": _lines(apart, 2)}
     partitions |= {axis: _lines(ranks, dim) for dim, axis in enumerate(AXES)}
+    if layout.ep > 1:
+        of_experts = ranks.view(layout.pp, *layout.expert_sizes)
+        partitions |= {axis: _lines(of_experts, dim) for dim, axis in enumerate(EXPERT_AXES)}
     silent = _silent_group(rank) if layout.world_size > 1 else world
     made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(layout.world_size)): world}
     groups: dict[str, dist.ProcessGroup] = {}
     for axis, partition in partitions.items():
         line_of_rank = tuple(next(line for line in partition if rank in line))
-        is_used = len(line_of_rank) > 1 or (
-            axis == "dp_shard" and layout.shards_state
-        )  # fully_shard uses an axis of one rank
+        # fully_shard uses an axis of one rank
+        is_used = len(line_of_rank) > 1 or (axis.endswith("_shard") and layout.shards_state)
         if not is_used:
             groups[axis] = silent
-        elif axis != "cp" and line_of_rank in made:
+        elif axis not in APART and line_of_rank in made:
             groups[axis] = made[line_of_rank]
         else:
             group = split_world(partition, device, timeout, f"mesh_{axis}")
             assert group is not None, "every rank is in one line of an axis"
             groups[axis] = group
-            if axis != "cp":
+            if axis not in APART:
                 made[line_of_rank] = group
     return groups
 

@@ -35,6 +35,7 @@ from hpc_train.parallel.activation_offload import offload_activations
 from hpc_train.parallel.collectives import broadcast_tensors
 from hpc_train.parallel.compile import compile_model, share_memory
 from hpc_train.parallel.context import apply_context_parallel
+from hpc_train.parallel.experts import apply_expert_parallel
 from hpc_train.parallel.gradient_norm import sparse_gradient
 from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.parallel.precision.dtypes import set_hidden_dtype, set_parameter_dtypes
@@ -147,11 +148,13 @@ def _shard_of(full: Tensor, held: DTensor) -> Tensor:
 
 
 def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
-    """Applies tensor and context parallelism, the dtype of hidden states, fp8, the form of the loss, activation
+    """Applies tensor, context and expert parallelism, the dtype of hidden states, fp8, the form of the loss, activation
     checkpointing, activation offload and compilation in place, without sharding."""
     set_hidden_dtype(model, config.precision)
     if mesh.layout.tp > 1 and isinstance(model, Model):
         apply_tensor_parallel(model, mesh.device_mesh["tp"])
+    if mesh.layout.ep > 1:
+        apply_expert_parallel(model, mesh)
     use_float8(model, config.precision, mesh.device, mesh.layout.splits_backward)
     if mesh.layout.cp > 1 and isinstance(model, Model):
         apply_context_parallel(model, mesh)

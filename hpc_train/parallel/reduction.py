@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,11 +28,12 @@ SendOrder = list["GradientReduction"]
 
 
 class GradientReduction:
-    """Sums gradients over the ranks of ``group``, in buckets of at most ``bucket_cap_mb`` MiB.
+    """Sums gradients over ranks, in buckets of at most ``bucket_cap_mb`` MiB.
 
     Args:
-        parameters: the parameters in the same order on all ranks of ``group``; of a DTensor the local shard is summed.
-        send_order: the reductions of this rank that share ``group``, in the order of sending, which is the same on all
+        parameters: parameter -> the ranks over which its gradient is summed, in the same order on all these ranks; of a
+            DTensor the local shard is summed.
+        send_order: the reductions of this rank that share groups, in the order of sending, which is the same on all
             ranks; this one is appended. Buckets are then sent as soon as their gradients are final. Without it
             ``reduce`` sends them, in the same order on all ranks.
         reduced: called with the parameters of each bucket when their sums are complete.
@@ -43,18 +44,17 @@ class GradientReduction:
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
-        group: dist.ProcessGroup,
+        parameters: Mapping[nn.Parameter, dist.ProcessGroup],
         bucket_cap_mb: float,
         send_order: SendOrder | None = None,
         reduced: Callable[[Sequence[nn.Parameter]], None] | None = None,
     ) -> None:
         self._send_order = send_order
         self._reduced = reduced
-        self._dense = Dense(group)
-        self._exchange: Exchange = self._dense
+        self._exchange: Exchange | None = None
         self._pending: deque[_Sent] = deque()
-        self._buckets = _plan(list(parameters), int(bucket_cap_mb * 2**20))
+        self._buckets = _plan(parameters, int(bucket_cap_mb * 2**20))
+        self._dense = [Dense(parameters[bucket[0]]) for bucket in self._buckets]
         # parameter -> backward passes that have not added yet
         self._missing: list[dict[nn.Parameter, int]] = [{} for _ in self._buckets]
         self._backwards = 0  # backward passes of the step that have not finished
@@ -69,7 +69,7 @@ class GradientReduction:
         """Prepares a step of ``backwards`` backward passes that sums its buckets by ``exchange``, or densely without
         one."""
         self.sent = 0
-        self._exchange = exchange or self._dense
+        self._exchange = exchange
         self._backwards = backwards
         self._missing = [dict.fromkeys(bucket, backwards) for bucket in self._buckets]
 
@@ -117,7 +117,8 @@ class GradientReduction:
         bucket = self._buckets[self.sent]
         sum_partial_gradients(bucket)
         used, is_complete = _used(bucket)
-        exchange = self._exchange.run(bucket, [local_gradient(parameter) for parameter in bucket], used)
+        gradients = [local_gradient(parameter) for parameter in bucket]
+        exchange = (self._exchange or self._dense[self.sent]).run(bucket, gradients, used)
         self._pending.append(_Sent(next(exchange), exchange, bucket, used, is_complete))
         self.sent += 1
         if len(self._pending) == IN_FLIGHT:
@@ -134,7 +135,8 @@ class GradientReduction:
             for parameter, uses in zip(sent.bucket, sent.used.tolist(), strict=True):
                 if uses == 0:
                     parameter.grad = None
-                    self._exchange.withdraw(parameter)
+                    if self._exchange is not None:
+                        self._exchange.withdraw(parameter)
         if self._reduced is not None:
             self._reduced(sent.bucket)
 
@@ -198,21 +200,22 @@ def _largest_shard(parameter: nn.Parameter) -> int:
     return math.prod(shape)
 
 
-def _plan(parameters: list[nn.Parameter], capacity: int) -> list[list[nn.Parameter]]:
-    """Returns buckets of one dtype each, from the last parameter to the first, and the same on tensor-parallel ranks.
+def _plan(parameters: Mapping[nn.Parameter, dist.ProcessGroup], capacity: int) -> list[list[nn.Parameter]]:
+    """Returns buckets of one dtype and one group each, from the last parameter to the first, and the same on
+    tensor-parallel ranks.
 
     Ranks that cut at different parameters would call ``sum_partial_gradients`` between different collectives of the
     backward pass, so a shard counts as much as the largest one.
     """
     buckets: list[list[nn.Parameter]] = []
-    open_buckets: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
-    for parameter in reversed(parameters):
+    open_buckets: dict[tuple[torch.dtype, dist.ProcessGroup], tuple[list[nn.Parameter], int]] = {}
+    for parameter, group in reversed([*parameters.items()]):
         size = _largest_shard(parameter) * parameter.element_size()
-        bucket, filled = open_buckets.get(parameter.dtype, ([], 0))
+        bucket, filled = open_buckets.get((parameter.dtype, group), ([], 0))
         if not bucket or filled + size > capacity:
             bucket = []
             filled = 0
             buckets.append(bucket)
         bucket.append(parameter)
-        open_buckets[parameter.dtype] = (bucket, filled + size)
+        open_buckets[parameter.dtype, group] = (bucket, filled + size)
     return buckets

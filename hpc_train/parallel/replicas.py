@@ -88,17 +88,15 @@ class AllReduceReplicas(LocalReplicas):
     ) -> None:
         super().__init__(module, mesh, strategy)
         named = {canonical_name(raw): p for raw, p in module.named_parameters() if p.requires_grad}
-        group = mesh.group("dp_cp")
         compresses = strategy.compression != "none"
         self.reduction = GradientReduction(
-            named.values(),
-            group,
+            {parameter: mesh.gradient_group(parameter) for parameter in named.values()},
             bucket_mb(strategy, mesh.device.type),
             None if compresses and own_count else send_order,  # the division by the count precedes the compression
             None if updates is None else updates.use,
         )
         if compresses:
-            self.compression = Compression(strategy, named, group, tied, cut=mesh.layout.pp > 1)
+            self.compression = Compression(strategy, named, mesh.group("dp_cp"), tied, cut=mesh.layout.pp > 1)
 
     def begin(self, step: int, backwards: int) -> None:
         self.reduction.begin(backwards, None if self.compression is None else self.compression.exchange)
@@ -164,8 +162,8 @@ class Sharded:
         self._kind = mesh.layout.kind
         self._modules = fsdp.sharded_modules(module)
         trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
-        self._whole = [parameter for parameter in trained if fsdp.is_replicated(parameter)]
-        self._reduction = GradientReduction(self._whole, mesh.group("dp_cp"), bucket_mb(strategy, mesh.device.type))
+        whole = {parameter: mesh.group("dp_cp") for parameter in trained if fsdp.is_replicated(parameter)}
+        self._reduction = GradientReduction(whole, bucket_mb(strategy, mesh.device.type))
         fsdp.choose_communication(module, strategy.comm)
         self._shared = SharedGroups(module, mesh) if isinstance(module, WrappedModel) else None
         self._last: bool | None = None  # the micro-batches for which they are configured

@@ -45,7 +45,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "experts": 4, "top_k": 2, "expert_dim": 8, "normalize": False, "capacity_factor": 0.75, "balance_loss": 0.5,
     },
     "gpt-moe-bias": {
-        "experts": 5, "top_k": 3, "expert_dim": 8, "router": "sigmoid", "bias_rate": 0.05, "shared_experts": 2,
+        "experts": 6, "top_k": 3, "expert_dim": 8, "router": "sigmoid", "bias_rate": 0.05, "shared_experts": 2,
         "dense_layers": 1,
     },
     "gpt-moe-switch": {

@@ -102,7 +102,8 @@ def make(technique: str, parameters: list[nn.Parameter]) -> Exchange:
 def exchange_for_a_while(rank: int, world_size: int, technique: str, bad_step: int | None) -> dict[str, Any]:
     """Eight steps; rank 1 has a NaN in ``bad_step``. Sums over the steps that were taken, and what is left."""
     parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in SHAPES]
-    reduction = GradientReduction(parameters, dist.group.WORLD, 1e-3)  # type: ignore[arg-type]
+    world: Any = dist.group.WORLD
+    reduction = GradientReduction(dict.fromkeys(parameters, world), 1e-3)
     exchange = make(technique, parameters)
     applied, drawn = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
     kept_still = True

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from hpc_train.errors import UserError
 from hpc_train.layout.techniques import KINDS, SCHEDULES
-from tests.parallel.cells import MIXTURES, UNEVEN_BATCH, Cell, Form, in_two_forms
-from tests.parallel.oracle import check_cells
+from hpc_train.parallel.experts import apply_expert_parallel
+from hpc_train.parallel.precision.masters import local_part
+from tests.models.test_moe import hidden_states, mixture
+from tests.parallel.cells import MIXTURES, UNEVEN_BATCH, Cell, Form, covering, in_two_forms
+from tests.parallel.oracle import check_cells, kept_mesh
+from tests.ranks import run_on_world
 
 STEPS = {"micro_batches": 4}
 
@@ -29,6 +36,124 @@ def replicas(world_size: int) -> list[Cell]:
 @in_two_forms(60)
 def test_replicas(form: Form) -> None:
     check_cells(form(replicas(4)))
+
+
+def divided(world_size: int, pp: int = 1) -> list[Cell]:
+    """Returns every mixture under every data-parallel kind whose ranks divide the experts, if they can."""
+    strategies: list[dict[str, Any]] = [
+        {"dp": world_size // pp, "pp": pp, "ep": ep, "data_parallel": kind}
+        for kind in KINDS
+        for ep in (2, 4)
+        if world_size % (pp * ep) == 0
+    ]
+    if pp == 1:
+        strategies += [strategy | {"shard": 2} for strategy in strategies if KINDS[strategy["data_parallel"]].shards]
+    return [
+        Cell(world_size, model, strategy=strategy, batch=batch)
+        for model, options in MIXTURES.items()
+        for strategy in strategies
+        if options["experts"] % strategy["ep"] == 0
+        for batch in ({"micro_batches": 1}, STEPS)
+        if pp == 1 or batch is STEPS
+    ]
+
+
+def divided_stages() -> list[Cell]:
+    """Returns two mixtures under every schedule, with experts that the ranks of a stage divide."""
+    return [
+        Cell(4, model, strategy=strategy | {"schedule": name, "stages_per_rank": row.stages_per_rank[0]}, batch=STEPS)
+        for model in ("gpt-moe", "gpt-moe-bias")
+        for name, row in SCHEDULES.items()
+        if name != "sequential"
+        for strategy in ({"dp": 2, "pp": 2, "ep": 2, "data_parallel": kind} for kind in ("allreduce", "zero1", "zero2"))
+    ]
+
+
+def divided_and_recomputed() -> list[Cell]:
+    return [
+        Cell(4, model, strategy={"dp": 4, "ep": 2, "data_parallel": kind}, batch=STEPS, **extra)
+        for model in MIXTURES
+        for kind in ("ddp", "zero1", "zero3")
+        for extra in (
+            {"train": {"activation_checkpointing": "full"}},
+            {"train": {"activation_checkpointing": "ops"}},
+            {"precision": "fp32"},
+            {"precision": "fp32", "loss_scale": 1024.0},
+        )
+    ]
+
+
+def test_divided_experts() -> None:
+    cells = divided(4) + divided(4, pp=2) + divided_and_recomputed()
+    keys = ("model", "precision", "loss_scale", "data_parallel", "ep", "shard", "pp", "activation_checkpointing")
+    check_cells(covering(cells, *keys))
+
+
+# test_divided_experts covers every value
+@pytest.mark.long_form(200)
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize(
+    "cells", [divided(4), divided(4, pp=2) + divided_stages(), divided_and_recomputed()], ids=["dp", "pp", "others"]
+)
+def test_every_layout_of_divided_experts(cells: list[Cell]) -> None:
+    check_cells(cells)
+
+
+def differences_of_layers(rank: int, world_size: int) -> dict[str, float]:
+    """Returns the largest difference between a layer whose experts ``ep`` ranks divide and the layer of one process, in
+    its results and its gradients, for inputs that a training does not have."""
+    found = {}
+    for ep, case, dtype in product((2, 4), CASES, (torch.float64, torch.bfloat16)):
+        layout = Cell(world_size, "gpt-moe", strategy={"dp": world_size, "ep": ep}).layout()
+        whole, parts = (mixture(dtype, **CASES[case]) for _ in range(2))
+        hidden = hidden_states(world_size, dtype).detach()
+        if case == "ties":  # the first experts compute all tokens, the others are empty
+            for built in (whole, parts):
+                built.router.weight.data.zero_()
+        if case == "one expert":
+            for built in (whole, parts):
+                built.router.weight.data.zero_()[3] = 1.0
+            hidden = hidden.abs()
+        if case == "one token":
+            hidden = hidden[:1, :1]
+        own = slice(rank, rank + 1)  # the sequences of this rank, of which the last ones may have none
+        mesh = kept_mesh(layout, rank)
+        apply_expert_parallel(parts, mesh)
+        inputs = [value.clone().requires_grad_() for value in (hidden, hidden[own])]
+        for built, values in zip((whole, parts), inputs, strict=True):
+            built(values, {}).square().sum().backward()
+        worst = _difference(parts(inputs[1].detach(), {}), whole(inputs[0].detach(), {})[own])
+        worst = max(worst, _difference(inputs[1].grad, inputs[0].grad[own]))
+        for (name, parameter), expected in zip(parts.named_parameters(), whole.parameters(), strict=True):
+            gradient = torch.zeros_like(local_part(parameter)) if parameter.grad is None else local_part(parameter.grad)
+            dist.all_reduce(gradient, group=mesh.gradient_group(parameter))
+            held = slice(None)
+            if name.startswith("experts"):
+                count = len(expected) // ep
+                held = slice(rank % ep * count, (rank % ep + 1) * count)
+            worst = max(worst, _difference(gradient, expected.grad[held]))
+        found[f"ep {ep}, {case}, {dtype}"] = worst
+    return found
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "ties": {},
+    "one expert": {"top_k": 1, "normalize": False},
+    "one token": {},
+    "shared experts": {"shared_experts": 2},
+}
+
+
+def _difference(found: Any, expected: Any) -> float:
+    if not found.numel():
+        return 0.0
+    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-3))
+
+
+def test_layers_with_divided_experts() -> None:
+    for found in run_on_world(4, differences_of_layers):
+        wrong = {case: error for case, error in found.items() if not error <= (0.05 if "bfloat16" in case else 1e-12)}
+        assert not wrong
 
 
 @in_two_forms(120)
@@ -83,6 +208,8 @@ def test_compiled() -> None:
 @pytest.mark.parametrize(
     ("strategy", "train", "reason"),
     [
+        ({"dp": 2, "ep": 4}, {}, "strategy.ep=4 does not divide the number of data-parallel ranks=2"),
+        ({"dp": 2, "ep": 2}, {"reproducible": "any_world_size"}, "routers"),
         ({"tp": 2}, {}, "does not split experts"),
         ({"cp": 2}, {}, "per sequence"),
         ({"dp": 2}, {"reproducible": "any_world_size"}, "routers"),

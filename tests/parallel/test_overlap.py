@@ -87,7 +87,8 @@ def test_the_gradients_are_those_of_one_process(record: Callable[..., None]) -> 
 def uses_less(rank: int, world_size: int) -> list[Any]:
     """Each rank leaves out another parameter; each parameter is a bucket. A step with one backward, one with two."""
     parameters = [nn.Parameter(torch.tensor([float(number)])) for number in range(1, 5)]
-    reduction = GradientReduction(parameters, dist.group.WORLD, 1e-9, send_order=[])  # type: ignore[arg-type]
+    world: Any = dist.group.WORLD
+    reduction = GradientReduction(dict.fromkeys(parameters, world), 1e-9, send_order=[])
     sums = []
     for backwards in (1, 2):
         for parameter in parameters:
@@ -129,8 +130,9 @@ def sizes_of_buckets(rank: int, world_size: int) -> list[list[int]]:
     cell = Cell(world_size, strategy={"tp": world_size})
     config = cell.config()
     config.model.vocab_size = config.data.vocab_size = 15  # type: ignore[attr-defined]
-    parameters = [*build_engine(config, mesh_of(cell, rank)).named_parameters().values()]
-    return [[len(bucket) for bucket in _plan(parameters, capacity)] for capacity in range(64, 4096, 64)]
+    mesh = mesh_of(cell, rank)
+    groups = dict.fromkeys(build_engine(config, mesh).named_parameters().values(), mesh.group("dp_cp"))
+    return [[len(bucket) for bucket in _plan(groups, capacity)] for capacity in range(64, 4096, 64)]
 
 
 def test_tensor_parallel_ranks_cut_buckets_at_the_same_parameters() -> None:

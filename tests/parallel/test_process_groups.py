@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import hpc_train
 from hpc_train.layout.layout import Layout
-from hpc_train.parallel.mesh import AXES, join_mesh
+from hpc_train.parallel.mesh import join_mesh
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.train import processes
 from tests.ranks import run_ranks
@@ -27,8 +27,10 @@ ESTABLISHED, LISTENING = "01", "0A"  # states in /proc/net/tcp
 CPU = torch.device("cpu")
 
 
-def layout(dp: int = 1, pp: int = 1, tp: int = 1, shard: int = 1, kind: str = "ddp", cp: int = 1) -> Layout:
-    return Layout(dp, pp, tp, shard, kind, "1f1b", 1, 1, 1, cp=cp)
+def layout(
+    dp: int = 1, pp: int = 1, tp: int = 1, shard: int = 1, kind: str = "ddp", cp: int = 1, ep: int = 1
+) -> Layout:
+    return Layout(dp, pp, tp, shard, kind, "1f1b", 1, 1, 1, cp=cp, ep=ep)
 
 
 # by world size: a layout and the sizes of its groups besides those of all ranks
@@ -146,6 +148,7 @@ MANY = {
     512: layout(dp=512, shard=8, kind="zero3"),
     8192: layout(dp=128, pp=8, tp=8, shard=16, kind="zero2"),
     1024: layout(dp=4, pp=2, cp=16, tp=8, shard=16, kind="zero3"),
+    128: layout(dp=64, pp=2, shard=32, kind="zero3", ep=8),
 }
 
 
@@ -173,7 +176,7 @@ def groups_of(_: int, __: int, world_size: int, rank: int) -> dict[str, Any]:
     return {
         "made": made,
         "splits": [(len(lines), len({rank for line in lines if len(line) > 1 for rank in line})) for lines in splits],
-        "ranks": {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in ("dp", "cp", "dp_cp", *AXES)},
+        "ranks": {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in mesh.groups},
         "links": [*mesh.links],
         "coordinate": list(mesh.device_mesh.get_coordinate() or ()),
     }
@@ -197,6 +200,13 @@ def groups_of(_: int, __: int, world_size: int, rank: int) -> dict[str, Any]:
             777,
             [256, 16, 64, 512, 64, 128],
             {"dp": 4, "cp": 16, "dp_cp": 64, "pp": 2, "dp_replicate": 4, "dp_shard": 16, "tp": 8},
+        ),
+        (
+            128,
+            77,
+            [2, 64, 64, 4, 32, 16],
+            {"dp": 64, "pp": 2, "dp_replicate": 2, "dp_shard": 32, "tp": 1}
+            | {"expert_replicate": 2, "expert_shard": 4, "ep": 8},
         ),
     ],
 )
