@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ MORE = {
     "cp2-pp2": (4, ("+strategy=cp", "strategy.pp=2", "strategy.data_parallel=zero1")),
     "tp2-zero3": (4, ("+strategy=tp", "strategy.data_parallel=zero3")),
 }
+DIVIDED = {  # whose ranks divide the experts
+    "ep4": (4, ("+strategy=dp", "strategy.ep=4")),
+    "ep2-zero1": (4, ("+strategy=zero1", "strategy.ep=2")),
+    "ep2-zero3": (4, ("+strategy=zero3", "strategy.ep=2")),
+    "ep2-hsdp": (4, ("+strategy=hsdp", "strategy.shard=2", "strategy.ep=2")),
+    "ep2-pp2": (4, ("+strategy=hybrid", REDUCE, "strategy.ep=2")),
+    "ep2-pp2-zero2": (4, ("+strategy=hybrid", "strategy.data_parallel=zero2", "strategy.ep=2")),
+}
+ALL = LAYOUTS | MORE | DIVIDED
 TEN = [*LAYOUTS]
 SHORT = ["single", "zero3", "interleaved", "cp2"]  # each loads what the one before has saved
 
@@ -90,7 +100,7 @@ def config_of(layout: str, kind: str) -> Config:
 
 @cache
 def _composed(layout: str) -> Config:
-    return typed(compose([*TINY, *COMMON, *(LAYOUTS | MORE)[layout][1]]))
+    return typed(compose([*TINY, *COMMON, *ALL[layout][1]]))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save(folder: Path, name: str, kind: str) -> None:
     if not (folder / name / kind).exists():
-        ranks = (LAYOUTS | MORE)[name][0]
+        ranks = ALL[name][0]
         run_on_world(ranks, train_and_save, str(folder), name, {kind: config_of(name, kind)}, timeout=LIMIT_S)
 
 
@@ -150,17 +160,30 @@ def copy_checkpoint(folder: Path, source: str, kind: str, target: str) -> None:
     shutil.copytree(folder / source / kind / "checkpoints", loads / "checkpoints")
 
 
-@pytest.mark.parametrize("target", ["single", "zero3", "interleaved"])
-def test_the_biases_of_experts_go_on_with_the_same_bits(folder: Path, target: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("single", "single"),
+        ("single", "zero3"),
+        ("single", "interleaved"),
+        ("ep2-pp2", "ep2-zero3"),
+        *(
+            pytest.param(source, target, marks=pytest.mark.long_form(12))
+            for source, target in product(("single", *DIVIDED), repeat=2)
+            if (source, target) not in (("single", "single"), ("ep2-pp2", "ep2-zero3"))
+        ),
+    ],
+)
+def test_experts_go_on_and_their_biases_have_the_same_bits(folder: Path, source: str, target: str) -> None:
     save(folder, "single", "experts")
-    copy_checkpoint(folder, "single", "experts", target)
+    save(folder, source, "experts")
+    copy_checkpoint(folder, source, "experts", target)
     configs = {"experts": config_of(target, "experts")}
-    ranks = (LAYOUTS | MORE)[target][0]
-    case = ("single", "experts")
-    for result in run_on_world(ranks, load_all, str(folder), target, [case], configs, timeout=LIMIT_S):
+    case = (source, "experts")
+    for result in run_on_world(ALL[target][0], load_all, str(folder), target, [case], configs, timeout=LIMIT_S):
         errors = result[case]
         assert errors["expert_bias"] == 0.0
-        assert max(errors.values()) < (TOLERANCE if ranks > 1 else 1e-300)
+        assert max(errors.values()) < (1e-300 if source == target == "single" else TOLERANCE)
 
 
 Errors = dict[str, float]  # of each kind of tensor, and of the losses: the largest relative one

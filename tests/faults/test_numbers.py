@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,36 @@ def test_kills_a_stop_and_4_1_3_4_ranks_leave_no_bit_changed(tmp_path: Path) -> 
     assert_same_bits(run.checkpoints / "step-00000008", whole.checkpoints / "step-00000008")
     losses = [(line["step"], line["loss"], line["grad_norm"]) for line in run.read_metrics()]
     assert losses == [(line["step"], line["loss"], line["grad_norm"]) for line in whole.read_metrics()]
+
+
+def in_exchange(call: int, spec: WorkerSpec, stop: StopFlag) -> None:
+    """The last rank is killed in its ``call``-th all-to-all of tokens, in which the other ranks wait for it."""
+    from hpc_train.parallel import experts
+
+    exchange, calls = experts._exchanged, count(1)
+
+    def faulty_exchange(rows, sent, received, group):  # type: ignore[no-untyped-def]
+        if next(calls) == call and spec.rank == spec.layout.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return exchange(rows, sent, received, group)
+
+    experts._exchanged = faulty_exchange
+
+
+@pytest.mark.long_form(40)  # test_layout_matrix.py: a checkpoint of divided experts; tests of the agent: other kills
+def test_kills_in_the_exchange_of_tokens_leave_no_bit_changed(tmp_path: Path) -> None:
+    divided = ["+strategy=zero1", "strategy.ep=2", "model.moe.experts=4", "model.moe.bias_rate=0.01"]
+    divided += ["model.n_layers=2", "train.steps=8", "checkpoint.every=2"]
+    whole = frozen(tmp_path / "whole", *divided)
+    assert run_attempt(whole, 4) == [0] * 4
+    run = frozen(tmp_path / "run", *divided)
+    in_step = 2 * 4  # two layers, each with two exchanges forward and two backward
+    for call in (4 * in_step + 2, 2 * in_step + 5):  # in the forward pass, and in a backward pass after a restart
+        with pytest.raises(AssertionError, match="died without a word"):
+            run_attempt(run, 4, partial(in_exchange, call))
+    assert run_attempt(run, 4) == [0] * 4
+    assert [event["step"] for event in run.read_events() if event["event"] == "resumed"] == [4, 6]
+    assert_same_bits(run.checkpoints / "step-00000008", whole.checkpoints / "step-00000008")
 
 
 def poison(kind: str, batches: range, spec: WorkerSpec, stop: StopFlag) -> None:
