@@ -69,6 +69,9 @@ class Activations:
             by then; None: a quarter of ``layer``.
         fused: the part of ``layer`` that a compiled layer does not keep, but recomputes in its backward pass inside the
             kernels that read it.
+        routing: values per token and layer in at least fp32 that a router keeps, without recomputation.
+        widened: the elements per token and layer that half precision keeps in addition, as copies in fp32 take the
+            place of activations.
     """
 
     tokens: int
@@ -83,6 +86,8 @@ class Activations:
     tables: int = 0
     backward: int | None = None
     fused: int = 0
+    routing: int = 0
+    widened: int = 0
 
 
 @dataclass(frozen=True)

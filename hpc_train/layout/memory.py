@@ -518,8 +518,8 @@ class _Step:
             return  # torch computes the gradients of the first stage in the second part
         if stage.last:
             yield Change("activations", held.backward, moment=True)
-        recomputes = any(run.mode != "none" for run in stage.runs)
-        yield Change("activations", held.gradients + held.kept["none"] * recomputes, moment=True)
+        recomputed = max(held.recomputed(run.mode) for run in stage.runs)
+        yield Change("activations", held.gradients + recomputed, moment=True)
         yield Change("activations", stage.layers * held.products + held.hidden + held.logits * stage.last)
         yield Change("activations", sum(run.layers * held.restored(run.mode, run.moves) for run in stage.runs))
 
@@ -538,8 +538,7 @@ class _Step:
                 freed += held.products + held.restored(mode, moves)
             # the layers of a run are equal: the first and the last one determine the peak
             for several in (1, count - 2, 1) if count > 2 else (1,) * count:
-                yield from self._layer_backward(number, mode, layer, several)
-                yield Change("activations", -several * freed, in_layer=True)
+                yield from self._layer_backward(number, mode, layer, several, freed)
         yield Change("activations", -self._boundary(stage) - held.hidden * inputs_done)
         yield from self._end(number)
 
@@ -585,12 +584,15 @@ class _Step:
         waits = stage.first and stage.last and not self._shares
         return self.sizes.parameters.table * self.sizes.per_parameter.whole * waits
 
-    def _layer_backward(self, number: int, mode: LayerMode, layer: float, several: int) -> Iterator[Change]:
-        """Computes the gradients of ``several`` equal layers; the peak is the peak of a single layer."""
+    def _layer_backward(
+        self, number: int, mode: LayerMode, layer: float, several: int, freed: float
+    ) -> Iterator[Change]:
+        """Computes the gradients of ``several`` equal layers, of which each frees ``freed`` bytes of activations; the
+        peak is the peak of a single layer."""
         per = self.sizes.per_parameter
         held = self.sizes.activations
         matrix = self.sizes.parameters.matrix
-        recomputed = held.kept["none"] * (mode != "none")
+        recomputed = held.recomputed(mode)
         gathered = 2 * layer * per.gathered * (self.rank.gathers == "layer")
         adds_copy = number in self.summed and per.fresh != per.whole  # to a gradient of another type
         block = matrix
@@ -609,10 +611,15 @@ class _Step:
         yield Change("gradients", -fresh, in_layer=True)
         yield Change("activations", -recomputed, in_layer=True)
         yield Change("parameters", -gathered - cast, in_layer=True)
+        activations = Change("activations", -several * freed, in_layer=True)
+        if self._shares:  # FSDP reduces the gradients when the layer has freed its activations
+            yield activations
         if self.rank.captured:  # the gradients are added to existing memory
             yield from self._copied(number, several * layer, matrix)
         else:
             yield from self._gradient(number, several * layer, block)
+        if not self._shares:
+            yield activations
 
     def _gradient(self, number: int, parameters: float, block: float) -> Iterator[Change]:
         """Adds the gradients of ``parameters`` parameters, which are computed or reduced in blocks of ``block``

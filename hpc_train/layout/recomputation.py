@@ -96,8 +96,9 @@ def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
     results = counts.layer - counts.fused if config.train.compile else counts.layer
     of_scores = 2 * max(4, narrow) + narrow * (narrow < 4)
     copies, received = _exchanged(config, layout, counts)
+    of_router = counts.routing * max(4, narrow) + counts.widened * narrow * (narrow < 4)
     sizes: dict[LayerMode, float] = {
-        "none": norms + (results + copies) * narrow + counts.scores * of_scores,
+        "none": norms + (results + copies) * narrow + counts.scores * of_scores + of_router,
         "ops": inputs + (counts.products + counts.scores + received) * narrow,
         "full": inputs,
     }

@@ -101,6 +101,11 @@ class PerMicroBatch:
         """Returns the bytes that a layer keeps on the device."""
         return self.kept[mode] - self.restored(mode, moves)
 
+    def recomputed(self, mode: LayerMode) -> float:
+        """Returns the bytes that the backward of a layer computes again; ``full`` keeps a copy of the input."""
+        held = {"none": self.kept["none"], "ops": self.kept["ops"], "full": 0.0}
+        return max(0.0, self.kept["none"] - held[mode])
+
     def restored(self, mode: LayerMode, moves: bool) -> float:
         """Returns the bytes that are copied back from host memory for the backward of a layer."""
         return self.moved[mode] * moves

@@ -132,24 +132,32 @@ def gpt_activations(model: GPTConfig, data: Any) -> Activations:
         scores = model.n_heads * tokens
     if model.logit_softcap is not None:
         logits = 4 * model.vocab_size // 3
+    moe = model.moe
     width = model.ffn_dim
-    exchanged = 0
-    if model.moe.experts is not None:  # the gathered rows of the chosen experts, their results, and these in order
-        width = shared_width(model) + model.moe.top_k * expert_width(model)
-        exchanged = 3 * model.moe.top_k * dim
+    results = dim  # of the feed-forward branch, as products
+    exchanged = routing = widened = 0
+    if moe.experts is not None:
+        width = shared_width(model) + moe.top_k * expert_width(model)
+        results = dim * (moe.top_k + (moe.shared_experts > 0))
+        exchanged = moe.top_k * dim  # the gathered rows of the experts, and as many results in the order of the tokens
+        # scores, and logits if there is a loss; in int64 the experts, their order and its inverse; weights
+        routing = moe.experts * (1 + bool(moe.balance_loss or moe.z_loss)) + 8 * moe.top_k
+        widened = dim * (1 + (moe.shared_experts > 0))  # the copy for the router, beside the input of shared experts
     return Activations(
         tokens=tokens,
         norm_inputs=2 * dim,
-        layer=norms * dim + projected + 4 * width + normed + exchanged,
-        products=2 * (dim + queries + key_values) + 2 * width,
+        layer=norms * dim + projected + 4 * width + normed + 2 * exchanged,
+        products=dim + 2 * (queries + key_values) + 2 * width + results,
         layer_input=dim,
         logits=logits,
         scores=scores,
         mixed=queries,
-        passing=norms * dim + normed,
+        passing=norms * dim + normed + exchanged,
         tables=2 * head_width(model),
         fused=width,
-        backward=2 * width,
+        backward=2 * max(width, exchanged),
+        routing=routing,
+        widened=widened,
     )
 
 

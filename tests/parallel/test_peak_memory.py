@@ -11,6 +11,7 @@ from hpc_train.config.schema import (
     BatchConfig,
     Config,
     GPTConfig,
+    MoEConfig,
     OptimConfig,
     PrecisionConfig,
     StrategyConfig,
@@ -46,9 +47,11 @@ def config_of(
     in_backward: bool = False,
     z_loss: float = 0.0,
     weights: str = "fp32",
+    moe: dict[str, Any] | None = None,
     **strategy: Any,
 ) -> Config:
-    """Returns a small Llama, with ``batches`` micro-batches of ``micro`` samples on each rank."""
+    """Returns a small Llama, or a mixture of experts, with ``batches`` micro-batches of ``micro`` samples on each
+    rank."""
     return Config(
         model=GPTConfig(
             vocab_size=vocabulary,
@@ -58,6 +61,7 @@ def config_of(
             n_kv_heads=4,
             ffn_dim=11 * dim // 4,
             tied_embeddings=tied,
+            moe=MoEConfig(**moe or {}),
         ),
         data=SyntheticDataConfig(sequence_length=LENGTH, vocab_size=vocabulary),
         batch=BatchConfig(global_size=micro * batches * strategy.get("dp", 1), micro_size=micro),
@@ -111,6 +115,21 @@ ALONE: list[Case] = [
     INSIDE | {"precision": "bf16", "dim": 128, "micro": 1, "recompute": "full"},
     INSIDE | {"chunks": 4, "micro": 16, "vocabulary": 4096, "precision": "bf16"},
     INSIDE | {"tied": True, "vocabulary": 4096, "recompute": "full", "chunks": 4},
+    *({"recompute": "ops", "dim": 128, "layers": layers, "micro": 16} for layers in (2, 4)),  # few parameters
+]
+MIXTURES: dict[str, dict[str, Any]] = {
+    "few": {"experts": 8, "top_k": 2, "expert_dim": 448},
+    "many": {"experts": 32, "top_k": 8, "expert_dim": 48, "balance_loss": 0.01},
+    "shared": {
+        "experts": 16, "top_k": 4, "expert_dim": 40, "shared_experts": 1, "router": "sigmoid", "bias_rate": 0.01,
+    },
+    "capacity": {"experts": 8, "top_k": 1, "normalize": False, "capacity_factor": 1.25, "balance_loss": 0.01},
+}  # fmt: skip
+OF_EXPERTS: list[Case] = [
+    {"moe": moe, "precision": precision, "recompute": recompute, "micro": 16, "dim": 128, "layers": 2}
+    for moe in MIXTURES.values()
+    for precision in ("fp32", "bf16")
+    for recompute in ("none", "full", "ops")
 ]
 # gradients decide the peak, with copies of them on the way
 COPIES: Case = {"dp": 2, "data_parallel": "allreduce", "dim": 128, "micro": 1, "recompute": "full"}
@@ -147,6 +166,17 @@ TWO: list[list[Case]] = [
         COPIES | {"dp": 1, "pp": 2, "batches": 2},  # nothing is sent
     ],
     [{"cp": 2, "micro": 16}, {"cp": 2, "precision": "bf16", "micro": 16, "batches": 2}],
+    [
+        {"dp": 2, "data_parallel": kind, "moe": moe, "dim": 128, "layers": 3} | numbers
+        for kind in ("ddp", "allreduce", "zero1", "zero2", "zero3")
+        for moe, numbers in ((MIXTURES["few"], {}), (MIXTURES["many"], {"batches": 3, "precision": "bf16"}))
+    ],
+    [
+        PIPELINE | {"moe": MIXTURES["many"], "dim": 128, "schedule": "1f1b"},
+        PIPELINE | {"moe": MIXTURES["few"], "dim": 128, "schedule": "1f1b", "precision": "bf16"},
+        PIPELINE | {"moe": MIXTURES["many"], "dim": 128, "schedule": "interleaved_1f1b", "stages_per_rank": 2},
+        PIPELINE | {"moe": MIXTURES["many"], "dim": 128, "schedule": "zbv", "stages_per_rank": 2},
+    ],
 ]
 
 
@@ -158,10 +188,23 @@ def check(cases: list[Case], found: list[list[int]]) -> None:
         assert wanted.total == pytest.approx(max(of_ranks), rel=0.05), case
 
 
-SHORT: list[Case] = [{"recompute": "full", "precision": "bf16"}, {"chunks": 4, "z_loss": 1e-4}, INSIDE]
+SHORT: list[Case] = [
+    {"recompute": "full", "precision": "bf16"},
+    {"chunks": 4, "z_loss": 1e-4},
+    INSIDE,
+    {"moe": MIXTURES["many"], "dim": 128, "layers": 2},
+]
 
 
-@pytest.mark.parametrize("cases", [SHORT, pytest.param(ALONE, marks=pytest.mark.long_form(60))], ids=["short", "every"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        SHORT,
+        pytest.param(ALONE, marks=pytest.mark.long_form(60)),
+        pytest.param(OF_EXPERTS, marks=pytest.mark.long_form(60)),
+    ],
+    ids=["short", "every", "experts"],
+)
 def test_the_peak_of_one_rank(cases: list[Case]) -> None:
     check(cases, run_on_world(1, peaks, cases, timeout=300))
 
@@ -170,7 +213,7 @@ SHORT_OF_TWO = [  # smaller than those of the long form
     {"dp": 2, "data_parallel": "zero2", "batches": 2},
     {"pp": 2, "layers": 4, "batches": 3, "schedule": "1f1b", "precision": "bf16"},
 ]
-KINDS = ["data", "pipeline", "tensor", "inside", "copies", "context"]
+KINDS = ["data", "pipeline", "tensor", "inside", "copies", "context", "experts", "pipeline of experts"]
 
 
 @pytest.mark.parametrize(
