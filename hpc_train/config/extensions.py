@@ -91,6 +91,32 @@ class Activations:
 
 
 @dataclass(frozen=True)
+class RoutedExperts:
+    """Describes the experts from which the router of a layer chooses: gated branches of three matrices.
+
+    Attributes:
+        number: how many a layer has.
+        chosen: how many compute a token.
+        row: the width of their inputs and results.
+        width: the width of the branch between them.
+        layers: how many layers have them.
+        capacity: the most choices of an expert relative to the mean; None: no limit.
+    """
+
+    number: int
+    chosen: int
+    row: int
+    width: int
+    layers: int
+    capacity: float | None
+
+    @property
+    def parameters(self) -> int:
+        """Returns the number of parameters of an expert."""
+        return 3 * self.row * self.width
+
+
+@dataclass(frozen=True)
 class TensorParallel:
     """Describes how the matrices of a family are split over tensor-parallel ranks.
 
@@ -152,8 +178,8 @@ class ModelFamily:
         parameters: the number of parameters of a config, or None if it is unknown; it must also be right for other
             values of ``n_layers``, unless ``layer_parameters`` is given.
         layer_parameters: the number of parameters of one layer.
-        active_parameters: the number of parameters that compute a token, where others belong to experts that it does
-            not choose; None: all.
+        experts: describes the experts of which a token chooses some; None, or a function that returns None: all
+            parameters compute each token.
         stem_parameters: the number of parameters before the layers; a table that stem and head share counts here. None:
             half of the parameters outside the layers, or all of them if the schema has ``tied_embeddings`` and it is
             true.
@@ -189,7 +215,7 @@ class ModelFamily:
     context_heads: tuple[str, str] | None = None
     fused_loss: bool | Callable[[Any], bool] = False
     layer_parameters: Callable[[Any], int | None] | None = None
-    active_parameters: Callable[[Any], int] | None = None
+    experts: Callable[[Any], RoutedExperts | None] | None = None
     linear_layers: Callable[[Any], Sequence[LinearLayers] | None] | None = None
     stem_parameters: Callable[[Any], int | None] | None = None
     trained_parameters: Callable[[Any], int | None] | None = None
@@ -248,6 +274,14 @@ def from_plain(schema: type[Schema], values: Mapping[str, Any]) -> Schema:
 def family_of(model: Any) -> ModelFamily:
     """Returns the family of a model's config. Raises UserError if the description cannot be loaded or lacks a fact."""
     return load_family(model.kind)
+
+
+def experts_of(model: Any) -> RoutedExperts | None:
+    """Returns the experts of which a token chooses some; None if all parameters compute each token."""
+    describe = family_of(model).experts
+    if describe is None:
+        return None
+    return describe(model)
 
 
 def source_of(data: Any) -> DataSource:

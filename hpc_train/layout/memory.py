@@ -430,19 +430,20 @@ class _Step:
 
     def _begin(self) -> Iterator[Change]:
         """Allocates the state, its casts, and the buffers of messages, which torch allocates for each micro-batch."""
-        count = cast = 0.0
+        count = state = cast = 0.0
         of = self.sizes.parameters
         per = self.sizes.per_parameter
         for stage in self.rank.stages.values():
             stem, layer, head = self._parameters(stage)
             count += stem + stage.layers * layer + head
+            state += stem + stage.layers * of.state + head
             cast += (of.head + of.table) * stage.last
             if not self.rank.captured:
                 cast += stage.layers * layer
         yield Change("parameters", cast * per.cast)
-        yield Change("parameters", count * per.held)
-        yield Change("optimizer", count * per.optimizer)
-        yield Change("hooks", count * per.hooks)
+        yield Change("parameters", state * per.held)
+        yield Change("optimizer", state * per.optimizer)
+        yield Change("hooks", state * per.hooks)
         if self.rank.keeps_gradients or self.rank.captured:
             yield Change("gradients", count * per.whole)
             if self.rank.micro_batches < 2 or self.rank.captured:  # otherwise DDP first sums outside of its buckets

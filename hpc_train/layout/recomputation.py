@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from hpc_train.config.extensions import Activations, family_of
+from hpc_train.config.extensions import Activations, experts_of, family_of
 from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.config.values import LayerMode, Recomputation, parse_recomputation, runs_own_code
 from hpc_train.errors import UserError
@@ -31,6 +31,9 @@ from hpc_train.units import format_bytes, parse_bytes
 CHECKPOINTING = "train.activation_checkpointing"
 OFFLOAD = "train.activation_offload"
 _MIB = 2**20
+# The largest load of a rank's experts that the memory allows for, relative to the mean: that of the fullest expert of
+# moe_tiny after 300 steps with a balance loss (docs/howto/moe.md)
+IMBALANCE = 1.3
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,12 @@ def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
         "ops": inputs + (counts.products + counts.scores + received) * narrow,
         "full": inputs,
     }
+    experts = experts_of(config.model)
+    if experts is not None and layout.ep > 1:  # with one rank, the load of an expert is the relief of others
+        margin = min(IMBALANCE, experts.capacity or IMBALANCE) - 1
+        rows = max(0.0, margin) * experts.chosen * narrow
+        sizes["none"] += rows * (experts.row + 4 * experts.width)
+        sizes["ops"] += rows * (experts.row + 2 * experts.width)
     if layout.tp > 1:
         split = family_of(config.model).tensor_parallel
         gathered = 2.0 * counts.layer_input * narrow  # the inputs of attention and of the feed-forward branch

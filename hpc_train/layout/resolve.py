@@ -34,10 +34,12 @@ from hpc_train.layout.techniques import (
 )
 from hpc_train.units import counted, format_bytes
 
-ONLY_CHOSEN = ("tp", "data_parallel", "shard", "stages_per_rank")  # keys for which only the planner understands auto
+# keys for which only the planner understands auto
+ONLY_CHOSEN = ("tp", "ep", "data_parallel", "shard", "stages_per_rank")
 # the values from which the planner starts if a key is open
 SIMPLEST: Mapping[str, Any] = {
     "strategy.tp": 1,
+    "strategy.ep": 1,
     "strategy.data_parallel": "ddp",
     "strategy.shard": "fill",
     "strategy.stages_per_rank": 1,
@@ -119,6 +121,7 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
         logical, micro_batches, micro_size = _divide(config, dp)
     notes += notices(config)
     shard = _shard(strategy, find_kind(configured), holders, ranks.per_node // ranks.tp)
+    assert isinstance(strategy.ep, int)
     _check_expert_ranks(strategy.ep, dp, shard)
     layout = Layout(
         dp=dp,
@@ -271,7 +274,7 @@ def _used_kind(config: Config, configured: str, notes: list[str]) -> str:
     replacements = (
         (config.strategy.compression != "none", kind.compressed_as, "compress gradients"),
         (config.optim.in_backward, kind.updated_as, "update parameters inside the backward"),
-        (config.strategy.ep > 1, kind.updated_as, "sum the gradients of experts over other ranks"),
+        (config.strategy.ep != 1, kind.updated_as, "sum the gradients of experts over other ranks"),
     )
     for is_set, other, what in replacements:
         if is_set and other is not None and other != configured:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpc_train.config.extensions import Activations, family_of
+from hpc_train.config.extensions import Activations, experts_of, family_of
 from hpc_train.config.schema import Config, ModelConfig, PrecisionConfig
 from hpc_train.config.values import LayerMode
 from hpc_train.layout.counted import CountedModel
@@ -28,6 +28,9 @@ class Parameters:
 
     Attributes:
         stem, layer, head: the parameters of each block; an embedding table that stem and head share counts in the stem.
+            Of the experts of a layer, those that the rank holds.
+        state: the parameters of a layer as the state that ZeRO shards counts them: ``layer``, unless expert-parallel
+            ranks leave fewer ranks to share an expert than other parameters.
         table: the parameters of this shared table; 0 without one.
         matrix: the parameters of the largest matrix of a layer.
         trained: the share of parameters that train.
@@ -35,6 +38,7 @@ class Parameters:
 
     stem: float
     layer: float
+    state: float
     head: float
     table: float
     matrix: float
@@ -126,15 +130,16 @@ def sizes_of(config: Config, layout: Layout) -> Sizes:
     count = family_of(config.model).activations
     assert count is not None
     return Sizes(
-        parameters_of(config, layout.tp),
+        parameters_of(config, layout),
         per_parameter(config, layout),
         per_micro_batch(config, layout, count(config.model, config.data)),
     )
 
 
-def parameters_of(config: Config, tp: int) -> Parameters:
+def parameters_of(config: Config, layout: Layout) -> Parameters:
     """Returns the numbers of parameters of a rank. Norms count as if tensor-parallel ranks also shared them."""
     model = config.model
+    tp = layout.tp
     count = parameter_count(model)
     layer = layer_parameters(model)
     assert count is not None
@@ -149,12 +154,20 @@ def parameters_of(config: Config, tp: int) -> Parameters:
     else:
         count = of_stem(model)
         stem = outside // 2 if count is None else count
+    experts = experts_of(model)
+    routed = 0 if experts is None else experts.number * experts.parameters
+    _, expert_shards, ep = layout.expert_sizes
+    # the shares of a layer's experts that the rank holds, and that count in what ZeRO shards over ``layout.shard``
+    held = 1 / ep
+    of_state = layout.shard / expert_shards / ep if layout.shards_state else held
+    largest = max(MATRIX_SHARE * (layer - routed), routed * held / 3)  # the first matrices of all experts are stacked
     return Parameters(
         stem=stem / tp,
-        layer=layer / tp,
+        layer=(layer - routed * (1 - held)) / tp,
+        state=(layer - routed * (1 - of_state)) / tp,
         head=(outside - stem) / tp,
         table=stem / tp * tied,
-        matrix=MATRIX_SHARE * layer / tp,
+        matrix=largest / tp,
         trained=trained_share(model),
     )
 
@@ -210,7 +223,7 @@ def per_micro_batch(config: Config, layout: Layout, counts: Activations) -> PerM
     return PerMicroBatch(
         kept=layer_bytes(config, layout),
         moved=moved_by_mode(config, layout),
-        gradients=tokens * of_layer + _float8_bytes(config, tp, tokens, counts),
+        gradients=tokens * of_layer + _float8_bytes(config, layout, tokens, counts),
         products=tokens * (counts.products * narrow / tp + 2 * hidden),
         hidden=tokens * hidden,
         tables=4 * counts.tables * counts.tokens / layout.cp,
@@ -222,14 +235,14 @@ def per_micro_batch(config: Config, layout: Layout, counts: Activations) -> PerM
     )
 
 
-def _float8_bytes(config: Config, tp: int, tokens: float, counts: Activations) -> float:
+def _float8_bytes(config: Config, layout: Layout, tokens: float, counts: Activations) -> float:
     """Returns the temporary bytes of the casts to fp8 for the largest product: both operands, and one of them
     transposed. Without the compiler, torchao scales and clamps an operand in fp32 before the cast. Tensor-parallel
     ranks shard the matrix and its results, but gather the inputs.
     """
     if config.precision.fp8 is None or not counts.layer_input:
         return 0.0
-    matrix = parameters_of(config, tp).matrix
+    matrix = parameters_of(config, layout).matrix
     products = [(matrix, tokens * max(matrix / counts.layer_input, counts.layer_input))]
     if isinstance(config.model, CountedModel):
         products = [*_counted_products(config.model, config.precision, tokens)]
@@ -293,14 +306,15 @@ def layer_parameters(model: ModelConfig) -> int:
 
 def active_count(model: ModelConfig) -> int | None:
     """Returns the number of parameters that compute a token; None if it is unknown."""
-    count = family_of(model).active_parameters
-    return parameter_count(model) if count is None else count(model)
+    total = parameter_count(model)
+    experts = experts_of(model)
+    if total is None or experts is None:
+        return total
+    return total - experts.layers * (experts.number - experts.chosen) * experts.parameters
 
 
 def describe_active(model: ModelConfig) -> str | None:
     """Describes how many parameters compute a token; None if all do."""
-    if family_of(model).active_parameters is None:
-        return None
     total = parameter_count(model)
     active = active_count(model)
     if total is None or active is None or active == total:

@@ -155,7 +155,7 @@ def check_own_layout(config: Config, layout: Layout) -> None:
             where="strategy.pp, strategy.cp, strategy.tp",
             fix="+strategy=dp, which starts one process per GPU; the script arranges them",
         )
-    if config.strategy.ep > 1:
+    if config.strategy.ep != 1:
         raise UserError(
             f"strategy.ep is {config.strategy.ep}, but custom code has no experts that hpc_train could divide",
             where="strategy.ep",

@@ -19,7 +19,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.gpt_sizes import (
     check_gpt,
     gpt_activations,
-    gpt_active_parameters,
+    gpt_experts,
     gpt_flops_per_sample,
     gpt_linear_layers,
     gpt_parameters,
@@ -32,7 +32,7 @@ GPT_FAMILY = ModelFamily(
     learns_from=TOKENS,
     builder="hpc_train.models.gpt:GPT",
     parameters=gpt_parameters,
-    active_parameters=gpt_active_parameters,
+    experts=gpt_experts,
     stem_parameters=gpt_stem_parameters,
     linear_layers=gpt_linear_layers,
     activations=gpt_activations,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_train.config.extensions import Activations, LinearLayers
+from hpc_train.config.extensions import Activations, LinearLayers, RoutedExperts
 from hpc_train.config.schema import GPTConfig
 from hpc_train.config.values import check_divides
 from hpc_train.errors import UserError
@@ -73,13 +73,12 @@ def _gpt_layer_parameters(model: GPTConfig, layer: int, active: bool = False) ->
     return attention + biases + 3 * model.dim * width + norms + router
 
 
-def gpt_active_parameters(model: GPTConfig) -> int:
-    """Returns the number of parameters that compute a token, with the tables; a tied table counts once."""
-    inactive = sum(
-        _gpt_layer_parameters(model, layer) - _gpt_layer_parameters(model, layer, active=True)
-        for layer in range(model.n_layers)
-    )
-    return gpt_parameters(model) - inactive
+def gpt_experts(model: GPTConfig) -> RoutedExperts | None:
+    moe = model.moe
+    if moe.experts is None:
+        return None
+    sparse = model.n_layers - moe.dense_layers
+    return RoutedExperts(moe.experts, moe.top_k, model.dim, expert_width(model), sparse, moe.capacity_factor)
 
 
 def gpt_linear_layers(model: GPTConfig) -> tuple[LinearLayers, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice, product
 from typing import Any
 
-from hpc_train.config.extensions import family_of
+from hpc_train.config.extensions import experts_of, family_of
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.counted import counted
@@ -62,7 +62,7 @@ class Candidate:
         """Orders layouts that are equally fast: those with fewer techniques come first."""
         layout = self.layout
         ckpt = str(self.values["train.activation_checkpointing"])
-        split = (layout.pp > 1) + (layout.tp > 1)
+        split = (layout.pp > 1) + (layout.tp > 1) + (layout.ep > 1)
         kind = KINDS.index(layout.data_parallel) if layout.data_parallel in KINDS else 0
         again = CHECKPOINTING.index(ckpt) if ckpt in CHECKPOINTING else len(CHECKPOINTING)
         return (split, kind, again)
@@ -163,7 +163,8 @@ def distinct(ranked: Iterable[Candidate]) -> Iterator[Candidate]:
     for candidate in ranked:
         layout = candidate.layout
         further = tuple(candidate.values.get(name) for name in FURTHER)
-        split = (layout.dp, layout.pp, layout.tp, layout.shard, layout.data_parallel, layout.schedule, further)
+        sizes = (layout.dp, layout.pp, layout.tp, layout.ep, layout.shard)
+        split = (sizes, layout.data_parallel, layout.schedule, further)
         if split not in seen:
             seen.add(split)
             yield candidate
@@ -194,9 +195,11 @@ def _choices(
     per_node = min(devices, machine.devices_per_node)
     kind_is_open = "strategy.data_parallel" not in fixed
     splits = family_of(config.model).tensor_parallel is not None
+    experts = experts_of(model)
     sizes = [size for size in MICRO_SIZES if size <= config.batch.global_size]
     open_values: dict[str, Iterable[Any]] = {
         "strategy.tp": [tp for tp in _powers(per_node) if tp == 1 or splits],
+        "strategy.ep": [ep for ep in _powers(devices) if ep == 1 or (experts and experts.number % ep == 0)],
         "strategy.pp": [pp for pp in _powers(devices) if pp <= most_stages],
         "strategy.stages_per_rank": (1, 2),
         "strategy.data_parallel": KINDS,
@@ -253,6 +256,7 @@ def _is_sensible(chosen: Values, devices: int, per_node: int, fixed: Collection[
         return False
     dp = devices // (tp * pp)
     differs = {
+        "strategy.ep": dp % chosen["strategy.ep"] == 0,
         "strategy.compression": chosen.get("strategy.compression", "none") == "none" or dp > 1,
         "strategy.schedule": chosen.get("strategy.schedule", _FIRST) == _FIRST or pp > 1,
         "strategy.stages_per_rank": chosen["strategy.stages_per_rank"] == 1 or pp > 1,

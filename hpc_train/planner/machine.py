@@ -59,7 +59,8 @@ class Rates:
         it. Optional. fp8_share: the share of this peak that large products reach, as a share of what they reach in
         bf16. Optional. tp_matmul_share: the rate of products that tensor-parallel ranks share, as a share of the rate
         of whole ones. Optional. tp_launches: how many times as long as for a whole layer the host takes to start the
-        kernels of a tensor-parallel layer that is not compiled. Optional.
+        kernels of a tensor-parallel layer that is not compiled. Optional. grouped_share: the rate of the grouped
+        products of experts, as a share of the rate of other products. Optional.
     """
 
     devices_per_node: float
@@ -87,6 +88,7 @@ class Rates:
     fp8_share: float = 1.0
     tp_matmul_share: float = 1.0
     tp_launches: float = 1.0
+    grouped_share: float = 1.0
 
 
 NAMES = tuple(field.name for field in fields(Rates))
@@ -98,6 +100,12 @@ OPTIONAL = {
     "fp8_share": Figure(1.0, "assumed", "products in fp8 reach the same share of the peak as those in bf16"),
     "tp_matmul_share": Figure(1.0, "assumed", "products that ranks share are as fast as whole ones of their size"),
     "tp_launches": Figure(8.0, "assumed", "DTensor's operations on a CPU, by bench machine with torch 2.13"),
+    "grouped_share": Figure(
+        0.55,
+        "table",
+        "fitted to published steps of gpt-oss on H100 and B200 (docs/measurements/plan.md); torch's grouped_mm alone "
+        "reaches 0.60 to 0.69 on a B200: https://github.com/pytorch/ao/pull/3174",
+    ),
 }
 # what the ranks of a node of CPUs share; and the bandwidths, since the cores move all bytes
 _SHARED = (

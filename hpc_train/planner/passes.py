@@ -89,6 +89,19 @@ def scatter(size: float, group: Group, rates: Rates) -> float:
     return gather(size / rates.scatter_share, group, rates)
 
 
+def exchange(size: float, group: Group, rates: Rates) -> float:
+    """Returns the seconds of an all-to-all in which each rank sends ``size`` bytes, with those for itself.
+
+    What goes to ranks of the same node and what goes to other nodes moves at the same time, on other links.
+    """
+    if group.ranks == 1:
+        return 0.0
+    inside = size * (group.per_node - 1) / group.ranks / rates.node_bytes_per_s
+    across = size * (group.ranks - group.per_node) / group.ranks / rates.fabric_bytes_per_s
+    latency = rates.node_latency_s * log2(group.per_node) + rates.fabric_latency_s * group.spans_nodes
+    return latency + max(inside, across)
+
+
 def load(group: Group, rates: Rates) -> float:
     """Returns how busy a collective keeps a device, as a share of a collective within a node."""
     return min(1.0, _bandwidth(group, rates) / rates.node_bytes_per_s)
@@ -150,6 +163,7 @@ class Passes:
         self.attention_per_s = machine.peak(config.precision.name) * self.rates.attention_share
         self.tensor_ranks = group_of(layout.tp, 1, machine.devices_per_node)
         self.context_ranks = group_of(layout.cp, layout.tp, machine.devices_per_node)
+        self.expert_ranks = group_of(layout.ep, layout.cp * layout.tp, machine.devices_per_node)
         self.split = layout.cp * layout.tp  # the ranks that share the work of a block
         self.key_share = _key_share(config, layout)
         self.mode = compiler_mode(config)
@@ -227,7 +241,8 @@ class Passes:
         if not block.products:
             return 0.0
         small = PRODUCTS * self.rates.half_rate_flops / self.flops_per_s
-        return self._at_full_rate(block, block.products) + small
+        slower = block.grouped * (1 / self.rates.grouped_share - 1)
+        return self._at_full_rate(block, block.products + slower) + small
 
     def _at_full_rate(self, block: Block, operations: float) -> float:
         """Returns the seconds of ``operations`` of a sample in matrix products, part of them in fp8."""
@@ -259,14 +274,15 @@ class Passes:
         """
         layout = self.layout
         shards = layout.shard if "gradients" in layout.kind.shards else 1
-        added = block.parameters / layout.tp / shards * (1 - 1 / layout.micro_batches)
+        held = block.parameters - block.experts * (1 - 1 / layout.ep)
+        added = held / layout.tp / shards * (1 - 1 / layout.micro_batches)
         return 3 * self.gradient * added / self.rates.memory_bytes_per_s
 
     def _traffic(self, block: Block, of: Pass, products: float) -> float:
         """Returns the seconds of the all-gathers and reduce-scatters of the hidden states of a layer, and the seconds
         of its exchanges of heads: two of each, of which ``again`` leaves out the last. They may overlap with
-        ``products`` seconds of products."""
-        exchanged = self._exchange(block)
+        ``products`` seconds of products. Rows travel to their experts and back, in each pass."""
+        exchanged = self._exchange(block) + 2 * self._dispatch(block)
         rates = self.rates
         if self.layout.tp == 1 or not block.products:
             return exchanged
@@ -278,6 +294,11 @@ class Passes:
         if of == "again":
             return exchanged + 3 / 2 * (gather_s + scatter_s)
         return exchanged + 2 * (gather_s + scatter_s)
+
+    def _dispatch(self, block: Block) -> float:
+        """Returns the seconds in which expert-parallel ranks send the rows of a layer to their experts."""
+        size = block.rows * self.layout.micro_size * self.narrow / self.split
+        return exchange(size, self.expert_ranks, self.rates) if size else 0.0
 
     def _exchange(self, block: Block) -> float:
         """Returns the seconds of two all-to-alls: of queries, keys and values, and of the result of attention.

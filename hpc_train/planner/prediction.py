@@ -171,6 +171,20 @@ class _Run(NamedTuple):
     number: int
 
 
+class Holders(NamedTuple):
+    """Describes the ranks that hold the same parameters.
+
+    Attributes:
+        number: how many there are.
+        shard: how many of them share a copy of the ZeRO state.
+        stride: the difference of their global numbers.
+    """
+
+    number: int
+    shard: int
+    stride: int
+
+
 class _Step:
     """Predicts one step of a layout on a machine."""
 
@@ -258,24 +272,48 @@ class _Step:
         split = self.config.strategy.pp_split if self.layout.pp > 1 else "even"
         return layer_counts(len(self.work.blocks) - 2, self.layout.stages, split)
 
-    def _parameters(self) -> float:
-        """Returns the parameters of the rank that has the most."""
-        of_rank = [0.0] * self.layout.pp
-        for stage, rank in enumerate(self.layout.placement):
-            of_rank[rank] += sum(run.number * run.block.parameters for run in self.stages[stage])
-        return max(of_rank) / self.layout.tp
+    def _parameters(self) -> tuple[float, float]:
+        """Returns the parameters of the rank that has the most: those that all data-parallel ranks share, and those of
+        experts of which expert-parallel ranks hold different ones."""
+        layout = self.layout
+        held = [(0.0, 0.0)] * layout.pp
+        for stage, rank in enumerate(layout.placement):
+            blocks = [(run.number, run.block) for run in self.stages[stage]]
+            experts = sum(number * block.experts for number, block in blocks) * (layout.ep > 1)
+            whole = sum(number * block.parameters for number, block in blocks) - experts
+            held[rank] = (held[rank][0] + whole / layout.tp, held[rank][1] + experts / layout.ep / layout.tp)
+        return max(held, key=sum)
 
     def _exposed(self, busy: float) -> float:
-        """Returns the time of the data-parallel traffic that forward and backward do not cover."""
+        """Returns the time of the data-parallel traffic that forward and backward do not cover.
+
+        Experts that expert-parallel ranks share have groups of fewer ranks; their traffic is covered by as large a part
+        of the passes as they are of the parameters.
+        """
         layout = self.layout
-        if layout.dp_cp == 1:
-            return 0.0
-        parameters = self._parameters()
+        parts = zip(self._parameters(), self._shards(), (1, layout.ep), strict=True)
+        total = sum(self._parameters())
+        exposed = 0.0
+        for parameters, shard, ep in parts:
+            ranks = Holders(layout.dp_cp // ep, shard, layout.tp * ep)
+            if parameters and ranks.number > 1:
+                exposed += self._exposed_of(parameters, ranks, busy * parameters / total)
+        return exposed
+
+    def _shards(self) -> tuple[int, int]:
+        """Returns how many ranks share the ZeRO state of a parameter, and that of an expert; 1 without ZeRO."""
+        layout = self.layout
+        if not layout.shards_state:
+            return 1, 1
+        return layout.shard, layout.expert_sizes[1]
+
+    def _exposed_of(self, parameters: float, ranks: Holders, busy: float) -> float:
+        layout = self.layout
         blocks = max(1, len(self.work.blocks) // layout.pp)
-        everyone = group_of(layout.dp_cp, layout.tp, self.machine.devices_per_node)
         # of the passes of one micro-batch, a third is the forward
         micro_batch_s = busy / layout.micro_batches
         if not layout.shards_state:
+            everyone = group_of(ranks.number, ranks.stride, self.machine.devices_per_node)
             sent = parameters * self.passes.gradient * self._sent_share()
             collectives = 1 if self.rates.cores else blocks  # a bucket of 25 MB holds several small blocks
             return uncovered(
@@ -285,26 +323,26 @@ class _Step:
                 self.rates,
                 load(everyone, self.rates),
             )
-        return self._sharded(parameters, blocks, micro_batch_s)
+        return self._sharded(parameters, ranks, blocks, micro_batch_s)
 
     def _sent_share(self) -> float:
         """Returns the share of the bytes of the gradients that compression leaves."""
         strategy = self.config.strategy
         return SENT_SHARE.get(strategy.compression, strategy.compression_share)
 
-    def _sharded(self, parameters: float, blocks: int, micro_batch_s: float) -> float:
+    def _sharded(self, parameters: float, ranks: Holders, blocks: int, micro_batch_s: float) -> float:
         """Returns the exposed time for ZeRO, where ``micro_batch_s`` is the time of the passes of one micro-batch."""
         layout = self.layout
         rates = self.rates
-        shards = group_of(layout.shard, layout.tp, self.machine.devices_per_node)
+        shards = group_of(ranks.shard, ranks.stride, self.machine.devices_per_node)
         gathered = self._of_blocks(gather, parameters * self.narrow, shards, blocks)
         scattered = self._of_blocks(scatter, parameters * self.width * self._sent_share(), shards, blocks)
-        replicas = layout.dp_cp // layout.shard
+        replicas = ranks.number // ranks.shard
         per_node = 1  # the replicas of a shard on a node
         if not shards.spans_nodes:
-            per_node = max(1, self.machine.devices_per_node // max(1, layout.shard * layout.tp))
+            per_node = max(1, self.machine.devices_per_node // max(1, ranks.shard * ranks.stride))
         across = Group(replicas, per_node)
-        reduced = self._of_blocks(all_reduce, parameters / layout.shard * self.width, across, blocks)
+        reduced = self._of_blocks(all_reduce, parameters / ranks.shard * self.width, across, blocks)
         batches = layout.micro_batches
         busy = load(shards, rates)
         gathers = scatters = 1
@@ -326,9 +364,8 @@ class _Step:
 
     def _optimizer(self) -> float:
         """Returns the time in which memory moves parameters, gradients and state, with the norm of the gradients."""
-        layout = self.layout
         strategy = self.config.strategy
-        updated = self._parameters() / (layout.shard if layout.shards_state else 1)
+        updated = sum(count / shard for count, shard in zip(self._parameters(), self._shards(), strict=True))
         moved = updated * self.width * (2 + 2 + 2 * values_per_parameter(self.config.optim))
         weight = self.passes.weight
         if weight < self.width:  # reads gradients and writes weights, in addition to masters

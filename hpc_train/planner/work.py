@@ -20,17 +20,17 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.extensions import Activations, family_of
+from hpc_train.config.extensions import Activations, experts_of, family_of
 from hpc_train.config.schema import Config
 from hpc_train.config.values import runs_own_code
 from hpc_train.errors import UserError
 from hpc_train.layout.counted import CountedModel, counted, counts_file, key_of, needs_counts, read_counts
-from hpc_train.layout.sizes import active_count
 
 # Kernels of a layer's forward in eager mode: four projections, the three products of the feed-forward branch,
 # attention, two norms, rotary positions, casts, residuals. torch.compile fuses all but products and attention.
 EAGER_KERNELS, COMPILED_KERNELS = 40, 14
 STEM_KERNELS, HEAD_KERNELS = 4, 12
+EAGER_ROUTING, COMPILED_ROUTING = 45, 16  # more kernels of a layer with experts: scores, sorting, rows, weights
 # Each kept element is written in the forward and read in the backward, and its gradient is written and read.
 TOUCHES = 4
 FUSED_TOUCHES = 2.5  # a fused kernel writes a result that the next operation would read again
@@ -47,6 +47,9 @@ class Block:
         kernels: kernels of the forward; the backward takes twice as many. They do not depend on the batch.
         parameters: of the block.
         last: those of ``products`` that are in the last product, whose result the backward does not need.
+        grouped: those of ``products`` that are in the grouped products of experts.
+        experts: those of ``parameters`` that are in experts, which expert-parallel ranks share.
+        rows: elements that the experts of a layer receive, and return.
     """
 
     products: float
@@ -55,6 +58,9 @@ class Block:
     kernels: int
     parameters: float
     last: float = 0.0
+    grouped: float = 0.0
+    experts: float = 0.0
+    rows: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -125,20 +131,32 @@ def _count(config: Config, layers: int, total: float, activations: Activations, 
     tied = getattr(config.model, "tied_embeddings", False)
     table = ends if tied else ends / 2
     compiled = config.train.compile
-    inactive = (count - (active_count(config.model) or count)) / layers
+    experts = experts_of(config.model)
+    inactive = grouped = routed = rows = 0.0
+    if experts is not None:
+        inactive = float((experts.number - experts.chosen) * experts.parameters)
+        grouped = 2.0 * activations.tokens * experts.chosen * experts.parameters
+        routed = float(experts.number * experts.parameters)
+        rows = float(activations.tokens * experts.chosen * experts.row)
     products = min(layer_flops, 6.0 * (layer_parameters - inactive) * activations.tokens) / 3
     width = getattr(config.model, "ffn_dim", None) or getattr(config.model, "mlp_dim", None)
+    kernels = COMPILED_KERNELS if compiled else EAGER_KERNELS
+    if experts is not None:
+        kernels += COMPILED_ROUTING if compiled else EAGER_ROUTING
     layer = Block(
         products=products,
         attention=layer_flops / 3 - products,
         elements=activations.tokens
         * (activations.norm_inputs + activations.layer + activations.passing + activations.scores),
-        kernels=COMPILED_KERNELS if compiled else EAGER_KERNELS,
+        kernels=kernels,
         parameters=layer_parameters,
-        last=2.0
-        * activations.tokens
-        * int(width or 0)
-        * int(getattr(config.model, "dim", 0)),  # 0 if the width is unknown
+        # 0 if the width is unknown, and for experts, whose results are multiplied by weights
+        last=0.0
+        if experts is not None
+        else 2.0 * activations.tokens * int(width or 0) * int(getattr(config.model, "dim", 0)),
+        grouped=grouped,
+        experts=routed,
+        rows=rows,
     )
     hidden = activations.tokens * activations.layer_input
     stem = Block(0.0, 0.0, hidden, STEM_KERNELS, table)

@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from hpc_train.config.compose import typed
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import GPTConfig, MoEConfig, ViTConfig
+from hpc_train.layout.sizes import active_count
 from hpc_train.models.build import build_model
-from hpc_train.models.gpt_sizes import gpt_active_parameters, gpt_flops_per_sample, query_width
+from hpc_train.models.gpt_sizes import gpt_flops_per_sample, query_width
 from hpc_train.models.model import Model
 from tests.config.composing import compose
 from tests.doors.command import REPOSITORY
@@ -122,7 +123,7 @@ def test_flops_count_the_active_parameters() -> None:
     for name, count_active in active.items():
         config = config_of(name)
         assert isinstance(config, GPTConfig)
-        assert gpt_active_parameters(config) == count_active
+        assert active_count(config) == count_active
         tables = config.vocab_size * config.dim  # the look-up is no product
         attention = 12 * query_width(config) * config.n_layers
         assert gpt_flops_per_sample(config, (1,)) == 6 * (count_active - tables) + attention

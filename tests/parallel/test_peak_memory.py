@@ -167,7 +167,7 @@ TWO: list[list[Case]] = [
     ],
     [{"cp": 2, "micro": 16}, {"cp": 2, "precision": "bf16", "micro": 16, "batches": 2}],
     [
-        {"dp": 2, "data_parallel": kind, "moe": moe, "dim": 128, "layers": 3} | numbers
+        {"dp": 2, "data_parallel": kind, "moe": moe, "dim": 128, "layers": 3, "micro": 8} | numbers
         for kind in ("ddp", "allreduce", "zero1", "zero2", "zero3")
         for moe, numbers in ((MIXTURES["few"], {}), (MIXTURES["many"], {"batches": 3, "precision": "bf16"}))
     ],

@@ -12,7 +12,9 @@ from hpc_train.config.compose import typed
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
+from hpc_train.layout.recomputation import IMBALANCE, layer_bytes
 from hpc_train.layout.resolve import resolve_layout
+from hpc_train.layout.sizes import parameters_of
 from hpc_train.models.build import build_model
 from hpc_train.models.wrapped import layers_of
 from hpc_train.planner.machine import Figure, Machine, read_machine
@@ -270,3 +272,42 @@ def test_a_cuda_graph_starts_like_one_kernel() -> None:
 def blocks(found: list[Passes]) -> Iterator[tuple[Passes, Block]]:
     """Yields each with its first layer."""
     return ((each, each.work.blocks[1]) for each in found)
+
+
+def test_rows_travel_to_their_experts_and_back_inside_nodes_and_across() -> None:
+    words = ["model=qwen3_30b_a3b", "strategy.dp=fill", "strategy.data_parallel=zero1"]
+    machine = changed(**ONLY_PRODUCTS, fabric_latency_s=0.0, grouped_share=0.5)
+    config = config_of(*words)
+    work = count_work(config)
+    block = work.blocks[1]
+    assert block.rows == 4096 * 8 * 2048 and block.experts == 128 * 3 * 2048 * 768
+    assert block.grouped == 2 * 4096 * 8 * 3 * 2048 * 768, "two operations for each token and weight of 8 experts"
+    alone = passes(config, machine)
+    products = 2 * (block.products + block.grouped) / alone.flops_per_s
+    assert alone.forward(block) == pytest.approx(products + 2 * block.attention / alone.attention_per_s)
+    size = 2 * block.rows * 2
+    for ep, nodes, seconds in (
+        (8, 1, size * 7 / 8 / machine.rates.node_bytes_per_s),
+        (16, 2, size / 2 / machine.rates.fabric_bytes_per_s),  # 7 of 16 stay in the node, over faster links
+    ):
+        apart = config_of(*words, f"strategy.ep={ep}")
+        found = Passes(apart, resolve_layout(apart, nodes, 8), machine, work)
+        assert found.forward(block) - alone.forward(block) == pytest.approx(2 * seconds), ep
+        assert found.backward(block, "none") - alone.backward(block, "none") == pytest.approx(2 * seconds, rel=1e-3), ep
+
+
+def test_expert_parallel_ranks_hold_a_part_of_the_experts_and_a_margin_for_their_rows() -> None:
+    words = ["model=qwen3_30b_a3b", "strategy.dp=fill", "strategy.data_parallel=zero1", "batch.micro_size=1"]
+    config = config_of(*words)
+    apart = config_of(*words, "strategy.ep=8")
+    routed = 128 * 3 * 2048 * 768
+    layouts = [resolve_layout(each, 1, 8) for each in (config, apart)]
+    whole, part = (parameters_of(each, layout) for each, layout in zip((config, apart), layouts, strict=True))
+    assert whole.layer - part.layer == routed * 7 / 8
+    assert whole.state == part.state == whole.layer, "the optimizer's state is shared by as many ranks"
+    kept, with_margin = (layer_bytes(each, layout) for each, layout in zip((config, apart), layouts, strict=True))
+    rows = 4096 * 8 * 2
+    assert with_margin["none"] - kept["none"] == pytest.approx((IMBALANCE - 1) * rows * (2048 + 4 * 768))
+    bounded = config_of(*words, "strategy.ep=8", "model.moe.capacity_factor=1.1")
+    bound = layer_bytes(bounded, layouts[1])["none"]
+    assert bound - kept["none"] == pytest.approx(0.1 * rows * (2048 + 4 * 768))

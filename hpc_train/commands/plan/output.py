@@ -16,6 +16,7 @@ from rich.console import Console
 
 from hpc_train.commands.plan.rows import NOISE, PlannedTraining, Row, full_command, with_progress
 from hpc_train.layout.layout import Layout
+from hpc_train.layout.sizes import describe_active
 from hpc_train.planner.candidates import COMPILE
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.scaling import MOST_COMPARED, RATES, Assumed, Point, Range, scale
@@ -83,6 +84,9 @@ def print_parts(first: Row) -> None:
     if prediction.tokens_per_s > prediction.samples_per_s:
         speed = f"{format_hours(prediction.tokens_per_s)} tokens/s"
     lines = [f"row 1: {speed}; step: {parts}"]
+    active = describe_active(first.training.config.model)
+    if active is not None:
+        lines.append(f"row 1: {active}")
     if prediction.memory is not None:
         others = format_bytes(prediction.needed_bytes - prediction.memory.total)
         lines.append(f"row 1: tensors {prediction.memory}; context, libraries and allocator {others}")
@@ -120,6 +124,8 @@ def _cells(row: Row) -> dict[str, str]:
     if row.training.model:
         cells["model"] = row.training.model
         cells["parameters"] = f"{(row.training.parameters or 0) / 1e9:.3g} B"
+        if row.training.active_parameters != row.training.parameters:
+            cells["parameters"] += f", {(row.training.active_parameters or 0) / 1e9:.3g} active"
     techniques = ""  # the layout does not name these
     if values.get("strategy.offload", "none") != "none":
         techniques += f", {values['strategy.offload']} in host memory"
@@ -163,6 +169,8 @@ def split(layout: Layout) -> str:
     """Returns the layout in few words: ``dp 8 x pp 2, zero1, 1f1b``."""
     sizes = {"dp": layout.dp, "pp": layout.pp, "cp": layout.cp, "tp": layout.tp}
     text = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 device"
+    if layout.ep > 1:
+        text += f", ep {layout.ep}"
     if layout.dp_cp > 1:
         text += f", {layout.data_parallel}"
         if layout.shards_state and layout.shard < layout.dp_cp:
@@ -190,6 +198,7 @@ def row_as_json(row: Row, machine: Machine) -> dict[str, Any]:
     return {
         "model": row.training.model or None,
         "parameters": row.training.parameters,
+        "active_parameters": row.training.active_parameters,
         "gpus": row.candidate.devices,
         "nodes": row.candidate.nodes,
         **row.candidate.to_json(),

@@ -25,7 +25,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import JobShape
 from hpc_train.layout.resolve import SIMPLEST
-from hpc_train.layout.sizes import parameter_count
+from hpc_train.layout.sizes import active_count, parameter_count
 from hpc_train.layout.techniques import AUTO
 from hpc_train.layout.validate import checked_layout
 from hpc_train.planner.calibration import Calibration, read_calibration
@@ -76,6 +76,11 @@ class PlannedTraining:
     @property
     def parameters(self) -> int | None:
         return parameter_count(self.config.model)
+
+    @property
+    def active_parameters(self) -> int | None:
+        """Returns the number of parameters that compute a token."""
+        return active_count(self.config.model)
 
     def with_models(self) -> Iterator[PlannedTraining]:
         """Yields this training with each model of ``conf/model`` that is of the same kind."""

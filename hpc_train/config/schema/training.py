@@ -44,10 +44,12 @@ class StrategyConfig:
         "heads and the sequence length.",
         at_least=1,
     )
-    ep: int = key(
+    ep: int | str = key(
         1,
         "The number of expert-parallel ranks. They are consecutive data-parallel ranks of a pipeline stage, and each "
-        "holds a part of the experts of a layer. It must divide model.moe.experts and the data-parallel ranks.",
+        "holds a part of the experts of a layer. It must divide model.moe.experts and the data-parallel ranks. auto: "
+        "strategy=auto chooses.",
+        choices=("auto",),
         at_least=1,
     )
     async_tp: bool = key(
