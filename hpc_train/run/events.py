@@ -274,7 +274,9 @@ EVENTS = {
     ),
     "warning": EventKind("Something that the user should know.", "message!", level=Level.MARK),
     "advice": EventKind(
-        "What limits the speed, and settings that may help.", "limit value message! overrides", in_top=False
+        "What limits the speed or leaves experts unused, and settings that may help.",
+        "limit value message! overrides",
+        in_top=False,
     ),
     # checkpoints
     "resumed": EventKind(

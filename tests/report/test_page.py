@@ -153,7 +153,10 @@ def failed_and_recovered(path: Path) -> RunDirectory:
     event(run, 1, now + 17, "resumed", rank=0, step=5)
     for number in range(6, 13):
         evaluation = {"val_loss": 4.0, "val_accuracy": number / 16, "val_f1": 0.25} if number in (6, 12) else {}
-        step(run, 1, now + 15 + number, number, **evaluation)
+        load = [[1.5, 0.5, 2.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
+        step(run, 1, now + 15 + number, number, expert_load=load, **evaluation)
+    dead = "1 experts had no token in the last 10 logged steps, such as expert 3 of layer 0"
+    event(run, 1, now + 27, "advice", rank=0, step=12, limit="experts", value=1, message=dead, overrides=[])
     last = {"step_s": 1.0, "save_s": 0.0}
     event(run, 1, now + 28, "training_finished", rank=0, step=12, **last)
     event(run, 1, now + 29, "finished", exit_code=0, reason="")
@@ -184,7 +187,7 @@ def test_a_page_tells_what_happened_in_the_words_of_why(tmp_path: Path, capsys: 
     page = check(text)
     assert page.titles == [
         "Run sweep/0", "Verdict", "What it trains", "Loss", "Metrics", "Time", "Throughput", "Memory",
-        "What the ranks waited for", "Pipeline step", "Nodes and ranks", "Faults and decisions", "Reproduce",
+        "What the ranks waited for", "Experts", "Pipeline step", "Nodes and ranks", "Faults and decisions", "Reproduce",
     ]  # fmt: skip
     assert why.main([str(run.path)]) == 0
     said = " ".join(page.words.split())
@@ -203,6 +206,8 @@ def test_a_page_tells_what_happened_in_the_words_of_why(tmp_path: Path, capsys: 
     assert "validation accuracy 0.7500" in said and "validation f1 0.2500" in said
     assert "accuracy 0.75 12 0.375 0.75" in said
     assert "model gpt, dim 16, n_layers 2" in said and "learning rate 0.0" in said and "batch" not in page.titles
+    assert "the fullest expert has 2.00 times the mean load of its layer, and 1 expert has no token" in said
+    assert "such as expert 3 of layer 0" in said and "layer 1 0 3 expert no token" in said
     assert SECRET not in text and "(hidden)" in text
     assert "<script" not in text and "alert(1)" in said
 

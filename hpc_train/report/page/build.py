@@ -20,7 +20,7 @@ from hpc_train.layout.layout import Layout
 from hpc_train.planner.calibration import FILE, as_line, key_of, measured_values, predicted_values
 from hpc_train.planner.machine import Machine, read_machine, recognized
 from hpc_train.planner.prediction import predict_step
-from hpc_train.report.page.curves import losses, metrics, throughput, waits
+from hpc_train.report.page.curves import experts, losses, metrics, throughput, waits
 from hpc_train.report.page.facts import RunFacts, secrets_of
 from hpc_train.report.page.markup import Html, block, environment, section, table, text
 from hpc_train.report.page.resources import memory, nodes, pipeline, time_spent
@@ -68,6 +68,7 @@ def page_of_run(handle: RunHandle, statuses: dict[str, JobStatus] | None = None)
         throughput(facts),
         memory(facts),
         waits(facts),
+        experts(facts),
         pipeline(facts),
         prediction(facts),
         nodes(facts),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from hpc_train.report.page.facts import RunFacts
-from hpc_train.report.page.markup import Html, Point, Series, block, joined, line_chart, section, short, table
+from hpc_train.report.page.markup import Html, Point, Series, block, heat_map, joined, line_chart, section, short, table
 from hpc_train.run.rows import mfu_name
 from hpc_train.telemetry.progress import speed
 from hpc_train.units import counted, format_metric, milliseconds
@@ -100,6 +100,42 @@ def metrics(facts: RunFacts) -> Html | None:
     return section("Metrics", table("Validation metrics", columns, rows, numbers=4), *charts)
 
 
+COLUMNS = 80  # the largest number of columns of a heat map over the steps
+
+
+def experts(facts: RunFacts) -> Html | None:
+    """Returns the section about the load of experts; None if none was logged."""
+    lines = [line for line in facts.kept if line.get("expert_load")]
+    if not lines:
+        return None
+    columns = min(COLUMNS, len(lines))
+    parts = [lines[part * len(lines) // columns : (part + 1) * len(lines) // columns] for part in range(columns)]
+    last = lines[-1]["expert_load"]
+    moe = (facts.config.get("model") or {}).get("moe") or {}
+    first = int(moe.get("dense_layers") or 0)  # these have no experts
+    names = [f"layer {number + first}" for number in range(len(last))]
+    largest = [
+        (name, [median(max(line["expert_load"][place]) for line in part) for part in parts])
+        for place, name in enumerate(names)
+    ]
+    steps = f"{lines[0].step:,}", f"{lines[-1].step:,}"
+    numbers = "0", str(len(last[0]) - 1)
+    idle = sum(load == 0 for loads in last for load in loads)
+    fullest = max(max(loads) for loads in last)
+    words = (
+        f"At step {lines[-1].step:,} the fullest expert has {fullest:.2f} times the mean load of its layer, and "
+        f"{counted(idle, 'expert has', 'experts have')} no token."
+    )
+    advice = dict.fromkeys(event.message for event in facts.of_event("advice") if event.get("limit") == "experts")
+    return section(
+        "Experts",
+        block("paragraph", words),
+        heat_map("Load of the fullest expert over steps", words, largest, "step", steps),
+        heat_map("Load of each expert at the last step", words, [*zip(names, last, strict=True)], "expert", numbers),
+        block("bullets", list(advice)),
+    )
+
+
 def throughput(facts: RunFacts) -> Html | None:
     """Returns the section about throughput and model FLOPs utilization (MFU); None if no rate was logged."""
     unit = "tokens"
@@ -185,7 +221,7 @@ def waits(facts: RunFacts) -> Html | None:
     rows = [
         [line.name, f"{medians[line.name]:.1%}", f"{max(value for _, value in line.points):.1%}"] for line in series
     ]
-    advice = dict.fromkeys(event.message for event in facts.of_event("advice"))
+    advice = dict.fromkeys(event.message for event in facts.of_event("advice") if event.get("limit") != "experts")
     return section(
         title,
         block("paragraph", words),

@@ -217,6 +217,50 @@ def line_chart(
     return block("figure", picture(title, description, WIDTH, height, joined(axes), joined(shapes)), legend(lines))
 
 
+LOADS = (  # the largest load relative to the mean, color, opacity, name
+    (0.0, "bad", 1.0, "no token"),
+    (0.5, "c0", 0.15, "at most half of the mean"),
+    (1.0, "c0", 0.3, "at most the mean"),
+    (1.5, "c0", 0.45, "at most 1.5 times the mean"),
+    (2.0, "c0", 0.65, "at most twice"),
+    (math.inf, "c0", 1.0, "more than twice"),
+)
+
+
+def heat_map(
+    title: str, description: str, rows: Sequence[tuple[str, Sequence[float]]], across: str, ends: tuple[str, str]
+) -> Html:
+    """Returns a picture with a row of cells for each name, colored by the load, with its legend.
+
+    Args:
+        rows: name and loads relative to the mean; all rows are equally long.
+        across: the name of the horizontal axis.
+        ends: what the first and the last column are.
+    """
+    up = max(4.0, min(18.0, 320.0 / len(rows)))
+    wide = (WIDTH - LEFT - RIGHT) / len(rows[0][1])
+    paths: dict[int, list[str]] = {}
+    for row, (_, loads) in enumerate(rows):
+        for column, load in enumerate(loads):
+            level = next(level for level, (most, *_) in enumerate(LOADS) if load <= most)
+            corner = f"M{LEFT + column * wide:.1f} {TOP + row * up:.1f}"
+            paths.setdefault(level, []).append(f"{corner}h{wide:.1f}v{up:.1f}h-{wide:.1f}z")
+    height = TOP + len(rows) * up + BOTTOM
+    shapes = []
+    key = []
+    for level, parts in sorted(paths.items()):
+        _, color, opacity, name = LOADS[level]
+        shapes.append(block("area", "".join(parts), color, name, opacity))
+        key.append((name, "area", color, opacity, False))
+    for row in range(0, len(rows), max(1, round(14 / up))):
+        shapes.append(block("label", rows[row][0], f"{LEFT - 8:g}", f"{TOP + (row + 0.5) * up + 4:.1f}", "end"))
+    below = f"{height - BOTTOM + 20:g}"
+    shapes.append(block("label", ends[0], f"{LEFT:g}", below))
+    shapes.append(block("label", ends[1], f"{WIDTH - RIGHT:g}", below, "end"))
+    shapes.append(block("label", across, f"{WIDTH - RIGHT:g}", f"{height - 6:g}", "end", "soft"))
+    return block("figure", picture(title, description, WIDTH, height, joined(shapes)), block("legend", key))
+
+
 def _vertical(values: Sequence[float], from_zero: bool, height: float) -> Scale:
     low = min(values)
     high = max(values)

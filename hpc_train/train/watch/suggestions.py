@@ -17,6 +17,7 @@ from hpc_train.layout.validate import validate
 from hpc_train.train.watch.stragglers import Streak
 
 LEAST_UTILIZATION = 0.6
+IDLE_LINES = 10  # lines of metrics in a row without a token for an expert
 IN_A_ROW = 3  # lines of metrics; the first line of an attempt does not count, since it includes the start-up
 SHARES = {  # limit -> (metric, largest acceptable share of the time)
     "data": ("data_wait_share", 0.1),
@@ -38,6 +39,7 @@ WORDS = {
     "host": "the GPUs wait for the host {:.0%} of the time",
     "imbalance": "one rank computes {:.2f} times as long as the mean of all",
     "memory": "one rank holds {:.2f} times as much memory as the mean of all",
+    "experts": "{:.0f} experts had no token in the last " + f"{IDLE_LINES} logged steps",
 }
 
 
@@ -47,16 +49,19 @@ class Advice:
 
     Attributes:
         limit: a key of ``LIMITS``.
-        value: its share of the time, the ratio of a rank to the mean, or the ratio of the peak rates.
+        value: its share of the time, the ratio of a rank to the mean, the ratio of the peak rates, or a number of
+            experts.
+        example: the first of these experts.
     """
 
     limit: str
     value: float
     fixes: tuple[Suggestion, ...]
+    example: str = ""
 
     @property
     def message(self) -> str:
-        problem = WORDS[self.limit].format(self.value)
+        problem = WORDS[self.limit].format(self.value) + self.example
         if not self.fixes:
             return problem
         return f"{problem}; this may help: " + ", or ".join(map(str, self.fixes))
@@ -74,10 +79,14 @@ class AdviceWatch:
     setting: SuggestedSetting
     _lines: int = field(default=0, init=False)
     _limits: Streak[str] = field(default_factory=lambda: Streak(IN_A_ROW), init=False)
+    _idle: dict[tuple[int, int], int] = field(default_factory=dict, init=False)  # (layer, expert) -> lines in a row
 
     def look(self, line: Mapping[str, Any]) -> Advice | None:
         """Returns advice on a limit that the last ``IN_A_ROW`` lines have shown and that was not reported before."""
         self._lines += 1
+        unused = self._unused_experts(line)
+        if unused is not None:
+            return unused
         limit = find_limit(line, self._limits.confirmed) if self._lines > 1 else None
         if not self._limits.confirms(limit) or limit is None:
             return None
@@ -86,6 +95,20 @@ class AdviceWatch:
             key, _ = (SHARES | RATIOS)[limit]
             value = line[key]
         return Advice(limit, value, tuple(fixes(limit, self.setting)))
+
+    def _unused_experts(self, line: Mapping[str, Any]) -> Advice | None:
+        """Returns advice, once, if experts had no token in the last ``IDLE_LINES`` lines."""
+        loads = line.get("expert_load") or []
+        idle = [(layer, expert) for layer, row in enumerate(loads) for expert, load in enumerate(row) if load == 0]
+        self._idle = {place: self._idle.get(place, 0) + 1 for place in idle}
+        dead = [place for place, lines in self._idle.items() if lines >= IDLE_LINES]
+        if not dead or "experts" in self._limits.confirmed:
+            return None
+        self._limits.confirmed.add("experts")
+        layer, expert = dead[0]
+        model: Any = self.setting.config.model
+        example = f", such as expert {expert} of layer {layer + model.moe.dense_layers}"
+        return Advice("experts", len(dead), tuple(fixes("experts", self.setting)), example)
 
 
 def find_limit(line: Mapping[str, Any], reported: set[str] | frozenset[str] = frozenset()) -> str | None:
@@ -241,6 +264,19 @@ def _memory(setting: SuggestedSetting) -> Iterator[Suggestion]:
         yield Suggestion({"strategy.tp": 2 * setting.layout.tp}, "splits every layer over more ranks")
 
 
+def _experts(setting: SuggestedSetting) -> Iterator[Suggestion]:
+    moe = getattr(setting.config.model, "moe", None)
+    if moe is None:
+        return
+    why = "needs a new run"
+    if moe.bias_rate is None:
+        yield Suggestion(
+            {"model.moe.bias_rate": 0.001, "run.fork": "NAME"}, f"raises the scores of experts with few tokens; {why}"
+        )
+    loss = 10 * moe.balance_loss or 0.01
+    yield Suggestion({"model.moe.balance_loss": loss, "run.fork": "NAME"}, f"the loss of an uneven load; {why}")
+
+
 LIMITS: dict[str, Callable[[SuggestedSetting], Iterator[Suggestion]]] = {
     "precision": _precision,
     "data": _data,
@@ -249,6 +285,7 @@ LIMITS: dict[str, Callable[[SuggestedSetting], Iterator[Suggestion]]] = {
     "host": _host,
     "imbalance": _imbalance,
     "memory": _memory,
+    "experts": _experts,
 }
 
 
@@ -257,12 +294,19 @@ def _larger_micro_batches(layout: Layout, why: str) -> Suggestion:
     return Suggestion(sizes, f"{why}; needs more memory")
 
 
+def _changed(values: Any, path: list[str], value: Any) -> Any:
+    """Returns ``values``, a config or a group of it, with another value of the key at ``path``."""
+    name, *rest = path
+    if rest:
+        value = _changed(getattr(values, name), rest, value)
+    return replace(values, **{name: value})
+
+
 def _is_allowed(fix: Suggestion, setting: SuggestedSetting) -> bool:
     """Returns whether the suggestion changes the config and the result is valid for this run."""
     config = setting.config
     for override, value in fix.overrides.items():
-        group, _, key = override.partition(".")
-        config = replace(config, **{group: replace(getattr(config, group), **{key: value})})
+        config = _changed(config, override.split("."), value)
     if config == setting.config:
         return False
     try:

@@ -56,6 +56,22 @@ def test_advice_comes_after_several_lines_and_once() -> None:
     assert advice.details()["overrides"][1] == ["strategy.data_parallel=zero2"]
 
 
+def test_experts_without_tokens_are_named_once() -> None:
+    watch = AdviceWatch(setting("+strategy=dp", "model=moe_tiny", "model.moe.dense_layers=1"))
+    used = {**GOOD, "expert_load": [[1.0, 1.0, 1.0], [0.5, 2.0, 0.5]]}
+    unused = {**GOOD, "expert_load": [[1.0, 2.0, 0.0], [0.0, 3.0, 0.0]]}
+    lines = [unused] * 9 + [used] + [unused] * 12
+    reported = [watch.look(line) for line in lines]
+    assert [index for index, advice in enumerate(reported) if advice is not None] == [19]
+    advice = reported[19]
+    assert advice is not None and (advice.limit, advice.value) == ("experts", 3)
+    assert advice.message.startswith(
+        "3 experts had no token in the last 10 logged steps, such as expert 2 of layer 1; this may help: "
+        "model.moe.bias_rate=0.001 run.fork=NAME"
+    )
+    assert advice.details()["overrides"][1] == ["model.moe.balance_loss=0.1", "run.fork=NAME"]
+
+
 # Composed when a case runs: every process of ``pytest -n`` collects all of them.
 CASES: list[tuple[str, Callable[[], SuggestedSetting], list[str]]] = [
     ("precision", partial(setting, "+strategy=dp"), ["precision.name=bf16", "precision.tf32=true"]),
