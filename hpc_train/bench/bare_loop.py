@@ -38,12 +38,7 @@ from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.activation_checkpointing import apply_activation_checkpointing
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.parallelize import (
-    apply_loss_form,
-    compile_model,
-    is_meta,
-    materialize,
-)
+from hpc_train.parallel.parallelize import apply_loss_form, compile_model, is_meta, materialize
 from hpc_train.parallel.pipeline.schedules import schedule_class
 from hpc_train.parallel.pipeline.split import cut, split_layers
 from hpc_train.parallel.precision.dtypes import autocast, compute_dtype, hidden_dtype, parameter_dtype, set_hidden_dtype
@@ -239,7 +234,6 @@ def _pipeline(parts: nn.Module, config: Config, mesh: Mesh, losses: list[Tensor]
 
 
 def _initialize(model: nn.Module, config: Config, mesh: Mesh) -> None:
-    """Allocates the parameters and sets the initial values of the run."""
     dtype = parameter_dtype(config.precision.name)
     if isinstance(model, Model) and is_meta(model):
         materialize(model, mesh.device, config.train.seed, dtype)

@@ -24,14 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hpc_train.bench.measuring import (
-    add_blocks,
-    bench_parser,
-    check_here,
-    config_of,
-    refuse_below_one,
-    run_benchmark,
-)
+from hpc_train.bench.measuring import add_blocks, bench_parser, check_here, config_of, refuse_below_one, run_benchmark
 from hpc_train.bench.request import NoiseRequest, StepRequest
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
@@ -52,7 +45,6 @@ HOST_SHARE = 0.8  # default share of this machine's free memory that trials may 
 
 
 def main(arguments: list[str]) -> int:
-    """Measures on this node, prints the result and returns the exit code."""
     options, rest = _parser().parse_known_args(arguments)
     refuse_below_one(options, "steps", "pairs", "most")
     if options.noise < 0:
@@ -116,11 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         help="largest memory of a rank on the CPU (default: 80 %% of the free memory, divided by the ranks)",
     )
     parser.add_argument(
-        "--seconds",
-        type=float,
-        default=600,
-        metavar="S",
-        help="start no other size after this time (default: 600)",
+        "--seconds", type=float, default=600, metavar="S", help="start no other size after this time (default: 600)"
     )
     add_blocks(parser, 5, 3)
     parser.add_argument(
@@ -226,7 +214,6 @@ def expected_memory(trials: Sequence[Trial], micro_size: int) -> int | None:
 
 
 def table(trials: Sequence[Trial], unit: str) -> str:
-    """Returns a table with one line per trial, and a mark at the knee."""
     chosen = knee(trials)
     lines = [f"{'micro_size':>10}  {unit:>12}  {'GiB/rank':>8}"]
     for trial in trials:

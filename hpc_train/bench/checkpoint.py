@@ -16,7 +16,6 @@ ENTRY = "hpc_train.bench.checkpoint_worker:measure"
 
 
 def main(arguments: list[str]) -> int:
-    """Measures on this node, prints the result and returns the exit code."""
     parser = bench_parser(
         "checkpoint",
         "[overrides] [--pairs N]",
@@ -53,7 +52,6 @@ _LABELS = {
 
 
 def checkpoint_report(result: dict[str, Any]) -> str:
-    """Formats the result: one line for each kind of save or load, followed by the paired ratios."""
     lines = [
         f"{result['strategy']}: {result['layout']}",
         f"{format_bytes(result['bytes'])} in a checkpoint, {result['world_size']} x {result['device']}, "

@@ -31,7 +31,6 @@ COLUMNS = ("group", "ranks", "operation", "bytes", "repeats", "seconds", "algori
 
 
 def main(arguments: list[str]) -> int:
-    """Measures, prints the result and returns the exit code."""
     options, rest = _parser().parse_known_args(arguments)
     sizes = None if options.sizes is None else parse_sizes(options.sizes)
     if options.plot is not None:
@@ -114,7 +113,6 @@ def size_text(size: int) -> str:
 
 
 def collectives_report(result: dict[str, Any]) -> str:
-    """Formats the result, with one line per operation and size."""
     lines = [
         f"{_title(result)}, float32, torch {result['torch']}",
         "algbw = bytes / time, busbw as in nccl-tests; times of the slowest rank",

@@ -48,7 +48,6 @@ ASSUMED = {
 
 
 def main(arguments: list[str]) -> int:
-    """Measures, writes the file, prints its contents and returns the exit code."""
     options, rest = _parser().parse_known_args(arguments)
     if not 0 < options.seconds < float("inf"):
         raise UserError(f"--seconds is {options.seconds:g}", where="--seconds", fix="a positive number")
@@ -123,7 +122,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def report(machine: Machine, path: Path) -> str:
-    """Returns the figures as text, and lists those that were not measured."""
     lines = [f"{machine.device}: {path}"]
     others = []
     for name, figure in machine.figures.items():

@@ -65,7 +65,6 @@ def bench_parser(name: str, usage: str, description: str, examples: Sequence[str
 
 
 def add_blocks(parser: argparse.ArgumentParser, steps: int, pairs: int) -> None:
-    """Adds the options for the length and the number of the blocks of measured steps."""
     parser.add_argument("--steps", type=int, default=steps, metavar="N", help="steps per block (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=pairs, metavar="N", help="number of blocks (default: %(default)s)")
 

@@ -50,7 +50,6 @@ KINDS = (STRONG, WEAK)
 
 
 def main(arguments: list[str]) -> int:
-    """Measures, prints the result and returns the exit code."""
     options, rest = _parser().parse_known_args(arguments)
     unit, sizes, overrides = _sizes(rest)
     refuse_below_one(options, "steps", "pairs")
@@ -126,7 +125,6 @@ def _sizes(arguments: Sequence[str]) -> tuple[str, list[int], list[str]]:
 
 
 def _overrides(rest: Sequence[str], unit: str, kind: str, size: int, sizes: Sequence[int]) -> list[str]:
-    """Returns the overrides of one measurement."""
     config = config_of([*rest])
     gpus, _ = workers_per_node(config.cluster)
     point_overrides = [*rest]

@@ -7,14 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from hpc_train.bench.measuring import (
-    add_blocks,
-    bench_parser,
-    check_here,
-    config_of,
-    refuse_below_one,
-    run_benchmark,
-)
+from hpc_train.bench.measuring import add_blocks, bench_parser, check_here, config_of, refuse_below_one, run_benchmark
 from hpc_train.bench.request import StepRequest
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
@@ -38,7 +31,6 @@ LABELS = {  # figure of the utilization -> its name in the report
 
 
 def main(arguments: list[str]) -> int:
-    """Measures on this node or the nodes of the Slurm step, prints the result and returns the exit code."""
     options, rest = _parser().parse_known_args(arguments)
     refuse_below_one(options, "steps", "pairs")
     config = config_of(rest, several_nodes=True)
@@ -113,7 +105,6 @@ def bare_loop(config: Config, layout: Layout) -> str:
 
 
 def report(result: dict[str, Any]) -> str:
-    """Formats the result of the benchmark."""
     unit = "tokens/s" if result["tokens_per_s"] else "samples/s"
     blocks = result["blocks"]
     memory = result["memory"]
@@ -173,7 +164,6 @@ def report(result: dict[str, Any]) -> str:
 
 
 def describe_advice(key: str, measured: dict[str, Any]) -> str:
-    """Returns the line about one advised key."""
     times = ", ".join(f"{value} {1e3 * seconds:.3g} ms" for value, seconds in measured["seconds"].items())
     return f"advice         {key}={measured['best']} ({MEASURED[key]}: {times})"
 

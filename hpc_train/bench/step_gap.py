@@ -39,7 +39,6 @@ STEPS = 3  # number of profiled steps
 
 
 def kind_of(name: str) -> str:
-    """Returns the kind of work of a kernel or operator by its name."""
     lower = name.lower()
     if lower.startswith(TEMPLATE):
         return PRODUCTS
@@ -125,7 +124,6 @@ def mean_of_ranks(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def advice(kind: str, config: Config) -> str:
-    """Returns how to reduce a loss under ``config``."""
     compiled = config.train.compile
     fused = casts = _fewer_bytes(config)
     if compiled and config.precision.name == "bf16" and config.precision.weights == "fp32":
@@ -146,7 +144,6 @@ def advice(kind: str, config: Config) -> str:
 
 
 def _fewer_bytes(config: Config) -> str:
-    """Returns how to make element-wise operations move fewer bytes."""
     if not config.train.compile:
         return "train.compile=true"
     if config.precision.residual == "fp32" and config.precision.name in ("bf16", "fp16"):

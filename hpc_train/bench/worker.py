@@ -37,8 +37,6 @@ Request = TypeVar("Request", bound=WorkerRequest)
 
 @dataclass(frozen=True)
 class BenchRank:
-    """Holds what one rank of a benchmark uses."""
-
     run: RunDirectory
     config: Config
     mesh: Mesh

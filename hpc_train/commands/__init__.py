@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 
 class Words(Flag):
-    """Names the kinds of positional arguments that a command takes."""
-
     RUNS = auto()  # the name or path of a run or sweep
     OVERRIDES = auto()  # overrides of the config
 

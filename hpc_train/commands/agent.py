@@ -21,7 +21,6 @@ from hpc_train.schedulers.current import current_job
 
 
 def start_agent(arguments: list[str], begun: HeadStart | None = None) -> int:
-    """Runs the agent of this node for a frozen run."""
     refuse_misplaced()
     parser = OptionParser(prog="python -m hpc_train agent", description="Runs the agent of this node for a frozen run.")
     parser.add_argument("run_dir", type=Path, help="the run directory that `python -m hpc_train freeze …` printed")

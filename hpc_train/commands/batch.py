@@ -28,10 +28,7 @@ from hpc_train.launch.continued import with_frozen_defaults
 from hpc_train.launch.executors.allocation import shape_in_script
 from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.executors.slurm import check_architecture, slurm_shape
-from hpc_train.launch.gpus import (
-    asked_gpus,
-    gpu_export_lines,
-)
+from hpc_train.launch.gpus import asked_gpus, gpu_export_lines
 from hpc_train.launch.request import ComposedJob, check_job, compose_job, freeze_job, parse_line, print_notices
 from hpc_train.launch.sbatch import (
     NO_SITE,
@@ -122,7 +119,6 @@ def frozen_run(line: CommandLine, command: str, task: int | None = None, trust_o
 
 
 def _is_restarted(job: CurrentJob, run: RunDirectory) -> bool:
-    """Returns whether an earlier start of ``job`` has frozen ``run``."""
     if isinstance(job, SlurmJob):
         return job.restart > 0
     return job.name in job_ids((run.record().get("submissions") or [{}])[-1])
@@ -233,10 +229,7 @@ def _batch_script(composed: ComposedJob) -> list[Block]:
     shape = slurm_shape(config, lambda: site)
     job = check_job(config, run, shape, overrides=composed.overrides)
     print_notices(job, line)
-    header = {
-        "job-name": config.run.name or config.strategy.name,
-        "output": "%x-%j.out",
-    }
+    header = {"job-name": config.run.name or config.strategy.name, "output": "%x-%j.out"}
     if cluster.comment:
         header["comment"] = cluster.comment
     overrides = list(line.overrides)

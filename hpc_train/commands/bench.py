@@ -10,7 +10,6 @@ from hpc_train.config.options import OptionParser
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the benchmark that is named first in ``arguments`` and returns its exit code."""
     parser = OptionParser(
         prog="python -m hpc_train bench",
         description="Runs a benchmark on the workers of a run. It takes the same overrides as training.",

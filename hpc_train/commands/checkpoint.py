@@ -63,7 +63,6 @@ DTYPES = ["float64", "float32", "bfloat16", "float16"]
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the subcommand and returns its exit code."""
     options = _parser().parse_args(arguments)
     if getattr(options, "submit", False):
         return _submit(arguments, options)

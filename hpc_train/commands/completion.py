@@ -81,7 +81,6 @@ def main(arguments: list[str]) -> int:
 
 
 def is_completion(arguments: Sequence[str]) -> bool:
-    """Returns whether ``arguments`` request a completion."""
     return bool(arguments) and arguments[0] in FLAGS
 
 
@@ -108,7 +107,6 @@ def complete(line: str) -> list[str]:
 
 
 def _options(name: str, rest: Sequence[str]) -> list[str]:
-    """Returns the options in the help of a command."""
     action = [word for word in rest[:1] if word in COMMANDS[name].actions]
     page = io.StringIO()
     with redirect_stdout(page), suppress(SystemExit):  # argparse exits

@@ -194,7 +194,6 @@ def _submit(job: ComposedJob, overrides: Sequence[str], options: argparse.Namesp
 
 
 def _words(options: argparse.Namespace) -> list[str]:
-    """Returns the options for the same command on other nodes."""
     words = [f"--{name}" for name in ("json", "verbose", "measure") if getattr(options, name)]
     if not options.measure:
         words += ["--nodes", str(options.nodes)]
@@ -231,7 +230,6 @@ def _examine_this_node(config: Config) -> NodeReport:
 
 
 def _fabric(reports: Sequence[NodeReport], config: Config, nodes: int, nccl: Version | None) -> FabricReport:
-    """Returns the fabric settings of a job on ``nodes`` such nodes."""
     from hpc_train.machine.network.decision import FabricJob, decide, site_profile
     from hpc_train.machine.network.nccl_settings import lowest_nccl, merged
     from hpc_train.machine.network.node import report

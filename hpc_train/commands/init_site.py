@@ -37,15 +37,7 @@ from hpc_train.run.files import write_text
 from hpc_train.schedulers.slurm.client import Controller, Query, SlurmError, find_controller, query, run
 from hpc_train.schedulers.slurm.limits import FALLBACK_QOS
 from hpc_train.schedulers.slurm.records import clock, number, rows, size_bytes, values_of
-from hpc_train.schedulers.slurm.site import (
-    MIG,
-    Association,
-    NodeKind,
-    Partition,
-    PartitionLimits,
-    Site,
-    begin_site,
-)
+from hpc_train.schedulers.slurm.site import MIG, Association, NodeKind, Partition, PartitionLimits, Site, begin_site
 from hpc_train.telemetry.terminal import Terminal
 from hpc_train.units import counted
 
@@ -90,7 +82,6 @@ class Survey:
         self.values.append(Value(key, value, source))
 
     def text(self) -> str:
-        """Returns the content of the file."""
         lines = [*_comment(self.head), "defaults:", "  - cluster: slurm"]
         for group in dict.fromkeys(value.key.partition(".")[0] for value in self.values):
             lines += ["", f"{group}:"] if any(item.value is not None for item in self._of(group)) else [""]
@@ -125,7 +116,6 @@ def _comment(text: str) -> list[str]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``init --site``."""
     parser.add_argument(
         "--site",
         nargs="?",

@@ -31,8 +31,6 @@ RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 class Level(IntEnum):
-    """Names the severity of a line."""
-
     info = 0
     warning = 1
     error = 2

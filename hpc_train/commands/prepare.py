@@ -36,7 +36,6 @@ After an interruption, run the same command again: it skips the inputs that are 
 
 
 def main(argv: list[str]) -> int:
-    """Builds the files and returns the exit code."""
     options = _parser().parse_args(argv)
     if options.workers < 1:
         raise UserError(f"--workers must be at least 1, got {options.workers}", where="--workers", fix="--workers 1")

@@ -115,7 +115,6 @@ def _print(rows: list[tuple[dict[str, Any], Account | None]], alone: list[RunHan
 
 
 def _notes(overview: Overview) -> Iterator[str]:
-    """Yields notes on what the table of all runs does not show."""
     if overview.silent:
         yield "note: Slurm does not respond (squeue); the state of its jobs comes from their run directories"
     if overview.older:

@@ -132,12 +132,7 @@ def _resubmit(
     runs: list[RunHandle], sweep: Path, options: argparse.Namespace, comparison: Comparison | None = None
 ) -> int:
     return resubmit(
-        runs,
-        sweep,
-        detach=options.detach,
-        as_json=options.json,
-        code_now=options.code == "now",
-        comparison=comparison,
+        runs, sweep, detach=options.detach, as_json=options.json, code_now=options.code == "now", comparison=comparison
     )
 
 
@@ -243,7 +238,6 @@ ANSWERS_POLL_S = 0.2
 
 
 def resize(arguments: list[str]) -> int:
-    """Continues a live run on another number of nodes."""
     parser = _parser(resize)
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
     parser.add_argument("nodes", metavar="nodes=N", help="the number of nodes that train")

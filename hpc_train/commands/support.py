@@ -75,7 +75,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _without_secrets(item: RunHandle) -> Iterator[tuple[str, str]]:
-    """Yields the name and the text of each file, without secrets."""
     values = {*secrets_of(item), *environment_secrets().values()}
     for name, text in _texts(item):
         yield name, redacted(text, values)
@@ -100,7 +99,6 @@ def _texts(item: RunHandle) -> Iterator[tuple[str, str]]:
 
 
 def _doctor() -> str:
-    """Returns what ``doctor`` prints on this machine."""
     from hpc_train.commands.doctor import main as doctor
 
     output = io.StringIO()

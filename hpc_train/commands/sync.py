@@ -133,7 +133,6 @@ class _Row:
             )
 
     def finish(self) -> None:
-        """Ends the connection."""
         if self._replay is not None and self.error is None:
             try:
                 self._replay.finish()
@@ -175,7 +174,6 @@ def _for_caller(config: Config) -> Config:
 
 
 def _follow(rows: Sequence[_Row]) -> None:
-    """Sends new lines until all runs have ended."""
     slurm = JobStatuses()
     while True:
         open_rows = [row for row in rows if not row.ended and row.error is None]

@@ -140,11 +140,7 @@ class Training:
 
 
 def task(
-    node: DictConfig,
-    run: RunDirectory,
-    line: CommandLine,
-    begun: HeadStart | None = None,
-    trust_owner: bool = False,
+    node: DictConfig, run: RunDirectory, line: CommandLine, begun: HeadStart | None = None, trust_owner: bool = False
 ) -> int:
     """Trains in the foreground; returns the exit code. Raises SystemExit if the run is refused."""
     try:

@@ -51,7 +51,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _earlier_starts(item: RunHandle) -> list[str]:
-    """Returns the changes with which Slurm expects a pending job to start earlier."""
     from hpc_train.launch.executors.slurm import SlurmJobExecutor  # imports what submits jobs
     from hpc_train.launch.job import Job
 

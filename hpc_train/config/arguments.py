@@ -147,7 +147,6 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def swept(overrides: Sequence[str]) -> list[str]:
-    """Returns the ``overrides`` that list several values."""
     return [text for text in overrides if parsed_override(text).is_sweep_override()]
 
 
@@ -173,7 +172,6 @@ def refuse_search(line: CommandLine, what: str) -> None:
 
 
 def wants_dry_run(overrides: Sequence[str]) -> bool:
-    """Returns whether the last override of ``launch.dry_run`` is true."""
     values = [override.split("=", 1)[1] for override in overrides if override.lstrip("+").startswith("launch.dry_run=")]
     return bool(values) and values[-1].lower() in ("true", "1", "yes", "on")
 

@@ -50,8 +50,6 @@ WITH_STRATEGY = "hydra/schema@_global_=with_strategy"
 
 @dataclass
 class ConfigWithStrategy(Config):
-    """Describes the schema with ``strategy`` in the Defaults List."""
-
     defaults: list[Any] = field(default_factory=lambda: ["_self_", {"/strategy": None}])
 
 

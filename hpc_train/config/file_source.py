@@ -34,6 +34,5 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
 
 def register_file_source() -> None:
-    """Makes Hydra read files through ``FileConfigSource``."""
     Plugins.instance()  # registers Hydra's own
     SourcesRegistry.instance().types["file"] = FileConfigSource

@@ -262,7 +262,6 @@ def install_extra(extra: str) -> str:
 
 
 def not_imported(path: str, reason: object, where: str) -> UserError:
-    """Returns the error for an import path that cannot be imported."""
     detail = f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else str(reason)
     module = reason.name or "" if isinstance(reason, ModuleNotFoundError) else path
     package = re.split("[.:]", module)[0]

@@ -127,7 +127,6 @@ def place_of(path: Path, node: Any) -> str:
 
 
 def _chosen(line: CommandLine) -> dict[str, Path]:
-    """Returns the files that overrides such as ``cluster=here`` choose, by group."""
     return chosen_by(line.overrides, [*line.directories, config_directory()])
 
 

@@ -123,7 +123,6 @@ def _checked(name: str, key: str) -> str:
 
 
 def invalid_name(name: str, key: str) -> UserError:
-    """Returns the error for a ``run.name`` or ``run.fork`` with characters that it may not have."""
     return UserError(
         f"{name!r} is not a valid run name",
         where=key,

@@ -129,7 +129,6 @@ def redacted(text: str, values: Iterable[str]) -> str:
 
 
 def environment_secrets(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the variables whose names are names of secrets."""
     return {name: value for name, value in environment.items() if SECRET_NAME.search(name) and len(value) >= SHORTEST}
 
 

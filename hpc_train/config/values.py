@@ -334,7 +334,6 @@ class Recomputation:
 
     @property
     def recomputes(self) -> bool:
-        """Returns whether any layer may recompute anything."""
         return self.every > 0 or any(mode != "none" for mode in self.chosen)
 
 
@@ -425,7 +424,6 @@ PROMETHEUS_PATHS = ("file", "token_file", "targets_dir")
 
 
 def absolute(config: Config) -> Config:
-    """Makes relative paths absolute."""
     sources = [vars(config.data), *getattr(config.data, "sources", {}).values()]
     for source in sources:
         _make_absolute(source, _DATA_PATHS if source.get("kind") == "sft" else ("path",))
@@ -485,7 +483,6 @@ def refuse_other_encoding(key: str, text: str) -> None:
 
 
 def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yields the strings in ``value`` with their keys."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict):

@@ -72,12 +72,10 @@ def build_dataset(config: DataConfig, split: str, seed: int, precision: str = "f
 
 
 def build_text(config: TextDataConfig, split: str, seed: int) -> Dataset:
-    """Builds a split of ``data=text``, packed with ``data.packing``."""
     return _packed(config, TextDataset(config, split))
 
 
 def build_tokens(config: TokensDataConfig, split: str, seed: int) -> Dataset:
-    """Builds a split of ``data=tokens``, packed with ``data.packing``."""
     return _packed(config, TokensDataset(config, split))
 
 
@@ -158,8 +156,6 @@ _NOT_FORKED = (b"\x89HDF\r\n\x1a\n", b"SQLite format 3\0")  # beginnings of file
 
 
 class OpenFile(NamedTuple):
-    """Identifies an open file."""
-
     descriptor: int
     device: int
     inode: int

@@ -277,7 +277,6 @@ def open_encoder(tokenizer: str, eos: str | None, bos: bool = True) -> Encoder:
 
 
 def fingerprint(tokenizer: str) -> str:
-    """Returns a string that changes with the tokenizer."""
     if tokenizer == BYTES:
         return BYTES
     return hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()

@@ -50,9 +50,7 @@ def check_classes(root: Path, split: str, classes: list[str], n_classes: int) ->
     strange = sorted(set(class_names(root / split)) - set(classes))
     if strange:
         raise UserError(
-            f"{root / split} has classes that train/ lacks: {', '.join(strange[:5])}",
-            where="data.path",
-            fix=FIX,
+            f"{root / split} has classes that train/ lacks: {', '.join(strange[:5])}", where="data.path", fix=FIX
         )
 
 

@@ -201,7 +201,6 @@ def _size(shards: list[_Shard]) -> Progress:
 
 
 def _write_shard(shard: _Shard, report: Report, builder: int) -> None:
-    """Writes one shard and its rows of the index, ``[images, 4]`` int64."""
     unfinished = shard.rows.with_name(f"unfinished-{builder}-{shard.rows.name}")
     read = 0
     with unfinished.open("wb") as file:

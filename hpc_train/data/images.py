@@ -228,9 +228,7 @@ def pillow() -> Any:
         return importlib.import_module("PIL.Image")
     except ImportError as error:
         raise UserError(
-            "data=images needs Pillow, which is not installed",
-            where="data.kind",
-            fix=install_extra("images"),
+            "data=images needs Pillow, which is not installed", where="data.kind", fix=install_extra("images")
         ) from error
 
 

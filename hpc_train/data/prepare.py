@@ -154,11 +154,7 @@ def _shards(inputs: list[InputFile], keys: list[str], builder: Builder) -> Itera
 
 
 def _write_shards(
-    shards: list[_Shard],
-    settings: Settings,
-    workers: int,
-    builder: Builder,
-    on_progress: Callable[[Progress], None],
+    shards: list[_Shard], settings: Settings, workers: int, builder: Builder, on_progress: Callable[[Progress], None]
 ) -> None:
     missing = [shard for shard in shards if not Path(shard.directory).is_dir()]
     bytes_before = sum(shard.size for shard in shards) - sum(shard.size for shard in missing)

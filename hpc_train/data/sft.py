@@ -147,11 +147,7 @@ class Encoder:
         def render(turns: Sequence[Any], prompt: bool) -> str:
             return str(
                 self._tokenizer.apply_chat_template(
-                    turns,
-                    tools=tools,
-                    chat_template=template,
-                    tokenize=False,
-                    add_generation_prompt=prompt,
+                    turns, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=prompt
                 )
             )
 

@@ -129,7 +129,6 @@ def _check_class(data: OwnKeys, given: Sequence[str], needed: Sequence[str], oth
 
 
 def mixed_sources(data: MixtureDataConfig) -> dict[str, DataConfig]:
-    """Returns the configs of the sources of a mixture by name."""
     return {name: load_source(values["kind"]).schema(**values) for name, values in data.sources.items()}
 
 
@@ -161,9 +160,7 @@ def _check_mixture(data: MixtureDataConfig) -> None:
                 problem = "has its own collate"
                 fix = "data.collate=..., which gets the items of all sources"
             raise UserError(
-                f"the source {name} {problem}, which a mixture does not support",
-                where=f"data.sources.{name}",
-                fix=fix,
+                f"the source {name} {problem}, which a mixture does not support", where=f"data.sources.{name}", fix=fix
             )
         try:
             check_keys(source, "data")
@@ -251,10 +248,7 @@ CIFAR100 = DataSource(
     check_inputs=_requires(("train", "test", "meta"), "the directory cifar-100-python of the official archive"),
 )
 IMAGE_FOLDERS = DataSource(
-    schema=ImagesDataConfig,
-    gives=IMAGES,
-    builder="hpc_train.data.images:ImagesDataset",
-    check_inputs=_check_images,
+    schema=ImagesDataConfig, gives=IMAGES, builder="hpc_train.data.images:ImagesDataset", check_inputs=_check_images
 )
 SHARDS = DataSource(
     schema=ShardsDataConfig,

@@ -19,16 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config.schema import TokensDataConfig
-from hpc_train.data.dataset import (
-    IGNORED,
-    Array,
-    Dataset,
-    Indices,
-    Sample,
-    check_positive,
-    hash_of,
-    next_token_sample,
-)
+from hpc_train.data.dataset import IGNORED, Array, Dataset, Indices, Sample, check_positive, hash_of, next_token_sample
 from hpc_train.errors import UserError
 
 META = "meta.json"

@@ -46,12 +46,10 @@ class Rate:
 
     @property
     def algorithm(self) -> float:
-        """Returns the algorithm bandwidth in bytes/s."""
         return self.bytes / self.seconds
 
     @property
     def bus(self) -> float:
-        """Returns the bus bandwidth in bytes/s."""
         return self.algorithm * FACTORS[self.operation](self.ranks)
 
 

@@ -113,7 +113,6 @@ def check_versions(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
 
 
 def check_shared_gpu(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
-    """Checks that no two ranks share a GPU."""
     users: dict[str, list[int]] = {}
     for rank in ranks:
         if rank.gpu is not None:

@@ -205,7 +205,6 @@ class Crew:
 
     @property
     def count(self) -> int:
-        """Returns the number of nodes."""
         return -(-self.mesh.layout.world_size // self.per_node)
 
     @property
@@ -221,7 +220,6 @@ class Crew:
         return Ranks.world(self.mesh.device)
 
     def agree(self, on_first: bool) -> bool:
-        """Returns the value of rank 0."""
         return self.world.largest(float(on_first and self.mesh.rank == 0)) > 0
 
 

@@ -156,7 +156,6 @@ def actions_of(config: Config, spec: WorkerSpec, allocation: Allocation) -> dict
 
 
 def _broadcast(mesh: Mesh, value: Any) -> Any:
-    """Returns the value of rank 0 on every rank."""
     values = [value]
     dist.broadcast_object_list(values, 0, group=mesh.control)
     return values[0]

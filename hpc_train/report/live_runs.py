@@ -25,12 +25,7 @@ from hpc_train.units import format_bytes, format_duration, format_metric, millis
 LIST_S = 30.0
 EVENTS = 40  # the newest events of a run that are shown
 STAGES = 11  # the number of lines that the view has for stages
-SHARES = {
-    "data_wait_share": "data",
-    "comm_share": "communication",
-    "bubble_share": "bubble",
-    "host_share": "host",
-}
+SHARES = {"data_wait_share": "data", "comm_share": "communication", "bubble_share": "bubble", "host_share": "host"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,6 @@ class Runs:
     _ended: dict[tuple[Path, str], View] = field(default_factory=dict)
 
     def rows(self) -> list[Row]:
-        """Returns the runs, the newest first."""
         if self.clock() - self._listed >= LIST_S:
             self._listed = self.clock()
             self._handles = self._list()
@@ -126,7 +120,6 @@ class Details:
     _readers: dict[Path, NewLines] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Reads the new lines and events."""
         for path in sorted(self.run.run.metrics.glob("attempt-*.jsonl")):
             for line in self._new(path):
                 for values, key in ((self.losses, "loss"), (self.rates, "samples_per_s")):

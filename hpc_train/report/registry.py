@@ -175,7 +175,6 @@ class MlflowRegistry:
         return MlflowClient(self._uri, registry_uri=self._uri)
 
     def _create(self, client: Any, model: Model) -> str:
-        """Uploads the files and returns the number of the new version."""
         from mlflow.exceptions import MlflowException
 
         run = find_or_create(client, self._experiment, Identity.of(model.config, model.run))

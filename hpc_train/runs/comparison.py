@@ -105,12 +105,10 @@ class Comparison:
         return tuple(key for key in self.keys if key != "strategy")
 
     def row(self, run: RunDirectory) -> list[str]:
-        """Returns the values of ``run`` for the ``columns``."""
         values = self.of_run(run)
         return [values[key] for key in self.columns]
 
     def of_run(self, run: RunDirectory) -> Settings:
-        """Returns the values of ``run`` for all keys that differ."""
         overrides = self.settings.get(run.path, {})
         return {key: overrides.get(key, DEFAULT) for key in self.keys}
 
@@ -119,7 +117,6 @@ class Comparison:
         return " ".join(f"{key}={value}" for key, value in self.of_run(run).items())
 
     def ranked_by(self, views: Sequence[View]) -> BestMetric:
-        """Returns the metric that ranks the runs."""
         if self.metric is not None:
             return self.metric
         evaluated = any(is_number(view.metrics.get("val_loss")) for view in views)
@@ -153,7 +150,6 @@ class Comparison:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Returns whether a metric was logged and is finite."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 

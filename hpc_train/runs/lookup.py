@@ -184,7 +184,6 @@ def of_role(target: str, role: str | None) -> str:
 
 
 def with_roles(runs: list[RunHandle]) -> list[RunHandle]:
-    """Returns ``runs``, and after a single run those of its roles."""
     if len(runs) != 1 or not runs[0].run.roles:
         return runs
     return [*runs, *find_runs(str(runs[0].run.path / ROLES), "status", unreadable=True)]
@@ -273,7 +272,6 @@ def _newest_last(paths: Iterable[Path]) -> list[Path]:
 
 
 def _runs_of_jobs(jobs: Mapping[str, JobStatus]) -> Iterator[RunHandle]:
-    """Yields the runs that the comments of ``jobs`` name."""
     comments = {job.comment for job in jobs.values() if job.comment.startswith(COMMENT)}
     for comment in sorted(comments):
         words = comment.removeprefix(COMMENT).split(" ")
@@ -301,7 +299,6 @@ def unreadable(run: RunDirectory, error: Exception) -> UserError:
 
 
 def statuses_of(runs: Iterable[RunHandle], statuses: JobStatuses) -> dict[str, JobStatus]:
-    """Returns the status of the runs' jobs by ``job_key``."""
     by_scheduler: dict[SubmittedJobs, list[RunHandle]] = {}
     found: dict[str, JobStatus] = {}
     for item in runs:

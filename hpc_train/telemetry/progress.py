@@ -96,7 +96,6 @@ def saves(count: int) -> str:
 
 
 def reason(event: Event) -> str:
-    """Returns the event's message without the name of the Python exception."""
     return _KIND_OF_ERROR.sub("", event.message)
 
 
@@ -313,7 +312,6 @@ def final_result(record: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def is_done(run: RunDirectory) -> bool:
-    """Returns whether all steps are done and the result is written."""
     return final_result(run.record()) is not None
 
 

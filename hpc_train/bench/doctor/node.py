@@ -305,7 +305,6 @@ def check_open_files(limits: NodeLimits, ranks: int) -> Finding:
 
 
 def check_free_ports() -> Finding:
-    """Checks that ports for the rendezvous are free."""
     free = sum(can_listen(port) for port, _ in zip(candidate_ports("doctor"), range(SAMPLE), strict=False))
     text = f"{free} of {SAMPLE} tested ports are free"
     if free > SAMPLE // 2:
@@ -387,7 +386,6 @@ def probe(root: Path) -> tuple[float, float]:
 
 
 def check_room(root: Path) -> Finding:
-    """Checks the free space below ``root``."""
     try:
         rooms = room_in(root)
     except OSError as error:

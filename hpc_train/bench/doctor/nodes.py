@@ -107,7 +107,6 @@ def step_of_nodes(nodes: int, config: Config, words: Sequence[str], *options: st
 
 
 def compare(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Compares what must be equal on all nodes."""
     facts = [report.facts for report in reports]
     for line in different_versions(facts):
         yield Finding(
@@ -268,7 +267,6 @@ def measure_allocation(nodes: int, config: Config, words: Sequence[str]) -> int:
 
 
 def _measurements(result: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the measurements, then the findings with their fixes."""
     nodes = result["nodes"]
     yield f"preflight of {', '.join(nodes)} in {result['seconds']:.1f} s"
     yield f"devices: {', '.join(result['devices'])}"

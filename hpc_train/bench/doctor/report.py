@@ -73,7 +73,6 @@ def environment_lines(decision: FabricDecision, verbose: bool) -> Iterator[str]:
 
 
 def recording_lines(outcome: FabricReport, unknown: Sequence[str], verbose: bool) -> Iterator[str]:
-    """Yields the report on recordings of another machine."""
     missing = f", {_several(len(unknown), 'fact')} unknown" if unknown else ""
     yield f"{_several(len(outcome.warnings), 'warning')}{missing}; between nodes: {outcome.decision.fabric}"
     yield from (f"warning {text}" for text in outcome.warnings)

@@ -342,7 +342,6 @@ def judge(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None = Non
 
 
 def problems(gpu: GpuState) -> tuple[str, ...]:
-    """Returns a line for each problem of a GPU."""
     findings = (*_memory(gpu, ""), *judge_speed(gpu, ""))
     return tuple(finding.text.removeprefix(f"{gpu.name}: ") for finding in findings)
 

@@ -110,7 +110,6 @@ def read_states() -> tuple[GpuState, ...]:
 
 
 def nvidia_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
-    """Checks the NVIDIA GPUs of this node and the kernel log."""
     on_bus = sum(
         read_text(device / "vendor") == NVIDIA and read_text(device / "class").startswith(ACCELERATOR)
         for device in paths.pci.glob("*")

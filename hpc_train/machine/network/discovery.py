@@ -36,7 +36,6 @@ _VENDORS = {"amazon ec2": "aws", "google": "gcp", "google compute engine": "gcp"
 
 
 def discover(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> NodeFacts:
-    """Returns the facts of this node that ``sysfs`` and ``proc`` show."""
     seen = read_tree(sysfs, proc)
     return replace(
         seen,

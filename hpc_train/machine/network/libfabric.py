@@ -149,7 +149,6 @@ _NOT_READ = frozenset(
 
 
 def on_amd(nodes: Sequence[NodeFacts]) -> bool:
-    """Returns whether the nodes have AMD GPUs."""
     return any(gpu.amd for facts in nodes for gpu in facts.gpus)
 
 
@@ -166,7 +165,6 @@ def rccl_variables(settings: Mapping[str, Setting]) -> Iterator[Variable]:
 
 
 def read_by_rccl(variables: Iterable[Variable]) -> list[Variable]:
-    """Returns ``variables`` without those that RCCL and HIP do not read."""
     return [variable for variable in variables if variable.name not in _NOT_READ]
 
 

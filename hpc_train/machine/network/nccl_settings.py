@@ -69,7 +69,6 @@ def settings(
 
 
 def settings_of_communication(environment: Mapping[str, str] = os.environ) -> tuple[Setting, ...]:
-    """Returns the settings that the network decision depends on."""
     variables = settings(environment)
     return tuple(variables[name] for name in sorted(variables) if _OF_COMMUNICATION.fullmatch(name))
 
@@ -126,7 +125,6 @@ def _number(text: str, allowed: range, default: int) -> int:
 
 
 def warnings(variables: Mapping[str, Setting]) -> list[str]:
-    """Returns a message for each wrong name or value, with the fix."""
     messages = [
         f"{name} ({variables[name].source}) is an outdated name: use {new}"
         for name, new in RENAMED.items()

@@ -170,8 +170,6 @@ def filled(seen: Sequence[Gpu], reading: GpuReading) -> tuple[Gpu, ...]:
 
 @dataclass(frozen=True)
 class FabricReport:
-    """The facts of a node and the resulting decisions for a job on several such nodes."""
-
     facts: NodeFacts
     ports: tuple[PortVerdict, ...]
     gpu_nics: tuple[Match, ...]

@@ -233,7 +233,6 @@ _SLICE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
 
 
 def with_slices(gpus: Sequence[Gpu], listing: str) -> tuple[Gpu, ...]:
-    """Returns ``gpus`` with the MIG slices that ``listing`` shows for their UUIDs."""
     slices = parse_slices(listing)
     return tuple(replace(gpu, slices=slices.get(gpu.uuid or "", gpu.slices)) for gpu in gpus)
 

@@ -93,7 +93,6 @@ class MetricsFile:
             self.path /= f"hpc_train_{run_id}.prom"
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Raises OSError if the file cannot be written."""
         write_text(self.path, text_of(snapshot)[0].decode())
 
     def close(self) -> None:
@@ -255,7 +254,6 @@ class Otlp:
         self._thread.start()
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Replaces the snapshot that is exported next."""
         self._snapshot = snapshot
         self._wanted.set()
 

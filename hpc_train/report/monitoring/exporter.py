@@ -66,7 +66,6 @@ def monitored(run: RunDirectory, config: TelemetryConfig, allocation: Allocation
 
 
 def identity_of(run: RunDirectory, allocation: Allocation) -> Identity:
-    """Returns the labels of ``run`` in this job."""
     run_id = str(run.record().get("run_id") or run.path.name)
     labels = dict(zip(RUN_LABELS, (name_of(run), run_id, own_name()), strict=True))
     partition = os.environ.get("SLURM_JOB_PARTITION", "")
@@ -80,10 +79,7 @@ def _openers(
     settings = config.prometheus
     if settings.file is None and settings.port is None and not config.otlp:
         return
-    from hpc_train.report.monitoring.exits import (
-        MetricsFile,
-        Otlp,
-    )  # needs an HTTP server; other runs do not
+    from hpc_train.report.monitoring.exits import MetricsFile, Otlp  # needs an HTTP server; other runs do not
 
     if settings.file is not None:
         yield partial(MetricsFile, settings.file, run, run_id)

@@ -25,14 +25,7 @@ from hpc_train.report.page.facts import RunFacts, secrets_of
 from hpc_train.report.page.markup import Html, block, environment, section, table, text
 from hpc_train.report.page.resources import memory, nodes, pipeline, time_spent
 from hpc_train.report.page.settings import reproduce, settings, trained
-from hpc_train.report.page.sweep import (
-    SweepFacts,
-    coordinates,
-    reproduce_one,
-    sweep_failed,
-    sweep_table,
-    sweep_verdict,
-)
+from hpc_train.report.page.sweep import SweepFacts, coordinates, reproduce_one, sweep_failed, sweep_table, sweep_verdict
 from hpc_train.report.page.verdict import decisions, verdict
 from hpc_train.run.directory import PAGE, RunDirectory
 from hpc_train.run.file_lock import exclusive

@@ -81,7 +81,6 @@ class RunFacts:
 
     @property
     def is_command(self) -> bool:
-        """Returns whether the run is one of ``run.command``."""
         return self.record.get("own_code") == "command"
 
     @cached_property

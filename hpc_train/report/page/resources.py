@@ -173,7 +173,6 @@ def _device_memory(facts: RunFacts, ranks: Iterable[Mapping[str, Any]]) -> int |
 
 
 def _memory_words(facts: RunFacts, rank: Mapping[str, Any], number: int) -> str:
-    """Returns the text about the ``rank`` with the highest peak."""
     text = f"The highest peak is {format_bytes(rank['peak'])}, on rank {number}"
     device = _device_memory(facts, [rank])
     if device:

@@ -110,7 +110,6 @@ def _value(key: str, values: Mapping[str, Any]) -> str:
 
 
 def reproduce(facts: RunFacts) -> Html:
-    """Returns the section with the commands that start the same training again."""
     record = facts.record
     run = facts.handle.run
     lines = training_again(record)

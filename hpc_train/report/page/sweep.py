@@ -8,17 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpc_train.report.page.markup import (
-    Html,
-    Scale,
-    block,
-    commands,
-    joined,
-    picture,
-    section,
-    short,
-    table,
-)
+from hpc_train.report.page.markup import Html, Scale, block, commands, joined, picture, section, short, table
 from hpc_train.report.page.resources import held
 from hpc_train.report.page.settings import training_again
 from hpc_train.report.page.verdict import clock
@@ -42,8 +32,6 @@ NAME, WORD = 26, 11  # the most characters of a key and of a value that have roo
 
 @dataclass(frozen=True)
 class SweepFacts:
-    """Holds the runs of a sweep with their states, and what distinguishes them."""
-
     handles: Sequence[RunHandle]
     views: Sequence[View]
     compared: Comparison

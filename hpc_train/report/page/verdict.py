@@ -25,7 +25,6 @@ TODO = "what to do"  # the title of the section with the advice
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    """Returns the run and its state, in one line."""
     head = f"{shown(Path(diagnosis.run))}: {diagnosis.state}"
     if diagnosis.waiting is not None or ended_badly(diagnosis) or diagnosis.state == TO_BE_REQUEUED:
         return head
@@ -160,7 +159,6 @@ def clock(seconds: float) -> str:
 
 
 def verdict(facts: RunFacts) -> Html:
-    """Returns the first section of the page: what happened, and what to do."""
     diagnosis = facts.diagnosis
     level = "bad"
     if diagnosis.exit_code is None:
@@ -194,7 +192,6 @@ def verdict(facts: RunFacts) -> Html:
 
 
 def _figures(facts: RunFacts) -> Html:
-    """Returns the figures of the run at a glance."""
     last = facts.shown[-1] if facts.shown else Line()
     step = None
     if last:
@@ -266,8 +263,4 @@ def decisions(facts: RunFacts) -> Html | None:
         messages.add(message)
         rows.append([clock(event.time), str(event.attempt), event.name, _where(event), step, ", ".join(details)])
     columns = ("time", "attempt", "event", "where", "step", "details")
-    return section(
-        title,
-        block("paragraph", " ".join(words)),
-        table("Events, the oldest first", columns, rows),
-    )
+    return section(title, block("paragraph", " ".join(words)), table("Events, the oldest first", columns, rows))

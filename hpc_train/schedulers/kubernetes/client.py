@@ -46,8 +46,6 @@ RIGHTS = (
 
 
 class Problem(StrEnum):
-    """Names the reason why a request failed."""
-
     SILENT = "silent"  # the server does not answer
     UNKNOWN_USER = "unknown_user"
     FORBIDDEN = "forbidden"
@@ -68,8 +66,6 @@ _FIXES = {
 
 
 class KubernetesError(UserError):
-    """Reports that a request to the API server failed."""
-
     def __init__(self, what: str, problem: Problem, where: str) -> None:
         super().__init__(what, where=where, fix=_FIXES[problem])
         self.problem = problem

@@ -111,12 +111,7 @@ _ROWS = (
         "too few nodes have the labels that the job requires",
         "kubectl get nodes --show-labels lists them; correct the node selector or cluster.exclude",
     ),
-    _Row(
-        "Unschedulable",
-        r"no nodes available to schedule pods",
-        "the cluster has no node",
-        "ask its administrator",
-    ),
+    _Row("Unschedulable", r"no nodes available to schedule pods", "the cluster has no node", "ask its administrator"),
     _Row("SchedulingGated", r"", "a controller holds its scheduling gate", "kubectl describe pod names the gate"),
     _Row(
         "ImagePullBackOff ErrImagePull",

@@ -40,11 +40,7 @@ class Mlflow(Tracker):
     _client: Any
 
     def __init__(
-        self,
-        settings: MlflowConfig,
-        identity: Identity,
-        notify: Callable[[str], object] = print,
-        live: bool = False,
+        self, settings: MlflowConfig, identity: Identity, notify: Callable[[str], object] = print, live: bool = False
     ) -> None:
         super().__init__(RunDirectory(identity.directory), live)
         self.uri = server_uri(settings)

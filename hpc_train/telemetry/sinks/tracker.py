@@ -106,7 +106,6 @@ class Tracker:
         raise NotImplementedError
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Sends text of a hook."""
         raise NotImplementedError
 
     def disconnect(self) -> None:
@@ -151,7 +150,6 @@ class Tracker:
         self._pass_on(fresh)
 
     def write_texts(self, texts: Sequence[Line]) -> None:
-        """Sends texts of hooks (step, name, text)."""
         self._check_turn()
         for text in texts:
             self.text(text["step"], text["name"], text["text"])

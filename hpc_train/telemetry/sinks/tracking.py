@@ -51,8 +51,6 @@ def advice(run: RunDirectory, names: Sequence[str]) -> str:
 
 
 class TrackingProcess:
-    """Manages the tracking process of a job."""
-
     def __init__(self, run: RunDirectory, config: Config, names: Sequence[str]) -> None:
         self._run = run
         self._names = names

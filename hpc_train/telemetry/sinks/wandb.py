@@ -191,7 +191,6 @@ def _leave_sweep(notify: Callable[[str], object]) -> None:
 
 
 def service() -> str:
-    """Returns the address of the W&B service."""
     return os.environ.get("WANDB_BASE_URL") or SERVICE
 
 
