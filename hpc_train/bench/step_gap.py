@@ -9,7 +9,6 @@ the ideal step; for every other kind, it is its entire time. A loss function tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -116,11 +115,6 @@ def losses(seconds: Mapping[str, float], step_s: float, ideal_s: float, recomput
     beyond = max(0.0, lost[PRODUCTS] - ideal_s - recomputed_s)
     lost |= {PRODUCTS: beyond, RECOMPUTED: recomputed_s, WAITING: step_s - busy * scale}
     return dict(sorted(lost.items(), key=lambda loss: -loss[1]))
-
-
-def mean_of_ranks(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean over ranks of the seconds of each kind."""
-    return {kind: fmean(rank[kind] for rank in seconds) for kind in seconds[0]}
 
 
 def advice(kind: str, config: Config) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -289,7 +289,8 @@ def _gap(bench: StepBench, step_s: float, utilization: dict[str, Any] | None) ->
     ideal_s = utilization["mfu_of_precision"] * step_s
     recomputed_s = max(0.0, utilization.get("hfu", utilization["mfu"]) / utilization["mfu"] - 1.0) * ideal_s
     profile = step_gap.profiled(bench.step, bench.mesh.device, bench.mesh.layout.pp > 1)
-    mean = step_gap.mean_of_ranks(_gather(profile, bench.mesh))
+    profiles = _gather(profile, bench.mesh)
+    mean = {kind: fmean(rank[kind] for rank in profiles) for kind in profile}
     losses = step_gap.losses(mean, step_s, ideal_s, recomputed_s)
     rows = [
         {"kind": kind, "seconds": value, "advice": step_gap.advice(kind, bench.config)}

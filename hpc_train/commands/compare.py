@@ -106,7 +106,10 @@ def main(arguments: list[str]) -> int:
     views = [item.view(statuses) for item in runs]
     compared = _comparison(runs)
     if options.metric is not None:
-        _check_metric(options.metric, views)
+        logged = sorted({key for view in views for key, value in view.metrics.items() if is_number(value)})
+        if options.metric not in logged:
+            fix = f"one of {', '.join(logged)}" if logged else "wait until the runs have logged a step"
+            raise UserError(f"no run has the metric {options.metric}", where="--metric", fix=fix)
         highest = highest_is_best(options.metric, options.mode, "--mode")
         compared = replace(compared, metric=BestMetric(options.metric, highest))
     metric = compared.ranked_by(views)
@@ -171,13 +174,6 @@ def _comparison(runs: Sequence[RunHandle]) -> Comparison:
         keys = {key: value for key, value in flat(item.config).items() if not key.startswith(UNCOMPARED)}
         settings[item.run.path] = {key: str(shown(key, value)) for key, value in keys.items()}
     return Comparison(tuple(varied([*settings.values()])), settings, metric)
-
-
-def _check_metric(name: str, views: Sequence[View]) -> None:
-    logged = sorted({key for view in views for key, value in view.metrics.items() if is_number(value)})
-    if name not in logged:
-        fix = f"one of {', '.join(logged)}" if logged else "wait until the runs have logged a step"
-        raise UserError(f"no run has the metric {name}", where="--metric", fix=fix)
 
 
 def _rows(runs: Sequence[RunHandle], views: Sequence[View], compared: Comparison) -> list[Row]:

@@ -12,7 +12,7 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,7 +152,7 @@ def _check_quickly(options: argparse.Namespace) -> int:
             fix = "give a file in a directory that exists and that you may write to"
             raise UserError(f"{options.openmetrics}: {error.strerror}", where="--openmetrics", fix=fix) from None
     if options.json:
-        findings = [finding.to_json() for finding in health.findings]
+        findings = [asdict(finding) for finding in health.findings]
         print(json.dumps({"node": health.node, "healthy": health.healthy, "findings": findings}, indent=2))
     else:
         print(health.line())
@@ -254,7 +254,7 @@ def _show(
             "verdict": first,
             **fabric.to_json(),
             "nodes": {node.name: node.to_json() for node in reports},
-            "findings": [finding.to_json() for finding in findings],
+            "findings": [asdict(finding) for finding in findings],
         }
         print(json.dumps(result, indent=2))
         return

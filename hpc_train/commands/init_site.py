@@ -382,7 +382,8 @@ def _add_account(
         )
         return []
     shares = rows(ask(["sshare", "-nP", "-U", "--format=Account,FairShare"]) or "", ("Account", "FairShare"))
-    order = {row["Account"].strip(): float(row["FairShare"]) for row in shares if _is_number(row["FairShare"])}
+    numbers = [row for row in shares if re.fullmatch(r"\d+(\.\d+)?", row["FairShare"] or "")]
+    order = {row["Account"].strip(): float(row["FairShare"]) for row in numbers}
     associations.sort(key=lambda association: (not association.default, -order.get(association.account, 0)))
     names = _listed(list(dict.fromkeys(association.account for association in associations)))
     source = f"sacctmgr show assoc: {names}" + (" (ordered by sshare)" if order else "")
@@ -407,10 +408,6 @@ def _add_account(
     known = site.qos or {}
     of_qos = [each for each in dict.fromkeys((qos, chosen.own_qos)) if each in known]
     return limits + [(f"sacctmgr show qos, {each}", known[each]) for each in of_qos if each is not None]
-
-
-def _is_number(text: str | None) -> bool:
-    return re.fullmatch(r"\d+(\.\d+)?", text or "") is not None
 
 
 def _add_limits(

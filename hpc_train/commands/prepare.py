@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -77,7 +78,7 @@ def _tokens(options: argparse.Namespace) -> int:
 
         meta = prepare(inputs, settings, options.out, options.workers, show)
     if options.json:
-        print(json.dumps({"out": str(options.out)} | meta.to_json()))
+        print(json.dumps({"out": str(options.out)} | asdict(meta)))
     else:
         print("\n".join(_summary(options.out, meta, encoder)))
     return Exit.DONE

@@ -57,7 +57,8 @@ def main(arguments: list[str]) -> int:
             where=options.target,
             fix="ask the owner of the run to execute this command",
         )
-    texts = dict(_without_secrets(item))
+    values = {*secrets_of(item), *environment_secrets().values()}
+    texts = {name: redacted(text, values) for name, text in _texts(item)}
     sizes = {name: len(text.encode(errors="replace")) for name, text in texts.items()}
     out = None
     if not options.list:
@@ -72,12 +73,6 @@ def main(arguments: list[str]) -> int:
     if out is not None:
         print(f"{out}: {format_bytes(out.stat().st_size)}; read it before you send it: tar -xzf {out}")
     return Exit.DONE
-
-
-def _without_secrets(item: RunHandle) -> Iterator[tuple[str, str]]:
-    values = {*secrets_of(item), *environment_secrets().values()}
-    for name, text in _texts(item):
-        yield name, redacted(text, values)
 
 
 def _texts(item: RunHandle) -> Iterator[tuple[str, str]]:

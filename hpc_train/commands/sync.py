@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from hpc_train.config.options import OptionParser
 from hpc_train.config.run_path import default_root
-from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.run.exits import Exit
 from hpc_train.run.owner import is_own, output_directory
@@ -112,7 +111,10 @@ class _Row:
                 output = output_directory(self.item.run.path)
                 config = self.item.config
                 if not is_own(self.item.run.path):
-                    config = _for_caller(config)
+                    # without the accounts and servers that the owner names
+                    wandb = replace(config.telemetry.wandb, entity=None)
+                    mlflow = replace(config.telemetry.mlflow, uri="auto")
+                    config = replace(config, telemetry=replace(config.telemetry, wandb=wandb, mlflow=mlflow))
                     self._warn(f"the run belongs to another user; files are written to {output}")
                 session = Session(config, self.item.run, self._warn, output=output)
                 self._replay = Replay(session.run, BACKENDS[self.to](session))
@@ -164,13 +166,6 @@ class _Row:
 
     def _warn(self, message: str) -> None:
         print(f"{self.name}: {message}", file=sys.stderr)
-
-
-def _for_caller(config: Config) -> Config:
-    """Returns the config of another user's run without the accounts and servers that it names."""
-    wandb = replace(config.telemetry.wandb, entity=None)
-    mlflow = replace(config.telemetry.mlflow, uri="auto")
-    return replace(config, telemetry=replace(config.telemetry, wandb=wandb, mlflow=mlflow))
 
 
 def _follow(rows: Sequence[_Row]) -> None:

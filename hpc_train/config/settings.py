@@ -174,7 +174,10 @@ def _parsed(path: Path, text: str) -> Settings:
             raise _mistake(path, f"must have a table of keys below {key}")
     for earlier in apply_new_names(content):
         tell_new_name(earlier, str(path))
-    _refuse_root_resolver(path, content)
+    root = (content.get("run") or {}).get("root")
+    if isinstance(root, str) and "${hpc_train.root" in root:  # an interpolation that only conf/cluster/ needs
+        what = f"{path} uses hpc_train.root, but ${ROOT} takes precedence over run.root of this file anyway"
+        raise UserError(what, where=f"run.root in {path}", fix="run.root: a directory, such as /scratch/${oc.env:USER}")
     return Settings(
         path=path,
         choices=_choices(path, content.get("defaults") or []),
@@ -182,14 +185,6 @@ def _parsed(path: Path, text: str) -> Settings:
         limits=_limits(path, content.get("limits") or {}),
         trust=content.get("trust"),
     )
-
-
-def _refuse_root_resolver(path: Path, content: Mapping[str, Any]) -> None:
-    """Raises UserError for the interpolation ``hpc_train.root``, which only files of ``conf/cluster/`` need."""
-    root = (content.get("run") or {}).get("root")
-    if isinstance(root, str) and "${hpc_train.root" in root:
-        what = f"{path} uses hpc_train.root, but ${ROOT} takes precedence over run.root of this file anyway"
-        raise UserError(what, where=f"run.root in {path}", fix="run.root: a directory, such as /scratch/${oc.env:USER}")
 
 
 def _choices(path: Path, defaults: Any) -> dict[str, str]:

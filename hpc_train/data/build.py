@@ -30,7 +30,7 @@ from hpc_train.config.schema import (
 )
 from hpc_train.config.schema.data import OwnKeys
 from hpc_train.data.custom import CustomDataset, load_collate, with_random_access
-from hpc_train.data.dataset import SPLITS, Array, Dataset, Sample, check_positive, next_token_sample
+from hpc_train.data.dataset import SPLITS, Dataset, Sample, check_positive, next_token_sample
 from hpc_train.data.images import generator
 from hpc_train.data.mixture import MixtureDataset
 from hpc_train.data.sources import mixed_sources
@@ -125,7 +125,10 @@ class SyntheticDataset(Dataset):
             self._stream = _VALIDATION
             self._samples = config.validation_samples
             check_positive("validation_samples", config.validation_samples, 1000)
-        self._patterns = self._class_patterns() if config.task == "images" else None
+        self._patterns = None
+        if config.task == "images":
+            shape = (config.n_classes, config.channels, config.image_size, config.image_size)
+            self._patterns = generator(seed, _CLASSES, 0).standard_normal(shape, dtype=np.float32)
 
     def __len__(self) -> int:
         return self._samples
@@ -143,11 +146,6 @@ class SyntheticDataset(Dataset):
 
     def source(self, index: int) -> str:
         return "computed"
-
-    def _class_patterns(self) -> Array:
-        config = self._config
-        shape = (config.n_classes, config.channels, config.image_size, config.image_size)
-        return generator(self._seed, _CLASSES, 0).standard_normal(shape, dtype=np.float32)
 
 
 _DESCRIPTORS = Path("/proc/self/fd")

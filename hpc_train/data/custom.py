@@ -280,7 +280,8 @@ class Collate:
         the function raised an exception.
         """
         described_indices = indices or [0]
-        which = f"{self._name}, called with {len(items)} items ({_listed(dataset, described_indices)}),"
+        listed = " to ".join(map(dataset.describe, dict.fromkeys((described_indices[0], described_indices[-1]))))
+        which = f"{self._name}, called with {len(items)} items ({listed}),"
         batch = self._built(items, described_indices, epoch, which)
         if not self._verified:
             self._verified = True
@@ -359,13 +360,6 @@ def _parameters(function: Callable[..., Any]) -> set[str]:
         return set(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # a builtin
         return set()
-
-
-def _listed(dataset: Dataset, indices: Sequence[int]) -> str:
-    first = dataset.describe(indices[0])
-    if len(indices) == 1:
-        return first
-    return f"{first} to {dataset.describe(indices[-1])}"
 
 
 def _contents(value: Any, seen: set[int]) -> Iterator[Tensor]:

@@ -130,7 +130,14 @@ def make_shards(
     """
     classes = class_names(source / "train")
     check_classes(source, "validation", classes, len(classes))
-    images = {split: list(_images(source / split, classes)) for split in SPLITS}
+    images = {
+        split: [
+            _Image(path, label, Path(path).stat().st_size)
+            for label, name in enumerate(classes)
+            for path in image_files(source / split / name)
+        ]
+        for split in SPLITS
+    }
     empty = [split for split in SPLITS if not images[split]]
     if empty:
         raise UserError(
@@ -160,12 +167,6 @@ def make_shards(
             write_json(out / META, {"classes": classes, "counts": counts, "key": key})
         shutil.rmtree(out / _WORK, ignore_errors=True)
     return dict(read_json(out / META))
-
-
-def _images(folder: Path, classes: list[str]) -> Iterator[_Image]:
-    for label, name in enumerate(classes):
-        for path in image_files(folder / name):
-            yield _Image(path, label, Path(path).stat().st_size)
 
 
 def _shards(out: Path, split: str, images: list[_Image], shard_bytes: int) -> Iterator[_Shard]:

@@ -49,7 +49,11 @@ class DecodedImages(Dataset):
         check_positive("image_size", config.image_size, 224)
         self._labels = labels
         if split == "train":
-            self.notice = _empty_classes(self.classes, labels)
+            counts = np.bincount(labels, minlength=len(self.classes))
+            empty = [name for name, count in zip(self.classes, counts, strict=True) if count == 0]
+            if empty:
+                listed = ", ".join(empty[:5]) + (" ..." if len(empty) > 5 else "")
+                self.notice = f"{len(empty)} of {len(self.classes)} classes have no training images: {listed}"
         self._augment = config.augment and split == "train"
         if config.channels == 3:
             self.scale = pixel_scale(MEAN, STD)
@@ -133,16 +137,6 @@ class NameList:
 
     def __getitem__(self, index: int) -> str:
         return os.fsdecode(self._text[self._ends[index] : self._ends[index + 1]])
-
-
-def _empty_classes(classes: list[str], labels: Array) -> str:
-    """Returns a notice that names the classes without images; empty if there are none."""
-    counts = np.bincount(labels, minlength=len(classes))
-    empty = [name for name, count in zip(classes, counts, strict=True) if count == 0]
-    if not empty:
-        return ""
-    listed = ", ".join(empty[:5]) + (" ..." if len(empty) > 5 else "")
-    return f"{len(empty)} of {len(classes)} classes have no training images: {listed}"
 
 
 def pixel_scale(mean: Array, std: Array) -> PixelScale:

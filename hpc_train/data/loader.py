@@ -20,7 +20,7 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from hpc_train.data.custom import target_count
 from hpc_train.data.dataset import IGNORED, Array, Dataset, Nested, Sample, SampleError
-from hpc_train.data.sampler import PADDING, pad_or_truncate
+from hpc_train.data.sampler import PADDING, StreamRequest, pad_or_truncate
 from hpc_train.errors import UserCodeError, UserError
 from hpc_train.run.processes import die_with_parent
 
@@ -58,13 +58,6 @@ class Stacked(NamedTuple):
     samples: tuple[int, ...] = ()
 
 
-class Request(Protocol):
-    """Describes one micro-batch to read; ``slots`` names its samples for messages."""
-
-    @property
-    def slots(self) -> tuple[int, ...]: ...
-
-
 @dataclass(frozen=True)
 class LoadRequest:
     """Describes one micro-batch to read.
@@ -79,6 +72,9 @@ class LoadRequest:
     template: int
     epoch: int
     width: int | None = None
+
+
+Request = LoadRequest | StreamRequest
 
 
 class MicroBatchReader:

@@ -185,7 +185,7 @@ def _write_shard(shard: _Shard, report: Report, settings: Settings) -> None:
                     ends = [encoder.separator] if piece.last and encoder.separator is not None else []
                     tokens = np.concatenate([np.array(part, dtype=np.uint32) for part in (start, ids, ends)])
                     split = SPLITS[position(f"{source.name}:{piece.document}") < settings.validation_share]
-                    files[split].write(tokens.astype(_dtype(encoder)).tobytes())
+                    files[split].write(tokens.astype(DTYPES[_dtype(encoder)]).tobytes())
                     written.add(split, len(tokens), piece.last)
                 report(read + batch[-1].consumed, number)
             read += source.size
@@ -213,11 +213,7 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _dtype(encoder: Encoder) -> np.dtype[Any]:
-    return DTYPES[_dtype_name(encoder)]
-
-
-def _dtype_name(encoder: Encoder) -> str:
+def _dtype(encoder: Encoder) -> str:
     if encoder.vocab_size <= 1 << 16:
         return "uint16"
     return "uint32"
@@ -242,7 +238,7 @@ def _join(shards: list[_Shard], builder: Builder, settings: Settings, encoder: E
     stream = _Stream([Path(shard.directory) / f"{split}.bin" for split in SPLITS for shard in shards])
     for split in SPLITS:
         with (joined / f"{split}.bin").open("wb") as file:
-            stream.copy(file, counts[split] * _dtype(encoder).itemsize)
+            stream.copy(file, counts[split] * DTYPES[_dtype(encoder)].itemsize)
             os.fsync(file.fileno())
     _join_documents(shards, joined, counts["train"])
     builder.check()
@@ -255,8 +251,8 @@ def _join(shards: list[_Shard], builder: Builder, settings: Settings, encoder: E
         "start": encoder.start,
         "validation": "documents" if by_document else "the end of the tokens",
     }
-    meta = TokensMeta(_dtype_name(encoder), encoder.vocab_size, counts, encoder.separator, source)
-    write_json(out / META, meta.to_json())
+    meta = TokensMeta(_dtype(encoder), encoder.vocab_size, counts, encoder.separator, source)
+    write_json(out / META, asdict(meta))
     return meta
 
 

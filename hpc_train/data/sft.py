@@ -261,13 +261,6 @@ class Stored:
         return np.memmap(self.directory / TOKENS, dtype="<u4", mode="r")
 
 
-def cache_directory(given: str | None) -> Path:
-    """Returns ``data.cache``, or by default ``hpc_train/sft`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    if given is not None:
-        return Path(given).expanduser()
-    return user_cache() / "sft"
-
-
 def tokenized(
     parts: Sequence[Part], directory: Path, settings: str, open_encoder: Callable[[], Encoder]
 ) -> list[Stored]:
@@ -420,11 +413,13 @@ class AnswersDataset(Dataset):
             chosen = _in_split(records, config, split)
         learnt = (records["first"] >= 1) & (records["first"] <= config.sequence_length)
         usable = np.flatnonzero(chosen & learnt)
-        self.notice = _notice(split, int(chosen.sum()), len(usable), config.sequence_length)
+        count = int(chosen.sum())
+        if len(usable) < count:
+            words = f"have no answer within {config.sequence_length} tokens and are not used"
+            self.notice = f"{count - len(usable)} of {count} {split} records {words}"
         if not len(usable):
             raise UserError(
-                f"none of the {int(chosen.sum())} {split} records of {path} has an answer within "
-                f"{config.sequence_length} tokens",
+                f"none of the {count} {split} records of {path} has an answer within {config.sequence_length} tokens",
                 where=f"{where}, data.sequence_length",
                 fix="records with answers, a longer data.sequence_length, or data.validation_path=FILE",
             )
@@ -488,7 +483,8 @@ def _tokenized(config: SFTDataConfig, path: str, where: str) -> list[Stored]:
     def open_encoder() -> Encoder:
         return Encoder(config.tokenizer, config.chat_template)
 
-    return tokenized(find_parts(path, where), cache_directory(config.cache), settings, open_encoder)
+    cache = user_cache() / "sft" if config.cache is None else Path(config.cache).expanduser()
+    return tokenized(find_parts(path, where), cache, settings, open_encoder)
 
 
 def _starts(part_records: list[Any]) -> Indices:
@@ -508,9 +504,3 @@ def _in_split(records: Any, config: SFTDataConfig, split: str) -> NDArray[np.boo
     if split == "validation":
         return validation
     return ~validation
-
-
-def _notice(split: str, records: int, usable: int, length: int) -> str:
-    if usable == records:
-        return ""
-    return f"{records - usable} of {records} {split} records have no answer within {length} tokens and are not used"

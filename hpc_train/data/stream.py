@@ -304,7 +304,11 @@ class StreamReader:
             visited = range(request.lane % step, self._shards.count, step)
             check_resumes(self._shards, visited[0])
             readers = self._readers[request.lane] = {shard: self._reader(shard) for shard in visited}
-        slot_items = [(slot, self._item(readers, slot)) for slot in request.slots]
+        slot_items = []
+        for slot in request.slots:
+            item, shard = divmod(slot, self._shards.count)
+            readers[shard].skip_to(item)
+            slot_items.append((slot, readers[shard].next()))
         slots = [slot for slot, item in slot_items if item is not None]
         items = [item for _, item in slot_items if item is not None]
         batch = self._batch(slots, items, request)._replace(items=len(items))
@@ -318,11 +322,6 @@ class StreamReader:
     def _reader(self, shard: int) -> ShardReader:
         state = ShardState(**self._states.get(str(shard), {}))
         return ShardReader(self._shards, shard, state, self._shards.config.repeat)
-
-    def _item(self, readers: Mapping[int, ShardReader], slot: int) -> Any:
-        item, shard = divmod(slot, self._shards.count)
-        readers[shard].skip_to(item)
-        return readers[shard].next()
 
     def _batch(self, slots: list[int], items: list[Any], request: StreamRequest) -> Stacked:
         if items:

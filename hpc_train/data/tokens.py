@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,9 +45,6 @@ class TokensMeta:
     counts: dict[str, int]
     separator: int | None = None
     source: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def documents_file(directory: Path, split: str) -> Path:

@@ -175,7 +175,11 @@ def node_local_caches(name: str, environment: Mapping[str, str] = os.environ) ->
     remove_shared_memory()
     directory = TemporaryDirectory.make(f"{JOB_CACHES}{name}.", parent)
     try:
-        yield _variables(directory.path, environment)
+        chosen = CACHES | (MIOPEN if NODES.is_dir() else {})
+        # do not redirect an existing cache: the user has filled it, because compute nodes often cannot download
+        if "HF_HOME" not in environment and not (user_cache().parent / "huggingface").exists():
+            chosen |= HUGGING_FACE
+        yield tuple(Variable(name, str(directory.path / folder), REASON) for name, folder in chosen.items())
     finally:
         directory.remove()
         remove_shared_memory()
@@ -191,14 +195,6 @@ def remove_shared_memory(directory: Path = SHARED_MEMORY) -> None:
             old = path.name.startswith("nccl-") and time.time() - status.st_mtime > NCCL_SETUP_S
             if status.st_uid == os.getuid() and (dead or old):
                 path.unlink()
-
-
-def _variables(directory: Path, environment: Mapping[str, str]) -> tuple[Variable, ...]:
-    chosen = CACHES | (MIOPEN if NODES.is_dir() else {})
-    # do not redirect an existing cache: the user has filled it, because compute nodes often cannot download
-    if "HF_HOME" not in environment and not (user_cache().parent / "huggingface").exists():
-        chosen |= HUGGING_FACE
-    return tuple(Variable(name, str(directory / folder), REASON) for name, folder in chosen.items())
 
 
 def _parent(environment: Mapping[str, str]) -> Path | None:

@@ -34,7 +34,12 @@ class TemporaryDirectory:
     @classmethod
     def make(cls, prefix: str, parent: Path) -> TemporaryDirectory:
         """Creates a directory in ``parent``, and removes directories that are no longer in use."""
-        _remove_unused(parent)
+        for known in (SOCKETS, SCRIPTS, BENCH, TRACKING, JOB_CACHES):
+            for unused in parent.glob(f"{known}*/{_lock_name()}"):
+                with contextlib.suppress(OSError):  # it belongs to another user, or is in use
+                    descriptor = _lock(unused)
+                    shutil.rmtree(unused.parent, ignore_errors=True)
+                    os.close(descriptor)
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         try:
             lock = _lock(path / "new")
@@ -55,15 +60,6 @@ class TemporaryDirectory:
     def _release(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
-
-
-def _remove_unused(parent: Path) -> None:
-    for prefix in (SOCKETS, SCRIPTS, BENCH, TRACKING, JOB_CACHES):
-        for lock in parent.glob(f"{prefix}*/{_lock_name()}"):
-            with contextlib.suppress(OSError):  # it belongs to another user, or is in use
-                descriptor = _lock(lock)
-                shutil.rmtree(lock.parent, ignore_errors=True)
-                os.close(descriptor)
 
 
 def _lock_name() -> str:

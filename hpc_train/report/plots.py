@@ -238,11 +238,6 @@ def _number(value: Any) -> float:
 DAY = 86400
 
 
-def check_scaling_plot(path: Path) -> None:
-    """Raises UserError if the picture cannot be written."""
-    check_plot(path, "--out")
-
-
 def draw_scaling(path: Path, points: Sequence[Mapping[str, Any]], title: str) -> None:
     """Writes the picture of the points of ``plan --simulate --json``, with their intervals as bands."""
     from matplotlib.figure import Figure
@@ -251,8 +246,16 @@ def draw_scaling(path: Path, points: Sequence[Mapping[str, Any]], title: str) ->
     figure.suptitle(title)
     speed, parts, useful, days = figure.subplots(2, 2).flat
     gpus = [point["gpus"] for point in points]
-    _speed_up(speed, gpus, points)
-    _step_parts(parts, gpus, points)
+    first = points[0]["samples_per_s"]["middle"]
+    _band(speed, gpus, [{name: value / first for name, value in point["samples_per_s"].items()} for point in points])
+    speed.plot(gpus, [count / gpus[0] for count in gpus], color="black", linestyle=":", label="ideal")
+    speed.set_yscale("log", base=2)
+    speed.set_title(f"speed-up over {gpus[0]} GPUs", fontsize="medium")
+    speed.legend()
+    names = list(points[0]["parts_s"])
+    parts.stackplot(gpus, [[point["parts_s"][name] for point in points] for name in names], labels=names, alpha=0.8)
+    parts.set_title("seconds of a step", fontsize="medium")
+    parts.legend(fontsize="small")
     _band(useful, gpus, [point["useful"] for point in points])
     useful.set_ylim(max(0.0, min(point["useful"]["low"] for point in points) - 0.05), 1.005)
     useful.set_title("share of the time in useful steps", fontsize="medium")
@@ -267,22 +270,6 @@ def draw_scaling(path: Path, points: Sequence[Mapping[str, Any]], title: str) ->
         axes.set_xlabel("GPUs")
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-
-
-def _speed_up(axes: Axes, gpus: Sequence[int], points: Sequence[Mapping[str, Any]]) -> None:
-    first = points[0]["samples_per_s"]["middle"]
-    _band(axes, gpus, [{name: value / first for name, value in point["samples_per_s"].items()} for point in points])
-    axes.plot(gpus, [count / gpus[0] for count in gpus], color="black", linestyle=":", label="ideal")
-    axes.set_yscale("log", base=2)
-    axes.set_title(f"speed-up over {gpus[0]} GPUs", fontsize="medium")
-    axes.legend()
-
-
-def _step_parts(axes: Axes, gpus: Sequence[int], points: Sequence[Mapping[str, Any]]) -> None:
-    names = list(points[0]["parts_s"])
-    axes.stackplot(gpus, [[point["parts_s"][name] for point in points] for name in names], labels=names, alpha=0.8)
-    axes.set_title("seconds of a step", fontsize="medium")
-    axes.legend(fontsize="small")
 
 
 def _band(axes: Axes, gpus: Sequence[int], ranges: Sequence[Mapping[str, float]]) -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.listing import BEST, NEWEST, Bar, choose_by_name, verified_manifest
@@ -68,22 +68,6 @@ class Promoted:
     url: str | None
 
 
-class Registry(Protocol):
-    """Interface of a registry, which stores versions of models, each with aliases."""
-
-    name: ClassVar[str]
-
-    def promote(self, model: Model) -> Promoted:
-        """Uploads a checkpoint as a new version, unless one has the same files, and sets the aliases of the version."""
-
-    def fetch(self, reference: str, to: Path) -> None:
-        """Downloads a version into the directory ``to``.
-
-        Args:
-            reference: the reference without the name of the registry, e.g. NAME@ALIAS.
-        """
-
-
 def bad_reference(reference: str, form: str) -> UserError:
     return UserError(f"{reference!r} is not a version of a model", where="checkpoint import", fix=f"write {form}")
 
@@ -129,8 +113,6 @@ class MlflowRegistry:
     run.
     """
 
-    name: ClassVar[str] = "mlflow"
-
     def __init__(self, settings: MlflowConfig) -> None:
         self._uri = server_uri(settings)
         self._experiment = settings.experiment
@@ -138,6 +120,7 @@ class MlflowRegistry:
         check_answers(self._uri)
 
     def promote(self, model: Model) -> Promoted:
+        """Uploads a checkpoint as a new version, unless one has the same files, and sets the aliases of the version."""
         client = self._client()
         versions = client.search_model_versions(f"name='{model.name}'")
         same = [item for item in versions if item.tags.get(f"hpc_train.{MANIFEST}") == model.about[MANIFEST]]
@@ -150,6 +133,7 @@ class MlflowRegistry:
         return Promoted(version, reference, f"{self._uri.rstrip('/')}/#/models/{model.name}/versions/{version}")
 
     def fetch(self, reference: str, to: Path) -> None:
+        """Downloads the version ``reference``, such as NAME@ALIAS, into the directory ``to``."""
         from mlflow.artifacts import download_artifacts
 
         match = MLFLOW_REFERENCE.fullmatch(reference)
@@ -204,8 +188,6 @@ NOT_IN_NAMES = re.compile(r"[^\w\-.]")
 class WandbRegistry:
     """Keeps models as artifacts of a W&B project. Each artifact belongs to the W&B run of the checkpoint's run."""
 
-    name: ClassVar[str] = "wandb"
-
     def __init__(self, settings: WandbConfig) -> None:
         self._settings = settings
 
@@ -237,7 +219,7 @@ class WandbRegistry:
 LAST = "last"
 
 
-def registry_of(name: str, config: Config) -> Registry:
+def registry_of(name: str, config: Config) -> MlflowRegistry | WandbRegistry:
     """Returns the registry with the account and project of ``config``.
 
     Raises:

@@ -93,14 +93,11 @@ class Top(App[None]):
         self.sub_title = self._runs.note or f"{len(rows)} runs"
         chosen = next((row for row in rows if details is not None and row.run.run.path == details.run.run.path), None)
         if chosen is not None and details is not None:
-            self._show_details(chosen, details)
-
-    def _show_details(self, row: Row, details: Details) -> None:
-        self.query_one("#newest", Static).update(escape("\n".join(details.lines(row.view))))
-        self.query_one("#losses", Sparkline).data = [*details.losses.values()][-POINTS:]
-        self.query_one("#rates", Sparkline).data = [*details.rates.values()][-POINTS:]
-        self.query_one("#stages", Static).update(escape("\n".join(details.stages)))
-        self.query_one("#events", Static).update(escape("\n".join(map(_event, reversed(details.events)))))
+            self.query_one("#newest", Static).update(escape("\n".join(details.lines(chosen.view))))
+            self.query_one("#losses", Sparkline).data = [*details.losses.values()][-POINTS:]
+            self.query_one("#rates", Sparkline).data = [*details.rates.values()][-POINTS:]
+            self.query_one("#stages", Static).update(escape("\n".join(details.stages)))
+            self.query_one("#events", Static).update(escape("\n".join(map(_event, reversed(details.events)))))
 
 
 def escape(text: str) -> str:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ class NodeReport:
     def to_json(self) -> dict[str, Any]:
         return {
             "facts": self.facts.to_json(),
-            "findings": [finding.to_json() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "must_match": dict(self.must_match),
             "skew": self.skew,
         }

@@ -115,8 +115,10 @@ def compare(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     for name in dict.fromkeys(name for report in reports for name, _ in report.must_match):
         values = {report.name: dict(report.must_match).get(name, "unknown") for report in reports}
         if len(set(values.values())) > 1:
-            text = f"{name} differs between nodes: {who_has_what(values)}"
-            yield Finding("nodes", ERROR, text, _fix_of_difference(name))
+            fix = "set cluster.python to a path that is valid on all nodes"
+            if "InfiniBand" in name or "RoCE" in name:
+                fix = "ask the site; until then use cluster.exclude for the nodes that differ"
+            yield Finding("nodes", ERROR, f"{name} differs between nodes: {who_has_what(values)}", fix)
     for line in merged({report.name: report.facts.settings for report in reports})[1]:
         yield Finding("environment", WARNING, line, "load the same modules and use the same files on all nodes")
     for sick in sick_nodes(facts):
@@ -129,12 +131,6 @@ def compare(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             "use cluster.exclude or cluster.constraint",
         )
     yield from _clocks(reports)
-
-
-def _fix_of_difference(name: str) -> str:
-    if "InfiniBand" in name or "RoCE" in name:
-        return "ask the site; until then use cluster.exclude for the nodes that differ"
-    return "set cluster.python to a path that is valid on all nodes"
 
 
 def _clocks(reports: Sequence[NodeReport]) -> Iterator[Finding]:

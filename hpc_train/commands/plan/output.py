@@ -20,7 +20,7 @@ from hpc_train.layout.sizes import describe_active
 from hpc_train.planner.candidates import COMPILE
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.scaling import MOST_COMPARED, RATES, Assumed, Point, Range, scale
-from hpc_train.report.plots import check_scaling_plot, draw_scaling
+from hpc_train.report.plots import check_plot, draw_scaling
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.terminal import Terminal, fitting_table, wide
 from hpc_train.units import format_bytes, format_duration, format_hours
@@ -222,7 +222,7 @@ def simulate(training: PlannedTraining, machine: Machine, counts: Sequence[int],
     """
     out: Path | None = options.out
     if out is not None:
-        check_scaling_plot(out)
+        check_plot(out, "--out")
     rates = RATES
     if options.failures is not None:
         rates = (options.failures,) * 3

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 UNCHECKED = "not known: "  # the beginning of the text if a check was not possible
@@ -24,9 +23,6 @@ class Finding:
     def unknown(self) -> bool:
         """Returns whether the check was not possible here. This is neither a problem nor a sign of health."""
         return self.text.startswith(UNCHECKED)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def worst(findings: Iterable[Finding]) -> str:

@@ -295,16 +295,11 @@ def parse_showtopo(text: str) -> NodeFacts:
         reason = "the output of rocm-smi contains no matrix of link types: use the output of rocm-smi --showtopo"
         return NodeFacts(unknown=(reason,))
     names, rows = _matrix(lines, unknown.append)
-    gpus = tuple(Gpu(int(name[3:]), model="AMD", numa_nodes=_tuple(numa.get(int(name[3:])))) for name in names)
+    numbers = [int(name[3:]) for name in names]
+    gpus = tuple(Gpu(n, model="AMD", numa_nodes=(numa[n],) if n in numa else ()) for n in numbers)
     unknown += [f"the NUMA node of {gpu.name}" for gpu in gpus if not gpu.numa_nodes]
     unknown.append("the NICs and their distance from the GPUs: rocm-smi does not show them; give a copy of /sys")
     return NodeFacts(gpus=gpus, links=tuple(_rocm_links(names, rows, numa, unknown.append)), unknown=tuple(unknown))
-
-
-def _tuple(node: int | None) -> tuple[int, ...]:
-    if node is None:
-        return ()
-    return (node,)
 
 
 def _sections(text: str) -> dict[str, list[str]]:

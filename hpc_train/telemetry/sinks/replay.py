@@ -87,7 +87,8 @@ class Replay:
             self.backend.finish()
 
     def _send(self, lines: list[Line], advance: Callable[[int, int], None]) -> None:
-        known = self._known()
+        # a tracker that replaces earlier values gets all lines
+        known = 0 if self.is_open and self.backend.replaces else self._position.step
         lines = [line for line in lines if line["step"] > known]
         if not lines or not self._opened():
             return
@@ -113,12 +114,6 @@ class Replay:
         if not self.is_open and self.is_wanted:
             self.is_open = self.is_wanted = self.backend.open()
         return self.is_open
-
-    def _known(self) -> int:
-        """Returns the step up to which lines need not be sent; 0 for a tracker that replaces earlier values."""
-        if self.is_open and self.backend.replaces:
-            return 0
-        return self._position.step
 
     @property
     def _position(self) -> Position:
