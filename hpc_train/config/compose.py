@@ -82,7 +82,7 @@ def register() -> None:
     # cached, because Hydra resolves it several times and a name made from the time must not change
     add("hpc_train.directory", run_directory, use_cache=True)
     add("hpc_train.root", default_root)
-    add("hpc_train.steps_unless", _steps_unless)
+    add("hpc_train.steps_unless", lambda epochs, steps: steps if epochs is None else None)
 
 
 @lru_cache(maxsize=1)
@@ -144,10 +144,6 @@ def _keys_of_both(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterat
             yield from (f"{name}.{key}" for key in _keys_of_both(first[name], second[name]))
         else:
             yield name
-
-
-def _steps_unless(epochs: float | None, steps: int) -> int | None:
-    return steps if epochs is None else None
 
 
 def version_base() -> dict[str, str]:

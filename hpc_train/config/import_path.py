@@ -344,23 +344,18 @@ def method_parameters(path: str, method: str) -> list[str]:
     The list is empty if the file, the class or the method is not found, or if the file cannot be parsed. Base classes
     count if the same file defines them.
     """
-    module, _, name = path.rpartition(".")
-    spec = module_spec(module) if module else None
-    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
-        return []
     try:
-        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):  # reported when the workers import it
+        definition = find_definition(path, "")
+    except (UserError, OSError):  # reported when the workers import it
         return []
-    classes = [name]
-    for class_name in classes:
-        statement = _statement(tree, class_name)
-        if not isinstance(statement, ast.ClassDef):
-            continue
-        for inner in statement.body:
-            if isinstance(inner, ast.FunctionDef) and inner.name == method:
-                return Parameters.of(inner.args, bound=0).names_after(0)
-        classes += [base.id for base in statement.bases if isinstance(base, ast.Name) and base.id not in classes]
+    classes = [definition.statement]
+    for statement in classes:
+        if isinstance(statement, ast.ClassDef) and definition.tree is not None:
+            for inner in statement.body:
+                if isinstance(inner, ast.FunctionDef) and inner.name == method:
+                    return Parameters.of(inner.args, bound=0).names_after(0)
+            bases = [_statement(definition.tree, base.id) for base in statement.bases if isinstance(base, ast.Name)]
+            classes += [base for base in bases if base not in classes]
     return []
 
 

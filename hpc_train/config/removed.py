@@ -18,18 +18,10 @@ from hpc_train.opening import tell_once
 RENAMED = {
     f"cluster.{name}": f"cluster.extra.{name.replace('_', '-')}"
     for name in (
-        "begin",
-        "dependency",
-        "job_name",
-        "licenses",
-        "mail_type",
-        "mail_user",
-        "nice",
-        "reservation",
-        "switches",
+        "begin", "dependency", "job_name", "licenses", "mail_type", "mail_user", "nice", "reservation", "switches",
         "wckey",
     )
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

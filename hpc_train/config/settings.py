@@ -205,7 +205,7 @@ def _limits(path: Path, limits: Any) -> dict[str, dict[str, Any]]:
     if not isinstance(limits, dict):
         raise _mistake(path, "must have a table `KEY: {max: VALUE}` or `KEY: {one_of: [VALUE, ...]}` as limits")
     for key, rule in limits.items():
-        if not _is_key(str(key)):
+        if default_of(str(key)) is ABSENT:
             raise _mistake(path, f"limits {key}, which is not a config key")
         ((name, value),) = rule.items() if isinstance(rule, dict) and len(rule) == 1 else [("", None)]
         kind = str if key in TIMES and name == "max" else RULES.get(name, ())
@@ -215,13 +215,15 @@ def _limits(path: Path, limits: Any) -> dict[str, dict[str, Any]]:
     return limits
 
 
-def _is_key(key: str) -> bool:
+ABSENT = object()
+
+
+def default_of(key: str) -> Any:
+    """Returns the default of ``key`` in the schema, which may be null or a group of keys; ``ABSENT`` without one."""
     node: Any = Config()
     for name in key.split("."):
-        if not hasattr(node, name):
-            return False
-        node = getattr(node, name)
-    return True
+        node = getattr(node, name, ABSENT)
+    return node
 
 
 def _mistake(path: Path, what: str) -> UserError:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 from omegaconf import DictConfig
@@ -19,6 +19,8 @@ from hpc_train.config.conf_files import PRIMARY, config_groups
 from hpc_train.config.removed import removed_value, replacement_of
 from hpc_train.config.run_path import NAME, invalid_name
 from hpc_train.config.schema import Config
+from hpc_train.config.schema.key import keys
+from hpc_train.config.settings import ABSENT, default_of
 from hpc_train.errors import UserError, closest, nearest
 
 if TYPE_CHECKING:
@@ -32,7 +34,11 @@ def translate(error: BaseException) -> UserError | None:
     """
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException  # only after an error
 
-    chain = list(_chain(error))
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
     for link in chain:
         if isinstance(link, UserError):
             return link
@@ -119,7 +125,7 @@ def of_deletion(key: str, exists: bool = True) -> UserError:
     Args:
         exists: whether the composed config has the key.
     """
-    if not exists and _default_of(key) is _UNKNOWN:  # Hydra takes null for a missing key
+    if not exists and default_of(key) is ABSENT:  # Hydra takes null for a missing key
         what = f"~{key} removes a key that does not exist"
         return UserError(what, where=key, fix=f"remove ~{key} from the command line")
     other = f"set another one with {key}=VALUE"
@@ -127,17 +133,6 @@ def of_deletion(key: str, exists: bool = True) -> UserError:
         other = f"choose another file with {key}=NAME" if key in config_groups() else f"set {key}.KEY=VALUE"
     fix = f"remove ~{key} to keep the value of the config, or {other}"
     return UserError(f"{key} cannot be removed: it is a key that every config has", where=key, fix=fix)
-
-
-_UNKNOWN = object()
-
-
-def _default_of(key: str) -> Any:
-    """Returns the default of ``key`` in the schema, which may be null or a group of keys; ``_UNKNOWN`` without one."""
-    node: Any = Config()
-    for name in key.split("."):
-        node = getattr(node, name, _UNKNOWN)
-    return node
 
 
 def _of_override(error: OverrideParseException) -> UserError:
@@ -159,7 +154,7 @@ def _of_override(error: OverrideParseException) -> UserError:
         fix = f"close the {bracket}, or put a value with special characters in quotes: '{key}=\"...\"'"
     elif (quote := next((mark for mark in "'\"" if value.count(mark) % 2), None)) is not None:
         fix = f"close the quote {quote}, which the shell removes unless other quotes are around it: '{key}=\"...\"'"
-    elif isinstance(_default_of(key.lstrip("+")), dict):
+    elif isinstance(default_of(key.lstrip("+")), dict):
         fix = f"+{key.lstrip('+')}.NAME=VALUE"
     elif value.startswith("="):
         fix = f"{key}={value.lstrip('= ')}, with one equals sign"
@@ -289,7 +284,7 @@ def _of_value(key: str, first: str) -> UserError | None:
     if "HydraConfig was not set" in first:
         what = f"{key} refers to ${{hydra:...}}, which is known only while Hydra runs the command"
         return UserError(what, where=key, fix="the value itself, or ${KEY} of another key of the config")
-    if is_dataclass(group := _default_of(key)):
+    if is_dataclass(group := default_of(key)):
         names = " | ".join(field.name for field in fields(group))
         return UserError(f"{key} is a group of keys and has no value", where=key, fix=f"{key}.KEY=VALUE, with {names}")
     return None
@@ -374,24 +369,14 @@ def meant(key: str, value: str, names: Sequence[str] = ()) -> str:
         return f"{OTHER_KEYS[word]}={value}"
     if group in ("model", "data"):
         return ""  # the key of another kind of model or data
-    keys: dict[str, list[str]] = {}
-    for name in _names(Config()):
-        keys.setdefault(name.rpartition(".")[2], []).append(name)
-    if word not in keys and not group and closest(word, names) is None:
-        word = next(iter(get_close_matches(word, keys, n=1, cutoff=0.85)), word)
-    candidates = keys.get(word, [])
+    by_word: dict[str, list[str]] = {"model": ["model"], "data": ["data"]}
+    for name, _, _ in keys(Config()):
+        by_word.setdefault(name.rpartition(".")[2], []).append(name)
+    if word not in by_word and not group and closest(word, names) is None:
+        word = next(iter(get_close_matches(word, by_word, n=1, cutoff=0.85)), word)
+    candidates = by_word.get(word, [])
     depth = min((name.count(".") for name in candidates), default=0)
     return " or ".join(f"{name}={value}" for name in candidates if name.count(".") == depth)
-
-
-def _names(node: Any, path: str = "") -> Iterator[str]:
-    for field in fields(node):
-        value = getattr(node, field.name)
-        name = f"{path}.{field.name}".lstrip(".")
-        if is_dataclass(value):
-            yield from _names(value, name)
-        else:
-            yield name
 
 
 _KINDS = {"Float": "a number", "Integer": "an integer", "bool": "true or false", "String": "text"}
@@ -407,12 +392,6 @@ def _unknown_option(group: str, option: str, options: Sequence[str]) -> UserErro
     elif group:
         fix += f"; your own file DIR/{name}.yaml needs -cd DIR"
     return UserError(f"{name} does not exist", where=group or "the defaults", fix=fix)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 REPLACED = {

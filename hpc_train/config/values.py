@@ -7,7 +7,7 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -23,6 +23,7 @@ from hpc_train.config.schema import (
     PrometheusConfig,
     StrategyConfig,
 )
+from hpc_train.config.secrets import leaves
 from hpc_train.errors import UserError, nearest
 from hpc_train.units import parse_bytes
 
@@ -461,7 +462,7 @@ def refuse_other_encodings(values: dict[str, Any]) -> None:
     Python reads them as lone surrogates, which neither YAML nor a batch script can hold.
     """
     refuse_other_encoding("the working directory", str(Path.cwd()))
-    for key, text in _texts("", values):
+    for key, text in leaves(values):
         refuse_other_encoding(key, text)
 
 
@@ -480,17 +481,6 @@ def refuse_other_encoding(key: str, text: str) -> None:
             what = f"{key} is {shown}, which is not UTF-8"
             fix = "rename the file or directory with UTF-8 characters, e.g. with convmv, or use another path"
         raise UserError(what, where=key, fix=fix) from None
-
-
-def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _texts(f"{key}.{name}".lstrip("."), inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts(key, inner)
 
 
 def server_uri(settings: MlflowConfig) -> str:

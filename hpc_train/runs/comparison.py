@@ -6,26 +6,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 from hpc_train.config.evaluation import BestMetric, best_metric
 from hpc_train.config.schema import Config
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
+from hpc_train.runs.job_status import View
 
 Settings = dict[str, str]  # override key -> value, as on the command line
 UNCOMPARED = ("run.name", "run.root", "run.fork", "launch.")  # keys that do not affect training
 DEFAULT = "default"  # the value in a table of a key that another run overrides
-
-
-class View(Protocol):
-    """Interface of the compared data of a run: its newest logged step, and its exit code, None until it has ended."""
-
-    @property
-    def metrics(self) -> dict[str, Any]: ...
-
-    @property
-    def exit(self) -> int | None: ...
 
 
 def metric_of(config: Config) -> BestMetric | None:

@@ -281,12 +281,12 @@ def _runs_of_jobs(jobs: Mapping[str, JobStatus]) -> Iterator[RunHandle]:
             yield from (item for item in runs if any(status_of(job_id, jobs) for job_id in item.job_ids))
 
 
-def stop_runs(runs: Collection[RunHandle], number: signal.Signals = signal.SIGTERM) -> None:
-    """Sends the signal ``number`` to the runs that are processes of this machine."""
+def stop_runs(runs: Collection[RunHandle]) -> None:
+    """Sends SIGTERM to the runs that are processes of this machine."""
     for item in runs:
         if item.pid is not None and item.lives_here():
             record_stop_request(item.run)
-            os.kill(item.pid, number)
+            os.kill(item.pid, signal.SIGTERM)
 
 
 def unreadable(run: RunDirectory, error: Exception) -> UserError:

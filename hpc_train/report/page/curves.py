@@ -48,7 +48,7 @@ def losses(facts: RunFacts) -> Html:
         Series("training loss", points, "c0"),
         Series("validation loss", validation, "c1", dots=True),
     ]
-    return section("Loss", block("paragraph", words), line_chart("Loss over steps", words, series, "step"))
+    return section("Loss", block("paragraph", words), line_chart("Loss over steps", words, series))
 
 
 def _kept(facts: RunFacts, key: str) -> list[Point]:
@@ -93,7 +93,7 @@ def metrics(facts: RunFacts) -> Html | None:
         rows.append([name, f"{last:.4g}", f"{last_step:,}", f"{min(values):.4g}", f"{max(values):.4g}"])
         if len(points) > 1 and len(charts) < CHARTS:
             words = f"{name} of the validation data went from {values[0]:.4g} to {last:.4g}."
-            charts.append(line_chart(f"{name} over steps", words, [Series(name, points, "c1", dots=True)], "step"))
+            charts.append(line_chart(f"{name} over steps", words, [Series(name, points, "c1", dots=True)]))
     if not rows:
         return None
     columns = ("metric", "last value", "at step", "lowest", "highest")
@@ -153,7 +153,7 @@ def throughput(facts: RunFacts) -> Html | None:
     if seconds:
         words += f" A step took {milliseconds(median(seconds))} in the median."
     series = [Series(f"{unit} per second", points, "c2")]
-    chart = line_chart("Throughput over steps", words, series, "step", from_zero=True)
+    chart = line_chart("Throughput over steps", words, series, from_zero=True)
     return section("Throughput", block("paragraph", words), chart, *_utilization(facts))
 
 
@@ -168,7 +168,7 @@ def _utilization(facts: RunFacts) -> list[Html | None]:
     hardware = facts.values("hfu")
     if hardware != points:
         series.append(Series("HFU", hardware, "c1", dashed=True))
-    chart = line_chart("MFU over steps", words, series, "step", from_zero=True, percent=True, height=190)
+    chart = line_chart("MFU over steps", words, series, from_zero=True, percent=True, height=190)
     return [heading, block("paragraph", words), chart, _formula(facts)]
 
 
@@ -225,7 +225,7 @@ def waits(facts: RunFacts) -> Html | None:
     return section(
         title,
         block("paragraph", words),
-        line_chart(title, words, series, "step", from_zero=True, percent=True),
+        line_chart(title, words, series, from_zero=True, percent=True),
         table("Shares of the time", ("waiting for", "median", "highest"), rows, numbers=2),
         block("bullets", list(advice)),
     )

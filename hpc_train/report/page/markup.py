@@ -175,17 +175,15 @@ def line_chart(
     title: str,
     description: str,
     series: Sequence[Series],
-    across: str,
     *,
     from_zero: bool = False,
     percent: bool = False,
     height: float = HEIGHT,
 ) -> Html:
-    """Returns a chart with its legend.
+    """Returns a chart over the steps, with its legend.
 
     Args:
         description: what the chart shows, as text with figures, for readers who do not see it.
-        across: the name of the horizontal axis.
         from_zero: whether the vertical axis begins at 0.
         percent: whether the values are shares of 1.
     """
@@ -204,7 +202,7 @@ def line_chart(
         axes.append(block("label", words, f"{LEFT - 8:g}", f"{up + 4:.1f}", "end"))
     for value in x.ticks():
         axes.append(block("label", short(value), f"{x.at(value):.1f}", f"{height - BOTTOM + 20:g}", "middle"))
-    axes.append(block("label", across, f"{WIDTH - RIGHT:g}", f"{height - 6:g}", "end", "soft"))
+    axes.append(block("label", "step", f"{WIDTH - RIGHT:g}", f"{height - 6:g}", "end", "soft"))
 
     shapes = []
     for line in lines:

@@ -67,7 +67,11 @@ def sweep_verdict(sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Html:
         value = sweep.compared.values(views)[best]
         words = block("paragraph", f"The best by {metric.name}, the {how}: run {name} with {format_metric(value)}.")
     box = block("todo", "What to do", commands(todo, "commands that help"))
-    return section("Verdict", block("paragraph", head, f"verdict {level}"), _cost(sweep), words, box)
+    spent = Account()  # from the events alone, which are quick to read
+    for item, view in zip(sweep.handles, views, strict=True):
+        now = time.time() if view.exit is None else None
+        spent += ledger(item.run.read_events(), (), (), now, read_frozen(item.run)).total
+    return section("Verdict", block("paragraph", head, f"verdict {level}"), block("facts", held(spent)), words, box)
 
 
 def sweep_table(sweep: SweepFacts) -> Html:
@@ -105,15 +109,6 @@ def sweep_failed(sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Html | 
         if failure.advice:
             blocks.append(block("paragraph", f"What to do: {failure.advice}"))
     return section("Failures and causes", *blocks) if blocks else None
-
-
-def _cost(sweep: SweepFacts) -> Html:
-    """Returns the resources that all runs together have held, from their events alone, which are quick to read."""
-    spent = Account()
-    for item, view in zip(sweep.handles, sweep.views, strict=True):
-        now = time.time() if view.exit is None else None
-        spent += ledger(item.run.read_events(), (), (), now, read_frozen(item.run)).total
-    return block("facts", held(spent))
 
 
 def reproduce_one(sweep: SweepFacts) -> Html:
@@ -227,6 +222,4 @@ def _number(value: str) -> float | None:
         number = float(value)
     except ValueError:
         return None
-    if not math.isfinite(number):
-        return None
-    return number
+    return number if math.isfinite(number) else None
