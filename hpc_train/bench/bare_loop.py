@@ -62,10 +62,7 @@ class BareLoop:
 
 def build_bare_loop(kind: str, config: Config, mesh: Mesh, layers: Sequence[range] | None = None) -> BareLoop:
     """Builds a model and the bare loop ``single``, ``dp``, ``zero2``, ``zero3`` or ``pp`` (see ``request.bare_loop``).
-
-    Args:
-        layers: the layers of each pipeline stage; None splits them by ``strategy.pp_split``.
-    """
+    ``layers`` are the layers of each pipeline stage; None splits them by ``strategy.pp_split``."""
     losses: list[Tensor] = []
     model: nn.Module = build_model(config.model, config.train.seed)
     if kind == "pp":

@@ -125,11 +125,8 @@ def _parser() -> argparse.ArgumentParser:
 def _trials(
     config: Config, layout: Layout, options: argparse.Namespace, limit: int | None
 ) -> tuple[int, list[Trial], str]:
-    """Measures all sizes; returns the last exit code, the trials, and the unit of their speed.
-
-    Args:
-        limit: bytes of memory per rank; None continues until a trial runs out of memory.
-    """
+    """Measures all sizes; returns the last exit code, the trials, and the unit of their speed. ``limit`` is the memory
+    per rank in bytes; None continues until a trial runs out of memory."""
     trials: list[Trial] = []
     code = 0
     size = 1

@@ -80,11 +80,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Parses sizes in bytes such as ``4K,1M``, or a range ``1K-1G`` (times 4 each).
-
-    Raises:
-        UserError: ``text`` is neither.
-    """
+    """Parses sizes in bytes such as ``4K,1M``, or a range ``1K-1G`` (times 4 each). Raises UserError if ``text`` is
+    neither."""
     invalid = UserError(
         f"{text!r} is not a size", where="--sizes", fix="give a list like 4K,1M,64M or a range like 1K-64M"
     )

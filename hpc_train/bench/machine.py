@@ -163,11 +163,8 @@ def fit_rate(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Returns the rate R and the operations H in ``seconds = (operations + H) / R``: a product of H operations runs at
     R / 2.
 
-    This is the least-squares fit of the relative errors; a negative H becomes 0.
-
-    Args:
-        times: the operations and the seconds of at least two products of different sizes.
-    """
+    This is the least-squares fit of the relative errors; a negative H becomes 0. ``times`` holds the operations and the
+    seconds of at least two products of different sizes."""
     # minimizes the sum of (flops * per_flop + fixed - seconds)^2 / seconds^2
     rows = [(flops / seconds, 1 / seconds) for flops, seconds in times]
     a = sum(row[0] for row in rows)

@@ -81,11 +81,8 @@ def refuse_below_one(options: argparse.Namespace, *names: str) -> None:
 
 
 def config_of(words: list[str], several_nodes: bool = False) -> Config:
-    """Composes the config of ``words``, the command line of a training.
-
-    Raises:
-        UserError: the words are invalid or describe several jobs, or this is a Slurm step of several nodes.
-    """
+    """Composes the config of ``words``, the command line of a training. Raises UserError if the words are invalid or
+    describe several jobs, or this is a Slurm step of several nodes."""
     nodes = current_allocation().nodes
     if nodes > 1 and not several_nodes:
         raise UserError(

@@ -32,10 +32,7 @@ class WorkerRequest:
 @dataclass(frozen=True)
 class StepRequest(WorkerRequest):
     """Requests ``pairs`` blocks of ``steps`` steps, alternating with the bare loop ``raw`` if ``raw`` is not None.
-
-    Attributes:
-        profile_gap: whether to profile what the step loses against the peak rate.
-    """
+    ``profile_gap`` states whether to profile what the step loses against the peak rate."""
 
     steps: int
     pairs: int

@@ -225,11 +225,8 @@ def table(rows: Sequence[ScalingRow], unit: str) -> str:
 
 
 def paragraph(rows: Sequence[ScalingRow], result: dict[str, Any], unit: str) -> str:
-    """Describes the measurements in prose for a proposal for computing time.
-
-    Args:
-        result: the result of any of the measurements, which share the model and the software versions.
-    """
+    """Describes the measurements in prose for a proposal for computing time. ``result`` is the result of any of the
+    measurements, which share the model and the software versions."""
     strong, weak = ([row for row in rows if row.kind == kind] for kind in KINDS)
     first = strong[0]
     last = strong[-1]
@@ -286,11 +283,7 @@ def _duration(seconds: float) -> str:
 
 def measure_on_slurm(steps: Sequence[tuple[int, Sequence[str]]]) -> list[dict[str, Any]] | None:
     """Submits a ``bench step`` for each number of nodes, with its arguments; returns the results in order, or None if
-    one of them failed.
-
-    Raises:
-        UserError: a job cannot run on the cluster, or Slurm rejects it.
-    """
+    one of them failed. Raises UserError if a job cannot run on the cluster, or Slurm rejects it."""
     executor = SlurmJobExecutor()
     jobs = []
     for _, words in steps:

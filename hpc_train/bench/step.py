@@ -68,11 +68,8 @@ BARE_PIPELINES = {"1f1b": "pp", "interleaved_1f1b": "pp"}  # and for each pipeli
 
 
 def bare_loop(config: Config, layout: Layout) -> str:
-    """Returns the kind of bare loop (see ``bare_loop.py``) that is equivalent to ``config`` in ``layout``.
-
-    Raises:
-        UserError: there is no equivalent bare loop.
-    """
+    """Returns the kind of bare loop (see ``bare_loop.py``) that is equivalent to ``config`` in ``layout``. Raises
+    UserError if there is no equivalent bare loop."""
     if config.precision.name == "fp16":
         raise UserError(
             "precision=fp16 needs loss scaling, which the bare loops do not have",

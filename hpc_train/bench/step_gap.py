@@ -51,11 +51,7 @@ def profiled(step: Callable[[], object], device: torch.device, stages: bool, ste
     """Runs ``steps`` steps under torch.profiler and returns the seconds per step of each kind of work on this rank.
 
     Kernels that run at the same time share it. Collectives and messages between stages count only while no computation
-    runs.
-
-    Args:
-        stages: whether there are pipeline stages.
-    """
+    runs. ``stages`` states whether there are pipeline stages."""
     synchronize(device)  # otherwise, the steps would wait for work that was launched before
     with profile(activities=activities(device)) as profiler:
         for _ in range(steps):

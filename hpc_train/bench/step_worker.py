@@ -87,11 +87,8 @@ def _measure_steps(rank: BenchRank, request: StepRequest) -> dict[str, Any] | No
 
 
 class StepBench:
-    """Provides the trainer's loop as a function of one step, and its parts for the other measurements.
-
-    Attributes:
-        stopped: whether a stop was requested; it changes at the same step on all ranks.
-    """
+    """Provides the trainer's loop as a function of one step, and its parts for the other measurements. ``stopped``
+    states whether a stop was requested; it changes at the same step on all ranks."""
 
     def __init__(self, config: Config, mesh: Mesh, stop: StopFlag) -> None:
         self.config = config
@@ -404,11 +401,8 @@ def compression_seconds(config: Config, mesh: Mesh) -> dict[str, float] | None:
 
 
 def advised(seconds: Mapping[str, float]) -> str:
-    """Returns the technique to advise. A lossy technique must be faster by a margin.
-
-    Args:
-        seconds: technique -> seconds, the least lossy technique first.
-    """
+    """Returns the technique to advise. A lossy technique must be faster by a margin. ``seconds`` holds the seconds of
+    each technique, the least lossy technique first."""
     chosen, *others = seconds
     for technique in others:
         if seconds[technique] < PAYS * seconds[chosen]:

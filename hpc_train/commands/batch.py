@@ -69,11 +69,8 @@ def freeze_run(arguments: list[str]) -> int:
 
     A requeued script finds the directory unchanged, even if the configs were edited since. The directory also holds
     ``job.sh``, which starts the agents and requeues the job if they request it, and ``gpus.sh``, which passes the GPUs
-    of the job on to its steps, for scripts that start the agents themselves.
-
-    Raises:
-        UserError: the config is wrong, lists several jobs, or the run may not be frozen.
-    """
+    of the job on to its steps, for scripts that start the agents themselves. Raises UserError if the config is wrong,
+    lists several jobs, or the run may not be frozen."""
     parser = _parser("freeze", "Writes the directory of the run that the overrides describe, and prints its path.")
     parser.add_argument("--task", type=int, metavar="N", help="freeze job N of the sweep that the overrides describe")
     parser.add_argument(TRUST, action="store_true", help="use a run directory that belongs to another user")
@@ -143,11 +140,8 @@ def _freeze(composed: ComposedJob, run: RunDirectory, trust_owner: bool) -> None
 
 
 def check_signal(config: Config, run: RunDirectory) -> None:
-    """Warns if the batch script around this process requests its signal too late to save.
-
-    Raises:
-        UserError: it requests a signal that does not make the agents save.
-    """
+    """Warns if the batch script around this process requests its signal too late to save. Raises UserError if it
+    requests a signal that does not make the agents save."""
     script = None
     for process in psutil.Process().parents():
         with contextlib.suppress(psutil.Error, OSError):
@@ -167,11 +161,8 @@ def print_script(arguments: list[str]) -> int:
     """Prints the script of the run that the overrides describe; on Kubernetes, the manifest.
 
     It writes no files and also works on a machine without Slurm, where the defaults of the partition are unknown. The
-    script of another scheduler needs the run directory, which ``-m`` writes.
-
-    Raises:
-        UserError: the config is wrong, lists several jobs, or is for this machine only.
-    """
+    script of another scheduler needs the run directory, which ``-m`` writes. Raises UserError if the config is wrong,
+    lists several jobs, or is for this machine only."""
     parser = _parser("script", "Prints a batch script that trains the run that the overrides describe.")
     parser.add_argument("--explain", action="store_true", help="print the purpose of each line instead of the script")
     parser.add_argument("--json", action="store_true", help="print one JSON object with the script")

@@ -128,10 +128,7 @@ def _judge(
     conditions: Sequence[Threshold], runs: Sequence[RunHandle], views: Sequence[View], baseline: str | None
 ) -> Exit:
     """Prints the verdict on each run to standard error; returns FAILED if a condition holds or a run is not done.
-
-    Raises:
-        UserError: a condition needs a baseline, and there is none.
-    """
+    Raises UserError if a condition needs a baseline, and there is none."""
     if not conditions:
         return Exit.DONE
     base: RunHandle | None = None
@@ -240,11 +237,8 @@ def _write_csv(path: Path, rows: Sequence[Row], keys: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Threshold:
-    """Holds a condition on a metric: ``val_loss>1.02*baseline``, ``samples_per_s<0.9*baseline``.
-
-    Attributes:
-        factor: the factor of the baseline's value; None compares with ``number``.
-    """
+    """Holds a condition on a metric: ``val_loss>1.02*baseline``, ``samples_per_s<0.9*baseline``. ``factor`` is the
+    factor of the baseline's value; None compares with ``number``."""
 
     text: str
     metric: str

@@ -56,11 +56,8 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the function for the shell, its removal, or the words that may stand at the end of ``COMP_LINE``.
-
-    Raises:
-        UserError: ``arguments`` name no action or no shell of this module, or ``COMP_LINE`` is not set.
-    """
+    """Prints the function for the shell, its removal, or the words that may stand at the end of ``COMP_LINE``. Raises
+    UserError if ``arguments`` name no action or no shell of this module, or ``COMP_LINE`` is not set."""
     action, _, shell = arguments[-1].partition("=")
     if len(arguments) != 2 or action not in ACTIONS or shell not in SHELLS:
         choices = " | ".join(f"install={name}" for name in SHELLS)

@@ -34,11 +34,8 @@ SHORT = (
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the help page, which is also the help of ``train``, or the versions.
-
-    Args:
-        arguments: may contain overrides and options of Hydra; options such as ``-cd`` add config groups.
-    """
+    """Prints the help page, which is also the help of ``train``, or the versions. ``arguments`` may contain overrides
+    and options of Hydra; options such as ``-cd`` add config groups."""
     if "--version" in arguments:
         versions = {name: _version_of(name) for name in ("torch", "hydra-core", "submitit")}
         if "--json" in arguments:

@@ -35,11 +35,8 @@ TRAIN = "python -m hpc_train -cd conf experiment=baseline run.name=first"
 
 
 def main(arguments: list[str]) -> int:
-    """Makes the directory and prints the commands that train in it.
-
-    Raises:
-        UserError: the name is not valid, the directory exists and is not empty, or it cannot be written.
-    """
+    """Makes the directory and prints the commands that train in it. Raises UserError if the name is not valid, the
+    directory exists and is not empty, or it cannot be written."""
     parser = OptionParser(
         prog="python -m hpc_train init",
         description="Makes a directory with a project that trains at once: model.py, data.py, a config, a test, "
@@ -88,11 +85,7 @@ def main(arguments: list[str]) -> int:
 
 def write_project(path: Path, name: str) -> None:
     """Writes the files of the template for the project ``name`` to ``path``, which may be an empty directory or git
-    work tree.
-
-    Raises:
-        UserError: ``path`` exists and is not an empty directory, or it cannot be written.
-    """
+    work tree. Raises UserError if ``path`` exists and is not an empty directory, or it cannot be written."""
     where = "the command line"
     try:
         is_new = not path.exists()

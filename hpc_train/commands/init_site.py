@@ -56,7 +56,6 @@ class Value:
     """Describes a line of the file.
 
     Attributes:
-        key: the config key.
         value: None if the line is only a suggestion, which ``source`` then describes.
         source: the command or file that says so.
     """
@@ -68,11 +67,7 @@ class Value:
 
 @dataclass
 class Survey:
-    """Holds the findings about a cluster.
-
-    Attributes:
-        missing: sentences about the values that could not be found.
-    """
+    """Holds the findings about a cluster. ``missing`` holds sentences about the values that could not be found."""
 
     head: str
     values: list[Value] = field(default_factory=list)

@@ -41,11 +41,7 @@ GENERATION = "hpc_train.tasks.generate:generate_tokens"
 
 @dataclass(frozen=True)
 class UsedCheckpoint:
-    """Holds the run and the checkpoint that a command line selects.
-
-    Attributes:
-        config: the config of the run.
-    """
+    """Holds the run and the checkpoint that a command line selects."""
 
     run: RunDirectory
     config: Config
@@ -73,10 +69,7 @@ class UsedCheckpoint:
 
     def run_workers(self, config: Config, request: WorkerRequest, entry: str) -> tuple[int, dict[str, Any] | None]:
         """Runs workers with the entry function ``entry``; returns the exit code, and the result with the checkpoint.
-
-        Raises:
-            UserError: ``config`` is invalid.
-        """
+        Raises UserError if ``config`` is invalid."""
         check_here(config)
         code = None
         if self.options.code == "run":
@@ -253,11 +246,8 @@ def generate(arguments: list[str]) -> int:
 
 
 def _prompts(words: list[str], file: Path | None) -> list[str]:
-    """Returns the prompts of the command line, and the prompts in ``file``.
-
-    Raises:
-        UserError: there is none, a word looks like an option, or the file cannot be read.
-    """
+    """Returns the prompts of the command line, and the prompts in ``file``. Raises UserError if there is none, a word
+    looks like an option, or the file cannot be read."""
     unknown = [word for word in words if word.startswith("--")]
     if unknown:
         fix = "python -m hpc_train generate --help lists the options; --prompts FILE takes a prompt that starts with --"

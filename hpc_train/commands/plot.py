@@ -26,11 +26,8 @@ NOT_RESULTS = ("time", "step", "attempt", "epoch", "world_size")
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the picture.
-
-    Raises:
-        UserError: matplotlib is missing, no run has logged a step, or no run has the metric.
-    """
+    """Writes the picture. Raises UserError if matplotlib is missing, no run has logged a step, or no run has the
+    metric."""
     options = _parser().parse_args(arguments)
     check_plot(options.out, "--out")
     by_path = {item.run.path: item for target in options.targets for item in find_runs(target, "plot")}

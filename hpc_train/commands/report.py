@@ -14,11 +14,7 @@ from hpc_train.run.processes import without_collector
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the page.
-
-    Raises:
-        UserError: there is no such run or sweep, or the file cannot be written.
-    """
+    """Writes the page. Raises UserError if there is no such run or sweep, or the file cannot be written."""
     parser = OptionParser(
         prog="python -m hpc_train report",
         description="Writes a page about a run or a sweep: what happened and what to do, loss, time, throughput, "

@@ -88,11 +88,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _print(rows: list[tuple[dict[str, Any], Account | None]], alone: list[RunHandle], of_command: bool) -> None:
-    """Prints the table, and the time account and the excluded nodes of a run that is shown alone.
-
-    Args:
-        of_command: whether the only run is one of ``run.command``.
-    """
+    """Prints the table, and the time account and the excluded nodes of a run that is shown alone. ``of_command`` states
+    whether the only run is one of ``run.command``."""
     console = wide(Terminal())
     if rows:
         console.print(_table([row for row, _ in rows]), highlight=False)

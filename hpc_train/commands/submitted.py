@@ -319,11 +319,7 @@ def stacks(arguments: list[str]) -> int:
 
 
 def _live_nodes(run: RunDirectory) -> int:
-    """Returns the number of nodes that work on the run.
-
-    Raises:
-        UserError: the run is not live.
-    """
+    """Returns the number of nodes that work on the run. Raises UserError if the run is not live."""
     attempt = run.attempts / f"{run.newest_attempt():03d}.json"
     if not is_live(run) or not attempt.exists() or not attempt.stat().st_size:
         raise UserError(

@@ -34,11 +34,8 @@ FOLDERS = ("events", "metrics", "logs", "logs/slurm")
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the file, or with ``--list`` prints the list of its content.
-
-    Raises:
-        UserError: there is no such run, it belongs to another user, or the file cannot be written.
-    """
+    """Writes the file, or with ``--list`` prints the list of its content. Raises UserError if there is no such run, it
+    belongs to another user, or the file cannot be written."""
     parser = OptionParser(
         prog="python -m hpc_train support",
         description="Collects what a maintainer needs to understand a run, in one file: versions, the findings of "
@@ -115,11 +112,7 @@ def _why(item: RunHandle) -> str:
 
 
 def _write(out: Path, texts: Mapping[str, str]) -> None:
-    """Writes the archive, which only its owner can read.
-
-    Raises:
-        UserError: the file exists, or cannot be written.
-    """
+    """Writes the archive, which only its owner can read. Raises UserError if the file exists, or cannot be written."""
     folder = out.name.removesuffix(".tar.gz")
     try:
         out.touch(mode=0o600, exist_ok=False)

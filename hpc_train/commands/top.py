@@ -17,11 +17,8 @@ from hpc_train.runs.lookup import find_runs
 
 
 def main(arguments: list[str]) -> int:
-    """Shows the view until the user quits.
-
-    Raises:
-        UserError: textual is missing, standard output is not a terminal, or there is no such run.
-    """
+    """Shows the view until the user quits. Raises UserError if textual is missing, standard output is not a terminal,
+    or there is no such run."""
     parser = OptionParser(
         prog="python -m hpc_train top",
         description="Shows runs live: progress, loss, speed, and for the chosen run its curves, waiting times, "

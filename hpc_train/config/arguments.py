@@ -319,11 +319,8 @@ def all_mistakes(line: CommandLine, first: UserError) -> UserError:
 
     Hydra raises an error for the first one. The overrides are therefore applied one after the other, those that choose
     files first, and each that fails is left out of the compositions that follow. A sweep is checked value by value. The
-    keys of a group are not checked if the choice of its file is wrong.
-
-    Args:
-        first: the mistake that Hydra has reported.
-    """
+    keys of a group are not checked if the choice of its file is wrong. ``first`` is the mistake that Hydra has
+    reported."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(line.overrides))
     except (HydraException, OmegaConfBaseException):

@@ -168,22 +168,15 @@ def _search_directories(override: str) -> list[str]:
 @dataclass
 class JobComposer:
     """Composes the jobs of a sweep. Hydra, which takes 70 ms, composes each combination of groups once; the values of
-    the other overrides are merged into a copy.
-
-    Attributes:
-        compose: composes one job with Hydra.
-    """
+    the other overrides are merged into a copy. ``compose`` composes one job with Hydra."""
 
     compose: Callable[[list[str]], DictConfig]
     # pickled, because a deep copy takes five times as long
     _composed: dict[tuple[str, ...], bytes] = field(default_factory=dict)
 
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
-        """Returns the composed config of one job.
-
-        Raises:
-            hydra.errors.HydraException, OmegaConfBaseException: an unknown group, option or key, or a wrong type.
-        """
+        """Returns the composed config of one job. Raises hydra.errors.HydraException or OmegaConfBaseException for an
+        unknown group, option or key, or a wrong type."""
         parsed = [parsed_override(text) for text in overrides]
         choices = [override for override in parsed if is_choice(override)]
         values = [override for override in parsed if not is_choice(override)]

@@ -155,11 +155,8 @@ def version_base() -> dict[str, str]:
 
 @contextmanager
 def initialized(directory: Path | None = None, added: Path | None = None) -> Iterator[None]:
-    """Initializes Hydra's compose API with ``directory``, or with the packaged ``conf/``.
-
-    Args:
-        added: a further directory that may hold the primary config, which is not searched in ``hydra.searchpath``.
-    """
+    """Initializes Hydra's compose API with ``directory``, or with the packaged ``conf/``. ``added`` is a further
+    directory that may hold the primary config, which is not searched in ``hydra.searchpath``."""
     import hydra
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.config_repository import ConfigRepository
@@ -178,11 +175,8 @@ def initialized(directory: Path | None = None, added: Path | None = None) -> Ite
 
 
 def compose(overrides: Sequence[str], config_name: str = PRIMARY) -> DictConfig:
-    """Composes one job without running Hydra's application. It writes nothing.
-
-    Raises:
-        hydra.errors.HydraException, OmegaConfBaseException: an unknown group, option or key, or a wrong type.
-    """
+    """Composes one job without running Hydra's application. It writes nothing. Raises hydra.errors.HydraException or
+    OmegaConfBaseException for an unknown group, option or key, or a wrong type."""
     import hydra
 
     with initialized():
@@ -335,11 +329,8 @@ def _check_missing(values: dict[str, Any]) -> None:
 
 
 def plain(node: Any, resolve: bool = True) -> dict[str, Any]:
-    """Returns the values of a ``DictConfig``.
-
-    Args:
-        resolve: whether interpolations are resolved, and a missing value is an error.
-    """
+    """Returns the values of a ``DictConfig``. ``resolve`` states whether interpolations are resolved, and a missing
+    value is an error."""
     values = OmegaConf.to_container(node, resolve=resolve, throw_on_missing=resolve)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}

@@ -28,11 +28,8 @@ def packaged(name: str) -> Mapping[str, Any]:
 
 
 def config_groups(directories: Iterable[Path] = ()) -> dict[str, list[str]]:
-    """Returns the names of the options of each config group, such as ``cluster/fabric``.
-
-    Args:
-        directories: the user's directories with further groups and options.
-    """
+    """Returns the names of the options of each config group, such as ``cluster/fabric``. ``directories`` are the user's
+    directories with further groups and options."""
     groups: dict[str, set[str]] = {}
     for directory in (config_directory(), *directories):
         for path in directory.glob("*/**/*.yaml"):

@@ -98,14 +98,8 @@ def check_metric_name(name: str, config: Config, where: str) -> None:
 
 
 def highest_is_best(name: str, mode: str, where: str) -> bool:
-    """Returns whether the highest value of the metric ``name`` is the best.
-
-    Args:
-        mode: min, max, or auto, which knows the built-in metrics.
-
-    Raises:
-        UserError: ``mode`` is unknown, or auto for a metric that is not built in.
-    """
+    """Returns whether the highest value of the metric ``name`` is the best. ``mode`` is min, max, or auto, which knows
+    the built-in metrics. Raises UserError if ``mode`` is unknown, or auto for a metric that is not built in."""
     if mode in ("min", "max"):
         return mode == "max"
     if mode != "auto":

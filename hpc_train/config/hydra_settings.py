@@ -104,13 +104,8 @@ def with_params(overrides: Sequence[str], params: Sequence[str]) -> list[str]:
 
 def with_listed_globs(overrides: Sequence[str], directories: Sequence[Path]) -> list[str]:
     """Returns ``overrides`` with the options that each ``GROUP=glob(PATTERN)`` matches, as ``GROUP=A,B``.
-
-    Args:
-        directories: the user's own config directories. Hydra must be initialized.
-
-    Raises:
-        UserError: a pattern matches nothing.
-    """
+    ``directories`` are the user's own config directories. Hydra must be initialized. Raises UserError if a pattern
+    matches nothing."""
     path = GlobalHydra.instance().config_loader().get_search_path()
     for directory in directories:
         path.append("hpc_train", f"file://{directory.absolute()}")

@@ -220,10 +220,7 @@ _SEARCH = re.compile(rb"\bsys\.(path|path_hooks|meta_path)\b|\bfrom sys import\b
 
 def how_to_install(package: str, extra: str | None = None) -> str:
     """Returns the command that installs the extra of hpc_train with ``package``, or a hint for any other package.
-
-    Args:
-        extra: the name of the extra, if several extras have the package.
-    """
+    ``extra`` is the name of the extra, if several extras have the package."""
     extra = extra or _EXTRAS.get(package)
     return install_extra(extra) if extra else f"install {package}, or correct the import"
 
@@ -523,14 +520,8 @@ def _may_define(tree: ast.Module, name: str) -> bool:
 def locate(path: str, where: str) -> Callable[..., Any]:
     """Imports the class or function ``package.module.Name`` or ``package.module:Name``. Only workers do this.
 
-    The path may end in an attribute of a class (``package.Class.create``).
-
-    Args:
-        where: the config key that holds ``path``, for messages.
-
-    Raises:
-        UserError: it cannot be imported or called.
-    """
+    The path may end in an attribute of a class (``package.Class.create``). ``where`` is the config key that holds
+    ``path``, for messages. Raises UserError if the object cannot be imported or called."""
     parts = path.replace(":", ".").split(".")
     for cut in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:cut])

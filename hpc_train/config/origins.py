@@ -42,13 +42,9 @@ class Origin:
 
 
 def origins(line: CommandLine) -> list[Origin]:
-    """Returns the keys of the job that ``line`` describes, with ``-p`` only those below it, in the order of
-    ``--cfg job``.
-
-    Raises:
-        UserError: there is no key below ``-p``.
-        hydra.errors.HydraException, OmegaConfBaseException: an unknown group, option or key, or a wrong type.
-    """
+    """Returns the keys of the job that ``line`` describes, with ``-p`` only those below it, in the order of ``--cfg
+    job``. Raises UserError if there is no key below ``-p``, and hydra.errors.HydraException or OmegaConfBaseException
+    for an unknown group, option or key, or a wrong type."""
     with line.composer() as compose:
         node = compose(list(line.overrides))
         places = dict(_places(line))

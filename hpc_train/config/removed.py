@@ -150,13 +150,8 @@ def removed_value(key: str, value: str) -> UserError | None:
 
 def without_removed(config: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of a frozen config with the current names of its keys, without removed keys and values.
-
-    Args:
-        record: ``run.json`` of the run.
-
-    Raises:
-        UserError: the value of a removed key changed what the run computes.
-    """
+    ``record`` is ``run.json`` of the run. Raises UserError if the value of a removed key changed what the run
+    computes."""
     result = {group: dict(values) if isinstance(values, Mapping) else values for group, values in config.items()}
     for group, _, name in (key.partition(".") for key in RENAMED):
         if isinstance(result.get(group), dict) and result[group].get(name) is None:

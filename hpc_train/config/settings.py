@@ -52,7 +52,6 @@ class Settings:
         choices: the option of each config group that ``defaults`` chooses.
         values: nested values of config keys, without the groups that the file does not set.
         limits: the rule of each key, such as ``{"max": 16}``.
-        trust: the content of ``trust``.
     """
 
     path: Path
@@ -126,10 +125,7 @@ def root_of_settings() -> tuple[str, Path] | None:
 
 def _read(path: Path, owners: frozenset[int], whose: str) -> Settings | None:
     """Returns the content of ``path``; None if it does not exist, or lies in a directory that the caller cannot enter.
-
-    Args:
-        owners: the ids of the users to whom the file may belong. ``whose`` names them.
-    """
+    ``owners`` are the ids of the users to whom the file may belong. ``whose`` names them."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):

@@ -120,11 +120,8 @@ def _of_defaults(text: str) -> UserError | None:
 
 
 def of_deletion(key: str, exists: bool = True) -> UserError:
-    """Returns the error for ``~key``: every config has the keys of the schema.
-
-    Args:
-        exists: whether the composed config has the key.
-    """
+    """Returns the error for ``~key``: every config has the keys of the schema. ``exists`` states whether the composed
+    config has the key."""
     if not exists and default_of(key) is ABSENT:  # Hydra takes null for a missing key
         what = f"~{key} removes a key that does not exist"
         return UserError(what, where=key, fix=f"remove ~{key} from the command line")
@@ -226,11 +223,7 @@ KINDS_OF_NODES: dict[type, tuple[str, str]] = {  # what such a value must be, an
 
 
 def _of_omegaconf(error: OmegaConfBaseException, text: str) -> UserError:
-    """Returns the mistake behind an error of OmegaConf.
-
-    Args:
-        text: the message of Hydra's error around it.
-    """
+    """Returns the mistake behind an error of OmegaConf. ``text`` is the message of Hydra's error around it."""
     key = str(error.full_key or "")
     if isinstance(error, ConfigAttributeError | ConfigKeyError) and (replacement := replacement_of(key)):
         return UserError(f"{key} is a key of earlier versions that no longer exists", where=key, fix=replacement)
@@ -359,11 +352,8 @@ def meant(key: str, value: str, names: Sequence[str] = ()) -> str:
     """Returns the override that the user probably means by an override of an unknown key; empty if there is none.
 
     It sets a key with the same last part, such as ``optim.lr`` for ``lr`` or ``train.lr``, or a key that has this name
-    in other tools. For a word without a group it may also set a key with nearly the same letters.
-
-    Args:
-        names: the keys of the same group. A word that is similar to one of these is not compared with other groups.
-    """
+    in other tools. For a word without a group it may also set a key with nearly the same letters. ``names`` are the
+    keys of the same group. A word that is similar to one of these is not compared with other groups."""
     group, _, word = key.replace("-", "_").rpartition(".")
     if OTHER_KEYS.get(word, key) != key:
         return f"{OTHER_KEYS[word]}={value}"

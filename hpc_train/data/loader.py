@@ -41,7 +41,6 @@ class Stacked(NamedTuple):
     """Holds one micro-batch on the host; see ``Batch``.
 
     Attributes:
-        target_count: the number of targets that count.
         state: where the shards of a stream continue after the step, as JSON.
         ended: whether a stream had no item for this micro-batch.
         items: the number of items of a stream in the micro-batch.

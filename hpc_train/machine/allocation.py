@@ -104,14 +104,9 @@ HOST = "{host}"
 
 def meeting_at(allocation: Allocation, interface: str | None) -> Allocation:
     """Returns ``allocation`` with the address that ``cluster.interface`` selects. A single node stays on loopback.
-
-    Args:
-        interface: an interface of this node, or a host name in which ``{host}`` stands for the node's name up to the
-            first dot.
-
-    Raises:
-        UserError: this node has no such interface with an IPv4 address, or the host name does not resolve.
-    """
+    ``interface`` is an interface of this node, or a host name in which ``{host}`` stands for the node's name up to the
+    first dot. Raises UserError if this node has no such interface with an IPv4 address, or the host name does not
+    resolve."""
     if interface is None or allocation.nodes == 1:
         return allocation
     if HOST in interface:
@@ -146,13 +141,9 @@ def meeting_at(allocation: Allocation, interface: str | None) -> Allocation:
 def listening_at(allocation: Allocation, is_chosen: bool) -> tuple[Allocation, str | None]:
     """Returns ``allocation`` with the address to which other nodes connect and on which this node listens.
 
-    If the address may be wrong, the node listens on all interfaces, and the second value is the reason.
-
-    Args:
-        is_chosen: whether ``cluster.interface`` selects the address. Otherwise it must be the address from which this
-            node sends to other nodes, because on a host with several networks, the host name may belong to another
-            address.
-    """
+    If the address may be wrong, the node listens on all interfaces, and the second value is the reason. ``is_chosen``
+    states whether ``cluster.interface`` selects the address. Otherwise it must be the address from which this node
+    sends to other nodes, because on a host with several networks, the host name may belong to another address."""
     if allocation.nodes == 1:
         return allocation, None
     address, doubt = _local_address(allocation.address)
@@ -209,14 +200,9 @@ def workers_of_run(config: Config, visible: int | None = None) -> tuple[int, int
 
 def workers_per_node(cluster: ClusterConfig, visible: int | None = None) -> tuple[int, int]:
     """Returns the numbers of GPUs and workers of a node: one worker per GPU, or ``cpu_workers`` without GPUs.
-
-    Args:
-        visible: the number of GPUs of the node, if the job will run on another machine.
-
-    Raises:
-        UserError: more GPUs are requested than the node has.
-        UnusableGpus: the job runs on this machine, but this process cannot use its GPUs.
-    """
+    ``visible`` is the number of GPUs of the node, if the job will run on another machine. Raises UserError if more GPUs
+    are requested than the node has, and UnusableGpus if the job runs on this machine, but this process cannot use its
+    GPUs."""
     requested = cluster.gpus_per_node
     if requested == 0:
         return 0, cluster.cpu_workers

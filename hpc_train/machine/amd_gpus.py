@@ -85,7 +85,6 @@ class AmdGpu:
     Attributes:
         index: its number in ROCR_VISIBLE_DEVICES.
         node: its number in the driver's topology.
-        pci: its PCI address.
         target: the instruction set, e.g. 90402 for gfx942.
         product: the PCI device id.
         unique_id: its serial number; 0 if the driver does not report it.
@@ -257,11 +256,8 @@ class AmdNode:
         return min(counts, default=None)
 
     def why_not_visible(self, environment: Mapping[str, str], staff: str | None) -> tuple[str, str]:
-        """Returns the reason why too few devices are visible, and the fix.
-
-        Args:
-            staff: the fix if the node is faulty; None on a machine without Slurm.
-        """
+        """Returns the reason why too few devices are visible, and the fix. ``staff`` is the fix if the node is faulty;
+        None on a machine without Slurm."""
         if not self.loaded:
             return "the driver amdgpu is not loaded (/sys/class/kfd does not exist)", staff or "load the driver"
         kfd = self.devices / "kfd"

@@ -44,11 +44,8 @@ _EXPORTED = "HPC_TRAIN_EXPORTED"  # the digest of the variables that a batch scr
 
 
 def job_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of ``cluster.env`` and a variable that marks them as exported; {} if there are none.
-
-    Raises:
-        UserError: a name is not valid for a variable.
-    """
+    """Returns the variables of ``cluster.env`` and a variable that marks them as exported; {} if there are none. Raises
+    UserError if a name is not valid for a variable."""
     for name in variables:
         if not _VARIABLE.fullmatch(name):
             raise UserError(
@@ -64,10 +61,7 @@ def job_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 def export_job_environment(variables: Mapping[str, str], environment: MutableMapping[str, str] = os.environ) -> None:
     """Exports ``cluster.env``, unless a batch script has done so: ``cluster.setup`` may have changed a value since.
-
-    Raises:
-        UserError: a name is not valid for a variable, or a value contains a NUL character.
-    """
+    Raises UserError if a name is not valid for a variable, or a value contains a NUL character."""
     variables_to_export = job_environment(variables)
     if variables_to_export and environment.get(_EXPORTED) != variables_to_export[_EXPORTED]:
         try:
@@ -99,11 +93,8 @@ def apply(variables: Iterable[Variable], environment: MutableMapping[str, str] =
 
 def threads_per_rank(requested: int | str, local_workers: int, bound_cores: int = 0) -> int:
     """Returns the number of intra-op threads of a rank. ``auto`` means one thread for each core to which the rank is
-    bound or, if it is not bound, an equal share of the affinity mask of this process.
-
-    Raises:
-        UserError: ``requested`` is neither ``auto`` nor a number of at least 1.
-    """
+    bound or, if it is not bound, an equal share of the affinity mask of this process. Raises UserError if ``requested``
+    is neither ``auto`` nor a number of at least 1."""
     if requested == "auto":
         return bound_cores or max(1, len(os.sched_getaffinity(0)) // local_workers)
     if not isinstance(requested, int) or requested < 1:
@@ -162,12 +153,8 @@ NCCL_SETUP_S = 600.0  # NCCL removes its files as soon as all ranks have opened 
 def node_local_caches(name: str, environment: Mapping[str, str] = os.environ) -> Iterator[tuple[Variable, ...]]:
     """Yields the variables that redirect caches to a directory of this job, which is removed at the end of the block.
 
-    Yields no variables outside of a Slurm job, since caches on a workstation are permanent.
-
-    Args:
-        name: the name of the job and the node. It need not be unique: several test clusters may use the same name on
-            one machine.
-    """
+    Yields no variables outside of a Slurm job, since caches on a workstation are permanent. ``name`` is the name of the
+    job and the node. It need not be unique: several test clusters may use the same name on one machine."""
     parent = _parent(environment) if "SLURM_JOB_ID" in environment else None
     if parent is None:
         yield ()

@@ -136,11 +136,8 @@ GPU_CLASSES = (DISPLAY, "0x0302")
 
 class UnusableGpus(UserError):
     """Reports that this process cannot use the GPUs of its node. A job treats it as a fault of the node, unless all
-    nodes report it.
-
-    Args:
-        reason: the number of expected GPUs, the number of GPUs that this process can use, and the cause.
-    """
+    nodes report it. ``reason`` names the number of expected GPUs, the number of GPUs that this process can use, and the
+    cause."""
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(f"cannot use the GPUs of this node: {reason}", where=KEY, fix=fix)
@@ -210,12 +207,8 @@ def gpus_to_use(
     requested: int | str, environment: Mapping[str, str] = os.environ, machine: Machine | None = None
 ) -> int:
     """Returns the number of GPUs to use: ``requested``, or for ``auto`` the GPUs that Slurm has allocated, or else all
-    visible GPUs. 0 means the CPU.
-
-    Raises:
-        UserError: more GPUs are requested than Slurm has allocated.
-        UnusableGpus: this process cannot use this number of GPUs.
-    """
+    visible GPUs. 0 means the CPU. Raises UserError if more GPUs are requested than Slurm has allocated, and
+    UnusableGpus if this process cannot use this number of GPUs."""
     machine = machine or Machine.this()
     allocated = allocated_gpus(environment)
     if isinstance(requested, int) and 0 < allocated < requested:

@@ -21,11 +21,8 @@ GROUP = "the memory limit of the job or container"
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Holds the bytes that the processes under a limit may still allocate together.
-
-    Attributes:
-        bound: the origin of the limit, ``NODE`` or ``GROUP``.
-    """
+    """Holds the bytes that the processes under a limit may still allocate together. ``bound`` is the origin of the
+    limit, ``NODE`` or ``GROUP``."""
 
     size: int
     bound: str

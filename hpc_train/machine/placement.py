@@ -127,12 +127,9 @@ class Network:
 
 
 def network_of(addresses: Sequence[str], sizes: Mapping[str, int]) -> Network | None:
-    """Returns the switches of nodes in rank order; None if they are in a torus, or all on one switch.
-
-    Args:
-        sizes: the number of nodes of each switch of the cluster. If it is unknown, a switch holds as many nodes as the
-            fullest switch in ``addresses``.
-    """
+    """Returns the switches of nodes in rank order; None if they are in a torus, or all on one switch. ``sizes`` holds
+    the number of nodes of each switch of the cluster. If it is unknown, a switch holds as many nodes as the fullest
+    switch in ``addresses``."""
     if any(TORUS.fullmatch(address) for address in addresses):
         return None
     switches = tuple(address.rpartition(".")[0].rpartition(".")[2] for address in addresses)
@@ -159,11 +156,7 @@ def group_nodes(layout: Layout, workers_per_node: int) -> int:
 
 def segment(layout: Layout, workers_per_node: int, nodes: int, block: int) -> int:
     """Returns the largest value of ``--segment`` that divides such a group and, as sbatch requires, the nodes of the
-    job.
-
-    Args:
-        block: the number of nodes of a block.
-    """
+    job. ``block`` is the number of nodes of a block."""
     group = group_nodes(layout, workers_per_node)
     return max(size for size in range(1, min(group, block) + 1) if group % size == 0 and nodes % size == 0)
 

@@ -67,11 +67,8 @@ def _lock_name() -> str:
 
 
 def _lock(path: Path) -> int:
-    """Creates and locks a file; returns its descriptor, which holds the lock.
-
-    Raises:
-        OSError: another process holds the lock.
-    """
+    """Creates and locks a file; returns its descriptor, which holds the lock. Raises OSError if another process holds
+    the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

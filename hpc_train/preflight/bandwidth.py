@@ -101,11 +101,8 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def slow_nodes(pairs: Sequence[PairRate], slow: float = SLOW) -> tuple[SlowNode, ...]:
-    """Returns the nodes that are slow with at least two different partners and with most of their partners.
-
-    Args:
-        slow: a pair is slow below this share of the rate of the other pairs.
-    """
+    """Returns the nodes that are slow with at least two different partners and with most of their partners. A pair is
+    slow below the share ``slow`` of the rate of the other pairs."""
     results = []
     for node in dict.fromkeys(name for pair in pairs for name in pair.nodes):
         node_pairs = [pair for pair in pairs if node in pair.nodes]

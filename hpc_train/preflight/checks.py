@@ -129,11 +129,8 @@ def check_shared_gpu(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
 
 
 def check_transport(ranks: Sequence[RankFacts], rdma: Mapping[str, bool]) -> Iterator[PreflightFinding]:
-    """Checks that NCCL uses RDMA and GPUDirect where available.
-
-    Args:
-        rdma: node -> whether it has an active port for training; unknown nodes are absent.
-    """
+    """Checks that NCCL uses RDMA and GPUDirect where available. ``rdma`` states for each node whether it has an active
+    port for training; unknown nodes are absent."""
     logged = [rank for rank in ranks if rank.transport is not None]
     sockets = [rank for rank in logged if rank.transport and rank.transport.over_sockets and rdma.get(rank.node)]
     for nodes, unfit in _unfit_nodes(sockets, logged).items():
@@ -160,11 +157,7 @@ def check_transport(ranks: Sequence[RankFacts], rdma: Mapping[str, bool]) -> Ite
 
 
 def check_inside(ranks: Sequence[RankFacts], nvlink: Container[str]) -> Iterator[PreflightFinding]:
-    """Checks that NCCL uses NVLink inside nodes.
-
-    Args:
-        nvlink: the nodes in which NVLink connects all GPUs.
-    """
+    """Checks that NCCL uses NVLink inside nodes. ``nvlink`` are the nodes in which NVLink connects all GPUs."""
     logged = [rank for rank in ranks if rank.transport and rank.transport.inside]
     copying = [rank for rank in logged if rank.transport and "P2P" not in rank.transport.inside and rank.node in nvlink]
     for nodes, unfit in _unfit_nodes(copying, logged).items():
@@ -266,11 +259,8 @@ def check_gemm(slow: Sequence[SlowDevice]) -> Iterator[PreflightFinding]:
 
 
 def check_models(ranks: Sequence[RankFacts], features: Mapping[str, frozenset[str]]) -> Iterator[PreflightFinding]:
-    """Checks that all ranks have the same model of device, since the slowest rank determines the speed.
-
-    Args:
-        features: node -> its features in Slurm.
-    """
+    """Checks that all ranks have the same model of device, since the slowest rank determines the speed. ``features``
+    holds the features of each node in Slurm."""
     by_model = _by(ranks, lambda rank: rank.device)
     nodes = {model: {rank.node for rank in same_model} for model, same_model in by_model.items()}
     if len(nodes) < 2:

@@ -324,10 +324,7 @@ def _all_reduce_bandwidth(ranks: Ranks, effort: Effort) -> float:
 
 def paired_test(crew: Crew, world_bus: float, effort: Effort) -> tuple[PairRate, ...]:
     """Exchanges data between all nodes in pairs, and repeats it if a node seems slow. Rank 0 receives the rates.
-
-    Args:
-        world_bus: all-reduce bandwidth in bytes/s, from which the message size is chosen.
-    """
+    ``world_bus`` is the all-reduce bandwidth in bytes/s, from which the message size is chosen."""
     size = int(min(effort.bytes, max(LEAST_EXCHANGE, world_bus * effort.stage_s / 8)))
     first_pass = _all_pairs(crew, size)
     if crew.agree(bool(slow_nodes(first_pass))):

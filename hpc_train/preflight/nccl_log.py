@@ -2,13 +2,11 @@
 
 The parser supports the lines of NCCL 2.4 to 2.30, which ``net.cc``, ``net_ib`` and ``net_socket.cc`` print:
 
-    NCCL version 2.27.3+cuda12.9
-    n1:7:19 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:10.0.0.1<0>
     n1:7:19 [0] NCCL INFO Using network IB
     n1:7:19 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0/GDRDMA
     n1:7:19 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
 
-RCCL prints the same lines, but "RCCL version : 2.26.6-HEAD:f224e2c", and before 2.20 "RCCL version 2.18.3+hip6.0".
+RCCL prints the same lines.
 
 NCCL reads these variables once per process and then writes its warnings to the same log. A thread copies the warnings
 to standard error, which goes to the log of the node.
@@ -27,11 +25,7 @@ from pathlib import Path
 
 SOCKET = "Socket"
 QUIET = ("", "VERSION", "WARN")  # with these levels of NCCL_DEBUG, the log may be redirected to memory
-# AMD's RCCL prints "RCCL version : 2.26.6-HEAD:f224e2c", before 2.20 "RCCL version 2.18.3+hip6.0"
-_VERSION = re.compile(r"[NR]CCL version *:? (\d[\w.]*)")
 _CHOSEN = re.compile(r"NCCL INFO Using network (.+?)\s*$", re.MULTILINE)
-_NICS = re.compile(r"NCCL INFO NET/IB ?: Using (.+)$", re.MULTILINE)
-_NIC = re.compile(r"\[\d+\]([\w.-]+:\d+)/")
 # a plugin's name may contain a space; (relay), /GDRDMA(mode) and /Shared follow the device number
 _NETWORK = re.compile(r" via NET/([^/\n]+)/\d+(\S*)")
 _INSIDE = re.compile(r" via (P2P|SHM|direct shared memory)\b")
@@ -46,14 +40,11 @@ class Transport:
             Libfabric``); without such channels the network that NCCL selected, if any.
         gpu_direct: whether all those channels read GPU memory from the NIC; None without channels.
         inside: the transports of its channels inside the node: ``P2P``, ``SHM``.
-        nics: the ports that NCCL uses, e.g. ``mlx5_0:1``.
     """
 
-    nccl: str | None = None
     networks: tuple[str, ...] = ()
     gpu_direct: bool | None = None
     inside: tuple[str, ...] = ()
-    nics: tuple[str, ...] = ()
 
     @property
     def over_sockets(self) -> bool:
@@ -62,7 +53,6 @@ class Transport:
 
 def parse_transport(log: str) -> Transport:
     """Parses the log of one rank; missing facts stay empty."""
-    version = _VERSION.search(log)
     networks = dict.fromkeys(_CHOSEN.findall(log)[-1:])
     gpu_direct = None
     channels = _NETWORK.findall(log)
@@ -70,13 +60,7 @@ def parse_transport(log: str) -> Transport:
         networks = dict.fromkeys(name for name, _ in channels)
         gpu_direct = all("/GDRDMA" in rest for _, rest in channels)
     inside = ("SHM" if "shared" in transport else transport for transport in _INSIDE.findall(log))
-    return Transport(
-        nccl=version and version[1],
-        networks=tuple(networks),
-        gpu_direct=gpu_direct,
-        inside=tuple(dict.fromkeys(inside)),
-        nics=tuple(dict.fromkeys(nic for line in _NICS.findall(log) for nic in _NIC.findall(line))),
-    )
+    return Transport(tuple(networks), gpu_direct, tuple(dict.fromkeys(inside)))
 
 
 FOLLOW_S = 1.0  # shorter than the time from a warning until NCCL's watchdog aborts the process
@@ -87,12 +71,9 @@ class NCCLLog:
     """Holds NCCL's log of this process in memory.
 
     If each rank read a file on the shared file system once per second, the metadata server would get thousands of
-    operations per second.
-
-    Attributes:
-        path: the path that NCCL opens. It contains the id of this process instead of ``self``: otherwise NCCL in a
-            child process, which inherits the environment, would truncate whatever file has this descriptor there.
-    """
+    operations per second. ``path`` is the path that NCCL opens. It contains the id of this process instead of ``self``:
+    otherwise NCCL in a child process, which inherits the environment, would truncate whatever file has this descriptor
+    there."""
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("nccl-log")

@@ -253,11 +253,8 @@ def _numbers(measured: Measured, pairs: Sequence[PairRate], expected: ExpectedBa
 
 
 def stop_for(findings: Sequence[PreflightFinding], actions: Mapping[str, str]) -> None:
-    """Raises an exception for errors, as ``preflight`` describes; warnings are ignored.
-
-    Args:
-        actions: class of finding -> action (``preflight_actions``).
-    """
+    """Raises an exception for errors, as ``preflight`` describes; warnings are ignored. ``actions`` holds the action
+    for each class of finding (``preflight_actions``)."""
     errors = [finding for finding in findings if finding.level == ERROR and actions[finding.kind] != "warn"]
     if not errors:
         return

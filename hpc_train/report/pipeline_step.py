@@ -44,11 +44,7 @@ def rows_of(event: Event) -> Rows:
 
 
 def stage_times(rows: Rows, total: float) -> Iterator[StageTimes]:
-    """Yields the times of each stage by rank.
-
-    Args:
-        total: the duration of the step in seconds.
-    """
+    """Yields the times of each stage by rank. ``total`` is the duration of the step in seconds."""
     for rank in sorted(rows):
         waited = 1 - sum(chunk.seconds for chunk in rows[rank]) / total
         for stage in sorted({chunk.stage for chunk in rows[rank]}):

@@ -35,14 +35,9 @@ Line = Mapping[str, Any]
 
 
 def check_plot(path: Path, option: str) -> None:
-    """Checks that a plot can be written, before anything is measured or read.
-
-    Args:
-        option: the option of the command line that names the file.
-
-    Raises:
-        UserError: matplotlib is not installed, or does not support the file type, or the file cannot be written.
-    """
+    """Checks that a plot can be written, before anything is measured or read. ``option`` is the option of the command
+    line that names the file. Raises UserError if matplotlib is not installed, or does not support the file type, or the
+    file cannot be written."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -117,13 +112,8 @@ class Results:
 
 def draw(path: Path, curves: Sequence[Curves], over: str, results: Results | None) -> None:
     """Writes loss, throughput, memory and time shares of all runs in one picture, with a panel per varied key below.
-
-    Args:
-        over: ``step``, ``hours``, ``samples`` or ``tokens``.
-
-    Raises:
-        UserError: the file cannot be written, for instance because the disk is full.
-    """
+    ``over`` is ``step``, ``hours``, ``samples`` or ``tokens``. Raises UserError if the file cannot be written, for
+    instance because the disk is full."""
     from cycler import cycler
     from matplotlib import colormaps, rc_context
 

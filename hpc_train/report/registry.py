@@ -220,11 +220,8 @@ LAST = "last"
 
 
 def registry_of(name: str, config: Config) -> MlflowRegistry | WandbRegistry:
-    """Returns the registry with the account and project of ``config``.
-
-    Raises:
-        UserError: its client is not installed, or its address is missing.
-    """
+    """Returns the registry with the account and project of ``config``. Raises UserError if its client is not installed,
+    or its address is missing."""
     if name == "wandb":
         return WandbRegistry(config.telemetry.wandb)
     return MlflowRegistry(config.telemetry.mlflow)

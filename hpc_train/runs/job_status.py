@@ -31,10 +31,8 @@ MANY = 100
 
 class JobStatuses:
     """Provides the status of submitted jobs. Each scheduler is queried at most every 30 s (60 s for many jobs).
-
-    Args:
-        silent: whether the schedulers have just failed to respond, so that they are not queried again within that time.
-    """
+    ``silent`` states whether the schedulers have just failed to respond, so that they are not queried again within that
+    time."""
 
     def __init__(self, *, silent: bool = False) -> None:
         self._listed: dict[SubmittedJobs, Mapping[str, JobStatus]] = {}  # the last answer

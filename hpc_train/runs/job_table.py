@@ -246,11 +246,8 @@ BEST = " (best)"
 
 
 def retry_lines(sweep: str, run: RunDirectory, views: Sequence[View]) -> list[str]:
-    """Returns the commands that submit the unfinished runs of ``sweep`` again, with comments on what they do.
-
-    Args:
-        run: any of its runs, which all have the same frozen code.
-    """
+    """Returns the commands that submit the unfinished runs of ``sweep`` again, with comments on what they do. ``run``
+    is any of its runs, which all have the same frozen code."""
     runs = counted(sum(map(is_unfinished, views)), "run", "runs")
     command = f"python -m hpc_train retry --failed {sweep}"
     if frozen_code(run) is None:

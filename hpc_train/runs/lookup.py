@@ -167,11 +167,8 @@ def find_runs(target: str, command: str, *, trust_owner: bool = False, unreadabl
 
 
 def find_run(target: str, command: str, *, trust_owner: bool = False) -> RunHandle:
-    """Returns the one run in ``target``; see ``find_runs``.
-
-    Raises:
-        UserError: there is no run, or several, or the command may not use a run of this owner.
-    """
+    """Returns the one run in ``target``; see ``find_runs``. Raises UserError if there is no run, or several, or the
+    command may not use a run of this owner."""
     runs = find_runs(target, command, trust_owner=trust_owner)
     if len(runs) > 1:
         raise sweep_given(target, [item.run.path for item in runs], command)

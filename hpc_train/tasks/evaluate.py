@@ -48,15 +48,9 @@ TRAINING_ONLY = re.compile(r"[+~]*(?:(?:optim|checkpoint|hooks|launch)[=.]|train
 
 
 def evaluation_config(run: Config, arguments: Sequence[str]) -> Config:
-    """Returns the config under which a checkpoint of ``run`` is evaluated.
-
-    Args:
-        arguments: overrides, and Hydra's ``-cd``.
-
-    Raises:
-        UserError: the arguments are invalid, describe a sweep, or choose another model.
-        hydra.errors.HydraException, OmegaConfBaseException: an unknown group, option or key, or a wrong type.
-    """
+    """Returns the config under which a checkpoint of ``run`` is evaluated. ``arguments`` are overrides, and Hydra's
+    ``-cd``. Raises UserError if the arguments are invalid, describe a sweep, or choose another model, and
+    hydra.errors.HydraException or OmegaConfBaseException for an unknown group, option or key, or a wrong type."""
     line = CommandLine.parse(with_right_plus(arguments))
     _check(line)
     overrides = OverridesParser.create().parse_overrides(list(line.overrides))
@@ -119,11 +113,8 @@ def _check(line: CommandLine) -> None:
 
 
 def _apply(node: DictConfig, override: Override) -> None:
-    """Deletes a key, or sets one that exists or that a ``+`` adds.
-
-    Raises:
-        UserError: the config has no such key, or a deletion names another value.
-    """
+    """Deletes a key, or sets one that exists or that a ``+`` adds. Raises UserError if the config has no such key, or a
+    deletion names another value."""
     key = override.key_or_group
     value = override.value()
     adds = bool(override.is_add() or override.is_force_add())
@@ -142,11 +133,8 @@ def _apply(node: DictConfig, override: Override) -> None:
 
 @dataclass(frozen=True)
 class EvaluationRequest(WorkerRequest):
-    """Requests an evaluation of the checkpoint of ``step`` in the directory ``checkpoint``.
-
-    Attributes:
-        weights: the name of a hook whose weights to use, such as ema; None uses those of the model.
-    """
+    """Requests an evaluation of the checkpoint of ``step`` in the directory ``checkpoint``. ``weights`` is the name of
+    a hook whose weights to use, such as ema; None uses those of the model."""
 
     checkpoint: str
     step: int
@@ -154,12 +142,9 @@ class EvaluationRequest(WorkerRequest):
 
 
 def evaluate_checkpoint(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    """Evaluates the checkpoint that the request names as rank ``spec.rank``; rank 0 writes the result.
-
-    Raises:
-        UserError: the config does not fit the data, or the checkpoint is damaged, does not fit the model or
-            has no weights of the hook.
-    """
+    """Evaluates the checkpoint that the request names as rank ``spec.rank``; rank 0 writes the result. Raises UserError
+    if the config does not fit the data, or the checkpoint is damaged, does not fit the model or has no weights of the
+    hook."""
     from hpc_train.checkpoint.restoring import load_weights, open_weights
     from hpc_train.checkpoint.store import Checkpoint
     from hpc_train.models.hf.lora import check_base

@@ -35,11 +35,8 @@ def is_override(word: str) -> bool:
 
 def generation_config(run: Config, overrides: Sequence[str]) -> Config:
     """Returns the config under which a checkpoint of ``run`` generates: on one worker, or under the strategy that the
-    overrides choose on all workers of this machine.
-
-    Raises:
-        UserError: the overrides are invalid, the model is not a language model, or a pipeline would split it.
-    """
+    overrides choose on all workers of this machine. Raises UserError if the overrides are invalid, the model is not a
+    language model, or a pipeline would split it."""
     keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
     on_one_worker = not any(key.partition(".")[0] == "strategy" for key in keys)
     if on_one_worker:
@@ -75,14 +72,8 @@ def generation_config(run: Config, overrides: Sequence[str]) -> Config:
 
 
 def check_prompts(config: Config, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    """Checks that the model can continue each prompt by ``max_tokens`` tokens.
-
-    Args:
-        prompts: token ids.
-
-    Raises:
-        UserError: a prompt is empty, has unknown token ids, or is too long for the model together with ``max_tokens``.
-    """
+    """Checks that the model can continue each prompt by ``max_tokens`` tokens. ``prompts`` are token ids. Raises
+    UserError if a prompt is empty, has unknown token ids, or is too long for the model together with ``max_tokens``."""
     if max_tokens < 1:
         raise UserError(f"--max-tokens is {max_tokens}, but must be at least 1", where="--max-tokens", fix="32")
     model = config.model
@@ -127,7 +118,6 @@ class GenerationRequest(WorkerRequest):
     """Requests up to ``max_tokens`` new tokens for each prompt, by the checkpoint of ``step``.
 
     Attributes:
-        checkpoint: the directory of the checkpoint.
         weights: the name of a hook whose weights to use, such as ema; None uses those of the model.
         prompts: token ids.
         ends: the tokens after which a text is complete.
@@ -151,12 +141,9 @@ class GenerationRequest(WorkerRequest):
 
 
 def generate_tokens(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    """Generates the texts of the request as rank ``spec.rank``; rank 0 writes the result.
-
-    Raises:
-        UserError: the checkpoint is damaged, does not fit the model or has no weights of the hook, or the outputs of
-            the model are not logits.
-    """
+    """Generates the texts of the request as rank ``spec.rank``; rank 0 writes the result. Raises UserError if the
+    checkpoint is damaged, does not fit the model or has no weights of the hook, or the outputs of the model are not
+    logits."""
     from hpc_train.checkpoint.restoring import load_weights, open_weights
     from hpc_train.checkpoint.store import Checkpoint
     from hpc_train.models.hf.lora import check_base

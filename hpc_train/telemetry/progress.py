@@ -150,11 +150,8 @@ Look = tuple[list[Line], list[Event]]  # new lines of metrics, new events
 
 
 class Progress:
-    """Shows the attempts of ``run`` that start after the construction of this object.
-
-    Args:
-        resume_command: the command line that continues this run, for the summary.
-    """
+    """Shows the attempts of ``run`` that start after the construction of this object. ``resume_command`` is the command
+    line that continues this run, for the summary."""
 
     def __init__(self, run: RunDirectory, console: Console, resume_command: str | None = None) -> None:
         self._run = run
@@ -348,11 +345,8 @@ def ended_early(run: RunDirectory) -> str | None:
 
 
 def summary(run: RunDirectory, resume_command: str | None = None) -> str:
-    """Returns the result of a finished run and suggestions for the next commands.
-
-    Args:
-        resume_command: the command line that continues the run; None leaves the overrides to the reader.
-    """
+    """Returns the result of a finished run and suggestions for the next commands. ``resume_command`` is the command
+    line that continues the run; None leaves the overrides to the reader."""
     record = run.record()
     result: dict[str, Any] = record.get("result", {})
     metrics = run.read_metrics()
@@ -459,11 +453,8 @@ def _wandb(run: RunDirectory, record: dict[str, Any]) -> str:
 
 
 def spent_line(account: Account, of_command: bool = False) -> str:
-    """Formats the time account of a run in one line, without entries below one second.
-
-    Args:
-        of_command: whether the run is one of ``run.command``, whose useful time is known only if it reports its steps.
-    """
+    """Formats the time account of a run in one line, without entries below one second. ``of_command`` states whether
+    the run is one of ``run.command``, whose useful time is known only if it reports its steps."""
     is_known = not of_command or account.steps_s > 0
     hours = format_hours((account.gpu_s or account.rank_s) / 3600)
     unit = "GPU-hours" if account.gpu_s else "rank-hours, no GPU"

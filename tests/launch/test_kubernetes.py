@@ -15,8 +15,8 @@ import yaml
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.file_lock import STALE_S, LockOwner
-from hpc_train.schedulers.kubernetes.manifest import REFERENCE
-from hpc_train.schedulers.kubernetes.scheduler import EXITS, SCHEDULER
+from hpc_train.schedulers.kubernetes.manifest import END_JOB, REFERENCE, START_AGAIN
+from hpc_train.schedulers.kubernetes.scheduler import SCHEDULER
 from hpc_train.schedulers.scheduler import JobStatus
 from tests.doors import command
 from tests.doors.command import REPOSITORY, hpc_train
@@ -172,7 +172,7 @@ def test_why_explains_what_a_detached_job_waits_for(started: Callable[..., Clust
 
 
 def test_the_exit_codes_are_those_of_the_agents() -> None:
-    assert EXITS.end_job == (Exit.FAILED, Exit.REFUSED, Exit.GAVE_UP) and EXITS.start_again == (Exit.STOPPED,)
+    assert END_JOB == (Exit.FAILED, Exit.REFUSED, Exit.GAVE_UP) and START_AGAIN == (Exit.STOPPED,)
     held = JobStatus("REQUEUE_HOLD", "Suspended", comment="Job a, namespace b")
     assert "kubectl patch job a --namespace=b" in SCHEDULER.explain(held).fix
 

@@ -235,7 +235,7 @@ def of_four_nodes(rank: int, world_size: int, each: int) -> tuple[object, object
         dist.batch_isend_irecv = slow
     own = RankFacts(rank, node, "abc", {}, "cpu", None, 0.0)
     ahead = 5.0 if node == "n1" else 0.0
-    found = measure_all(crew, own, LITTLE, lambda: Transport(nccl=str(rank)), lambda: time.time() + ahead)
+    found = measure_all(crew, own, LITTLE, lambda: Transport(networks=(str(rank),)), lambda: time.time() + ahead)
     return found, paired_test(crew, 1e8, LITTLE)
 
 
@@ -295,7 +295,7 @@ def test_measuring_on_ranks_that_stand_for_nodes(each: int) -> None:
     results = run_ranks(nodes * each, of_four_nodes, each)
     found, pairs = results[0]
     assert [rank.rank for rank in found.ranks] == list(range(nodes * each))
-    assert all(rank.gemm > 0 and rank.transport == Transport(nccl=str(rank.rank)) for rank in found.ranks)
+    assert all(rank.gemm > 0 and rank.transport == Transport(networks=(str(rank.rank),)) for rank in found.ranks)
     assert found.bandwidths.world > 0 and found.left_out == ()
     assert list(found.bandwidths.nodes) == ([] if each == 1 else ["n0", "n1", "n2"])
     assert len(found.bandwidths.rails) == (0 if each == 1 else 2)

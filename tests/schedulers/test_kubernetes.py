@@ -21,7 +21,6 @@ from hpc_train.schedulers.kubernetes import client
 from hpc_train.schedulers.kubernetes.client import Connection, KubernetesError, Problem
 from hpc_train.schedulers.kubernetes.manifest import (
     REASONS,
-    ExitCodes,
     Mount,
     SecretKey,
     TrainingJob,
@@ -40,7 +39,6 @@ JOB = TrainingJob(
     image="image:1",
     agent=("python", "-m", "hpc_train", "agent", "/runs/a"),
     nodes=2,
-    exits=ExitCodes(end_job=(Exit.FAILED, Exit.REFUSED, Exit.GAVE_UP), start_again=(Exit.STOPPED,)),
     mounts=(Mount("runs", "/runs"),),
     grace_s=1,
 )
@@ -298,7 +296,6 @@ def test_the_states_of_a_job(cluster: Cluster, connection: Connection) -> None:
     until(lambda: state(connection).phase is JobPhase.FAILED)
     failed = state(connection)
     assert failed.reason == "PodFailurePolicy" and "exit code 93" in failed.message
-    assert [pod.index for pod in failed.pods if pod.exit_code == Exit.GAVE_UP] == [1]
     client.cancel(connection, "run")
     until(lambda: not cluster.listed("jobs"))
     submit(connection)

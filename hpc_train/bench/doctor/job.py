@@ -35,11 +35,7 @@ NOT_FOR_A_CHECK = ("signal", "requeue", "no-requeue", "open-mode", "time", "time
 
 
 def composed(overrides: Sequence[str]) -> ComposedJob:
-    """Composes the config from ``overrides``.
-
-    Raises:
-        UserError: a value is wrong on any machine.
-    """
+    """Composes the config from ``overrides``. Raises UserError if a value is wrong on any machine."""
     job = compose_job(parse_line(overrides), "doctor")
     check_values(job.config)
     return job

@@ -68,22 +68,15 @@ FACTS: dict[str, Fact] = {
 
 @dataclass(frozen=True)
 class When:
-    """Holds if ``subject`` has one of ``values``, or if ``negated`` another value.
-
-    Attributes:
-        subject: the dotted name of a key, or one of ``FACTS``, whose value is True or False.
-    """
+    """Holds if ``subject`` has one of ``values``, or if ``negated`` another value. ``subject`` is the dotted name of a
+    key, or one of ``FACTS``, whose value is True or False."""
 
     subject: str
     values: tuple[Any, ...] = (True,)
     negated: bool = False
 
     def holds(self, value_of: Callable[[str], Any]) -> bool:
-        """Returns whether the condition holds.
-
-        Args:
-            value_of: returns the value of a key or a fact.
-        """
+        """Returns whether the condition holds. ``value_of`` returns the value of a key or a fact."""
         current = value_of(self.subject)
         return any(type(current) is type(value) and current == value for value in self.values) is not self.negated
 
@@ -221,11 +214,8 @@ class KeyInfo:
 
 
 def key(default: Any, meaning: str, *, when: Condition | tuple[Condition, ...] = (), **facts: Any) -> Any:
-    """Returns a dataclass field with its default and the facts of ``KeyInfo``.
-
-    Args:
-        when: the condition, or several of which all must hold, under which the key has an effect.
-    """
+    """Returns a dataclass field with its default and the facts of ``KeyInfo``. ``when`` is the condition, or several of
+    which all must hold, under which the key has an effect."""
     reads = when if isinstance(when, tuple) else (when,)
     metadata = {_METADATA: KeyInfo(meaning, reads=reads, **facts)}
     if isinstance(default, list | dict):

@@ -44,11 +44,8 @@ Texts = Mapping[str, str]  # the content of the files of one GPU, by name
 
 
 def amd_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
-    """Checks the Instinct GPUs of this node (inside a job, only the GPUs of the job) and the kernel log.
-
-    Args:
-        quick: whether to skip the processes.
-    """
+    """Checks the Instinct GPUs of this node (inside a job, only the GPUs of the job) and the kernel log. ``quick``
+    states whether to skip the processes."""
     amd_node = AmdNode.read(paths.kfd / "topology/nodes", paths.pci, paths.devices)
     if amd_node is None:
         return VendorHealth()

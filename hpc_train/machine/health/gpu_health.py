@@ -116,12 +116,8 @@ class NoResponse(Exception):
 
 
 def run_limited(command: Sequence[str], limit_s: float = LIMIT_S) -> tuple[int, str]:
-    """Returns the exit code and the output of ``command``. A process that hangs in the kernel is left running.
-
-    Raises:
-        NoResponse: the command takes longer than ``limit_s`` seconds.
-        OSError: the command cannot be started.
-    """
+    """Returns the exit code and the output of ``command``. A process that hangs in the kernel is left running. Raises
+    NoResponse if the command takes longer than ``limit_s`` seconds, and OSError if the command cannot be started."""
     started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     try:
         output, _ = started.communicate(timeout=limit_s)
@@ -136,11 +132,8 @@ def run_limited(command: Sequence[str], limit_s: float = LIMIT_S) -> tuple[int, 
 def read_in_child(read: Callable[[], Any], limit_s: float = LIMIT_S) -> Any | None:
     """Calls ``read`` in a forked child and returns its result, which passes through JSON; None if it raises.
 
-    A driver may hang in the kernel, where no signal can end the call; such a child is left running.
-
-    Raises:
-        NoResponse: the call takes longer than ``limit_s`` seconds.
-    """
+    A driver may hang in the kernel, where no signal can end the call; such a child is left running. Raises NoResponse
+    if the call takes longer than ``limit_s`` seconds."""
     source, target = os.pipe()
     child = os.fork()
     if child == 0:
@@ -170,10 +163,7 @@ def read_in_child(read: Callable[[], Any], limit_s: float = LIMIT_S) -> Any | No
 
 def read_gpus(expected: bool, limit_s: float = LIMIT_S) -> GpuReading:
     """Reads the GPUs of this node with ``nvidia-smi``, which in a job's control group shows only the GPUs of the job.
-
-    Args:
-        expected: whether the node has NVIDIA GPUs, so that a missing tool is a finding.
-    """
+    ``expected`` states whether the node has NVIDIA GPUs, so that a missing tool is a finding."""
     try:
         code, output = run_limited(QUERY, limit_s)
     except NoResponse as error:
@@ -327,11 +317,8 @@ def with_links(gpus: Sequence[GpuState], status: str) -> tuple[GpuState, ...]:
 
 
 def judge(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None = None) -> Iterator[Finding]:
-    """Yields findings on the problems of ``gpus``, or a finding that they are healthy.
-
-    Args:
-        fabric_manager: whether a node with NVSwitches runs the fabric manager; None on other nodes or if unknown.
-    """
+    """Yields findings on the problems of ``gpus``, or a finding that they are healthy. ``fabric_manager`` states
+    whether a node with NVSwitches runs the fabric manager; None on other nodes or if unknown."""
     findings = [finding for gpu in gpus for finding in (*_memory(gpu, node), *judge_speed(gpu, node))]
     findings += [*_links(gpus, node), *_fabric(gpus, node, fabric_manager)]
     if gpus and not findings:
@@ -445,11 +432,8 @@ RECOVERIES = {0: "None", 1: "Reset", 2: "Reboot", 3: "Drain P2P", 4: "Drain and 
 
 
 class Nvml:
-    """The initialized NVML library. Calls return None if the model or the driver does not support them.
-
-    Raises:
-        OSError: nvidia-ml-py, the library or the driver is missing.
-    """
+    """The initialized NVML library. Calls return None if the model or the driver does not support them. Raises OSError
+    if nvidia-ml-py, the library or the driver is missing."""
 
     def __init__(self) -> None:
         try:

@@ -121,11 +121,8 @@ class Line:
 
 @dataclass(frozen=True)
 class GpuError:
-    """An Xid of the GPU, or with ``switch`` an SXid of the NVSwitch, at the PCI address ``pci``.
-
-    Attributes:
-        count: how often it was logged; ``age`` and ``text`` describe the last occurrence.
-    """
+    """An Xid of the GPU, or with ``switch`` an SXid of the NVSwitch, at the PCI address ``pci``. ``count`` states how
+    often it was logged; ``age`` and ``text`` describe the last occurrence."""
 
     pci: str
     code: int

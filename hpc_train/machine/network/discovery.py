@@ -281,11 +281,7 @@ def physical_cores(sysfs: Path) -> tuple[tuple[int, ...], ...]:
 
 def near_cpus(sysfs: Path, device: Path) -> tuple[int | None, tuple[int, ...]]:
     """Returns the NUMA node and the CPUs near a PCI device. If the device reports node -1 (virtual machines), returns
-    the node and CPUs of its bridge.
-
-    Args:
-        device: the device's directory with links resolved.
-    """
+    the node and CPUs of its bridge. ``device`` is the device's directory with links resolved."""
     nodes = numa_cpus(sysfs)
     for place in (device, *device.parents):
         number = read_text(place / "numa_node")

@@ -74,11 +74,8 @@ _PART = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Parses a list of CPUs such as ``0-3,8``; returns the numbers in ascending order.
-
-    Raises:
-        ValueError: ``text`` is not such a list.
-    """
+    """Parses a list of CPUs such as ``0-3,8``; returns the numbers in ascending order. Raises ValueError if ``text`` is
+    not such a list."""
     numbers: set[int] = set()
     for part in text.strip().split(",") if text.strip() else ():
         match = _PART.fullmatch(part.strip())
@@ -181,7 +178,6 @@ class Nic:
         name: e.g. ``mlx5_0``; ``NIC0`` if only a matrix without a legend names it.
         kind: ``mellanox``, ``efa``, ``slingshot``, ``omnipath`` or ``other``; None if it is unknown.
         model: the type that the NIC reports, e.g. ``MT4129``.
-        interfaces: its network interfaces.
     """
 
     name: str
@@ -240,7 +236,6 @@ class NodeFacts:
         topology_file: NCCL's topology file in the image of a virtual machine.
         versions: versions that must be equal on all nodes, by name.
         settings: communication settings of the user and the administrator on this node.
-        limits: limits of a process.
         gpu_direct: the kernel module with which NICs read GPU memory, ``DMA-BUF``, or ``none``.
         net_plugin: the path of NCCL's network plugin; "" if the search did not find it.
         imex_channels: the number of device files with which GPUs of several nodes share memory over NVLink; None if the

@@ -88,11 +88,8 @@ def variables(fabric: str, nodes: Sequence[NodeFacts], settings: Mapping[str, Se
 
 
 def unknown(nodes: Sequence[NodeFacts], network: str | None) -> Iterator[str]:
-    """Yields a line if the plugin was not found on a node. NCCL may search other folders.
-
-    Args:
-        network: the value of NCCL_NET that the user or the site profile has set.
-    """
+    """Yields a line if the plugin was not found on a node. NCCL may search other folders. ``network`` is the value of
+    NCCL_NET that the user or the site profile has set."""
     if network is not None and network.lower() in ("socket", "ib"):
         return
     if any(facts.net_plugin is None for facts in nodes):
@@ -153,11 +150,8 @@ def on_amd(nodes: Sequence[NodeFacts]) -> bool:
 
 
 def rccl_variables(settings: Mapping[str, Setting]) -> Iterator[Variable]:
-    """Yields the variables that a job on several nodes with Slingshot exports.
-
-    Args:
-        settings: variables that are already set, by name.
-    """
+    """Yields the variables that a job on several nodes with Slingshot exports. ``settings`` are variables that are
+    already set, by name."""
     if "NCCL_NET_PLUGIN" not in settings:  # Frontier's module sets it
         yield Variable("NCCL_NET", "AWS Libfabric", _PLUGIN)
     for name, value, reason in _SLINGSHOT:

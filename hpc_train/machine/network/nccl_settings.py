@@ -75,11 +75,7 @@ def settings_of_communication(environment: Mapping[str, str] = os.environ) -> tu
 
 def merged(nodes: Mapping[str, Sequence[Setting]]) -> tuple[dict[str, Setting], list[str]]:
     """Returns the settings of a job (set on any of its nodes), and a message for each setting that differs between
-    nodes.
-
-    Args:
-        nodes: the settings of each node, by its name.
-    """
+    nodes. ``nodes`` are the settings of each node, by its name."""
     job_settings: dict[str, Setting] = {}
     values: dict[str, dict[str, str]] = {}
     for node, node_settings in nodes.items():
@@ -109,11 +105,8 @@ def read_conf(path: Path) -> dict[str, str]:
 def ib_retry_s(values: Mapping[str, str]) -> float:
     """Returns the seconds for which NCCL retries a lost InfiniBand packet before a collective fails.
 
-    NCCL's user guide, NCCL_IB_TIMEOUT: 4.096 us x 2^timeout for each of NCCL_IB_RETRY_CNT tries.
-
-    Args:
-        values: the set variables by name; an invalid value counts as NCCL's default.
-    """
+    NCCL's user guide, NCCL_IB_TIMEOUT: 4.096 us x 2^timeout for each of NCCL_IB_RETRY_CNT tries. ``values`` are the set
+    variables by name; an invalid value counts as NCCL's default."""
     timeout = _number(values.get("NCCL_IB_TIMEOUT", ""), _IB_TIMEOUTS, _IB_TIMEOUT)
     return 4.096e-6 * 2**timeout * _number(values.get("NCCL_IB_RETRY_CNT", ""), _IB_RETRY_COUNTS, _IB_RETRIES)
 
@@ -232,11 +225,8 @@ def lowest_nccl(nodes: Sequence[NodeFacts]) -> Version | None:
 
 
 def parse_version(text: str) -> Version:
-    """Parses a version such as ``2.21.5``; a suffix such as ``+cuda12.4`` is ignored.
-
-    Raises:
-        UserError: ``text`` is not a version.
-    """
+    """Parses a version such as ``2.21.5``; a suffix such as ``+cuda12.4`` is ignored. Raises UserError if ``text`` is
+    not a version."""
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?!\d)", text.strip())
     if match is None:
         raise UserError(f"{text!r} is not a version", where="--nccl", fix="give a version of NCCL such as 2.21.5")

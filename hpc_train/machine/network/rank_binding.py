@@ -97,11 +97,8 @@ def devices(facts: NodeFacts) -> tuple[Device, ...]:
 
 
 def refuse_slices_of_same_gpu(facts: NodeFacts, ranks: int) -> None:
-    """Rejects two ranks on slices of the same GPU, which NCCL cannot connect.
-
-    Raises:
-        UserError: two of the first ``ranks`` devices are slices of one GPU.
-    """
+    """Rejects two ranks on slices of the same GPU, which NCCL cannot connect. Raises UserError if two of the first
+    ``ranks`` devices are slices of one GPU."""
     slices = [device for device in devices(facts)[:ranks] if device.is_slice and device.gpu is not None]
     counts = Counter(device.gpu.name for device in slices if device.gpu is not None)
     for name, count in counts.items():

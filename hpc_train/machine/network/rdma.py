@@ -43,11 +43,8 @@ def kind_of(name: str) -> str | None:
 
 
 def read_rdma(sysfs: Path) -> tuple[Nic, ...]:
-    """Returns the RDMA devices under ``sysfs`` in natural order; () if there are none.
-
-    Args:
-        sysfs: a directory with ``class/infiniband``, usually ``/sys``, or a copy of ``class/infiniband`` alone.
-    """
+    """Returns the RDMA devices under ``sysfs`` in natural order; () if there are none. ``sysfs`` is a directory with
+    ``class/infiniband``, usually ``/sys``, or a copy of ``class/infiniband`` alone."""
     root = next((path for path in (sysfs / "class/infiniband", sysfs / "infiniband") if path.is_dir()), sysfs)
     nics = {ports.parent.name: _nic(ports.parent) for ports in root.glob("*/ports") if ports.is_dir()}
     for device in (sysfs / "class/cxi").glob("*"):

@@ -76,12 +76,9 @@ def text_of(snapshot: Snapshot, accept: str = "") -> tuple[bytes, str]:
 
 
 class MetricsFile:
-    """Replaces a file with the metrics, atomically.
-
-    Args:
-        where: ``telemetry.prometheus.file``: auto for ``metrics/current.prom`` in the run directory, a file, or a
-            directory, such as that of a node exporter's textfile collector.
-    """
+    """Replaces a file with the metrics, atomically. ``where`` is ``telemetry.prometheus.file``: auto for
+    ``metrics/current.prom`` in the run directory, a file, or a directory, such as that of a node exporter's textfile
+    collector."""
 
     def __init__(self, where: str, run: RunDirectory, run_id: str) -> None:
         self.path = run.metrics / "current.prom"
@@ -237,11 +234,8 @@ UNITS = {"seconds": "s", "bytes": "By", "bytes/second": "By/s", "1/second": "1/s
 
 
 class Otlp:
-    """Exports each published snapshot in a separate thread.
-
-    Args:
-        notify: called with a message when exports begin to fail.
-    """
+    """Exports each published snapshot in a separate thread. ``notify`` is called with a message when exports begin to
+    fail."""
 
     def __init__(self, labels: Mapping[str, str], notify: Callable[[str], object]) -> None:
         self._notify = notify

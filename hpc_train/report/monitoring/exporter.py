@@ -30,11 +30,8 @@ class Exit(Protocol):
     """Interface of an export of the metrics. All calls come from one thread, which waits for them."""
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Exports a snapshot.
-
-        Raises:
-            OSError: the snapshot cannot be written; the caller tries again with the next one.
-        """
+        """Exports a snapshot. Raises OSError if the snapshot cannot be written; the caller tries again with the next
+        one."""
 
     def close(self) -> None:
         """Ends the export in bounded time, after the last snapshot."""
@@ -47,11 +44,8 @@ Result = TypeVar("Result")
 @contextmanager
 def monitored(run: RunDirectory, config: TelemetryConfig, allocation: Allocation, events: EventLog) -> Iterator[None]:
     """Exports ``run`` as ``telemetry.prometheus`` and ``telemetry.otlp`` request. Problems never raise: they are
-    reported as warnings. Only the agent of node 0 calls it.
-
-    Args:
-        events: the log in which problems are reported; it also records the address in ``run.json``.
-    """
+    reported as warnings. Only the agent of node 0 calls it. ``events`` is the log in which problems are reported; it
+    also records the address in ``run.json``."""
     identity = identity_of(run, allocation)
     openers = list(_openers(run, config, allocation, events, identity))
     if not openers:

@@ -221,11 +221,7 @@ class RunReader:
     _ledger_due: float = field(default=float("-inf"), init=False)
 
     def read(self, now: float | None = None) -> Snapshot:
-        """Returns the current values.
-
-        Args:
-            now: seconds since 1970; the current time by default.
-        """
+        """Returns the current values. ``now`` is in seconds since 1970, by default the current time."""
         if now is None:
             now = time.time()
         for event in sorted(self._new(self.run.events, "*.jsonl"), key=attrgetter("time")):

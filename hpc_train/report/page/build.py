@@ -46,11 +46,7 @@ END_S = 10.0  # the end of a job waits at most this long for a slow file system
 
 
 def page_of_run(handle: RunHandle, statuses: dict[str, JobStatus] | None = None) -> str:
-    """Returns the page of a run.
-
-    Args:
-        statuses: the states of Slurm jobs; None asks Slurm.
-    """
+    """Returns the page of a run. ``statuses`` are the states of Slurm jobs; None asks Slurm."""
     facts = RunFacts.read(handle, statuses)
     sections = [
         verdict(facts),
@@ -73,11 +69,7 @@ def page_of_run(handle: RunHandle, statuses: dict[str, JobStatus] | None = None)
 
 
 def page_of_sweep(handles: Sequence[RunHandle], views: Sequence[View] | None = None) -> str:
-    """Returns the page of a sweep.
-
-    Args:
-        views: the states of its runs; None asks Slurm for them.
-    """
+    """Returns the page of a sweep. ``views`` are the states of its runs; None asks Slurm for them."""
     if views is None:
         statuses = statuses_of(handles, JobStatuses())
         views = [item.view(statuses) for item in handles]
@@ -157,11 +149,8 @@ def write_after(run: RunDirectory) -> None:
 
 
 def write_sweep_at_end(sweep: Path, views: Mapping[Path, View]) -> None:
-    """Writes the page of a sweep after a command has waited for it, and prints the path.
-
-    Args:
-        views: the states of its runs by directory; the states of missing runs are read.
-    """
+    """Writes the page of a sweep after a command has waited for it, and prints the path. ``views`` are the states of
+    its runs by directory; the states of missing runs are read."""
     if is_own(sweep):
         _print_path(lambda: _write_sweep(sweep, views))
 
@@ -251,22 +240,15 @@ def compare(run: RunDirectory, machine: Machine | None = None) -> dict[str, Any]
 
 
 def remember(config: Config, comparison: Mapping[str, Any]) -> None:
-    """Appends the comparison of a run to the calibration file of its root.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Appends the comparison of a run to the calibration file of its root. Raises OSError if it cannot be written."""
     root = Path(config.run.root).absolute()
     with exclusive(root / ".locks" / "calibration"):
         append_line(root / FILE, dict(comparison))
 
 
 def _machine_of(run: RunDirectory, config: Config, meeting: Mapping[str, Any]) -> Machine | None:
-    """Returns the machine that ``cluster.machine`` names, or the shipped one whose device matches all GPUs.
-
-    Raises:
-        UserError: the machine file cannot be read.
-    """
+    """Returns the machine that ``cluster.machine`` names, or the shipped one whose device matches all GPUs. Raises
+    UserError if the machine file cannot be read."""
     if config.cluster.machine != "auto":
         return read_machine(config.cluster.machine)
     if not meeting.get("gpus_per_node"):

@@ -42,11 +42,8 @@ class _ReadOnce(RunDirectory):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Holds the data that the page shows about a run.
-
-    Attributes:
-        lines: the metrics of all attempts in the order of their times, including those of repeated steps.
-    """
+    """Holds the data that the page shows about a run. ``lines`` are the metrics of all attempts in the order of their
+    times, including those of repeated steps."""
 
     handle: RunHandle
     diagnosis: Diagnosis

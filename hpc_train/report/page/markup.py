@@ -65,11 +65,8 @@ def paragraphs(lines: Iterable[object]) -> Html:
 
 
 def commands(lines: Sequence[str], label: str) -> Html:
-    """Returns command lines as a block; what follows three spaces in a line is a comment.
-
-    Args:
-        label: the purpose of the block, which must differ from the labels of all other blocks of the page.
-    """
+    """Returns command lines as a block; what follows three spaces in a line is a comment. ``label`` is the purpose of
+    the block, which must differ from the labels of all other blocks of the page."""
     return block("preformatted", "\n".join(line.replace("   ", "   # ", 1) for line in lines), label)
 
 

@@ -42,11 +42,8 @@ def ended_badly(diagnosis: Diagnosis) -> bool:
 
 
 def sections(diagnosis: Diagnosis, of_command: bool = False) -> Iterator[tuple[str, list[str]]]:
-    """Yields titles with lines of text; a section without lines is not shown.
-
-    Args:
-        of_command: whether the run is one of ``run.command``, which alone knows its checkpoints.
-    """
+    """Yields titles with lines of text; a section without lines is not shown. ``of_command`` states whether the run is
+    one of ``run.command``, which alone knows its checkpoints."""
     yield "what the job waits for", _waiting(diagnosis)
     yield "failure" if ended_badly(diagnosis) else "earlier failure", _cause(diagnosis)
     yield "Slurm", _slurm(diagnosis)

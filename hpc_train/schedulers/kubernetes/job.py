@@ -12,11 +12,8 @@ from hpc_train.schedulers.scheduler import TimeLimit
 
 @dataclass(frozen=True)
 class KubernetesJob(EnvironmentJob):
-    """A Job whose controller replaces the pods that end with the exit code of a requeue.
-
-    Attributes:
-        reference: what commands name the Job by.
-    """
+    """A Job whose controller replaces the pods that end with the exit code of a requeue. ``reference`` is what commands
+    name the Job by."""
 
     scheduler = "Kubernetes"
     replaces_nodes = True

@@ -33,6 +33,8 @@ MANAGED_BY = {"app.kubernetes.io/managed-by": "hpc_train"}
 REFERENCE = "HPC_TRAIN_KUBERNETES"  # the variable with the reference of the Job
 FAILURES_PER_INDEX = 20  # a bound on pods that end without a word of the agent, such as those killed for their memory
 START_S = 900  # a pod has this much time, in which its image is pulled, before the time limit of its agent begins
+END_JOB = (1, 2, 93)  # of an agent, as in run/exits.py: the run failed, was refused or has given up
+START_AGAIN = (75,)  # the run stopped after a checkpoint and continues in new pods
 NOT_RUNNABLE = (126, 127)  # of a shell whose command cannot be executed or does not exist
 
 
@@ -54,19 +56,6 @@ class SecretKey:
 
 
 @dataclass(frozen=True)
-class ExitCodes:
-    """The exit codes of an agent that decide what the Job does.
-
-    Attributes:
-        end_job: the run does not continue, so the Job fails.
-        start_again: the run has saved a checkpoint and continues in new pods.
-    """
-
-    end_job: tuple[int, ...]
-    start_again: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class TrainingJob:
     """The shape of a job on Kubernetes.
 
@@ -75,10 +64,7 @@ class TrainingJob:
         reference: what identifies the Job among all clusters of its user.
         run_dir: the run directory, as pods see it.
         image: the container image, which has Python and hpc_train.
-        agent: the command of the agent.
         nodes: the number of pods, which are the nodes of the run.
-        exits: the exit codes of the agent.
-        gpus: the GPUs of a pod.
         cpus: the CPU cores of a pod; None leaves them to the namespace's LimitRange.
         memory_bytes: the memory of a pod; None leaves it to the namespace's LimitRange.
         time_limit_s: the time after which the agents stop, in seconds. The pods of the next start have it again.
@@ -101,7 +87,6 @@ class TrainingJob:
     image: str
     agent: Sequence[str]
     nodes: int
-    exits: ExitCodes
     _: KW_ONLY
     gpus: int = 0
     gpu_resource: str = "nvidia.com/gpu"
@@ -199,7 +184,7 @@ def manifest(job: TrainingJob) -> list[dict[str, Any]]:
         "podReplacementPolicy": "Failed",
         "backoffLimitPerIndex": FAILURES_PER_INDEX,
         "maxFailedIndexes": 0,
-        "podFailurePolicy": {"rules": _failure_rules(job.exits)},
+        "podFailurePolicy": {"rules": _failure_rules()},
         "template": {
             "metadata": {"labels": dict(MANAGED_BY), "annotations": {RUN_DIRECTORY: job.run_dir}},
             "spec": merged(_pod(job), job.pod),
@@ -208,16 +193,16 @@ def manifest(job: TrainingJob) -> list[dict[str, Any]]:
     return [service, {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}]
 
 
-def _failure_rules(exits: ExitCodes) -> list[dict[str, Any]]:
+def _failure_rules() -> list[dict[str, Any]]:
     """Returns the rules for failed pods, of which the first that matches counts."""
 
     def exit_codes(codes: Sequence[int]) -> dict[str, Any]:
-        return {"containerName": CONTAINER, "operator": "In", "values": [int(code) for code in sorted(codes)]}
+        return {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
 
     return [
-        {"action": "FailJob", "onExitCodes": exit_codes(exits.end_job)},
+        {"action": "FailJob", "onExitCodes": exit_codes(END_JOB)},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Ignore", "onExitCodes": exit_codes(exits.start_again)},
+        {"action": "Ignore", "onExitCodes": exit_codes(START_AGAIN)},
         {"action": "FailJob", "onExitCodes": exit_codes(NOT_RUNNABLE)},
     ]
 

@@ -17,14 +17,12 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError, nearest
 from hpc_train.schedulers.kubernetes import client
 from hpc_train.schedulers.kubernetes.client import Connection, KubernetesError, Problem, connect
-from hpc_train.schedulers.kubernetes.manifest import ExitCodes, Mount, SecretKey, TrainingJob, manifest, render
+from hpc_train.schedulers.kubernetes.manifest import Mount, SecretKey, TrainingJob, manifest, render
 from hpc_train.schedulers.kubernetes.states import JobPhase, JobReport, explain
 from hpc_train.schedulers.scheduler import JobRequest, JobStatus, NoAnswer, Reason, Scheduler
 from hpc_train.schedulers.slurm.records import size_bytes
 from hpc_train.units import counted
 
-# run/exits.py: failed, refused and given up; stopped after a checkpoint
-EXITS = ExitCodes(end_job=(1, 2, 93), start_again=(75,))
 STATES = {
     JobPhase.PENDING: "PENDING",
     JobPhase.PREEMPTED: "REQUEUED",
@@ -45,7 +43,6 @@ class Options:
     Attributes:
         namespace: by default that of the context.
         context: a context of the kubeconfig; by default the current one.
-        gpu_resource: the extended resource of the GPUs.
         resources: further extended resources of a pod, such as ``{rdma/hca: 1}``.
         node_selector: labels that the nodes must have.
         tolerations: tolerations in the form of the Pod API.
@@ -189,7 +186,6 @@ def training_job(request: JobRequest, connection: Connection) -> TrainingJob:
         image=cluster.container.image or "",
         agent=request.agent,
         nodes=request.nodes[1],
-        exits=EXITS,
         gpus=request.gpus,
         gpu_resource=options.gpu_resource,
         cpus=cpus,

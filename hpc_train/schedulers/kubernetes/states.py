@@ -34,25 +34,12 @@ class Cause:
 
     Attributes:
         reason: the reason in Kubernetes, such as ``Unschedulable``.
-        message: the message of Kubernetes.
     """
 
     reason: str
     message: str
     words: str
     fix: str = ""
-
-
-@dataclass(frozen=True)
-class PodReport:
-    """The state of one pod. ``exit_code`` is None before the end of its container."""
-
-    name: str
-    index: int
-    node: str
-    phase: str
-    exit_code: int | None
-    evicted: bool
 
 
 @dataclass(frozen=True)
@@ -68,7 +55,6 @@ class JobReport:
     phase: JobPhase
     reason: str
     message: str
-    pods: tuple[PodReport, ...]
     causes: tuple[Cause, ...]
 
 
@@ -210,7 +196,6 @@ def report(job: Object, pods: Sequence[Object], events: Iterable[Object], worklo
 
     Args:
         pods: its pods, also those that have ended.
-        events: the events of the namespace.
         workload: the Workload of Kueue for the Job, if there is one.
     """
     name = job["metadata"]["name"]
@@ -219,16 +204,13 @@ def report(job: Object, pods: Sequence[Object], events: Iterable[Object], worklo
     phase = _phase(job, pods, of_job, workload)
     causes: list[Cause] = []
     if phase in (JobPhase.PENDING, JobPhase.PREEMPTED, JobPhase.STOPPED, JobPhase.RUNNING) and not end:
-        held = ""
-        if phase is JobPhase.RUNNING:
-            held = _held(job, pods)
+        held = _held(job, pods) if phase is JobPhase.RUNNING else ""
         for reason, message in _waits(job, pods, of_job, workload):
             causes += explain(reason, held + message)
     return JobReport(
         phase,
         end.get("reason", ""),
         end.get("message", ""),
-        tuple(sorted((_pod_report(pod) for pod in pods), key=lambda pod: (pod.index, pod.name))),
         tuple({cause.words: cause for cause in causes}.values()),
     )
 
@@ -297,7 +279,7 @@ def _held(job: Object, pods: Sequence[Object]) -> str:
     """Returns which pod a Job lacks of whose pods some run, since their agents wait for it; empty if all run."""
     started = [pod for pod in pods if pod["status"]["phase"] in ("Running", "Succeeded")]
     count = job["spec"]["parallelism"]
-    missing = set(range(count)) - {_pod_report(pod).index for pod in started}
+    missing = set(range(count)) - {int(pod["metadata"].get("annotations", {}).get(INDEX, -1)) for pod in started}
     if not missing:
         return ""
     return f"{len(started)} of {count} pods hold their resources and wait for pod {min(missing)}: "
@@ -309,20 +291,3 @@ def _concerns(event: Object, job: str) -> bool:
     if concerned["kind"] == "Job":
         return bool(concerned["name"] == job)
     return concerned["kind"] == "Pod" and re.fullmatch(rf"{re.escape(job)}-\d+-\w+", concerned["name"]) is not None
-
-
-def _pod_report(pod: Object) -> PodReport:
-    exit_code = None
-    for container in pod["status"].get("containerStatuses") or ():
-        ended = container["state"].get("terminated")
-        if ended is not None:
-            exit_code = int(ended["exitCode"])
-    metadata = pod["metadata"]
-    return PodReport(
-        name=metadata["name"],
-        index=int(metadata.get("annotations", {}).get(INDEX, -1)),
-        node=pod["spec"].get("nodeName") or "",
-        phase=pod["status"]["phase"],
-        exit_code=exit_code,
-        evicted=condition(pod, "DisruptionTarget") is not None,
-    )

@@ -48,11 +48,8 @@ class Order:
 
 
 class Follower:
-    """Sends a run to one tracker, in a thread, until ``end``.
-
-    Args:
-        record: called with the name of the tracker and its outcome whenever this changes.
-    """
+    """Sends a run to one tracker, in a thread, until ``end``. ``record`` is called with the name of the tracker and its
+    outcome whenever this changes."""
 
     def __init__(self, replay: Replay, notify: Callable[[str], object], record: Callable[[str, Any], object]) -> None:
         self._replay = replay
@@ -104,11 +101,8 @@ class Follower:
 
 
 def main(arguments: list[str]) -> None:
-    """Follows a run until the agent reports the end; never returns.
-
-    Args:
-        arguments: the run directory, the first attempt of the job, and the process id of the agent.
-    """
+    """Follows a run until the agent reports the end; never returns. ``arguments`` are the run directory, the first
+    attempt of the job, and the process id of the agent."""
     path, first_attempt, agent = arguments
     die_with_parent(int(agent))
     before = os.getpriority(os.PRIO_PROCESS, 0)

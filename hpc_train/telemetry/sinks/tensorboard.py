@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 class TensorBoard(Tracker):
     """Writes the numbers of each line as scalars. The lines of repeated steps hide the earlier ones.
 
-    It writes the files with the package tensorboard alone, because ``torch.utils.tensorboard`` imports torch.
-
-    Raises:
-        UserError: the extra ``hpc_train[tensorboard]`` is not installed.
-    """
+    It writes the files with the package tensorboard alone, because ``torch.utils.tensorboard`` imports torch. Raises
+    UserError if the extra ``hpc_train[tensorboard]`` is not installed."""
 
     name = "tensorboard"
     label = "TensorBoard"

@@ -116,11 +116,8 @@ class Tracker:
         return {}
 
     def open(self) -> bool:
-        """Connects when there is a first line. Returns whether the tracker accepts lines.
-
-        Raises:
-            UserError: another process sends the metrics of this run.
-        """
+        """Connects when there is a first line. Returns whether the tracker accepts lines. Raises UserError if another
+        process sends the metrics of this run."""
         until = time.monotonic() + (STALE_S + 30.0) * self.is_live
         while self._lock is None:
             try:
