@@ -195,14 +195,12 @@ class Measurement:
 
 
 def submit(job: Job, words: Sequence[str], stem: Path, executor: SlurmJobExecutor) -> Measurement:
-    """Submits ``bench WORDS`` with the resources of ``job``, as one task per node.
+    """Submits ``bench WORDS`` with the resources of ``job``, as one task per node. Raises UserError if Slurm does not
+    respond, or rejects the job.
 
     Args:
         words: the benchmark with its arguments, among them ``--json``.
         stem: path of the job's files without suffix; the directory exists.
-
-    Raises:
-        UserError: Slurm does not respond, or rejects the job.
     """
     log = stem.with_suffix(".log")
     result = stem.with_suffix(".out")

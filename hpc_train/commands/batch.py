@@ -83,13 +83,11 @@ def freeze_run(arguments: list[str]) -> int:
 
 def frozen_run(line: CommandLine, command: str, task: int | None = None, trust_owner: bool = False) -> RunDirectory:
     """Freezes the run that ``line`` describes, unless an earlier start of the job around this process has frozen it.
+    Raises UserError as ``freeze_run``.
 
     Args:
         command: the name of the command, for messages.
         task: the number of the job in the sweep; None for a single job.
-
-    Raises:
-        UserError: as ``freeze_run``.
     """
     refuse_search(line, command)
     job = compose_job(line, command, sweep="add --task N to freeze job N of the sweep", task=task)

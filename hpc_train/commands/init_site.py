@@ -128,7 +128,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def init_site(file: Path, *, overwrite: bool = False, internet: bool = False, as_json: bool = False) -> int:
-    """Writes the settings of this cluster to ``file``, or shows how they differ from those in it.
+    """Writes the settings of this cluster to ``file``, or shows how they differ from those in it. Raises UserError if
+    no Slurm controller responds here, or the file cannot be written.
 
     Args:
         overwrite: whether an existing file is replaced.
@@ -137,9 +138,6 @@ def init_site(file: Path, *, overwrite: bool = False, internet: bool = False, as
 
     Returns:
         The exit code: 1 if the file exists and differs.
-
-    Raises:
-        UserError: no Slurm controller responds here, or the file cannot be written.
     """
     controller, said = find_controller()
     if controller is not Controller.UP:

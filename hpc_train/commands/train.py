@@ -45,16 +45,14 @@ def main(arguments: list[str], begun: HeadStart | None = None) -> int:
     """Trains, or runs the agent if the only argument is a run directory.
 
     With ``--json``, standard output gets only one JSON object per run at the end. ``--trust-owner`` allows a run
-    directory that belongs to another user.
+    directory that belongs to another user. Raises UserError, hydra.errors.HydraException or OmegaConfBaseException
+    for a user's mistake.
 
     Args:
         begun: the head start of the warm parent, for a run in the foreground.
 
     Returns:
         The exit code of training. The launcher of a submission exits the process with its own code.
-
-    Raises:
-        UserError, hydra.errors.HydraException, OmegaConfBaseException: a user's mistake.
     """
     refuse_misplaced()
     others = [argument for argument in arguments if argument not in (JSON, TRUST)]

@@ -360,15 +360,12 @@ def load_row(path: str, key: str, kind: type[Row]) -> Row:
     """Returns the description at ``module:attribute`` without importing torch.
 
     The package's ``__init__.py`` may import torch, so only the named file is executed. Files with torch code, such as
-    builders, are parsed and not executed.
+    builders, are parsed and not executed. Raises UserError if the file or the attribute does not exist, the file cannot
+    be executed or imports torch, or a fact is missing, unknown or contradictory.
 
     Args:
         key: the config key that holds ``path``.
         kind: the class of the description.
-
-    Raises:
-        UserError: the file or the attribute does not exist, the file cannot be executed or imports torch, or a fact is
-            missing, unknown or contradictory.
     """
     name, separator, attribute = path.partition(":")
     spec = module_spec(name) if separator and attribute else None

@@ -136,14 +136,12 @@ NO_PARAMETERS = Parameters((), (), frozenset(), more_positional=False, more_keyw
 
 
 def find_definition(path: str, where: str, follow: int = 8) -> Definition:
-    """Finds the definition of ``package.module.Name`` or ``package.module:Name`` in the source file.
+    """Finds the definition of ``package.module.Name`` or ``package.module:Name`` in the source file. Raises UserError
+    if there is no such module, or its file does not define the name.
 
     Args:
         where: the config key that holds ``path``, for messages.
         follow: how many imports from one file of the name in another one are followed.
-
-    Raises:
-        UserError: there is no such module, or its file does not define the name.
     """
     parts = re.split("[.:]", path)
     cuts = range(len(parts) - 1, 0, -1)
@@ -279,7 +277,8 @@ def check_call(
     optional: Sequence[str] = (),
     complete: bool = True,
 ) -> Definition:
-    """Checks from its source that hpc_train can call ``path``.
+    """Checks from its source that hpc_train can call ``path``. Raises UserError if ``path`` does not exist, or a
+    parameter is missing or unknown.
 
     Args:
         where: the config key that holds ``path``, for messages.
@@ -288,9 +287,6 @@ def check_call(
         arguments: keywords that the config passes, in the key ``arguments_key``.
         optional: keywords that it passes only if they are declared.
         complete: whether these are all arguments.
-
-    Raises:
-        UserError: ``path`` does not exist, or a parameter is missing or unknown.
     """
     definition = find_definition(path, where)
     parameters = definition.parameters

@@ -21,14 +21,12 @@ UNSET = "unset"
 
 def default_root(scratch: str | None = None, project: str | None = UNSET) -> str:
     """Returns the default of ``run.root``: ``$HPC_TRAIN_ROOT``, or what the settings of the user or of the site set, or
-    scratch space, because checkpoints may fill a home directory.
+    scratch space, because checkpoints may fill a home directory. Raises UserError if the directory of the project is
+    unknown (None).
 
     Args:
         scratch: the scratch directory that a site's file names; None uses the variables that sites set.
         project: the directory of the user's project below ``scratch``, if the site has one per project.
-
-    Raises:
-        UserError: the directory of the project is unknown (None).
     """
     root = os.environ.get("HPC_TRAIN_ROOT")
     if root is None and project is None:

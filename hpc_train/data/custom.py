@@ -107,16 +107,14 @@ def with_random_access(built: Any, name: str) -> Any:
 class CustomDataset(Dataset):
     """Reads the items of a map-style dataset as samples.
 
-    Items may differ in length if ``items`` has an attribute ``lengths`` with the number of tokens of each item.
+    Items may differ in length if ``items`` has an attribute ``lengths`` with the number of tokens of each item. Raises
+    UserError if ``lengths`` does not have one positive number for each item.
 
     Args:
         items: the user's dataset.
         config: names the keys of items that are dicts.
         seed: the seed of random augmentations.
         name: the class, for messages; None uses the class of ``items``.
-
-    Raises:
-        UserError: ``lengths`` does not have one positive number for each item.
     """
 
     def __init__(self, items: Any, config: OwnKeys, seed: int, name: str | None = None) -> None:

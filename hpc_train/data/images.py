@@ -233,11 +233,10 @@ def open_image(file: str | BinaryIO, name: str, mode: str) -> Any:
     - The image is turned as its EXIF orientation says.
     - Transparent pixels are blended with white.
 
+    Raises UserError if the pixels are integers of 32 bits, floats or LAB colors.
+
     Args:
         name: the name of the file, for messages.
-
-    Raises:
-        UserError: the pixels are integers of 32 bits, floats or LAB colors.
     """
     library = pillow()
     with library.open(file) as image:

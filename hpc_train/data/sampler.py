@@ -36,14 +36,12 @@ PADDING = -1  # marks a slot without a sample
 
 @dataclass(frozen=True)
 class Order:
-    """Defines the order of ``samples`` samples in global batches of ``global_size``.
+    """Defines the order of ``samples`` samples in global batches of ``global_size``. Raises UserError if there are no
+    samples, or too few for one batch with ``drop_last``.
 
     Attributes:
         drop_last: whether to drop the last batch of an epoch if it is not full; otherwise it is padded.
         seed: the seed of the permutations; None keeps the order of the dataset, as in validation.
-
-    Raises:
-        UserError: there are no samples, or too few for one batch with ``drop_last``.
     """
 
     samples: int

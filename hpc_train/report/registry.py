@@ -240,7 +240,8 @@ def promote(
     """Verifies a checkpoint and uploads it as a version of the model ``name``.
 
     The version gets the alias ``last`` if the checkpoint is the newest one of the run, ``best`` if it is the best one,
-    and the aliases in ``also``.
+    and the aliases in ``also``. Raises UserError if there is no such checkpoint, it is damaged, or the registry does
+    not accept it.
 
     Args:
         to: wandb or mlflow.
@@ -249,9 +250,6 @@ def promote(
 
     Returns:
         A dict of ``step``, ``name``, ``version``, ``aliases``, ``reference`` (for ``checkpoint import``) and ``url``.
-
-    Raises:
-        UserError: there is no such checkpoint, it is damaged, or the registry does not accept it.
     """
     registry = registry_of(to, config)
     checkpoint = choose_by_name(run, choice, metric)
@@ -286,16 +284,14 @@ def is_reference(source: str) -> bool:
 
 
 def import_reference(source: str, name: str, root: Path, config: Config) -> dict[str, Any]:
-    """Downloads a version, verifies every byte of it, and creates the run ``root``/``name`` from it.
+    """Downloads a version, verifies every byte of it, and creates the run ``root``/``name`` from it. Raises UserError
+    if there is no such version, it is damaged, or the name is taken.
 
     Args:
         config: gives the address of the registry.
 
     Returns:
         A dict of ``path``, ``step``, and ``lineage``.
-
-    Raises:
-        UserError: there is no such version, it is damaged, or the name is taken.
     """
     directory = import_directory(root, name)
     kind, _, reference = source.partition(":")

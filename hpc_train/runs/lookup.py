@@ -128,14 +128,12 @@ class RunHandle:
 
 def find_runs(target: str, command: str, *, trust_owner: bool = False, unreadable: bool = False) -> list[RunHandle]:
     """Returns the run in ``target``, or all runs of the sweep there: a directory, or its name below the usual root.
+    Raises UserError if there is no run or sweep, ``target`` is empty, or the command may not use runs of this owner.
 
     Args:
         command: the command that opens the runs (see ``run.owner``).
         trust_owner: whether the caller has passed ``--trust-owner``.
         unreadable: whether to return directories that cannot be read, with their ``error``, instead of raising it.
-
-    Raises:
-        UserError: there is no run or sweep, ``target`` is empty, or the command may not use runs of this owner.
     """
     refuse_empty_name(target)
     root = Path(default_root())

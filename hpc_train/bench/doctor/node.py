@@ -352,12 +352,10 @@ def check_skew(skew: float) -> Finding:
 
 def probe(root: Path) -> tuple[float, float]:
     """Performs what leases and checkpoints need (exclusive creation, fsync, rename) on a temporary file in ``root``.
+    Raises OSError if one of the operations failed.
 
     Returns:
         The seconds it took, and the seconds by which the file server's clock is ahead of this node's.
-
-    Raises:
-        OSError: one of the operations failed.
     """
     root.mkdir(parents=True, exist_ok=True)
     path = root / f".doctor-{secrets.token_hex(4)}"

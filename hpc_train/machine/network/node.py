@@ -226,15 +226,13 @@ def report(facts: NodeFacts, job: FabricJob, settings: Mapping[str, Setting]) ->
 
 
 def read_recording(sysfs: Path | None, matrix: Path | None, rdma: Path | None = None) -> NodeFacts:
-    """Returns the facts of a recorded node; facts without a recording stay unknown.
+    """Returns the facts of a recorded node; facts without a recording stay unknown. Raises UserError if a recording
+    does not exist.
 
     Args:
         sysfs: a copy of ``/sys``, of a whole root directory, or of ``/sys/class/infiniband``.
         matrix: a file with the output of ``nvidia-smi topo -m`` or ``rocm-smi --showtopo``.
         rdma: a file with the output of ``ibstat`` or a similar tool, used if ``sysfs`` shows no NIC.
-
-    Raises:
-        UserError: a recording does not exist.
     """
     facts = NodeFacts()
     if sysfs is not None:

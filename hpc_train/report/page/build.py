@@ -200,7 +200,8 @@ NAMES = {
 
 
 def compare(run: RunDirectory, machine: Machine | None = None) -> dict[str, Any] | None:
-    """Records the predicted and the measured values of the newest attempt in ``run.json`` and returns them.
+    """Records the predicted and the measured values of the newest attempt in ``run.json`` and returns them. Raises
+    UserError or OSError if a file of the run cannot be read or written.
 
     Args:
         machine: the machine of the run; by default ``cluster.machine``, or the shipped machine whose device matches the
@@ -208,9 +209,6 @@ def compare(run: RunDirectory, machine: Machine | None = None) -> dict[str, Any]
 
     Returns:
         None if there is no prediction, or fewer than three lines of metrics.
-
-    Raises:
-        UserError, OSError: a file of the run cannot be read or written.
     """
     attempt = run.newest_attempt()
     if attempt < 0:

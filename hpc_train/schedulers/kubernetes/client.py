@@ -127,14 +127,12 @@ def _message(error: Any) -> str:
 
 
 def connect(namespace: str | None = None, context: str | None = None) -> Connection:
-    """Reads the kubeconfig of the user, as kubectl does, and sends nothing.
+    """Reads the kubeconfig of the user, as kubectl does, and sends nothing. Raises UserError if the client is not
+    installed, or the kubeconfig has no such context.
 
     Args:
         namespace: None takes that of the context, or else ``default``.
         context: None takes the current context.
-
-    Raises:
-        UserError: the client is not installed, or the kubeconfig has no such context.
     """
     try:
         from kubernetes import client, config

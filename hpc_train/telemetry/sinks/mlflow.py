@@ -25,14 +25,12 @@ NOT_IN_NAMES = re.compile(r"[^\w\-./ :]")
 class Mlflow(Tracker):
     """Sends lines to an MLflow server.
 
-    One request sends the values and the last step, so each step arrives once even if the process is killed.
+    One request sends the values and the last step, so each step arrives once even if the process is killed. Raises
+    UserError if the extra ``hpc_train[mlflow]`` is not installed, or the address names no server.
 
     Args:
         notify: called with each message for the user.
         live: as for ``Tracker``; without it, a server that does not respond is an error at once.
-
-    Raises:
-        UserError: the extra ``hpc_train[mlflow]`` is not installed, or the address names no server.
     """
 
     name = "mlflow"
