@@ -256,10 +256,15 @@ def _kill(pid: int) -> None:
 def restore(cluster: Cluster) -> None:
     """Restarts the nodes that a test has killed and waits until all four are up and idle."""
     for node in NODES:
-        if not daemons(cluster, node):
-            subprocess.run(["slurmd", "-N", node], env=cluster.environment, check=True, stdin=subprocess.DEVNULL)
-            cluster.call("scontrol", "update", f"nodename={node}", "state=resume")
+        restart(cluster, node)
     wait_for("four idle nodes", lambda: _states(cluster) == dict.fromkeys(NODES, "idle"), PATIENCE_S)
+
+
+def restart(cluster: Cluster, node: str) -> None:
+    """Starts a node that a test has killed; nothing happens if it is up."""
+    if not daemons(cluster, node):
+        subprocess.run(["slurmd", "-N", node], env=cluster.environment, check=True, stdin=subprocess.DEVNULL)
+        cluster.call("scontrol", "update", f"nodename={node}", "state=resume")
 
 
 def _states(cluster: Cluster) -> dict[str, str]:

@@ -3,11 +3,18 @@ has the decisions, and ``tests/elastic/test_agent.py`` a run that shrinks."""
 
 from __future__ import annotations
 
+import signal
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 
 import pytest
 
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.requests import request_resize
 from tests.doors import command
+from tests.faults.on_slurm import agent, kill_node, restart
 from tests.slurm.cluster import Cluster, reconfigured, wait_for
 from tests.slurm.runs import ONE_WORKER, SLOW, events, every_step, job_id, losses, steps, wait_for_step
 
@@ -52,6 +59,152 @@ def test_a_run_grows_and_shrinks_and_loses_no_step(cluster: Cluster, tmp_path: P
     assert every_step(run) == list(range(1, 401)), "each step was taken once"
     assert [event["steps"] for event in events(run, "resized")] == [0, 0, 0, 0]
     assert losses(run) == undisturbed(tmp_path, *case, "cluster.cpu_workers=2"), "bitwise the same"
+
+
+STRATEGIES = ("dp", "zero3", "hybrid")
+PACE = "optim.schedule={{_target_: tests.doors.faulty.paced, args: {{seconds: {}}}}}"
+SAVED_EVERY = 20
+CHANGES = 4  # per sequence
+
+
+@dataclass
+class Sequence:
+    """Changes the nodes of a run that trains until it is cancelled, and injects faults, also during changes."""
+
+    cluster: Cluster
+    cwd: Path
+    run: Path
+    random: Random
+    killed: int = 0
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def attempt(self) -> int:
+        return RunDirectory(self.run).newest_attempt()
+
+    @property
+    def nodes(self) -> list[str]:
+        """Returns the names of the nodes of the newest attempt."""
+        names: list[str] = events(self.run, "started")[-1]["nodes"]
+        return names
+
+    def other_size(self) -> int:
+        return self.random.choice([size for size in (1, 2, 3, 4) if size != len(self.nodes)])
+
+    def resize(self) -> None:
+        resize(self.cluster, self.cwd, self.other_size())
+
+    def begin(self) -> None:
+        """Requests another size and waits until the run has accepted it; the change may be over by then."""
+        count = len(events(self.run, "resize_requested", "resize_refused"))
+        size = self.other_size()
+        request_resize(RunDirectory(self.run), size, "the test")
+        self.log.append(f"  {size} nodes requested")
+        accepted = lambda: len(events(self.run, "resize_requested", "resize_refused")) > count  # noqa: E731
+        wait_for("an answer to the request", accepted, 90)
+
+    def second_resize(self) -> None:
+        self.begin()
+        self.resize()
+
+    def rank(self) -> None:
+        """Kills a rank, or the store of the ranks."""
+        found = agent(self.cluster, self.random.choice(self.nodes))
+        of_run = [process for process in found.children(recursive=True) if "forkserver" in " ".join(process.cmdline())]
+        ranks = [process for process in of_run if process.parent() in of_run]
+        self.random.choice(ranks).send_signal(signal.SIGKILL)
+        self.killed += 1
+        self.wait_for_restart()
+
+    def agent(self) -> None:
+        agent(self.cluster, self.random.choice(self.nodes)).send_signal(signal.SIGKILL)
+        self.killed += 1
+        self.wait_for_restart()
+
+    def node(self) -> None:
+        node = self.random.choice(self.nodes)
+        self.log.append(f"  {node}")
+        kill_node(self.cluster, node)
+        self.killed += 1
+        self.cluster.call("scontrol", "update", f"nodename={node}", "state=down", "reason=power")
+        self.wait_for_restart()
+        restart(self.cluster, node)
+
+    def joiner(self) -> None:
+        """Cancels a joiner, or the time limit of the only job is announced."""
+        found = joiners(self.cluster, "RUNNING", "PENDING")
+        if not found:
+            self.announcement()
+            return
+        self.cluster.call("scancel", *found)
+        wait_for("the joiner to end", lambda: not joiners(self.cluster, "RUNNING", "COMPLETING"), 60)
+
+    def announcement(self) -> None:
+        self.cluster.call("scancel", "--signal=USR2", job_id(self.run))
+        self.wait_for_restart()
+
+    def requeue(self) -> None:
+        self.killed += 1
+        self.cluster.call("scontrol", "requeue", job_id(self.run))
+        self.wait_for_restart()
+
+    def preemption(self) -> None:
+        self.cluster.call(
+            "sbatch", "--exclusive", "--nodes=4", "--output=/dev/null", "--wrap=sleep 1", cwd=self.cwd
+        )  # in a partition of higher priority
+        self.wait_for_restart()
+
+    def wait_for_restart(self) -> None:
+        before = self.attempt
+        wait_for("the next start of the job", lambda: self.attempt > before, 120)
+
+    def wait_for_progress(self) -> None:
+        """Waits for further steps of an attempt that goes on for some seconds."""
+        since = time.time() + 2
+
+        def has_stepped() -> bool:
+            run = RunDirectory(self.run)
+            lines = run.follow(run.metrics_file(run.newest_attempt())).read()
+            return sum(line["time"] > since for line in lines) > 3
+
+        wait_for("further steps", has_stepped, 150)
+
+    def change(self, name: str, during: bool) -> None:
+        self.log.append(f"{name}{' during a change' if during else ''} at step {steps(self.run)[-1]}, {self.nodes}")
+        if during:
+            self.begin()
+        getattr(self, name)()
+        self.wait_for_progress()
+
+
+FAULTS = ("rank", "agent", "node", "joiner", "announcement", "requeue", "preemption")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.long_form(150)  # tests/elastic/test_coordinator.py
+def test_a_sequence_of_changes_and_faults(cluster: Cluster, tmp_path: Path, seed: int) -> None:
+    strategy = STRATEGIES[seed % len(STRATEGIES)]
+    case = [f"+strategy={strategy}", "cluster=slurm", *command.TINY, "cluster.cpu_workers=2", "cluster.nodes=1"]
+    case = [part for part in case if not part.startswith(("train.steps", "optim.warmup"))]
+    many = ["train.steps=100000", f"checkpoint.every={SAVED_EVERY}", "cluster.partition=preempt", "cluster.time=30"]
+    run = start(cluster, tmp_path, *case, *many, PACE.format(0.3))
+    sequence = Sequence(cluster, tmp_path, run, Random(seed))
+    try:
+        for number in range(CHANGES):
+            name = sequence.random.choice(FAULTS) if number % 2 else sequence.random.choice(("resize", "second_resize"))
+            sequence.change(name, number % 2 == 1 and sequence.random.random() < 0.5)
+    finally:
+        print(f"seed {seed}, {strategy}", *sequence.log, sep="\n", flush=True)
+    done = cluster.hpc_train("cancel", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wait_for("both jobs to end", lambda: not cluster.call("squeue", "-ho%i").stdout.split(), 90)
+    taken = every_step(run)
+    last = max(taken)
+    assert sorted(set(taken)) == list(range(1, last + 1))
+    assert len(taken) - last <= SAVED_EVERY * sequence.killed, "only a kill repeats steps"
+    undisturbed_losses = undisturbed(tmp_path, *case, f"train.steps={last}", PACE.format(0))
+    assert losses(run) == pytest.approx(undisturbed_losses, rel=2e-3)
 
 
 @pytest.mark.long_form(90)  # tests/elastic/test_coordinator.py
