@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,19 @@ def test_the_queue_of_a_user_is_finite(tmp_path: Path) -> None:
     check_queue(jobs[:2], site(GPU, small))
 
 
+def test_the_limits_of_accounts_above_hold_unless_a_qos_precedes_them(tmp_path: Path) -> None:
+    groups = (("lab", PartitionLimits(group_nodes=7)), ("dept", PartitionLimits(group_nodes=3, max_jobs=1)))
+    small = replace(LAB, groups=groups)
+    jobs = [make_job(tmp_path / "sweep", number, cluster=asked(nodes=4), gpus=4) for number in range(2)]
+    with pytest.raises(
+        UserError, match="4 nodes are requested, but account dept allows 3 for all of its jobs together"
+    ):
+        check_limits(jobs[0], site(GPU, small))
+    with pytest.raises(UserError, match="2 jobs are submitted, but account dept allows 1 in the queue"):
+        check_queue(jobs, site(GPU, small))
+    check_limits(jobs[0], site(GPU, small, normal=PartitionLimits(group_nodes=4)))
+
+
 def test_the_cost_is_said_and_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = asked(nodes="1-2", time="02:00:00")
     jobs = [make_job(tmp_path / "sweep", number, cluster=cluster, gpus=4) for number in range(2)]
@@ -160,6 +174,7 @@ big|lab||above,long,many,normal,plain,unbound||5|1-00:00:00|node=3|
 big|shared||above,normal|||||node=2
 big|week||long,normal|long||1-00:00:00||
 """
+ACCOUNTS = "Cluster|Account|ParentName|GrpSubmitJobs|GrpTRES\nbig|week|||node=4\n"
 QOS = """\
 Name|Flags|MaxSubmitJobsPerUser|MaxWall|MaxTRESPerJob|MaxTRESPerUser|GrpTRES|MinTRES
 normal|||||||
@@ -186,7 +201,7 @@ def answer(command: Sequence[str]) -> str | None:
     if command[0] == "scontrol":
         shown = {"config": CONFIG, "partition": PARTITIONS + (HIDDEN if hidden else "")}
         return next((text for what, text in shown.items() if what in command), None)
-    tables = {"assoc": ASSOCIATIONS, "qos": QOS}
+    tables = {"user=": ACCOUNTS, "assoc": ASSOCIATIONS, "qos": QOS}
     return next((printed(table, command) for what, table in tables.items() if what in command), "lab\n")
 
 

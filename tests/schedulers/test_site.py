@@ -97,7 +97,7 @@ def test_without_an_answer_about_the_nodes_the_sizes_of_sinfo_count() -> None:
 
 
 def test_all_queries_run_at_once_and_nobody_waits_before_the_answer_is_needed() -> None:
-    all_began = threading.Barrier(8)  # seven queries and this test
+    all_began = threading.Barrier(9)  # eight queries and this test
 
     def ask(command: Sequence[str]) -> str | None:
         all_began.wait(60)
@@ -126,6 +126,7 @@ def test_hidden_partitions_are_listed() -> None:
 def test_accounts_and_qos() -> None:
     found = site(
         answers(
+            **{"user=": "big|root||||\nbig|dept|root|5|node=3,cpu=9\nbig|lab|dept||node=7\nfar|dept|root||node=1\n"},
             assoc="big|lab||normal,long|long|100|1-00:00:00|gres/gpu=8,node=2|\nbig|lab|gpu|normal|||||\n"
             "other|far||normal|||||\n",
             user="lab\n",
@@ -137,6 +138,11 @@ def test_accounts_and_qos() -> None:
     assert (lab.account, lab.default, lab.qos) == ("lab", True, frozenset({"normal", "long"}))
     assert lab.limits == PartitionLimits(max_jobs=100, max_time_s=86400, max_nodes=2, max_gpus=8)
     assert [(each.partition, each.default_qos) for each in (lab, on_gpu)] == [(None, "long"), ("gpu", None)]
+    assert [(name, group.max_jobs, group.group_nodes) for name, group in lab.groups] == [
+        ("lab", None, 7),
+        ("dept", 5, 3),
+        ("root", None, None),
+    ]
     assert found.qos == {
         "normal": PartitionLimits(50, 43200, None, 4),
         "long": PartitionLimits(flags=frozenset({"DenyOnLimit", "PartitionTimeLimit"})),

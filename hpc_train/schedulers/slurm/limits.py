@@ -376,10 +376,17 @@ def _limits(
     limits = [(source, limits_of[name]) for source, name in sources if name is not None and name in limits_of]
     if association is not None:
         limits.append((f"account {association.account}", association.limits))
+        limits += [(f"account {name}", group) for name, group in association.groups]
     return limits
 
 
 def _first(limits: Sequence[NamedLimits], field: str) -> list[tuple[str, int]]:
-    """Returns the first limit that is set, with the name of what sets it; empty if none is."""
+    """Returns the first limit that is set, with the name of what sets it; empty if none is.
+
+    The limits of an account and of the accounts above it all hold: if none of a QOS precedes them, the lowest counts.
+    """
     values = [(source, getattr(of_source, field)) for source, of_source in limits]
-    return [(source, limit) for source, limit in values if limit is not None][:1]
+    found = [(source, limit) for source, limit in values if limit is not None]
+    if found and found[0][0].startswith("account "):
+        found.sort(key=lambda limit: limit[1])
+    return found[:1]

@@ -93,7 +93,8 @@ class PartitionLimits:
 class Association:
     """Describes the association of this user with one account, in all partitions or in one.
 
-    If ``default``, jobs without an account are charged to this account.
+    If ``default``, jobs without an account are charged to this account. ``groups`` has the limits that the account and
+    each account above it set for all of its jobs together, with their names; ``limits`` does not include them.
     """
 
     account: str
@@ -102,6 +103,7 @@ class Association:
     limits: PartitionLimits
     partition: str | None = None
     default_qos: str | None = None
+    groups: tuple[tuple[str, PartitionLimits], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ def begin_site(ask: Query = query) -> Callable[[], Site]:
         "sizes": ["sinfo", "--all", "--noheader", "--exact", "--format=%R|%D|%c|%m|%G|%f"],
         "nodes": ["scontrol", "--all", "show", "node", "--oneliner"],
         "associations": ["sacctmgr", "-nP", "show", "assoc", f"user={user}", f"format={','.join(ASSOCIATION)}"],
+        "accounts": ["sacctmgr", "-nP", "show", "assoc", "user=", f"format={','.join(ACCOUNT)}"],
         "user": ["sacctmgr", "-nP", "show", "user", user, "format=DefaultAccount"],
         "qos": ["sacctmgr", "-nP", "show", "qos", f"format={','.join(QOS)}"],
     }
@@ -184,6 +187,7 @@ def begin_site(ask: Query = query) -> Callable[[], Site]:
 
 TRES = {"MaxTRES": "max", "MaxTRESPerJob": "max", "MaxTRESPerUser": "user", "GrpTRES": "group", "MinTRES": "min"}
 ASSOCIATION = ("Cluster", "Account", "Partition", "QOS", "DefaultQOS", "MaxSubmitJobs", "MaxWall", "MaxTRES", "GrpTRES")
+ACCOUNT = ("Cluster", "Account", "ParentName", "GrpSubmitJobs", "GrpTRES")
 QOS = ("Name", "Flags", "MaxSubmitJobsPerUser", "MaxWall", "MaxTRESPerJob", "MaxTRESPerUser", "GrpTRES", "MinTRES")
 
 
@@ -203,6 +207,7 @@ def _site(answers: Mapping[str, str | None]) -> Site:
     lines = [line for line in text["partitions"].splitlines() if line.startswith("PartitionName=")]
     partitions = [_partition(line, kinds, architectures, memory_default) for line in lines]
 
+    accounts = {row["Account"]: row for row in rows(text["accounts"], ACCOUNT) if row["Cluster"] == cluster}
     associations = tuple(
         Association(
             account=row["Account"],
@@ -211,6 +216,7 @@ def _site(answers: Mapping[str, str | None]) -> Site:
             limits=_limits(row["MaxSubmitJobs"], row),
             partition=row["Partition"] or None,
             default_qos=row["DefaultQOS"] or None,
+            groups=_groups(row["Account"], accounts),
         )
         for row in rows(text["associations"], ASSOCIATION)
         if row["Cluster"] == cluster
@@ -226,6 +232,16 @@ def _site(answers: Mapping[str, str | None]) -> Site:
         associations=None if answers["associations"] is None else associations,
         qos=qos or None,
     )
+
+
+def _groups(account: str, accounts: Mapping[str, Mapping[str, str]]) -> tuple[tuple[str, PartitionLimits], ...]:
+    """Returns the limits of an account and of those above it for all of their jobs, which Slurm lists with no user."""
+    groups: dict[str, PartitionLimits] = {}
+    while account in accounts and account not in groups:
+        row = accounts[account]
+        groups[account] = _limits(row["GrpSubmitJobs"], row)
+        account = row["ParentName"]
+    return tuple(groups.items())
 
 
 def _pairs(parts: Iterable[str]) -> list[tuple[str, str]]:
@@ -290,7 +306,7 @@ def _limits(jobs: str, row: Mapping[str, str]) -> PartitionLimits:
             sizes[f"{kind}_nodes"] = number(counts.get("node"))
             sizes[f"{kind}_gpus"] = number(counts.get("gres/gpu"))
     flags = names_in(row.get("Flags", ""))
-    return PartitionLimits(max_jobs=number(jobs), max_time_s=seconds(row["MaxWall"]), flags=flags, **sizes)
+    return PartitionLimits(max_jobs=number(jobs), max_time_s=seconds(row.get("MaxWall")), flags=flags, **sizes)
 
 
 def _allowed(text: str | None) -> frozenset[str] | None:
