@@ -32,7 +32,8 @@ def submit_joiner(run: RunDirectory, nodes: str, target: str, minutes: str, excl
     submissions = run.record().get("submissions") or [{}]
     jobs = submissions[-1].get("chain", [])
     started = started_first(run, first_file(run, len(submissions) - 1))
-    config = with_alternative(load(run), jobs.index(started) if started in jobs else 0)
+    alternative = jobs.index(started) if started in jobs else 0
+    config = with_alternative(load(run), alternative)
     exclude = ",".join(filter(None, [config.cluster.exclude, excluded]))
     cluster = replace(config.cluster, nodes=nodes, exclude=exclude, nodelist=None, time_min=None, first=[])
     config = replace(config, cluster=cluster, elastic=replace(config.elastic, spares=0, min_nodes=None))
@@ -52,7 +53,7 @@ def submit_joiner(run: RunDirectory, nodes: str, target: str, minutes: str, excl
         code=frozen_code(run),
         container=container_of(config, job.gpus),
         survives_node_loss=True,
-        agent_options=(*job.agent_options, "--join", target),
+        agent_options=(*job.agent_options, f"--alternative={alternative}", f"--join={target}"),
     )
     words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in sbatch.items()]
     return client.submit(words, render(script), f"hpc_train-joiner:{run.path}:{target}")

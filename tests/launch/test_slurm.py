@@ -343,14 +343,15 @@ def test_a_job_of_first_that_starts_before_the_last_is_submitted(slurm: Path, tm
 
 
 def test_a_joiner_has_the_resources_of_the_job_of_first_that_has_started(slurm: Path, tmp_path: Path) -> None:
-    command(slurm, "sbatch", f'echo "$@" >> {tmp_path}/calls; echo 43')
+    command(slurm, "sbatch", f'echo "$@" >> {tmp_path}/calls; cat > {tmp_path}/script; echo 43')
     job = make_job(tmp_path / "sweep", cluster=replace(SITE, first=[{"account": "other"}]), gpus=4)
     freeze(job.config, job.run)
     add_submission(job.run, "Slurm", job_id="41", chain=["41", "42"])
-    for started, account in (("41", "lab"), ("42", "other")):
+    for number, started, account in ((0, "41", "lab"), (1, "42", "other")):
         first_file(job.run, 0).write_text(f"{started}\n")
         assert submit_joiner(job.run, "2", "41.0.0:2", "", "n1,n2", "0") == "43"
         assert f"--account={account} " in calls(tmp_path)[-1]
+        assert f'agent --alternative={number} --join=41.0.0:2 "$RUN"' in (tmp_path / "script").read_text()
 
 
 def test_the_cost_is_that_of_the_most_expensive_job_of_first(slurm: Path, tmp_path: Path) -> None:
