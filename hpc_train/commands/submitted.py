@@ -15,6 +15,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import dropwhile
 from operator import attrgetter
 from pathlib import Path
 
@@ -254,7 +255,7 @@ def resize(arguments: list[str]) -> int:
     request_resize_of(run, int(number), "the command resize")
     until = time.monotonic() + options.wait
     while True:
-        answers = _resize_answers(run)[answered:]
+        answers = [*dropwhile(lambda event: event.get("nodes") != int(number), _resize_answers(run)[answered:])]
         newest = answers[-1] if answers else None
         is_over = newest is not None and (newest.name != "resize_requested" or newest["nodes"] == newest["before"])
         if is_over or time.monotonic() > until or not is_live(run):

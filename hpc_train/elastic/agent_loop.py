@@ -39,8 +39,8 @@ from hpc_train.machine.environment import threads_per_rank
 from hpc_train.machine.network.rank_binding import Binding, bindings, devices
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.event_log import Clock, EventLog
-from hpc_train.run.exits import CRASHED_IMPORT, Exit, Failure
+from hpc_train.run.event_log import Clock, EventLog, age_of_this_process
+from hpc_train.run.exits import CRASHED_IMPORT, Action, Exit, Failure
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import BackgroundCall, read_or
 from hpc_train.run.requests import NewRequests, ResizeRequest, StopFlag, StopRequests
@@ -121,7 +121,13 @@ class Agent:
                 self._tick(client)
                 if order is not None and order["kind"] == "leave":
                     client.leave(LEAVE_S)
-                    return Exit.DONE if self.is_guest else int(order["code"])
+                    if not self.is_guest:
+                        return int(order["code"])
+                    why = "it has ended, or needs fewer nodes"
+                    if order["action"] == Action.REQUEUE:
+                        why = "its first job is requeued, and asks for more nodes when it starts"
+                    print(f"{self.node.name} leaves the run: {why}", file=sys.stderr, flush=True)
+                    return Exit.DONE
                 if order is not None:
                     self._take_part(client, AttemptSpec.parse(order["spec"]))
             except ServerLost:
@@ -161,11 +167,11 @@ class Agent:
 
     def _change_nodes(self, growth: Growth, spec: AttemptSpec, client: RendezvousClient, now: float) -> None:
         """Answers requests for another number of nodes, and asks for more nodes if the run grows by itself."""
-        if self.resizes is not None and (request := self.resizes.new(now)) is not None:
-            self._is_requested = True
-            self._answer(request, growth, spec, client)
-        if self._submission is not None:
+        if self._submission is not None:  # until it has ended, a further request waits
             self._await_submission(*self._submission, spec, client)
+        elif self.resizes is not None and (request := self.resizes.new(now)) is not None:
+            self._is_requested = self._is_requested or request.of_user
+            self._answer(request, growth, spec, client)
         elif now >= self._look_at:
             self._look_at = now + JOINERS_EVERY_S
             present = self.present()
@@ -177,40 +183,40 @@ class Agent:
             if may_grow and self.config.elastic.grow != "never" and not joins:
                 more = read_or(lambda: growth_of(self.run, self.config, spec), None)
                 if more is not None:
-                    self._answer(more, growth, spec, client, is_automatic=True)
+                    self._answer(more, growth, spec, client)
 
-    def _answer(
-        self,
-        request: ResizeRequest,
-        growth: Growth,
-        spec: AttemptSpec,
-        client: RendezvousClient,
-        is_automatic: bool = False,
-    ) -> None:
+    def _answer(self, request: ResizeRequest, growth: Growth, spec: AttemptSpec, client: RendezvousClient) -> None:
         """Passes a request to resize the run on to the server, or refuses it; the event log and the output say which.
 
         A request for the present number of nodes withdraws one that is not fulfilled yet.
         """
-        pending = self._resize is not None and self._resize.nodes != spec.nodes
+        of_earlier_start = request.time < self._began
+        if of_earlier_start and not request.of_user:
+            return
+        pending = self._resize if self._resize is not None and self._resize.nodes != spec.nodes else None
         refusal = None
         if request.nodes != spec.nodes:
             refusal = refusal_of(request, self.config, spec, current_job(), growth.nodes.held)
-        elif not pending and request.time < self._began:  # an earlier start of the job has fulfilled it
+        elif pending is None and of_earlier_start:  # which has fulfilled it
             return
-        elif not pending:
+        elif pending is None:
             refusal = "the run trains on as many"
         if refusal is not None:
             self._refuse(request, refusal)
             return
         present = self.present()
+        if pending is not None and pending.nodes == request.nodes:
+            waiting = [joiner.job_id for joiner in growth.nodes.waiting(present) if not joiner.is_automatic]
+            if waiting:
+                self._accept(request, spec, client, f"; job {waiting[-1]} waits for them")
+                return
         growth.nodes.cancel_waiting(present)
-        self._submission = None
         missing = request.nodes + self.config.elastic.spares - len(present)
         if request.nodes <= spec.nodes or missing <= 0:
             self._accept(request, spec, client)
             return
         names = [node.name for node in present.values()]
-        self._submission = request, BackgroundCall(lambda: growth.submit(missing, names, is_automatic))
+        self._submission = request, BackgroundCall(lambda: growth.submit(missing, names, not request.of_user))
 
     def _await_submission(
         self,
@@ -239,7 +245,9 @@ class Agent:
 
     def _accept(self, request: ResizeRequest, spec: AttemptSpec, client: RendezvousClient, how: str = "") -> None:
         pending = self._resize
-        instead = "" if pending is None or pending.nodes == spec.nodes else f", instead of {pending.nodes}"
+        instead = (
+            "" if pending is None or pending.nodes in (spec.nodes, request.nodes) else f", instead of {pending.nodes}"
+        )
         message = f"{request.reason} asked for {request.nodes} nodes{instead}; the run trains on {spec.nodes}{how}"
         details: dict[str, Any] = {"nodes": request.nodes, "before": spec.nodes, "reason": request.reason}
         self._events().write("resize_requested", message=message, **details)
@@ -264,9 +272,12 @@ class Agent:
     def _take_part(self, client: RendezvousClient, spec: AttemptSpec) -> None:
         """Runs this node's workers in one attempt, unless it is a spare."""
         attempt = self._attempt = spec.attempt
-        self._spec = spec
         if self.stores is None:
             self.events = replace(self.events, clock=Clock.at(spec.started))
+        if self.is_guest and self._spec is None and self.node.number in spec.order:
+            held_s = round(age_of_this_process(), 3)
+            self.events.of(attempt).write("joined", seconds=held_s, gpus=spec.gpus_per_node)
+        self._spec = spec
         self.budget.hold(spec.held_nodes * spec.gpus_per_node)
         if self.stores is not None:
             self.stores.serve(attempt)

@@ -51,6 +51,8 @@ from hpc_train.run.requests import NewRequests, StopRequests, resize_requested, 
 from hpc_train.schedulers.current import current_job
 from hpc_train.telemetry.sinks.tracking import TrackingProcess, tracked
 
+JOIN_S = 60.0  # until a joiner's node finds the server, whose address was published before the joiner was submitted
+
 
 @dataclass(frozen=True)
 class Session:
@@ -114,7 +116,7 @@ class Session:
                     # the run must not stop for this node before the imports of its warm parent are done
                     with suppress(EOFError, ConnectionError):
                         fork_process(die_with_warm_parent, ensure_warm_parent()).join()
-                limit_s = config.elastic.join_timeout_s
+                limit_s = JOIN_S if self.is_guest else config.elastic.join_timeout_s
                 address = wait_for_server(
                     run, allocation, lambda: self.stop.requested, lambda: _has_ended(end), limit_s
                 )
@@ -127,7 +129,8 @@ class Session:
             with closing(self._idle_gpus(agent.gpu_errors)):
                 return agent.work()
         except ServerLost as lost:
-            return requeue_after_server_loss(run, config, allocation, end, lost, self.events)
+            code = requeue_after_server_loss(run, config, allocation, end, lost, self.events)
+            return Exit.DONE if self.is_guest else code
         finally:
             if stores is not None:
                 stores.stop()

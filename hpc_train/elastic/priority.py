@@ -272,7 +272,7 @@ class PriorityWatch:
                 self._write(replace(state, target=target, urgent=urgent.job_id, shrunk_at=now))
                 higher = f"priority {urgent.priority} is above {state.priority} (elastic.priority)"
                 reason = f"job {urgent.job_id} waits for {urgent.nodes} nodes, and its {higher}"
-                request_resize(self._run, target, reason)
+                request_resize(self._run, target, reason, of_user=False)
 
     def _file(self, job_id: str) -> Path:
         return self._folder / f"run-{job_id}.json"

@@ -81,16 +81,20 @@ def growth_of(run: RunDirectory, config: Config, spec: AttemptSpec) -> ResizeReq
     if gain_s < MIN_GAIN * cost_s:
         return None
     figures = f"saves at most {format_duration(gain_s)} of {format_duration(left_s)}, costs {format_duration(cost_s)}"
-    return ResizeRequest(most, f"elastic.grow={config.elastic.grow} ({figures})", time.time())
+    return ResizeRequest(most, f"elastic.grow={config.elastic.grow} ({figures})", time.time(), of_user=False)
 
 
 @dataclass(frozen=True)
 class Joiner:
-    """A job that adds ``count`` nodes to a run, with the numbers from ``first``."""
+    """A job that adds ``count`` nodes to a run, with the numbers from ``first``.
+
+    ``is_automatic`` states that no user has asked for them.
+    """
 
     job_id: str
     first: int
     count: int
+    is_automatic: bool = False
 
     @property
     def numbers(self) -> range:
@@ -218,7 +222,7 @@ class Growth:
                 where="resize",
                 fix=f"`resize {self.run.path} N` with fewer nodes, or again when Slurm accepts jobs of {count} nodes",
             )
-        joiner = Joiner(done.stdout.split()[-1], first, count)
+        joiner = Joiner(done.stdout.split()[-1], first, count, is_automatic)
         self._next += count
         self.nodes.joiners.append(joiner)
         return joiner, self.host(self.allocation)

@@ -213,6 +213,10 @@ EVENTS = {
         "The job continues on `nodes` nodes as requested; `steps`: how many are repeated.",
         "nodes before without steps reason message", {"nodes": "count"}, level=Level.REACTION, is_progress=True,
     ),
+    "joined": EventKind(
+        "A node of a joiner begins to train; `seconds`: how long its job held it before, with `gpus` GPUs.",
+        "seconds! gpus!", {"gpus": "count"},
+    ),
     "spare_used": EventKind("A spare node replaces another.", "nodes instead_of", level=Level.REACTION),
     "suspended": EventKind(
         "Slurm had suspended the job for some seconds.", "seconds! until! reason",

@@ -186,7 +186,8 @@ class Account:
             attempt.
         other_s: the remaining time, mostly shutdown.
         suspended_s: the time in which Slurm had suspended the job and may have given its devices to other jobs.
-        gpu_s: the time above, except ``queue_s`` and ``suspended_s``, times the GPUs that were held; 0 without GPUs.
+        gpu_s: the time above, except ``queue_s`` and ``suspended_s``, times the GPUs that were held, and the time until
+            nodes of joiner jobs train; 0 without GPUs.
         rank_s: the same time, times the number of ranks, for runs without GPUs.
     """
 
@@ -362,10 +363,12 @@ class _Accounting:
             self._add("other_s", attempt.last_sign - attempt.ended)
             self._add("frozen_s", attempt.released - attempt.last_sign)
         held = Account(**self.spent).held_s
+        joined = [event for event in attempt.events if event.name == "joined"]
         if attempt.start.gpus:
-            self._add("gpu_s", held * attempt.start.gpus)
+            self._add("gpu_s", held * attempt.start.gpus + sum(event.seconds * event["gpus"] for event in joined))
         else:
-            self._add("rank_s", held * attempt.start.world_size)
+            ranks = attempt.start.world_size / max(1, len(attempt.start.get("nodes", [])))  # of a node
+            self._add("rank_s", held * attempt.start.world_size + sum(event.seconds * ranks for event in joined))
         return Account(**self.spent), limit
 
     def _add(self, name: str, seconds: float) -> None:

@@ -89,19 +89,21 @@ class ResizeRequest:
         nodes: the nodes that train; ``elastic.spares`` come in addition.
         reason: who asks, or why, as events and ``why`` show it.
         time: seconds since 1970.
+        of_user: whether a user asks, and not the run itself.
     """
 
     nodes: int
     reason: str
     time: float
+    of_user: bool = True
 
 
-def request_resize(run: RunDirectory, nodes: int, reason: str) -> ResizeRequest:
+def request_resize(run: RunDirectory, nodes: int, reason: str, *, of_user: bool = True) -> ResizeRequest:
     """Asks the agent of node 0 to continue ``run`` on ``nodes`` nodes; a later request replaces an earlier one.
 
     The agent accepts or refuses the request and writes the event ``resize_requested`` or ``resize_refused``.
     """
-    request = ResizeRequest(nodes, reason, max(time.time(), _submitted(run.record())))
+    request = ResizeRequest(nodes, reason, max(time.time(), _submitted(run.record())), of_user)
     write_json(_resize_file(run), asdict(request))
     return request
 

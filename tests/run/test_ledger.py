@@ -63,6 +63,8 @@ def test_an_undisturbed_run_with_its_queue_evaluation_and_saves() -> None:
     assert found.total.useful_share == pytest.approx(23 / 46)
     assert found.total.gpu_s == 8 * 46.0
     assert found.total.rank_s == 0
+    log.event(110.0, "joined", seconds=30.0, gpus=4)
+    assert log.ledger(5.0).total.gpu_s == 8 * 46.0 + 4 * 30.0, "the node of a joiner waited for its imports"
 
 
 def test_a_restart_in_place_counts_steps_that_were_done_again_as_lost() -> None:
@@ -238,8 +240,10 @@ def test_a_run_without_gpus_has_rank_hours() -> None:
     log.events[0]["gpus"] = 0
     log.line(110.0, 5)
     log.event(110.0, "training_finished", step=5, step_s=0.1, save_s=0.0)
-    total = log.ledger().total
-    assert (total.gpu_hours, total.rank_s) == (0.0, 4 * 10.0)
+    assert (log.ledger().total.gpu_hours, log.ledger().total.rank_s) == (0.0, 4 * 10.0)
+    log.events[0]["nodes"] = ["n0", "n1"]
+    log.event(100.0, "joined", seconds=30.0, gpus=0)
+    assert log.ledger().total.rank_s == 4 * 10.0 + 2 * 30.0
 
 
 def test_nothing_was_started() -> None:

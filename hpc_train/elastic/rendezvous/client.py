@@ -291,7 +291,10 @@ def requeue_after_server_loss(
     run: RunDirectory, config: Config, allocation: Allocation, end: JobEnd | None, lost: ServerLost, log: EventLog
 ) -> Exit:
     """Requeues or ends the job after its workers are dead; every remaining agent calls it. Returns the exit code."""
-    if end is None or _is_decided(end, lost):
+    if end is None:  # the job does not own the run
+        print(f"{allocation.node_name} leaves the run: {lost}", file=sys.stderr, flush=True)
+        return Exit.STOPPED
+    if _is_decided(end, lost):
         return Exit.STOPPED
     # Slurm ends this job's tasks when it requeues the job, and the commands below must survive that
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

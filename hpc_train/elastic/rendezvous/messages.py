@@ -26,7 +26,7 @@ FIELDS = {  # of the messages that an agent sends after it has introduced itself
     "quit": {"kind", "message"},
     "stacks": {"kind", "number"},
     "progress": {"kind", "number"},
-    "resize": {"kind", "nodes", "reason", "time"},
+    "resize": {"kind", "nodes", "reason", "time", "of_user"},
     "invite": {"kind", "first", "count", "node"},
     "retire": {"kind"},
     "bye": {"kind"},

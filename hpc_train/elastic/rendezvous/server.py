@@ -297,7 +297,7 @@ class RendezvousServer:
         """Handles the messages about a change of the nodes; only the agent of node 0 may ask for one."""
         kind = message["kind"]
         if kind == "resize" and node.number == 0:
-            request = ResizeRequest(message["nodes"], message["reason"], message["time"])
+            request = ResizeRequest(**{name: value for name, value in message.items() if name != "kind"})
             check_fields(request)
             self._coordinator.request_resize(request)
         elif kind == "invite" and node.number == 0:
