@@ -14,12 +14,15 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 from urllib.request import urlopen
 from xml.sax.saxutils import escape
 
+from hpc_train.elastic.priority import LiveRun, WaitingJob, decide
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.orders import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD
 from hpc_train.layout.partition import layer_counts
@@ -393,6 +396,120 @@ def life() -> Drawing:
     return drawing
 
 
+@dataclass
+class QueuedRun:
+    """A simulated run with ``work`` in node-hours; ``history`` has the nodes that it held in each step."""
+
+    name: str
+    nodes: int
+    least: int
+    priority: int
+    work: float
+    submitted: float
+    held: int = 0
+    shrunk_at: float = 0.0
+    history: list[int] = field(default_factory=list)
+
+    def is_over(self) -> bool:
+        return sum(self.history) * STEP_H >= self.work - 1e-9
+
+    def hours(self) -> tuple[float, float]:
+        """Returns when it was started first and when it ended."""
+        steps = [step for step, nodes in enumerate(self.history) if nodes]
+        return round(steps[0] * STEP_H, 1), round((steps[-1] + 1) * STEP_H, 1)
+
+
+STEP_H = 0.1
+CLUSTER_NODES = 8
+POLICIES = ("order of submission", "elastic.priority, elastic.grow", "PreemptMode=REQUEUE")
+
+
+def queue(policy: str) -> list[QueuedRun]:
+    """Simulates two runs and an urgent third under one of ``POLICIES``, in steps of six minutes.
+
+    Runs start in the order of their submission when their nodes are idle. With ``elastic.priority``, runs give nodes
+    back as ``decide`` says, and take idle nodes again when no run waits. With ``PreemptMode=REQUEUE``, Slurm takes all
+    nodes of runs of lower priority, the newest first, which wait until they are idle. A change takes no time and loses
+    no step.
+    """
+    runs = [
+        QueuedRun("a", 4, 1, 0, 40, 0),
+        QueuedRun("b", 4, 2, 0, 48, 0),
+        QueuedRun("urgent", 4, 4, 5, 8, 1),
+    ]
+    hour = 0.0
+    while not all(run.is_over() for run in runs):
+        waiting = [run for run in runs if not run.held and run.submitted <= hour and not run.is_over()]
+        idle = CLUSTER_NODES - sum(run.held for run in runs)
+        for run in sorted(waiting, key=lambda run: -run.priority):
+            lower = [other for other in reversed(runs) if other.held and other.priority < run.priority]
+            while policy == "PreemptMode=REQUEUE" and idle < run.nodes and lower:
+                preempted = lower.pop(0)
+                idle += preempted.held
+                preempted.held = 0
+            if run.nodes <= idle:
+                run.held = run.nodes
+                idle -= run.nodes
+                waiting.remove(run)
+        if policy.startswith("elastic.priority"):
+            jobs = [WaitingJob(run.name, run.name, run.priority, run.nodes, frozenset({"gpu"})) for run in waiting]
+            live = [
+                LiveRun(run.name, run.priority, run.held, run.held, run.least, 3600, "gpu", shrunk_at=run.shrunk_at)
+                for run in runs
+                if run.held
+            ]
+            by_name = {run.name: run for run in runs}
+            for shrink in decide(jobs, live, {"gpu": idle}, 3600 * (hour + 1)):
+                by_name[shrink.job_id].held -= shrink.nodes
+                by_name[shrink.job_id].shrunk_at = 3600 * (hour + 1)
+            for run in runs:
+                more = min(idle, run.nodes - run.held) if run.held and not waiting else 0
+                run.held += more
+                idle -= more
+        for run in runs:
+            run.history.append(run.held)
+            if run.is_over():
+                run.held = 0
+        hour = round(hour + STEP_H, 1)
+    return runs
+
+
+def urgent() -> Drawing:
+    """Draws the nodes of two runs and an urgent third over time."""
+    results = {policy: queue(policy) for policy in POLICIES}
+    ends = {
+        policy: ", ".join(f"{run.name} ends after {run.hours()[1]:g} h" for run in runs)
+        for policy, runs in results.items()
+    }
+    drawing = Drawing(
+        "Two runs and an urgent third on eight nodes",
+        " ".join(f"{policy}: {words}." for policy, words in ends.items()),
+        760,
+        30 + 150 * len(POLICIES),
+    )
+    hour_width = 42.0
+    for number, (policy, runs) in enumerate(results.items()):
+        top = 18 + 150 * number
+        drawing.text(16, top + 4, policy, style="bold")
+        drawing.text(744, top + 4, ends[policy], "soft", "end", "small")
+        for lane, (run, fill) in enumerate(zip(runs, ("blue", "green", "amber"), strict=True)):
+            y = top + 14 + 36 * lane
+            drawing.text(16, y + 20, run.name, "soft")
+            drawing.box(80, y, hour_width * 15.6, 32, "panel", round_by=0)
+            first = 0
+            for nodes, steps in groupby(run.history):
+                last = first + len([*steps])
+                x = 80 + hour_width * STEP_H * first
+                width = hour_width * STEP_H * (last - first)
+                if nodes:
+                    height = 8 * nodes
+                    drawing.box(x, y + 32 - height, width, height, fill, round_by=0)
+                first = last
+    for hour in range(0, 16, 2):
+        drawing.text(80 + hour_width * hour, 150 * len(POLICIES) + 8, f"{hour} h", "soft", "middle", "small")
+    return drawing
+
+
 def screen(name: str, title: str, description: str) -> Drawing:
     """Draws the text of a console that ``NAME.txt`` in the folder of the pictures has recorded."""
     lines = (FOLDER / f"{name}.txt").read_text().splitlines()
@@ -542,6 +659,7 @@ def pictures() -> dict[str, str]:
         "layouts": layouts(),
         "schedules": schedules(),
         "life": life(),
+        "urgent": urgent(),
         "dashboard": dashboard(),
         "report": report(),
         "top": screen(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import runpy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hpc_train.elastic.priority import LiveRun, PriorityWatch, Queue, Shrink, Wa
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze
 from hpc_train.run.requests import resize_requested
+from tests.doors.command import REPOSITORY
 from tests.launch.jobs import make_job
 from tests.schedulers.test_variables import command
 
@@ -90,62 +92,14 @@ def test_the_runs_of_the_lowest_priority_give_back_what_is_missing() -> None:
     assert decide([replace(job, priority=0)], runs[:1], {}, NOW) == [], "it is not more urgent"
 
 
-@dataclass
-class Job:
-    """A run of the simulation, with ``work`` in node-hours."""
-
-    name: str
-    nodes: int
-    least: int
-    urgency: int
-    work: float
-    begins: float
-    held: int = 0
-    shrunk_at: float = 0.0
-    used: float = 0.0
-    started: float | None = None
-    ended: float | None = None
-
-
-def simulate(jobs: list[Job], size: int, *, urgent: bool) -> dict[str, tuple[float, float, float]]:
-    """Returns start, end and node-hours of each job on ``size`` nodes, in steps of six minutes."""
-    hour = 0.0
-    while any(job.ended is None for job in jobs):
-        now = NOW + 3600 * hour
-        idle = size - sum(job.held for job in jobs)
-        for job in jobs:
-            if job.started is None and job.begins <= hour and job.nodes <= idle:
-                job.started, job.held = hour, job.nodes
-                idle -= job.nodes
-        queued = [job for job in jobs if job.started is None and job.begins <= hour]
-        running = [
-            live(job.name, job.held, job.least, job.urgency, shrunk_at=job.shrunk_at) for job in jobs if job.held
-        ]
-        if urgent:
-            pending = [waiting(job.name, job.nodes, job.urgency) for job in queued]
-            for shrink in decide(pending, running, {"gpu": idle}, now):
-                (job,) = (job for job in jobs if job.name == shrink.job_id)
-                job.held -= shrink.nodes
-                job.shrunk_at = now
-        for job in jobs:
-            job.used += 0.1 * job.held
-            if job.held and job.used >= job.work - 1e-9:
-                job.held, job.ended = 0, hour + 0.1
-        hour = round(hour + 0.1, 1)
-    return {job.name: (job.started or 0.0, job.ended or 0.0, round(job.used, 1)) for job in jobs}
-
-
 def test_an_urgent_third_run_need_not_wait_for_two_others() -> None:
-    def jobs() -> list[Job]:
-        return [Job("a", 4, 1, 0, 40, 0), Job("b", 4, 2, 0, 48, 0), Job("c", 4, 4, 5, 8, 1)]
-
-    without = simulate(jobs(), 8, urgent=False)
-    within = simulate(jobs(), 8, urgent=True)
-    assert without["c"][:2] == (10.0, 12.0), "after the first has ended"
-    assert within["c"][:2] == (1.1, 3.1)
-    for name, (_, _, used) in within.items():
-        assert used == pytest.approx(without[name][2], abs=0.2), "the same node-hours"
-    assert (within["a"][1], within["b"][1]) == (37.0, 15.7), "they do not grow again by themselves"
+    drawn = runpy.run_path(str(REPOSITORY / "docs" / "pictures.py"))
+    expected = ([10.0, 12.0, 12.0], [11.6, 12.6, 3.1], [10.0, 14.0, 3.0])
+    for policy, ends in zip(drawn["POLICIES"], expected, strict=True):
+        runs = drawn["queue"](policy)
+        assert [run.hours()[1] for run in runs] == ends
+        used = [0.1 * sum(run.history) for run in runs]
+        assert used == pytest.approx([40, 48, 8], abs=0.4), "the same node-hours"
 
 
 SQUEUE = "9|PENDING|Resources|gpu,cpu|3|(null)|gres/gpu:a100:4|hpc_train:{urgent} mine"
