@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_train.config.values import with_alternative
+from hpc_train.elastic.priority import JOINER
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.job import Job
@@ -28,7 +29,10 @@ from hpc_train.schedulers.slurm import client
 
 
 def submit_joiner(run: RunDirectory, nodes: str, target: str, minutes: str, excluded: str, nice: str) -> str:
-    """Submits a joiner and returns the id of its job. Raises UserError if Slurm refuses it."""
+    """Submits a joiner and returns the id of its job. Joiners of earlier launches that still wait are cancelled.
+
+    Raises UserError if Slurm refuses it.
+    """
     submissions = run.record().get("submissions") or [{}]
     jobs = submissions[-1].get("chain", [])
     started = started_first(run, first_file(run, len(submissions) - 1))
@@ -55,8 +59,13 @@ def submit_joiner(run: RunDirectory, nodes: str, target: str, minutes: str, excl
         survives_node_loss=True,
         agent_options=(*job.agent_options, f"--alternative={alternative}", f"--join={target}"),
     )
+    of_run = f"{JOINER}{run.path}:"
+    waiting = [job for job in client.list_jobs(["--me"]) or () if job.state == "PENDING"]
+    launch = target.rpartition(":")[0]
+    earlier = [job for job in waiting if job.comment.startswith(of_run) and f"{of_run}{launch}:" not in job.comment]
+    client.cancel([job.job_id for job in earlier])
     words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in sbatch.items()]
-    return client.submit(words, render(script), f"hpc_train-joiner:{run.path}:{target}")
+    return client.submit(words, render(script), f"{of_run}{target}")
 
 
 if __name__ == "__main__":

@@ -347,10 +347,15 @@ def test_a_joiner_has_the_resources_of_the_job_of_first_that_has_started(slurm: 
     job = make_job(tmp_path / "sweep", cluster=replace(SITE, first=[{"account": "other"}]), gpus=4)
     freeze(job.config, job.run)
     add_submission(job.run, "Slurm", job_id="41", chain=["41", "42"])
+    comment = f"hpc_train-joiner:{job.run.path}"
+    lines = ((7, "PENDING", f"{comment}:41.0.1:2"), (8, "PENDING", f"{comment}:41.0.0:2"), (9, "PENDING", "mine"))
+    command(slurm, "squeue", "\n".join(f"echo '{id_}|{state}||{words}|None'" for id_, state, words in lines))
+    command(slurm, "scancel", f'echo "scancel $@" >> {tmp_path}/calls')
     for number, started, account in ((0, "41", "lab"), (1, "42", "other")):
         first_file(job.run, 0).write_text(f"{started}\n")
         assert submit_joiner(job.run, "2", "41.0.0:2", "", "n1,n2", "0") == "43"
         assert f"--account={account} " in calls(tmp_path)[-1]
+        assert calls(tmp_path)[-2] == "scancel 7", "it waits for an earlier start of the job"
         assert f'agent --alternative={number} --join=41.0.0:2 "$RUN"' in (tmp_path / "script").read_text()
 
 
