@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, foreign_files, read_manifest, verify
-from hpc_train.checkpoint.store import Checkpoint, CheckpointStore, Kept, best_step
+from hpc_train.checkpoint.store import PROVED, Checkpoint, CheckpointStore, Kept, best_step
 from hpc_train.config.evaluation import BestMetric
 from hpc_train.errors import UserError
 from hpc_train.run.directory import CheckpointDirectory, RunDirectory, refuse_empty_name, sweep_given
@@ -26,19 +26,22 @@ class Listed:
         manifest: None if it could not be read.
         problem: what is wrong with the checkpoint; None if no problem was found.
         foreign: files in its directory that do not belong to it and are never read.
+        proved: whether ``train.verify`` has found nothing wrong after it was saved.
     """
 
     checkpoint: Checkpoint
     manifest: Manifest | None
     problem: str | None
     foreign: tuple[str, ...] = ()
+    proved: bool = False
 
 
 def list_checkpoints(run: RunDirectory) -> list[Listed]:
     """Returns all checkpoints of ``run``, oldest first, after a check of file names and sizes."""
     store = CheckpointStore(run.checkpoints)
     listed = (inspect_present(store, checkpoint, full=False) for checkpoint in store.committed())
-    return [item for item in listed if item is not None]
+    proved = run.record().get(PROVED, -1)
+    return [replace(item, proved=item.checkpoint.step <= proved) for item in listed if item is not None]
 
 
 def inspect_present(

@@ -6,7 +6,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -71,6 +71,9 @@ class Destination(Protocol):
 
     def set_aside_after(self, step: int) -> bool:
         """Sets aside the checkpoints of more than ``step`` steps; returns False if there is no other. Collective."""
+
+    def proved(self) -> int | None:
+        """Returns the number of steps up to which checkpoints are proved; called on rank 0."""
 
     def facts(self) -> dict[str, Any]:
         """Returns entries for the manifests; called on rank 0."""
@@ -369,6 +372,17 @@ class CheckpointManager:
             return None
         return self.restore()
 
+    def keep_proved(self, step: int | None) -> None:
+        """Sets aside the checkpoints after the newest proved one, so that the next attempt resumes from it. Collective.
+
+        Args:
+            step: the checkpoints of at most so many steps are proved; None uses what earlier attempts have recorded.
+        """
+        self.wait()
+        proved = on_first(self.run_store.proved, self._group) if step is None else step
+        if proved is None or not self.run_store.set_aside_after(proved):
+            self._warn(0, "no checkpoint is proved, so the run continues from its newest one, if it has any")
+
     def _perform(self, save: _Save) -> None:
         """Writes and commits a checkpoint; stores an error for ``_surface``."""
         writing: Path | None = None
@@ -438,7 +452,8 @@ class CheckpointManager:
 
     def _prune(self, committed: Checkpoint, manifest: Manifest) -> None:
         self._whole[committed] = manifest  # each rank has sent the sizes of its files
-        self.store.prune(self.run_store.settings.retention, self.run_store.attempt, self._whole)
+        retention = replace(self.run_store.settings.retention, proved=self.run_store.proved())
+        self.store.prune(retention, self.run_store.attempt, self._whole)
 
     def _check_space(self, writing: Path, tensor_bytes: int, files: int) -> None:
         settings = self.run_store.settings

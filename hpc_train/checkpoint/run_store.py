@@ -11,6 +11,7 @@ from typing import Any
 from hpc_train.checkpoint.agreement import Group, on_first
 from hpc_train.checkpoint.restoring import OpenCheckpoint, open_checkpoint
 from hpc_train.checkpoint.store import (
+    PROVED,
     Checkpoint,
     CheckpointStore,
     Removals,
@@ -98,6 +99,11 @@ class RunStore:
     @property
     def attempt(self) -> int:
         return self.events.attempt
+
+    def proved(self) -> int | None:
+        """See ``Destination``."""
+        step = self.run.record().get(PROVED)
+        return step if isinstance(step, int) else None
 
     def facts(self) -> dict[str, Any]:
         """Returns entries for the manifests; called on rank 0."""

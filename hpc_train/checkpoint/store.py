@@ -52,11 +52,16 @@ class Retention:
         newest: keep this many of the newest, at least one.
         every: keep the first checkpoint at or after each multiple of this many steps; 0 disables the rule.
         best: keep the best by this metric.
+        proved: keep the newest of at most this many steps; None disables the rule.
     """
 
     newest: int = 2
     every: int = 0
     best: BestMetric | None = None
+    proved: int | None = None
+
+
+PROVED = "proved_step"  # the key in run.json; ``train.verify`` has proved the checkpoints of at most so many steps
 
 
 def removable(checkpoints: Sequence[Kept], retention: Retention) -> set[int]:
@@ -68,6 +73,8 @@ def removable(checkpoints: Sequence[Kept], retention: Retention) -> set[int]:
         for step in steps:
             first.setdefault(step // retention.every, step)
         retained.update(step for span, step in first.items() if span > 0)
+    if retention.proved is not None:
+        retained.update([step for step in steps if step <= retention.proved][-1:])
     best = best_step(checkpoints, retention.best)
     if best is not None:
         retained.add(best)

@@ -335,6 +335,7 @@ def _as_json(item: Listed, compared: str) -> dict[str, Any]:
         "metrics": {},
         "compared": compared,
         "problem": item.problem,
+        "proved": item.proved,
         "foreign": list(item.foreign),
     }
     manifest = item.manifest
@@ -370,6 +371,8 @@ def _table(listed: list[Listed], compared: str, metric: BestMetric) -> Table:
             if item.checkpoint.step == best and len(listed) > 1:
                 result += " (best)"
         state = item.problem or f"intact ({compared} checked)"
+        if item.proved:
+            state += ", proved"
         if item.foreign:
             state += f"; files that do not belong to it: {', '.join(item.foreign)}"
         row = [str(item.checkpoint.step), age, size]

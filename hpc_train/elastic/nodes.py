@@ -180,7 +180,8 @@ class NodeFailures:
     """Records node failures over all jobs of a run, as one line per failure in ``attempts/node-failures.jsonl``.
 
     A node that a preflight found slow counts one failure per partner with which it was slow, and ``TOO_OFTEN`` for a
-    slow GPU and for any other problem for which the preflight dropped the node. Failures expire after ``expiry_s``.
+    slow GPU and for any other problem for which the preflight dropped the node. Wrong numbers (``train.verify``) count
+    one failure per independent finding. Failures expire after ``expiry_s``.
     """
 
     run: RunDirectory
@@ -226,12 +227,14 @@ class NodeFailures:
         return [*self.run.follow(self._path).read(), *self._slow()]
 
     def _slow(self) -> Iterator[dict[str, Any]]:
-        """Yields nodes that rank 0 reported as slow or unfit in the event log."""
+        """Yields nodes that rank 0 reported as slow, wrong or unfit in the event log."""
         for event in self.run.events_of(RANK_0):
             line = {"time": event.time, "node": event.node}
             if event.name == "slow_node":
                 yield from (line | {"class": f"slow with {partner}"} for partner in event.partners)
             elif event.name == "slow_gpu":
                 yield line | {"class": f"slow GPU {event['gpu']}", "times": TOO_OFTEN}
+            elif event.name == "corruption":
+                yield line | {"class": "wrong numbers", "times": event.steps}
             elif event.name == "unfit_node":
                 yield line | {"class": event.reason, "times": TOO_OFTEN}

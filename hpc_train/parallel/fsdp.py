@@ -230,6 +230,26 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+def _groups(part: FSDPModule) -> list[Any]:
+    """Returns FSDP's records of the groups of ``part``."""
+    state = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def gathered_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns canonical name -> the parameter that autograd uses, for the sharded parameters of ``model`` that a pass
+    has gathered before; its memory may be freed."""
+    parameters = [
+        parameter for part in sharded_modules(model) for group in _groups(part) for parameter in group.fsdp_params
+    ]
+    return {
+        canonical_name(parameter._param_fqn): parameter._unsharded_param
+        for parameter in parameters
+        if hasattr(parameter, "_unsharded_param")
+    }
+
+
 STEADY_STEPS = 20  # equal ones, after which the ranks no longer wait for each other before each collective
 END = "ends the step"
 
@@ -260,10 +280,7 @@ class SharedGroups:
                 self._watch(canonical_name(name) or "the rest of the model", part)
 
     def _watch(self, name: str, part: FSDPModule) -> None:
-        state = part._get_fsdp_state()
-        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-            if group is None:
-                continue
+        for group in _groups(part):
             self._held += group.fsdp_params
             self._parameters += [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
             gathers, reduces = len(self._texts), len(self._texts) + 1

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from hpc_train.models.model import canonical_name
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def _state(tensor: Tensor) -> tuple[int, int] | None:
 def checksum(tensor: Tensor) -> int:
     """Returns the sum of the bits of the elements, which a write through ``.data`` changes, unlike the version."""
     held = tensor.detach().contiguous().reshape(-1)
-    return int(held.view(_BITS[held.itemsize]).sum(dtype=torch.int64))
+    return int(held.view(BITS[held.itemsize]).sum(dtype=torch.int64))
 
 
 def written_in_lookups(parts: Iterable[nn.Module]) -> list[str]:

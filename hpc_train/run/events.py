@@ -72,7 +72,7 @@ _NAMES = {  # the fields of each type
     "true or false": "final free with_optimizer rolled_back cache_loaded",
     "list": "ranks bad_steps skipped_windows overrides layers blocks stage_s findings changes left_out copy_gb_per_s "
     "gemm_tflops",
-    "list of texts": "nodes gpus partners instead_of without exclude devices networks",
+    "list of texts": "nodes parts gpus partners instead_of without exclude devices networks",
     "object": "ledger predicted expected_gb_per_s pairs_gb_per_s clock_offset_s versions",
     "object or null": "record even",
     "GB/s of nodes, rails and world": "bus_gb_per_s",
@@ -275,6 +275,13 @@ EVENTS = {
     "straggler": EventKind(
         "The other ranks often wait for one rank.", "share late_s message",
         level=Level.MARK, counter="stragglers", node_slow="slow",
+    ),
+    "corruption": EventKind(
+        "`train.verify` found wrong numbers; `ranks` on `node` are the suspects, `parts`: what differs, `reason`: the "
+        "check, `first`: the steps before the first one whose numbers may be wrong, `steps`: the number of "
+        "independent findings, `final`: a repetition did not give the right numbers.",
+        "message! reason ranks gpus parts first! steps! final", level=Level.REACTION, counter="corruptions",
+        node_failed="wrong numbers",
     ),
     "warning": EventKind("Something that the user should know.", "message!", level=Level.MARK),
     "advice": EventKind(

@@ -49,6 +49,7 @@ class Failure(StrEnum):
     DISK_FULL = "disk_full"
     FILE_SYSTEM = "file_system"  # a file system or its server failed
     HANG = "hang"  # no step finished for much longer than a step usually takes
+    CORRUPTION = "corruption"  # a rank has computed or holds wrong numbers without an error (train.verify)
     NAN = "nan"  # the loss, the gradients or the final weights are not finite
     NODE_LOST = "node_lost"  # the node's agent is gone or silent
     ROLE = "role_failed"  # a role of the run failed finally (run.roles)
@@ -122,6 +123,11 @@ RESPONSES: dict[Failure, Response] = {
         Action.REPLACE,
         "the GPU or its driver failed, not the code: set cluster.exclude=NODE and report the node to the site's staff. "
         "`nvidia-smi -q` (AMD: `rocm-smi -a`) and dmesg (Xid) on that node give details",
+    ),
+    Failure.CORRUPTION: Response(
+        Action.RESTART,
+        "the run continues from its newest proved checkpoint. If the same node is named again, it is left out; see "
+        "the events `corruption` and docs/howto/corruption.md",
     ),
     # The first time, the GPU may be at fault. A repetition without a new step is a bug in the code.
     Failure.KERNEL: Response(
@@ -260,6 +266,10 @@ class Diverged(CollectiveFailure, FloatingPointError):
     """Raised when the loss or the gradients are permanently not finite."""
 
 
+class Corrupted(CollectiveFailure):
+    """Raised when a rank has computed or holds wrong numbers, and a repetition cannot correct them."""
+
+
 # Errors of a file system or its server. Second line: Lustre, NFS or FUSE whose server is gone. Third line: AFS or NFS
 # after the user's Kerberos ticket has expired.
 FILE_SYSTEM = frozenset(
@@ -331,6 +341,7 @@ _TYPES: dict[type[BaseException], Failure] = {
     MemoryError: Failure.OUT_OF_MEMORY,
     FloatingPointError: Failure.NAN,
     UnfitNode: Failure.UNFIT_NODE,
+    Corrupted: Failure.CORRUPTION,
 }
 # cudaError_t. Code 3 (initialization error) is absent: it usually means a fork after CUDA was initialized.
 _CUDA_CODES: dict[Failure, frozenset[int]] = {

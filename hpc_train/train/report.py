@@ -21,13 +21,14 @@ from hpc_train.parallel.engine import Engine, step_numbers
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision.dtypes import compute_dtype, parameter_dtype
 from hpc_train.parallel.precision.masters import saved_value
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RANK_0, RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.events import Event
 from hpc_train.run.ledger import read_ledger
 from hpc_train.telemetry.metrics import MetricsLog, finite_or_none
 from hpc_train.telemetry.progress import speed, spent_line
 from hpc_train.train.step import SkippedSteps
+from hpc_train.train.verify import Suspicion
 from hpc_train.train.watch.memory import MemoryReport
 from hpc_train.train.watch.suggestions import AdviceWatch
 from hpc_train.units import format_duration, format_metric
@@ -115,6 +116,25 @@ class Report:
         if self.metrics is not None:
             print(message)
             self.events.write("warning", step=step, message=message)
+
+    def corruption(self, suspicion: Suspicion) -> int:
+        """Reports wrong numbers, and returns how many findings the run has of the node, with these."""
+        if self.metrics is None:
+            return 0
+        earlier = [event for event in self.run.events_of(RANK_0) if event.name == "corruption"]
+        details = {
+            "node": suspicion.node,
+            "reason": suspicion.check,
+            "ranks": [*suspicion.ranks],
+            "gpus": [*suspicion.devices],
+            "parts": [*suspicion.parts],
+            "first": suspicion.since,
+            "steps": suspicion.findings,
+            "final": not suspicion.corrected,
+        }
+        print(suspicion.words)
+        self.events.write("corruption", step=suspicion.step, message=suspicion.words, **details)
+        return suspicion.findings + sum(event.steps for event in earlier if event.node == suspicion.node)
 
     def save_deferred(self, step: int, message: str, seconds: float) -> None:
         """Reports that the last save failed and is retried for at most ``seconds``."""

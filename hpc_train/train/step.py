@@ -35,6 +35,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.optimizers.learning_rate import learning_rates
 from hpc_train.train.optimizers.optimizer import Optimizer
+from hpc_train.train.verify import Verification
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,25 @@ class TrainStep:
 
     Attributes:
         optimizer: the optimizer of the engine's parameters.
+        verification: verifies steps (``train.verify``); None without it.
         loss_scale: the loss scale for precision fp16; otherwise None.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, engine: Engine, optimizer: Optimizer, total_steps: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        engine: Engine,
+        optimizer: Optimizer,
+        total_steps: int,
+        verification: Verification | None = None,
+    ) -> None:
         self._config = config
         self._mesh = mesh
         self._engine = engine
         self._sequence_shards = has_sequence_shards(engine)
         self.optimizer = optimizer
+        self.verification = verification
         self._trains = {name: parameter.requires_grad for name, parameter in engine.named_parameters().items()}
         self._rate = learning_rates(config.optim, config.batch.global_size, total_steps)
         self._skipped = torch.zeros(2, dtype=torch.int64, device=mesh.device)  # (in_a_row, since_last)
@@ -87,6 +98,7 @@ class TrainStep:
 
         Raises:
             UserError: ``requires_grad`` of a parameter has changed.
+            Corrupted, UnfitNode: see ``Verification.train_step``.
         """
         seed_step(self._config.train.seed, step, self._mesh, self._sequence_shards)
         scale = self.loss_scale.value if self.loss_scale is not None else None
@@ -94,7 +106,10 @@ class TrainStep:
         updates = self._engine.updates
         if updates is not None:
             updates.begin(partial(self.optimizer.step_some, learning_rate))
-        result = self._engine.train_step(step, batch, scale)
+        if self.verification is not None and self.verification.is_due(step):
+            result = self.verification.train_step(step, batch, scale)
+        else:
+            result = self._engine.train_step(step, batch, scale)
         for name, parameter in self._engine.named_parameters().items():
             if parameter.requires_grad is not self._trains[name]:  # the optimizer would not notice the change
                 raise changed_training(name, parameter.requires_grad)

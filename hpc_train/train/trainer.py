@@ -23,6 +23,7 @@ import torch
 
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.restoring import RestoredState
+from hpc_train.checkpoint.store import PROVED
 from hpc_train.config.evaluation import best_metric
 from hpc_train.config.schema import Config, GPTConfig, TrainConfig
 from hpc_train.data.dataset import StepBatch
@@ -34,7 +35,7 @@ from hpc_train.parallel.compile import KeptArtifacts
 from hpc_train.parallel.engine import Engine, add_up, add_up_choices
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.agent_worker import Heartbeat, Phase
-from hpc_train.run.exits import Diverged, Exit
+from hpc_train.run.exits import Corrupted, Diverged, Exit, UnfitNode
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.data_progress import Length, has_ended, positions, restored_positions, skipped_data
 from hpc_train.train.evaluation import Evaluation
@@ -92,6 +93,7 @@ class Trainer:
     _divergence: tuple[int, Divergence] | None = field(default=None, init=False)  # (step, divergence)
     _bad_end: Divergence | None = field(default=None, init=False)
     _save_due: bool = field(default=False, init=False)
+    _saved: int | None = field(default=None, init=False)  # the step of the newest checkpoint if it is not proved
     _is_first_step: bool = field(default=True, init=False)
     _evaluated: tuple[int, dict[str, float | None]] = field(default=(-1, {}), init=False)  # step, metrics
     _saved_hooks: Mapping[str, Any] = field(default_factory=dict, init=False)  # states in the loaded checkpoint
@@ -245,8 +247,13 @@ class Trainer:
     def _train(self, batch: LocalBatch, agreement: Agreement) -> LocalBatch | None:
         """Takes a step; returns the next batch after a rollback, otherwise None."""
         began = time.monotonic()
-        with self.measures.step():
-            outcome = self.take_step(self.step, StepBatch(batch.micro_batches, agreement.target_count))
+        try:
+            with self.measures.step():
+                outcome = self.take_step(self.step, StepBatch(batch.micro_batches, agreement.target_count))
+        except (Corrupted, UnfitNode):  # the next attempt begins with the newest checkpoint
+            self.checkpoints.keep_proved(self._proved)
+            raise
+        self._record_proof()
         if self._is_first_step:
             self._is_first_step = False
             self._report_first_step(self.step + 1, began)
@@ -262,6 +269,18 @@ class Trainer:
         self._count(outcome, agreement)
         self.profiler.end(self.step, self.meter.waited_s)
         return self._roll_back()
+
+    @property
+    def _proved(self) -> int | None:
+        return None if self.take_step.verification is None else self.take_step.verification.proved
+
+    def _record_proof(self) -> None:
+        """Records in ``run.json`` that the checkpoints of this attempt are proved, if a verification has passed since
+        the last one."""
+        if self._proved is not None and self._saved is not None and self._proved >= self._saved:
+            self._saved = None
+            if self.mesh.rank == 0:
+                self.report.events.record(self.report.run, **{PROVED: self._proved})
 
     def _report_first_step(self, step: int, began: float) -> None:
         """Reports the seconds since ``began`` if the attempt is a restart or compiles, and saves the graphs."""
@@ -463,6 +482,7 @@ class Trainer:
                 self.last_save.run(lambda again: save(final=True, again=again), self.step)
             else:
                 save()
+        self._saved = self.step
         self.schedule.saved(max(time.monotonic() - began, self.checkpoints.copied_s), self.checkpoints.durable_s)
 
 

@@ -51,10 +51,11 @@ from hpc_train.train.hooks import HookContext, Hooks
 from hpc_train.train.optimizers.learning_rate import describe_rates
 from hpc_train.train.optimizers.optimizer import Optimizer, check_groups
 from hpc_train.train.processes import answer_requests, join, leave
-from hpc_train.train.report import open_report
+from hpc_train.train.report import Report, open_report
 from hpc_train.train.saving import LastSave, save_schedule
 from hpc_train.train.step import TrainStep
 from hpc_train.train.trainer import Trainer
+from hpc_train.train.verify import Verification
 from hpc_train.train.watch.measures import Measures, make_meter
 from hpc_train.train.watch.memory import explained
 from hpc_train.train.watch.pipeline_watch import PipelineWatch
@@ -169,7 +170,9 @@ def _build(
         config=config,
         mesh=mesh,
         engine=engine,
-        take_step=TrainStep(config, mesh, engine, optimizer, length.total_steps),
+        take_step=TrainStep(
+            config, mesh, engine, optimizer, length.total_steps, _verification(config, mesh, engine, optimizer, report)
+        ),
         feed=feed,
         evaluation=evaluation,
         checkpoints=checkpoints,
@@ -248,6 +251,15 @@ def _build_engine(
     if is_user_code(config, engine):
         engine = CheckedWrites(engine, mesh)
     return engine
+
+
+def _verification(
+    config: Config, mesh: Mesh, engine: Engine, optimizer: Optimizer, report: Report
+) -> Verification | None:
+    if config.optim.in_backward or config.train.verify.every is None:
+        return None
+    may_write = is_user_code(config, engine)
+    return Verification(config, mesh, engine, optimizer, report.corruption, report.warning, may_write)
 
 
 def _advice_watch(config: Config, mesh: Mesh, spec: WorkerSpec, dataset: Dataset) -> AdviceWatch | None:

@@ -50,6 +50,7 @@ from hpc_train.config.schema.training import (
     StrategyConfig,
     TargetConfig,
     TrainConfig,
+    VerifyConfig,
 )
 
 __all__ = [
@@ -59,7 +60,7 @@ __all__ = [
     "MlflowConfig", "ModelConfig", "ModelKeys", "OptimConfig", "PrecisionConfig", "PriceConfig", "ProfileConfig",
     "PrometheusConfig", "RunConfig", "SFTDataConfig", "ShardsDataConfig", "StrategyConfig", "StreamDataConfig",
     "SyntheticDataConfig", "TargetConfig", "TelemetryConfig", "TextDataConfig", "TokensDataConfig", "TrainConfig",
-    "ViTConfig", "WandbConfig",
+    "VerifyConfig", "ViTConfig", "WandbConfig",
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_train.config.schema.key import NOT_DEBUGGED, key, required, unless, when
+from hpc_train.config.schema.key import NOT_DEBUGGED, group, key, required, unless, when
 
 ADAMW = (when("optim.name", "adamw"), when("optim._target_", None))
 
@@ -231,6 +231,22 @@ class OptimConfig:
 
 
 @dataclass
+class VerifyConfig:
+    """Finds wrong numbers that no error reports: see docs/howto/corruption.md."""
+
+    every: int | str | None = key(
+        None,
+        "Verifies each N-th step: it runs twice, on the same rank or by turns on another replica's, and the bits are "
+        "compared; so are the weights and the optimizer states of replicas. auto chooses N so that this takes 1 % of "
+        "the time. null never does.",
+        choices=("auto",),
+        at_least=1,
+        unit="steps",
+        when=when("optim.in_backward", False),
+    )
+
+
+@dataclass
 class TrainConfig:
     """Configures the training loop."""
 
@@ -334,6 +350,7 @@ class TrainConfig:
         "Batch statistics are always averaged.",
         choices=("refuse", "rank0", "mean"),
     )
+    verify: VerifyConfig = group(VerifyConfig)
     threads: int | str = key("auto", "Intra-op CPU threads per rank.", choices=("auto",), at_least=1)
 
 

@@ -142,6 +142,11 @@ class Optimizer:
     def _target(self, name: str) -> Target:
         return target_of(self._config, self._group(name))
 
+    @property
+    def is_built_in(self) -> bool:
+        """Returns whether no custom optimizer updates any parameter."""
+        return all(part.user is None for part in self._parts)
+
     def named_state(self) -> dict[str, dict[str, Tensor]]:
         """Returns canonical name -> key -> tensor, sharded like the parameter if the optimizer is elementwise.
 

@@ -1,0 +1,569 @@
+"""Finds wrong numbers that no error reports (``train.verify``), names the rank, and holds wrong gradients back.
+
+A verified step computes its forward and backward passes more than once, from the same seeds, and compares checksums of
+the local gradients before the optimizer uses any. By turns a rank repeats its own pass, or computes the pass of another
+replica. Passes other than the last leave no state behind. The weights, the optimizer states and the reduced gradients
+of replicas are compared, too.
+
+The first verified step of an attempt is its second step. It also finds out which numbers are comparable here: those of
+kernels that are not deterministic differ on several ranks or in most repetitions, and are left out from then on.
+
+If numbers differ later, further ranks compute the same passes. The value that most ranks have computed is the right
+one, and a rank that has computed another is a suspect; so is a rank whose own passes differ. If the last pass of every
+rank gives the right values, training continues with it. Otherwise the attempt ends before the update.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpc_train.checkpoint.agreement import lowest
+from hpc_train.config.schema import Config
+from hpc_train.data.dataset import Ragged, StepBatch
+from hpc_train.machine.allocation import current_allocation
+from hpc_train.parallel.checksums import (
+    ARRIVED,
+    GRADIENT_ARRIVED,
+    LEFT,
+    PassChecksums,
+    data_shards,
+    position_checksum,
+    shard_index,
+)
+from hpc_train.parallel.collectives import broadcast_plain, gather_plain
+from hpc_train.parallel.engine import Engine, StepResult, WrappedEngine, has_sequence_shards, seed_step
+from hpc_train.parallel.mesh import Mesh, all_gather_tensor, largest, synchronize
+from hpc_train.preflight.run import rank_facts
+from hpc_train.run.exits import Corrupted, UnfitNode
+from hpc_train.train.debug import join_names
+from hpc_train.train.kept_state import drawn, kept_parameters, kept_state
+from hpc_train.train.optimizers.optimizer import Optimizer
+
+TOO_OFTEN = 2  # findings after which the run continues without the node
+COST = 0.01  # of the time, with ``train.verify.every=auto``
+_TAG = 2  # of messages on the control group, on which an agreement may be pending (``train/step.py``)
+GRADIENTS, REDUCTION, STATE = "gradients", "reduced gradients", "weights and optimizer state"
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """Describes wrong numbers of one node.
+
+    Attributes:
+        step: the number of steps before the verified one.
+        since: the number of steps before the first one whose numbers may be wrong.
+        check: what differed: ``GRADIENTS``, ``REDUCTION`` or ``STATE``.
+        ranks: the suspects on ``node``; empty if the numbers name no rank, and then ``node`` is None.
+        parts: names of what differed.
+        findings: the number of independent findings: of ranks that agree against the suspect, at most 2.
+        corrected: whether a repetition gave the right numbers.
+    """
+
+    step: int
+    since: int
+    check: str
+    node: str | None
+    ranks: tuple[int, ...]
+    devices: tuple[str, ...]
+    parts: tuple[str, ...]
+    findings: int
+    corrected: bool
+
+    @property
+    def words(self) -> str:
+        who = "no rank could be named"
+        if self.node is not None:
+            who = f"rank {', '.join(map(str, self.ranks))} on {self.node} is suspected"
+        end = "a repetition gave the right numbers, with which training continues"
+        if not self.corrected:
+            end = f"the numbers may be wrong since step {self.since}"
+        return f"wrong {self.check} in step {self.step + 1} ({join_names([*self.parts])}): {who}; {end}"
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Holds the checksums of a pass on this rank, ``[entries]`` on the device.
+
+    Attributes:
+        shift: the pass was that of the data-parallel rank that is ``shift`` higher, modulo their number.
+    """
+
+    shift: int
+    sums: Tensor
+
+
+class Verification:
+    """Verifies steps of ``engine``. All methods but ``is_due`` are collective.
+
+    Args:
+        report: called on every rank with each suspicion; returns on the first rank how many findings the run has of
+            its node, with those of the suspicion.
+        warn: called on every rank with a step and a message.
+        may_write: whether a forward pass may write to parameters; discarded passes then restore them.
+
+    Attributes:
+        proved: the number of steps before the newest verified one that passed; checkpoints of at most so many steps are
+            proved. None before the first.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        engine: Engine,
+        optimizer: Optimizer,
+        report: Callable[[Suspicion], int],
+        warn: Callable[[int, str], None],
+        may_write: bool = False,
+    ) -> None:
+        self._config = config
+        self._mesh = mesh
+        self._engine = engine
+        self._inner = engine
+        while isinstance(self._inner, WrappedEngine):  # wrappers that observe training would count discarded passes
+            self._inner = self._inner._engine
+        self._optimizer = optimizer
+        self._report = report
+        self._warn = warn
+        self.proved: int | None = None
+        self._every = config.train.verify.every
+        self._sequence_shards = has_sequence_shards(engine)
+        self._may_write = may_write
+        self._checksums = PassChecksums(engine.parts, mesh.device)
+        self._names: list[str] = []
+        self._local = torch.zeros(0, dtype=torch.bool)  # entries that are computed before any reduction
+        self._repeats = self._local  # entries that a repetition on the same rank reproduces
+        self._exchanges = self._local  # entries that another rank reproduces
+        self._calls = 0
+        self._verified = 0
+        self._left_out: dict[str, Tensor] = {}  # check -> which tensors differ between replicas from the start
+        allocation = current_allocation()
+        device = rank_facts(mesh.rank, allocation.node_name, "", mesh.device).device
+        self._may_leave_nodes = allocation.job_id is not None
+        self._places: list[list[str]] = gather_plain([allocation.node_name, device], mesh.control)
+        devices = {name for _, name in self._places}
+        self._may_leave_nodes |= len({name for name, _ in self._places}) > 1
+        self._dp = mesh.layout.dp
+        self._can_exchange = self._dp > 1 and len(devices) == 1 and config.train.reproducible is None
+        if self._dp > 1 and len(devices) > 1:
+            warn(0, f"train.verify: replicas on {join_names(sorted(devices))} are not compared with each other")
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether to verify step ``step``; called once for each step.
+
+        The first step of an attempt is never verified, since it allocates and compiles. The second always is.
+        """
+        self._calls += 1
+        if self._calls <= 2 or not isinstance(self._every, int):
+            return self._calls == 2
+        return (step + 1) % self._every == 0
+
+    def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None) -> StepResult:
+        """Runs a verified step, see ``Engine.train_step``.
+
+        Raises:
+            UnfitNode: a node has been found twice, and the run can continue without it; raised on every rank.
+            Corrupted: numbers are wrong, and a repetition did not correct them; raised on every rank.
+        """
+        began = time.monotonic()
+        self._compare_state(step)
+        is_first = self._verified == 0
+        exchanges = self._can_exchange and not isinstance(batch.micro_batches[0].inputs, Ragged)
+        shift = 0
+        if exchanges and (is_first or self._verified % 2):
+            shift = 1 + self._verified // 2 % (self._dp - 1)
+        shifts = [shift]
+        if is_first:
+            shifts = [0, 0, shift] if self._dp > 1 else [0] * 4
+        passes = [self._discarded(step, batch, loss_scale, shift) for shift in shifts]
+        synchronize(self._mesh.device)
+        middle = time.monotonic()
+        result = self._last(step, batch, loss_scale, passes)
+        values = self._aligned(passes)
+        last_s = time.monotonic() - middle
+        if is_first:
+            self._calibrate(step, values, passes)
+        self._verified += 1
+        differs = bool(self._differing(values, passes).any())
+        if self._any(differs | bool(self._unequal_sums(step).any())):
+            result = self._resolve(step, batch, loss_scale, passes, exchanges)
+        if shift or not exchanges:
+            self.proved = step
+        if self._every == "auto":
+            per_pass = (time.monotonic() - began - last_s) / last_s / len(shifts)
+            self._every = max(2, math.ceil(largest(per_pass, self._mesh) / COST))
+            self._warn(step, f"train.verify.every=auto: verifying every {self._every} steps")
+        return result
+
+    # passes
+
+    def _last(self, step: int, batch: StepBatch, loss_scale: Tensor | None, passes: list[_Pass]) -> StepResult:
+        """Runs the pass whose gradients training may use, and appends its checksums to ``passes``."""
+        result, sums = self._run(self._engine, step, batch, loss_scale, 0)
+        passes.append(_Pass(0, sums))
+        return result
+
+    def _discarded(self, step: int, batch: StepBatch, loss_scale: Tensor | None, shift: int) -> _Pass:
+        """Runs a pass and restores the state that it has changed."""
+        with ExitStack() as restored:
+            restored.enter_context(kept_state(self._inner.parts))
+            if self._may_write:
+                restored.enter_context(kept_parameters(self._inner.named_parameters().values()))
+            copied = self._exchanged(batch, shift)
+            return _Pass(shift, self._run(self._inner, step, copied, loss_scale, shift)[1])
+
+    def _run(
+        self, engine: Engine, step: int, batch: StepBatch, loss_scale: Tensor | None, shift: int
+    ) -> tuple[StepResult, Tensor]:
+        mesh = self._mesh
+        owner = replace(mesh, rank=self._neighbor(shift))
+        seed_step(self._config.train.seed, step, owner, self._sequence_shards)
+        with self._checksums.recording() as sums:
+            result = engine.train_step(step, batch, loss_scale)
+        device = mesh.device
+        values: dict[str, Tensor] = {"the loss": position_checksum(result.loss_sum)}
+        values["the random state"] = torch.tensor(int(drawn(device)[:15], 16), device=device)
+        count = len(sums) + len(values)
+        for name, buffer in self._inner.named_buffers().items():
+            values[f"the buffer {name}"] = position_checksum(buffer)
+        for name, parameter in self._inner.named_parameters().items():
+            if parameter.requires_grad:
+                zero = torch.zeros((), dtype=torch.int64)
+                values[f"the sum for {name}"] = zero if parameter.grad is None else position_checksum(parameter.grad)
+        if not self._names:
+            self._names = [*self._checksums.names, *values]
+            self._local = torch.arange(len(self._names)) < count
+            self._repeats = torch.ones(len(self._names), dtype=torch.bool)
+            self._exchanges = self._local.clone()
+        return result, torch.cat([sums, torch.stack([value.to(device) for value in values.values()])])
+
+    def _neighbor(self, shift: int) -> int:
+        """Returns the rank whose data-parallel index is ``shift`` higher, modulo their number."""
+        mesh = self._mesh
+        step = mesh.layout.cp * mesh.layout.tp
+        return mesh.rank + ((mesh.dp_rank + shift) % self._dp - mesh.dp_rank) * step
+
+    def _exchanged(self, batch: StepBatch, shift: int) -> StepBatch:
+        """Returns a copy of the batch of the rank ``_neighbor(shift)``."""
+
+        def received(value: Tensor) -> Tensor:
+            if shift == 0 or not value.numel():
+                return value.clone()
+            group = self._mesh.control
+            sent = value.cpu().contiguous()
+            arrived = torch.empty_like(sent)
+            works = [
+                dist.isend(sent, self._neighbor(-shift), group=group, tag=_TAG),
+                dist.irecv(arrived, self._neighbor(shift), group=group, tag=_TAG),
+            ]
+            for work in works:
+                assert work is not None
+                work.wait()
+            return arrived.to(value.device)
+
+        return replace(batch, micro_batches=tuple(micro.map(received) for micro in batch.micro_batches))
+
+    # comparisons
+
+    def _aligned(self, passes: Sequence[_Pass]) -> Tensor:
+        """Returns the checksums that all data-parallel ranks have computed, ``[owners, passes, entries]`` on the CPU:
+        those of the micro-batches of each owner."""
+        own = torch.stack([one.sums for one in passes])
+        if self._dp == 1:
+            return own.unsqueeze(0).cpu()
+        gathered = own.new_empty(self._dp * len(passes), own.shape[1])
+        all_gather_tensor(gathered, own, group=self._mesh.group("dp"))
+        values = gathered.view(self._dp, *own.shape).cpu()
+        for index, one in enumerate(passes):
+            values[:, index] = values[:, index].roll(one.shift, 0)
+        return values
+
+    def _differing(self, values: Tensor, passes: Sequence[_Pass]) -> Tensor:
+        """Returns which comparable checksums of ``_aligned`` differ from those of the last pass of the owner."""
+        comparable = torch.stack([self._exchanges if one.shift else self._repeats for one in passes])
+        return (values != values[:, -1:]) & comparable
+
+    def _calibrate(self, step: int, values: Tensor, passes: Sequence[_Pass]) -> None:
+        """Leaves out the numbers that are not comparable here: see the module.
+
+        A single rank can explain the differences of an exchange if each concerns a pass that it has computed.
+        """
+        repeated = torch.tensor([one.shift == 0 for one in passes])
+        own = values[:, repeated]
+        differs = (own != own[:, -1:]).any(1)  # [owners, entries]
+        others = own.shape[1] - (own.unsqueeze(1) == own.unsqueeze(2)).sum(2).amax(1)  # not of the most common value
+        unsteady = (differs.sum(0) > 1) | (others > 1).any(0)
+        if (differs & self._local).any() and not (unsteady & self._local).any():
+            unsteady &= self._local  # sums of the gradients of a rank that has computed wrong ones
+        self._repeats &= ~unsteady
+        self._exchanges &= ~unsteady
+        uncomparable = torch.zeros_like(unsteady)
+        for index, one in enumerate(passes):
+            differs = (values[:, index] != values[:, -1]) & self._exchanges
+            owners = {int(owner) for owner in differs.any(1).nonzero()} if one.shift else set()
+            by_one = any(owners <= {rank, (rank + one.shift) % self._dp} for rank in range(self._dp))
+            if owners and not (by_one and (self._dp > 2 or len(owners) == 1)):
+                uncomparable |= differs.any(0)
+        self._exchanges &= ~uncomparable
+        for left_out, how in ((unsteady, "from pass to pass"), (uncomparable, "between ranks")):
+            names = [name for name, out in zip(self._names, left_out.tolist(), strict=True) if out]
+            self._warn_of_any(step, f"differ {how} and are not compared", names)
+
+    def _warn_of_any(self, step: int, what: str, names: list[str]) -> None:
+        """Warns about the names of the first rank that has any. Collective."""
+        first = lowest(names or None, self._mesh.control)
+        if first is not None:
+            self._warn(step, f"train.verify: {join_names(first)} {what}")
+
+    def _unequal(self, step: int, check: str, tensors: Mapping[str, Tensor | None], wholes: Iterable[Tensor]) -> Tensor:
+        """Returns which of ``tensors`` differ from those of the most ranks that hold the same elements: ``[ranks of
+        dp_cp, tensors]``, with all ranks of a draw.
+
+        What differs at the first call for ``check`` with no single rank to blame is left out from then on.
+
+        Args:
+            wholes: a tensor for each of ``tensors`` that is sharded like it.
+        """
+        ranks = self._mesh.layout.dp_cp
+        if ranks == 1:
+            return torch.zeros(1, len(tensors), dtype=torch.bool)
+        device = self._mesh.device
+        own = torch.zeros(2, len(tensors), dtype=torch.int64, device=device)
+        for index, (value, whole) in enumerate(zip(tensors.values(), wholes, strict=True)):
+            own[1, index] = shard_index(whole)
+            if value is not None:
+                own[0, index] = position_checksum(value)
+        gathered = own.new_empty(2 * ranks, len(tensors))
+        all_gather_tensor(gathered, own, group=self._mesh.group("dp_cp"))
+        values, shards = gathered.view(ranks, 2, -1).cpu().unbind(1)
+        unequal = torch.zeros_like(values, dtype=torch.bool)
+        for shard in shards.unique():
+            held = shards == shard
+            largest_value = values.where(held, values.new_tensor(-(2**63))).amax(0)
+            smallest_value = values.where(held, values.new_tensor(2**63 - 1)).amin(0)
+            for column in (held.any(0) & (largest_value != smallest_value)).nonzero().flatten():
+                holders = Counter(values[held[:, column], column].tolist())
+                most = max(holders.values())
+                is_draw = [*holders.values()].count(most) > 1
+                right = [value for value, count in holders.items() if count == most and not is_draw]
+                unequal[:, column] |= held[:, column] & ~torch.isin(values[:, column], values.new_tensor(right))
+        if check not in self._left_out:
+            self._left_out[check] = unequal.sum(0) > 1
+            names = [name for name, out in zip(tensors, self._left_out[check].tolist(), strict=True) if out]
+            self._warn_of_any(step, f"differ between replicas and are not compared ({check})", names)
+        return unequal & ~self._left_out[check]
+
+    def _unequal_sums(self, step: int) -> Tensor:
+        trained = {name: value for name, value in self._replicated().items() if value.requires_grad}
+        return self._unequal(step, REDUCTION, {name: value.grad for name, value in trained.items()}, trained.values())
+
+    def _replicated(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters of which several ranks of ``dp_cp`` hold the same elements."""
+        ranks = self._mesh.layout.dp_cp
+        return {name: value for name, value in self._inner.named_parameters().items() if data_shards(value) < ranks}
+
+    def _compare_state(self, step: int) -> None:
+        """Compares weights and optimizer states of replicas.
+
+        Raises:
+            Corrupted: they differ; raised on every rank.
+        """
+        tensors: dict[str, Tensor] = {}
+        states = self._optimizer.named_state() if self._optimizer.is_built_in else {}
+        for name, parameter in self._replicated().items():
+            tensors[name] = parameter
+            tensors |= {f"{name} ({key})": value for key, value in states.get(name, {}).items()}
+        tensors = {name: value for name, value in tensors.items() if data_shards(value) < self._mesh.layout.dp_cp}
+        unequal = self._unequal(step, STATE, tensors, tensors.values())
+        if not self._any(bool(unequal.any())):
+            return
+        parts = [name for name, wrong in zip(tensors, unequal.any(0).tolist(), strict=True) if wrong]
+        is_suspect = bool(unequal[self._mesh.dp_cp_rank % len(unequal)].any())
+        self._conclude(step, STATE, _Finding(is_suspect, is_suspect, tuple(parts), 1, False))
+
+    def _any(self, flag: bool) -> bool:
+        """Returns whether ``flag`` is true on any rank. Collective."""
+        return lowest(flag or None, self._mesh.control) is not None
+
+    # verdict
+
+    def _resolve(
+        self, step: int, batch: StepBatch, loss_scale: Tensor | None, passes: list[_Pass], exchanges: bool
+    ) -> StepResult:
+        """Repeats the passes of a step whose numbers differ, and reports the suspects.
+
+        Raises:
+            Corrupted, UnfitNode: see ``_conclude``.
+        """
+        shifts = [0, *(range(1, min(3, self._dp)) if exchanges else ())]
+        passes = [*passes, *(self._discarded(step, batch, loss_scale, shift) for shift in shifts)]
+        result = self._last(step, batch, loss_scale, passes)
+        values = self._aligned(passes)
+        unequal = self._unequal_sums(step)
+        finding = self._gradient_finding(values, passes)
+        check = GRADIENTS
+        if not self._any(finding.suspect):
+            check = REDUCTION
+            finding = self._reduction_finding(values, passes, unequal)
+        right = finding.corrected and not bool(unequal.any())
+        self._conclude(step, check, replace(finding, corrected=not self._any(not right)))
+        return result
+
+    def _gradient_finding(self, values: Tensor, passes: Sequence[_Pass]) -> _Finding:
+        comparable = self._repeats & self._local
+        if any(one.shift for one in passes):
+            comparable = self._exchanges
+        suspect = False
+        corrected = True
+        differing: set[int] = set()
+        findings = 1
+        for owner in range(self._dp):
+            votes = [
+                _Vote((owner - one.shift) % self._dp, values[owner, index, comparable])
+                for index, one in enumerate(passes)
+            ]
+            ballot = count_votes(votes)
+            corrected &= ballot.right is not None and torch.equal(votes[-1].value, ballot.right)
+            if self._mesh.dp_rank in ballot.suspects:
+                suspect = True
+                findings = max(findings, ballot.findings)
+                together = torch.stack([vote.value for vote in votes])
+                differing |= {*(together != together[-1]).any(0).nonzero().flatten().tolist()}
+        names = [name for name, is_compared in zip(self._names, comparable.tolist(), strict=True) if is_compared]
+        parts = [names[index] for index in sorted(differing)]
+        return _Finding(suspect, suspect and is_origin(parts), tuple(parts), findings, corrected)
+
+    def _reduction_finding(self, values: Tensor, passes: Sequence[_Pass], unequal: Tensor) -> _Finding:
+        """Returns what differs between passes on this rank after a reduction. If it does on all ranks, no rank is
+        named."""
+        comparable = self._repeats & ~self._local
+        own = values[:, torch.tensor([one.shift == 0 for one in passes])][:, :, comparable]
+        differs = (own != own[:, -1:]).any(2).any(1) if own.numel() else torch.zeros(self._dp, dtype=torch.bool)
+        votes = [_Vote(0, value) for value in own[self._mesh.dp_rank]]
+        ballot = count_votes(votes)
+        corrected = ballot.right is not None and torch.equal(votes[-1].value, ballot.right)
+        names = [name for name, is_compared in zip(self._names, comparable.tolist(), strict=True) if is_compared]
+        wrong = (own[self._mesh.dp_rank] != own[self._mesh.dp_rank, -1:]).any(0)
+        parts = tuple(name for name, is_wrong in zip(names, wrong.tolist(), strict=True) if is_wrong)
+        suspect = int(differs.sum()) == 1 and bool(differs[self._mesh.dp_rank])
+        suspect |= bool(unequal[self._mesh.dp_cp_rank % len(unequal)].any())
+        return _Finding(suspect, suspect, parts, 1, corrected)
+
+    def _conclude(self, step: int, check: str, finding: _Finding) -> None:
+        """Reports the suspects of all ranks, by node, and ends the attempt if it must not continue.
+
+        Raises:
+            UnfitNode: a node has been found twice, and the run can continue without it.
+            Corrupted: the numbers are not corrected.
+        """
+        found = gather_plain(
+            [finding.suspect, finding.origin, [*finding.parts], finding.findings, finding.corrected], self._mesh.control
+        )
+        corrected = all(item[4] for item in found)
+        suspects = [rank for rank, item in enumerate(found) if item[1]]
+        suspects = suspects or [rank for rank, item in enumerate(found) if item[0]]
+        by_node: dict[str | None, list[int]] = {}
+        for rank in suspects:
+            by_node.setdefault(self._places[rank][0], []).append(rank)
+        parts = [part for rank in suspects or range(len(found)) for part in found[rank][2]]
+        words = []
+        unfit = False
+        for node, ranks in by_node.items() or [(None, [])]:
+            suspicion = Suspicion(
+                step=step,
+                since=self.proved or 0,
+                check=check,
+                node=node,
+                ranks=tuple(ranks),
+                devices=tuple(self._places[rank][1] for rank in ranks),
+                parts=tuple(dict.fromkeys(parts)),
+                findings=max((found[rank][3] for rank in ranks), default=1),
+                corrected=corrected,
+            )
+            words.append(suspicion.words)
+            total = broadcast_plain(self._report(suspicion), self._mesh.control)
+            unfit |= node is not None and total >= TOO_OFTEN
+        if unfit and self._may_leave_nodes:
+            raise UnfitNode("; ".join(words))
+        if not corrected:
+            raise Corrupted("; ".join(words), secondary=self._mesh.rank != 0)
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """Holds what a rank contributes to a verdict.
+
+    Attributes:
+        suspect: whether this rank has computed or holds wrong numbers.
+        origin: whether what arrived from other ranks was right.
+        parts, findings, corrected: see ``Suspicion``.
+    """
+
+    suspect: bool
+    origin: bool
+    parts: tuple[str, ...]
+    findings: int
+    corrected: bool
+
+
+@dataclass(frozen=True)
+class _Vote:
+    """Holds the checksums ``[entries]`` of a pass that a rank has computed."""
+
+    rank: int
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """Holds the result of the votes on one pass.
+
+    Attributes:
+        right: the value that most ranks have computed; of values of one rank, the most common. None if it is a draw.
+        suspects: the ranks that may have computed wrong values.
+        findings: 2 if at least two ranks agree against a rank whose own passes agree, otherwise 1.
+    """
+
+    right: Tensor | None
+    suspects: frozenset[int]
+    findings: int = 1
+
+
+def count_votes(votes: Sequence[_Vote]) -> Ballot:
+    """Returns which of the values is right, and which ranks may have computed wrong ones.
+
+    A rank whose own values differ is the only suspect; a draw between ranks makes all of them suspects.
+    """
+    values: dict[tuple[int, ...], list[int]] = {}  # value -> the ranks that have computed it, one for each pass
+    for vote in votes:
+        values.setdefault(tuple(vote.value.tolist()), []).append(vote.rank)
+    if len(values) == 1:
+        return Ballot(votes[-1].value, frozenset())
+    ranked = sorted(values.values(), key=lambda ranks: (len({*ranks}), len(ranks)))
+    best = ranked[-1]
+    right = next(vote.value for vote in votes if values[tuple(vote.value.tolist())] is best)
+    counts = Counter(rank for ranks in values.values() for rank in {*ranks})
+    unsteady = frozenset(rank for rank, count in counts.items() if count > 1)
+    if unsteady:
+        is_draw = (len({*ranked[-2]}), len(ranked[-2])) == (len({*best}), len(best))
+        return Ballot(None if is_draw else right, unsteady)
+    if len({*ranked[-2]}) == len({*best}):
+        return Ballot(None, frozenset(rank for ranks in ranked if len({*ranks}) == len({*best}) for rank in ranks))
+    others = frozenset(rank for ranks in ranked[:-1] for rank in ranks)
+    return Ballot(right, others, findings=min(2, len({*best})))
+
+
+def is_origin(parts: Sequence[str]) -> bool:
+    """Returns whether the wrong numbers ``parts`` of a rank were not caused by what another stage has sent it."""
+    if any(part.startswith(ARRIVED) for part in parts):
+        return False
+    return any(part.startswith(LEFT) for part in parts) or not any(part.startswith(GRADIENT_ARRIVED) for part in parts)

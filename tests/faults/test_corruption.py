@@ -1,0 +1,126 @@
+"""Injects wrong numbers into verified steps (``train.verify``): what is found, who is named, and what training uses."""
+
+from __future__ import annotations
+
+import torch
+
+from hpc_train.checkpoint.store import Kept, Retention, removable
+from hpc_train.parallel.checksums import position_checksum
+from tests.faults.corruption import Injection, Trial, trials
+
+GRADIENTS, REDUCTION, STATE = "gradients", "reduced gradients", "weights and optimizer state"
+
+
+def found(of_ranks: list[Trial]) -> tuple[str, tuple[int, ...], bool]:
+    """Returns check, ranks and correction of the only suspicion, which is the same on all ranks."""
+    first = of_ranks[0]
+    assert all(trial.suspicions == first.suspicions for trial in of_ranks)
+    assert sum(trial.injected for trial in of_ranks) > 0
+    (suspicion,) = first.suspicions
+    assert (first.ended is None) is suspicion.corrected
+    return suspicion.check, suspicion.ranks, suspicion.corrected
+
+
+def is_undisturbed(of_ranks: list[Trial], plain: list[Trial]) -> bool:
+    return [trial.weights for trial in of_ranks] == [trial.weights for trial in plain]
+
+
+def check_plain(of_ranks: list[Trial]) -> None:
+    assert all(trial.suspicions == () and trial.warnings == () and trial.ended is None for trial in of_ranks)
+
+
+def test_replicas() -> None:
+    """Three replicas with all-reduce. Steps 2 and 4 are exchanged, and step 3 is repeated."""
+    plain, product, gradient, batch, summed, lasting, weight, moment = trials(
+        "dp3",
+        None,
+        Injection("product", rank=1, step=2, at_pass=1),
+        Injection("gradient", rank=2, step=3, at_pass=0),
+        Injection("batch", rank=1, step=3, at_pass=1),
+        Injection("sum", rank=1, step=3, at_pass=1),
+        Injection("product", rank=1, step=3, at_pass=None),
+        Injection("weight", rank=2, step=2),
+        Injection("moment", rank=0, step=3),
+    )
+    check_plain(plain)
+    assert found(product) == (GRADIENTS, (1,), True)
+    assert found(gradient) == (GRADIENTS, (2,), True)
+    assert found(batch) == (GRADIENTS, (1,), True)
+    assert found(summed) == (REDUCTION, (1,), True)
+    assert all(is_undisturbed(trial, plain) for trial in (product, gradient, batch, summed))
+    assert found(lasting) == (GRADIENTS, (1,), False)
+    assert (lasting[0].ended, lasting[0].suspicions[0].findings, lasting[0].suspicions[0].since) == (4, 2, 2)
+    assert (found(weight), weight[0].ended) == ((STATE, (2,), False), 2)
+    assert (found(moment), moment[0].ended) == ((STATE, (0,), False), 3)
+
+
+def test_shards() -> None:
+    """Under zero3 a local gradient exists only until it is reduced."""
+    plain, product, gradient, lasting = trials(
+        "zero3",
+        None,
+        Injection("product", rank=0, step=2, at_pass=0),
+        Injection("gradient", rank=1, step=3, at_pass=1),
+        Injection("product", rank=2, step=2, at_pass=None),
+    )
+    check_plain(plain)
+    assert found(product) == (GRADIENTS, (0,), True)
+    assert found(gradient) == (GRADIENTS, (1,), True)
+    assert is_undisturbed(product, plain) and is_undisturbed(gradient, plain)
+    assert (found(lasting), lasting[0].ended) == ((GRADIENTS, (2,), False), 2)
+
+
+def test_stages() -> None:
+    """Of two pipelines with two stages each, the stage is named that has received right numbers and sent wrong ones.
+    Between two replicas alone, a lasting error makes both suspects."""
+    plain, first, last, lasting = trials(
+        "pp2dp2",
+        None,
+        Injection("product", rank=1, step=2, at_pass=0),
+        Injection("product", rank=2, step=3, at_pass=1),
+        Injection("product", rank=1, step=3, at_pass=None),
+    )
+    check_plain(plain)
+    assert found(first) == (GRADIENTS, (1,), True)
+    assert found(last) == (GRADIENTS, (2,), True)
+    assert is_undisturbed(first, plain) and is_undisturbed(last, plain)
+    assert found(lasting) == (GRADIENTS, (0, 1), False)
+    assert lasting[0].suspicions[0].findings == 1
+
+
+def test_one_rank() -> None:
+    """A rank alone repeats its passes; what it always computes wrongly is out of reach."""
+    plain, product, random_state, lasting = trials(
+        "single",
+        None,
+        Injection("product", step=2, at_pass=1),
+        Injection("random state", step=3, at_pass=0),
+        Injection("product", step=2, at_pass=None),
+    )
+    check_plain(plain)
+    assert found(product) == (GRADIENTS, (0,), True)
+    assert found(random_state) == (GRADIENTS, (0,), True)
+    assert is_undisturbed(product, plain) and is_undisturbed(random_state, plain)
+    assert lasting[0].suspicions == () and lasting[0].injected > 0
+
+
+def test_each_bit_and_each_position_changes_the_checksum() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16), (torch.float64, torch.int64)):
+        value = torch.randn(70, 3, generator=generator).to(dtype)
+        sums = {int(position_checksum(value))}
+        for bit in range(8 * dtype.itemsize):
+            changed = value.clone()
+            changed.view(bits)[bit, 1] ^= torch.iinfo(bits).min if bit == 8 * dtype.itemsize - 1 else 1 << bit
+            sums.add(int(position_checksum(changed)))
+        exchanged = value.clone()
+        exchanged[0], exchanged[69] = value[69], value[0]
+        sums.add(int(position_checksum(exchanged)))
+        assert len(sums) == 8 * dtype.itemsize + 2
+    assert position_checksum(torch.zeros(0)) == 0
+
+
+def test_retention_keeps_the_newest_proved_checkpoint() -> None:
+    kept = [Kept(step) for step in (10, 20, 30, 40, 50)]
+    assert removable(kept, Retention(newest=2, proved=29)) == {10, 30}
+    assert removable(kept, Retention(newest=2, proved=9)) == {10, 20, 30}
