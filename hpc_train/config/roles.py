@@ -197,8 +197,9 @@ class Component:
 
 
 def components_of(config: Config) -> tuple[Component, ...]:
-    """Returns the components of ``run.roles``, the one of the first role first; empty if no role has resources of its
-    own. Raises UserError as ``roles_of`` does.
+    """Returns the components of ``run.roles``, the one of the first role first; empty if no role sets resources.
+
+    Raises UserError as ``roles_of`` does.
     """
     alike: dict[tuple[str | int | None, ...], list[Role]] = {}
     for role in roles_of(config):

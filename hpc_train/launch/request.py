@@ -226,7 +226,7 @@ def check_config(config: Config, shape: JobShape) -> Layout:
         is_other = len(of_roles) > 1 and shape.place in (Place.QUEUE, Place.ALLOCATION)
         if is_other or (of_roles and is_import_path(config.cluster.kind)):
             raise UserError(
-                "roles ask for nodes of their own, but the nodes of this job are those of cluster",
+                "roles ask for other nodes than the job, which requests all nodes with the values of cluster",
                 where="partition, constraint, cpus and mem of run.roles",
                 fix="cluster=slurm -m submits a heterogeneous job; or leave out these values",
             )

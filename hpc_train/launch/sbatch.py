@@ -105,7 +105,7 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
 def components(job: Job) -> list[Job]:
     """Returns a job with the nodes of each component of ``run.roles``; ``job`` alone without components.
 
-    Raises UserError if the cores of a role are no multiple of its GPUs.
+    Raises UserError unless the GPUs of a role divide its cores.
     """
     jobs = []
     for component, shape in zip(components_of(job.config), job.shape.components, strict=False):
@@ -114,7 +114,7 @@ def components(job: Job) -> list[Job]:
         if role.cpus is not None:
             of_gpu, rest = divmod(role.cpus, max(1, shape.gpus))
             if rest:
-                what = f"a role with {shape.gpus} GPUs per node has {role.cpus} cores, which is no multiple"
+                what = f"a role with {shape.gpus} GPUs per node has {role.cpus} cores, not a multiple"
                 raise UserError(what, where=f"run.roles.{role.name}.cpus", fix=f"cpus: {shape.gpus * max(1, of_gpu)}")
             cluster = replace(cluster, cpus_per_gpu=of_gpu)
         jobs.append(replace(job, config=replace(job.config, cluster=cluster), shape=shape))

@@ -273,8 +273,8 @@ class _Step:
         return layer_counts(len(self.work.blocks) - 2, self.layout.stages, split)
 
     def _parameters(self) -> tuple[float, float]:
-        """Returns the parameters of the rank that has the most: those that all data-parallel ranks share, and those of
-        experts of which expert-parallel ranks hold different ones."""
+        """Returns the parameters of the rank that has most: first those that all data-parallel ranks share, then the
+        experts that ``ep`` divides."""
         layout = self.layout
         held = [(0.0, 0.0)] * layout.pp
         for stage, rank in enumerate(layout.placement):
@@ -301,7 +301,7 @@ class _Step:
         return exposed
 
     def _shards(self) -> tuple[int, int]:
-        """Returns how many ranks share the ZeRO state of a parameter, and that of an expert; 1 without ZeRO."""
+        """Returns how many ranks share the ZeRO state of a parameter, and of an expert; 1 without ZeRO."""
         layout = self.layout
         if not layout.shards_state:
             return 1, 1
