@@ -244,6 +244,8 @@ def parse_roles(words: Sequence[str]) -> dict[str, dict[str, object]]:
             role[key] = int(value) if value.isdecimal() else value
         if "after" in role:
             role["after"] = [] if role["after"] == "none" else str(role["after"]).split("+")
+        if role.get("gpus") == 0:
+            role = {"procs": 1} | role
         command = words[begin + 3 : end]
         if not command or name in roles:
             what = f"the role {name} has no command" if not command else f"there are two roles {name}"
@@ -347,7 +349,7 @@ def overrides_of(options: ExecOptions, words: Sequence[str]) -> list[str]:
         if options.roles and options.nnodes is None:
             nodes = sum(part.nodes for part in shape.components) or nodes_of_roles(roles_of(config), shape.gpus)
             overrides.append(f"cluster.nodes={nodes}")
-        if not shape.gpus or options.roles:
+        if not shape.gpus:
             overrides.append(f"cluster.cpu_workers={options.processes or 1}")
         elif options.processes is not None:
             overrides.append(f"cluster.gpus_per_node={options.processes}")

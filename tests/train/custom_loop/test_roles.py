@@ -200,6 +200,7 @@ def test_exec_has_the_same_roles() -> None:
     options, _ = parse(["--role", "trainer:nodes=2", "--", "python", "a b.py", "--role", "x", *judge_words])
     config = config_of(roles(**options.roles))
     trainer, judge = roles_of(config)
+    assert parse(["--role", "router:gpus=0", "--", "route"])[0].roles["router"]["procs"] == 1
     assert trainer.command == ("python", "a b.py", "--role", "x")
     assert judge.command == ("serve", "--", "$X")
     assert (trainer.nodes, judge.per, judge.after, judge.fixed_port) == (2, "node", (), 80)
