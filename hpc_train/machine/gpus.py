@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +17,7 @@ from pathlib import Path
 
 from hpc_train.errors import UserError
 from hpc_train.machine.amd_gpus import NODES, PCI, AmdNode, amd_memory
-from hpc_train.machine.sysfs import read_text
+from hpc_train.machine.sysfs import DISPLAY, nvidia_gpus, output_of, read_text
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 DEVICES = Path("/dev")
@@ -113,14 +111,7 @@ def _present(driver: Path, devices: Path) -> int:
 
 def print_listing() -> str:
     """Returns the output of ``nvidia-smi -L``; "" without the tool."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:  # without a fork, which takes milliseconds for each job of a sweep
-        return ""
-    try:
-        done = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
+    return output_of(["nvidia-smi", "-L"])
 
 
 def gpu_names() -> frozenset[str]:
@@ -129,9 +120,6 @@ def gpu_names() -> frozenset[str]:
 
 
 KEY = "cluster.gpus_per_node"
-NVIDIA = "0x10de"
-DISPLAY = "0x0300"  # PCI class of GPUs with a display output
-GPU_CLASSES = (DISPLAY, "0x0302")
 
 
 class UnusableGpus(UserError):
@@ -169,11 +157,8 @@ class Machine:
         files = sum(re.fullmatch(r"nvidia\d+", file.name) is not None for file in _entries(self.devices))
         if count := len(_entries(self.driver)) or files:
             return count
-        for device in _entries(self.pci):
-            kind = read_text(device / "class")
-            is_display = kind.startswith(DISPLAY) and (device / "driver").resolve().name == "nouveau"
-            count += read_text(device / "vendor") == NVIDIA and kind.startswith(GPU_CLASSES) and not is_display
-        return count
+        displays = [d for d in nvidia_gpus(self.pci, (DISPLAY,)) if (d / "driver").resolve().name == "nouveau"]
+        return len(nvidia_gpus(self.pci)) - len(displays)
 
     @cached_property
     def amd(self) -> AmdNode | None:
@@ -367,9 +352,5 @@ def gpu_memory(kind: str | None) -> float | None:
         return next((KINDS[word] for word in words if word in KINDS), None) or amd_memory(kind)
     if not DRIVER.is_dir() and (amd := AmdNode.read(NODES, PCI, DEVICES)) is not None:
         return min((gpu.memory for gpu in amd.gpus if gpu.compute and gpu.memory), default=None)
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return min((int(line) * 2.0**20 for line in listed.stdout.split() if line.isdigit()), default=None)
+    listed = output_of(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
+    return min((int(line) * 2.0**20 for line in listed.split() if line.isdigit()), default=None)

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.machine.sysfs import read_text
+from hpc_train.machine.sysfs import read_number, read_text
 
 SYSFS = Path("/sys")
 CGROUPS = SYSFS / "fs/cgroup"
@@ -93,8 +93,8 @@ def _left(group: Path, version: int) -> int | None:
     """Returns the bytes left in one group; None without a limit."""
     old = version == 1
     limits = ["memory.limit_in_bytes"] if old else ["memory.max", "memory.high"]
-    bounds = [bound for bound in (_number(group / name) for name in limits) if bound is not None]
-    usage = _number(group / ("memory.usage_in_bytes" if old else "memory.current"))
+    bounds = [bound for bound in (read_number(group / name) for name in limits) if bound is not None]
+    usage = read_number(group / ("memory.usage_in_bytes" if old else "memory.current"))
     if not bounds or usage is None:
         return None
     if old:
@@ -103,12 +103,6 @@ def _left(group: Path, version: int) -> int | None:
         names = ("active_file", "inactive_file")
     cache = sum(_field(group / "memory.stat", name) for name in names)
     return max(0, min(bounds) - usage + cache)
-
-
-def _number(file: Path) -> int | None:
-    """Returns the number in ``file``; None for ``max`` and for an unreadable file."""
-    text = read_text(file)
-    return int(text) if text.isdigit() else None
 
 
 def _field(file: Path, name: str) -> int:
@@ -165,9 +159,6 @@ def _total(files: list[Path], unit: int = 1) -> int | None:
     return None
 
 
-COUNTER = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
-
-
 @dataclass(frozen=True)
 class OomKills:
     """The number of out-of-memory kills so far, in the control group of this process and on the node."""
@@ -180,12 +171,7 @@ class OomKills:
         """Reads the counters; an unreadable counter counts as 0."""
         group = MemoryGroup.current(groups, processes)
         file = "memory.oom_control" if group.version == 1 else "memory.events"
-        return cls(_counter(group.path / file), _counter(processes / "vmstat"))
+        return cls(_field(group.path / file, "oom_kill"), _field(processes / "vmstat", "oom_kill"))
 
     def __sub__(self, before: OomKills) -> OomKills:
         return OomKills(self.group - before.group, self.node - before.node)
-
-
-def _counter(path: Path) -> int:
-    match = COUNTER.search(read_text(path))
-    return int(match[1]) if match else 0

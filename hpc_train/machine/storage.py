@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from hpc_train.machine.sysfs import output_of
 
 MOUNTS = Path("/proc/self/mountinfo")
 EXPORTS = Path("/var/lib/nfs/etab")  # NFS exports of this host
@@ -21,7 +22,7 @@ FILE_SYSTEM = "the file system"  # the owner of a limit, in messages
 QUOTA_TIMEOUT_S = 5.0
 KIB = 1024
 
-Ask = Callable[[Sequence[str]], str]
+Ask = Callable[[Sequence[str], float], str]
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,13 @@ def is_exported(path: Path, exports: Path = EXPORTS) -> bool:
     return any(real.is_relative_to(line.split()[0]) for line in lines if line.startswith("/"))
 
 
-def room_in(path: Path, ask: Ask | None = None) -> list[Room]:
+def room_in(path: Path, ask: Ask = output_of) -> list[Room]:
     """Returns the space that is left below ``path``: in the file system, and in this user's quota if known."""
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     status = os.statvfs(existing)
     rooms = [Room(status.f_bavail * status.f_frsize, status.f_favail if status.f_files else None, FILE_SYSTEM)]
     system = file_system_of(existing)
-    quota = None if system is None else _quota(system, ask or _quota_output)
+    quota = None if system is None else _quota(system, ask)
     if quota is None:
         return rooms
     return [*rooms, quota]
@@ -119,9 +120,9 @@ def _plain(escaped: str) -> str:
 def _quota(system: FileSystem, ask: Ask) -> Room | None:
     """Returns this user's quota as reported by ``lfs`` or ``quota``; None if neither reports one."""
     if system.kind == "lustre":
-        words = ask(["lfs", "quota", "-q", "-u", str(os.getuid()), str(system.mount_point)]).split()
+        words = ask(["lfs", "quota", "-q", "-u", str(os.getuid()), str(system.mount_point)], QUOTA_TIMEOUT_S).split()
         return _room(words[-8:])
-    lines = ask(["quota", "-w", "-p"]).splitlines()
+    lines = ask(["quota", "-w", "-p"], QUOTA_TIMEOUT_S).splitlines()
     return next((_room(words[1:]) for line in lines if (words := line.split())[:1] == [system.source]), None)
 
 
@@ -140,11 +141,3 @@ def _room(words: Sequence[str]) -> Room | None:
     if size is None:
         return None
     return Room(size * KIB, inodes, "your quota")
-
-
-def _quota_output(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=QUOTA_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout  # quota exits with 1 if a limit is exceeded

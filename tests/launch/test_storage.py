@@ -111,7 +111,7 @@ def test_quotas(
 ) -> None:
     system = FileSystem(Path("/scratch"), kind, "/dev/sda1")
     monkeypatch.setattr("hpc_train.machine.storage.file_system_of", lambda path: system)
-    quota = [(room.free, room.inodes) for room in room_in(tmp_path / "not" / "there", lambda command: said)[1:]]
+    quota = [(room.free, room.inodes) for room in room_in(tmp_path / "not" / "there", lambda _, timeout_s: said)[1:]]
     assert quota == ([expected] if expected else [])
 
 

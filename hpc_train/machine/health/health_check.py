@@ -21,11 +21,10 @@ from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding, worst
 from hpc_train.machine.health.gpu_health import HANGS, SUBJECT, GpuState, judge, read_gpus, read_nvml
 from hpc_train.machine.health.kernel_log import Defect, GpuError, find_errors, judge_log, read_kernel_log
 from hpc_train.machine.health.vendor import Paths, VendorHealth
-from hpc_train.machine.sysfs import read_text
+from hpc_train.machine.sysfs import ACCELERATOR, nvidia_gpus, read_number, read_text
 from hpc_train.schedulers.slurm.client import show_nodes
 from hpc_train.schedulers.slurm.records import gpus_of
 
-NVIDIA, ACCELERATOR = "0x10de", "0x0302"  # PCI vendor, and the class of a GPU without a display output
 SLURM_S = 2.0
 LONGEST = 240  # the most characters of the line, since Slurm truncates long reasons
 
@@ -110,10 +109,7 @@ def read_states() -> tuple[GpuState, ...]:
 
 
 def nvidia_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
-    on_bus = sum(
-        read_text(device / "vendor") == NVIDIA and read_text(device / "class").startswith(ACCELERATOR)
-        for device in paths.pci.glob("*")
-    )
+    on_bus = len(nvidia_gpus(paths.pci, (ACCELERATOR,)))
     listed = {path.name for path in paths.driver.glob("*")}
     if not on_bus and not listed and not (paths.devices / "nvidiactl").exists():  # some containers hide the others
         return VendorHealth()
@@ -275,19 +271,12 @@ def _port(path: Path) -> PortState:
         device=path.parts[-3],
         number=int(path.name),
         layer=layer or "InfiniBand",
-        symbol_errors=_count(path / "counters/symbol_error"),
-        recoveries=_count(path / "counters/link_error_recovery"),
-        receive_errors=_count(path / "counters/port_rcv_errors"),
+        symbol_errors=read_number(path / "counters/symbol_error"),
+        recoveries=read_number(path / "counters/link_error_recovery"),
+        receive_errors=read_number(path / "counters/port_rcv_errors"),
         keys=tuple(keys),
         mtu=max(mtus, default=None) if layer == "Ethernet" else None,
     )
-
-
-def _count(path: Path) -> int | None:
-    text = read_text(path)
-    if text.isdigit():
-        return int(text)
-    return None
 
 
 def judge_ports(ports: Sequence[PortState], node: str, uptime_s: float) -> Iterator[Finding]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,10 +26,8 @@ from hpc_train.machine.network.facts import (
     shared_memory,
 )
 from hpc_train.machine.network.rdma import read_rdma
-from hpc_train.machine.sysfs import read_text
+from hpc_train.machine.sysfs import nvidia_gpus, read_number, read_text
 
-_NVIDIA = "0x10de"
-_GPU_CLASSES = ("0x0300", "0x0302")  # with and without a display output
 _AZURE_CHASSIS = "7783-7084-3265-9085-8269-3286-77"
 _VENDORS = {"amazon ec2": "aws", "google": "gcp", "google compute engine": "gcp", "oraclecloud.com": "oci"}
 
@@ -43,17 +40,6 @@ def discover(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> NodeFact
         allowed=tuple(sorted(os.sched_getaffinity(0))),
         limits=replace(seen.limits, shared_memory=shared_memory()),
     )
-
-
-def print_matrix() -> str | None:
-    """Returns the output of ``nvidia-smi topo -m``; None without the tool."""
-    try:
-        printed = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if printed.returncode == 0:
-        return printed.stdout
-    return None
 
 
 def read_tree(sysfs: Path, proc: Path) -> NodeFacts:
@@ -134,11 +120,7 @@ def merge(seen: NodeFacts, matrix: NodeFacts) -> NodeFacts:
 
 
 def _gpus(sysfs: Path, proc: Path) -> tuple[Gpu, ...]:
-    addresses = [
-        path.name
-        for path in sorted((sysfs / "bus/pci/devices").glob("*"))
-        if read_text(path / "vendor") == _NVIDIA and read_text(path / "class").startswith(_GPU_CLASSES)
-    ]
+    addresses = [device.name for device in nvidia_gpus(sysfs / "bus/pci/devices")]
     if not addresses:  # a container may show the driver but hide the PCI bus
         addresses = sorted(path.name for path in (proc / "driver/nvidia/gpus").glob("*"))
     gpus = []
@@ -174,8 +156,8 @@ def _interfaces(sysfs: Path, proc: Path) -> tuple[Interface, ...]:
     for path in sorted((sysfs / "class/net").glob("*")):
         if path.name == "lo" or not (path / "device").exists():  # virtual interfaces, e.g. container bridges
             continue
-        speed = read_text(path / "speed")
-        gbps = int(speed) / 1000 if speed.isdigit() else None
+        speed = read_number(path / "speed")
+        gbps = None if speed is None else speed / 1000
         interfaces.append(Interface(path.name, read_text(path / "operstate") == "up", gbps, path.name in default))
     return tuple(interfaces)
 

@@ -22,7 +22,7 @@ from hpc_train.errors import UserError
 from hpc_train.machine.gpus import job_gpus, print_listing, visible_devices
 from hpc_train.machine.health.gpu_health import GpuReading, problems, read_nvml
 from hpc_train.machine.network.decision import FabricDecision, FabricJob, decide
-from hpc_train.machine.network.discovery import discover, merge, print_matrix, read_tree, recorded_tree
+from hpc_train.machine.network.discovery import discover, merge, read_tree, recorded_tree
 from hpc_train.machine.network.facts import Gpu, NodeFacts, Setting, format_cpu_list
 from hpc_train.machine.network.libfabric import find_plugin
 from hpc_train.machine.network.nccl_settings import (
@@ -35,14 +35,14 @@ from hpc_train.machine.network.rails import Match, PortVerdict, judge_ports, mat
 from hpc_train.machine.network.rank_binding import Mask, cpu_masks, unknown_cores
 from hpc_train.machine.network.rdma import parse_rdma_text
 from hpc_train.machine.network.smi import (
+    NVLINK_QUERY,
     is_rocm_smi,
     parse_matrix,
     parse_nvlink_domain,
     parse_showtopo,
-    print_nvlink_domain,
     with_slices,
 )
-from hpc_train.machine.sysfs import read_text
+from hpc_train.machine.sysfs import output_of, read_text
 
 # for the ND series, whose GPUs have NVLink; the images contain these files on every machine. Azure's health checks also
 # use the H100 file for the H200 (azurehpc-health-checks, nd96isr_h200_v5). The H200 NVL is a PCIe card.
@@ -61,7 +61,8 @@ def this_node(name: str, rendezvous_host: str | None, environment: Mapping[str, 
     """
     visible = visible_devices(environment)
     facts = _of_job(discover())
-    if visible and (matrix := print_matrix()) is not None:  # the matrix shows only the GPUs of the job, too
+    matrix = output_of(["nvidia-smi", "topo", "-m"], 60) if visible else ""
+    if "GPU0" in matrix:  # it shows only the GPUs of the job, too; a driver that fails prints no matrix
         facts = merge(facts, parse_matrix(matrix))
     if visible and (reading := read_nvml()) is not None:
         facts = replace(facts, gpus=filled(facts.gpus, reading))
@@ -78,7 +79,7 @@ def this_node(name: str, rendezvous_host: str | None, environment: Mapping[str, 
         topology_file=topology_file(facts),
         net_plugin=find_plugin(environment),
         imex_channels=imex_channels(),
-        nvlink_domain=parse_nvlink_domain(print_nvlink_domain()) if several_node_nvlink(facts) else None,
+        nvlink_domain=parse_nvlink_domain(output_of(NVLINK_QUERY)) if several_node_nvlink(facts) else None,
         versions=read_versions(),
         settings=settings_of_communication(environment),
     )

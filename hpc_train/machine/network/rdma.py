@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_train.machine.network.facts import Nic, Port
-from hpc_train.machine.sysfs import natural, read_text
+from hpc_train.machine.sysfs import natural, read_number, read_text
 
 # the highest rate in Gb/s of each NIC type that Mellanox drivers report; a port below it has negotiated a low rate
 NIC_RATE_GBPS = {
@@ -77,7 +77,7 @@ def _nic(device: Path) -> Nic:
         kind="efa" if read_text(device / "device/vendor") == _AMAZON else kind_of(device.name),
         model=read_text(device / "hca_type") or None,
         pci=_pci_address(device / "device"),
-        numa_node=_number(device / "device/numa_node"),
+        numa_node=read_number(device / "device/numa_node"),
         interfaces=_interfaces(device),
         ports=tuple(map(_port, ports)),
     )
@@ -92,14 +92,14 @@ def _slingshot(sysfs: Path, device: Path) -> Nic:
     ``hsn*``."""
     names = _interfaces(device)
     states = {read_text(sysfs / "class/net" / name / "operstate") for name in names}
-    speeds = [speed for name in names if (speed := _number(sysfs / "class/net" / name / "speed"))]
+    speeds = [speed for name in names if (speed := read_number(sysfs / "class/net" / name / "speed"))]
     state = None
     if "up" in states:
         state = "ACTIVE"
     elif "down" in states:
         state = "DOWN"
     port = Port(1, state, link_layer="Ethernet", rate_gbps=max(speeds) / 1000 if speeds else None)
-    numa = _number(device / "device/numa_node")
+    numa = read_number(device / "device/numa_node")
     return Nic(device.name, "slingshot", None, _pci_address(device / "device"), numa, names, (port,))
 
 
@@ -111,7 +111,7 @@ def _port(path: Path) -> Port:
         physical_state=parse_state(read_text(path / "phys_state")),
         link_layer=layer or None,
         rate_gbps=parse_rate(read_text(path / "rate")),
-        link_downed=_number(path / "counters/link_downed"),
+        link_downed=read_number(path / "counters/link_downed"),
         roce_v2_gid=_roce_v2_gid(path) if layer == "Ethernet" else None,
     )
 
@@ -136,14 +136,6 @@ def _pci_address(link: Path) -> str | None:
     slot = re.search(r"^PCI_SLOT_NAME=(\S+)$", read_text(link / "uevent"), re.MULTILINE)
     names = (link.resolve().name, slot[1] if slot else "")
     return next((name for name in names if re.fullmatch(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", name)), None)
-
-
-def _number(path: Path) -> int | None:
-    """Returns a number of at least 0; None for -1, which the kernel uses for unknown values."""
-    text = read_text(path)
-    if text.isdigit():
-        return int(text)
-    return None
 
 
 # the lines with which each tool introduces a device and a port

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -253,19 +252,9 @@ NVLINK_QUERY = ("nvidia-smi", "--query-gpu=fabric.clusterUuid,fabric.cliqueId", 
 _DOMAIN = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}),\s*(\d+)")
 
 
-def print_nvlink_domain() -> str:
-    """Returns the output of ``NVLINK_QUERY``; "" without the tool or with a driver that does not know the fields."""
-    try:
-        done = subprocess.run(NVLINK_QUERY, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    if done.returncode == 0:
-        return done.stdout
-    return ""
-
-
 def parse_nvlink_domain(text: str) -> str | None:
-    """Returns ``UUID.CLIQUE`` of the GPUs of a node; None if they are in no domain or in different ones."""
+    """Returns ``UUID.CLIQUE`` of the GPUs of a node from the output of ``NVLINK_QUERY``; None if they are in no domain
+    or in different ones, or the driver does not know the fields."""
     domains = {f"{match[1]}.{match[2]}" for line in text.splitlines() if (match := _DOMAIN.fullmatch(line.strip()))}
     domain = domains.pop() if len(domains) == 1 else None
     if domain is None or set(domain.partition(".")[0]) <= {"0", "-"}:
