@@ -161,9 +161,9 @@ def read_in_child(read: Callable[[], Any], limit_s: float = LIMIT_S) -> Any | No
     raise NoResponse(f"no response within {limit_s:g} s")
 
 
-def read_gpus(expected: bool, limit_s: float = LIMIT_S) -> GpuReading:
-    """Reads the GPUs of this node with ``nvidia-smi``, which in a job's control group shows only the GPUs of the job.
-    ``expected`` states whether the node has NVIDIA GPUs, so that a missing tool is a finding."""
+def read_gpus(limit_s: float = LIMIT_S) -> GpuReading:
+    """Reads the NVIDIA GPUs of this node with ``nvidia-smi``, which in a job's control group shows only the GPUs of the
+    job. A missing tool is a finding."""
     try:
         code, output = run_limited(QUERY, limit_s)
     except NoResponse as error:
@@ -171,10 +171,10 @@ def read_gpus(expected: bool, limit_s: float = LIMIT_S) -> GpuReading:
         return GpuReading(findings=(Finding(SUBJECT, ERROR, f"{HANGS}: {error}", fix),))
     except OSError:
         missing = Finding(SUBJECT, WARNING, f"{UNCHECKED}nvidia-smi is not installed here", "put nvidia-smi on PATH")
-        return GpuReading(findings=(missing,) if expected else ())
+        return GpuReading(findings=(missing,))
     gpus = parse_query(output)
     findings = []
-    if code and (expected or gpus):  # e.g. because a GPU has fallen off the bus
+    if code:  # e.g. because a GPU has fallen off the bus
         lines = [line.strip() for line in output.splitlines() if line.strip() and not line.lstrip().startswith("<")]
         text = ": ".join([f"nvidia-smi failed with exit code {code}", *lines[:1]])
         fix = "reboot the node; if it happens again, the GPU or the driver needs service"

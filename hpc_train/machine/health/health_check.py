@@ -113,7 +113,7 @@ def nvidia_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
     listed = {path.name for path in paths.driver.glob("*")}
     if not on_bus and not listed and not (paths.devices / "nvidiactl").exists():  # some containers hide the others
         return VendorHealth()
-    reading = (read_nvml() if quick else None) or read_gpus(expected=True)
+    reading = (read_nvml() if quick else None) or read_gpus()
     openable = job_gpus(paths.driver, paths.devices)
     findings = [*reading.findings]
     fix = f"cluster.exclude={node}; for the staff: drain and reboot the node, check the GPU's slot and power"
