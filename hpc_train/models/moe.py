@@ -56,7 +56,8 @@ class Router(nn.Module):
     Attributes:
         expert_bias: added to the scores for the choice, but not for the weights (Wang et al. 2024, arXiv:2408.15664).
         loss_scale: the factor with which the loss of a step is differentiated.
-        loss_sum: the sum of the auxiliary losses in this step.
+        loss_sum: the sum of the auxiliary losses in this step, ``[1]``: compiled layers (torch 2.13) lose what they add
+            to a tensor without dimensions.
         counts: the number of choices of each expert in this step, and last, the number of those that were dropped.
     """
 
@@ -73,7 +74,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(moe.experts, config.dim))
         self.register_buffer("expert_bias", None if moe.bias_rate is None else torch.zeros(moe.experts))
         self.register_buffer("loss_scale", torch.zeros(()), persistent=False)
-        self.register_buffer("loss_sum", torch.zeros(()), persistent=False)
+        self.register_buffer("loss_sum", torch.zeros(1), persistent=False)
         self.register_buffer("counts", torch.zeros(moe.experts + 1, dtype=torch.int64), persistent=False)
 
     def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
