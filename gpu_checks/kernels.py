@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from timeit import timeit
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from gpu_checks.check import Probe
 from gpu_checks.commands import train
 from gpu_checks.models import CYCLES_PER_S
 from gpu_checks.steps import Steps, World, profiled, trace_of
+from hpc_train.config.schema import GPTConfig, MoEConfig
 from hpc_train.models.attention import rotary_tables, rotate
+from hpc_train.models.moe import Experts
 from hpc_train.parallel.compile import _written_apart, compile_in_turns
+from hpc_train.planner.machine import OPTIONAL
 from hpc_train.train.watch.peak_rates import peak_flops
 from hpc_train.train.watch.step_clock import StepClock, make_stopwatch
 
@@ -142,6 +147,35 @@ def products(probe: Probe) -> None:
     peak = peak_flops(torch.cuda.get_device_name(0), "bf16") or rate
     probe.note("TFLOP/s", rate / 1e12)
     probe.within("share of the data sheet", rate / peak, 0.6, 1.0)
+
+
+def experts(probe: Probe) -> None:
+    """Experts compute at the share of the rate of a dense branch with as many operations that the planner assumes."""
+    tokens, dim, width, number, chosen = (16384, 2048, 768, 128, 8) if probe.on_gpu else (64, 32, 16, 4, 2)
+    device = "cuda" if probe.on_gpu else "cpu"
+    moe = MoEConfig(experts=number, top_k=chosen, expert_dim=width)
+    sizes = GPTConfig(vocab_size=8, n_layers=1, dim=dim, n_heads=2, n_kv_heads=2, ffn_dim=chosen * width, moe=moe)
+    with torch.device(device):
+        mixture = Experts(sizes, F.silu)
+        dense = [torch.nn.Linear(dim, chosen * width, bias=False) for _ in range(2)]
+        last = torch.nn.Linear(chosen * width, dim, bias=False)
+        rows = torch.randn(tokens * chosen, dim, dtype=torch.bfloat16, requires_grad=True)
+        hidden = torch.randn(tokens, dim, dtype=torch.bfloat16, requires_grad=True)
+        ends = torch.arange(1, number + 1, dtype=torch.int32) * (tokens * chosen // number)
+    for parameter in mixture.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    for module in (mixture, *dense, last):
+        module.bfloat16()
+    calls = {
+        "experts": lambda: mixture(rows, ends).backward(rows.detach()),
+        "dense": lambda: last(F.silu(dense[0](hidden)) * dense[1](hidden)).backward(hidden.detach()),
+    }
+    operations = 3 * 2 * tokens * chosen * 3 * dim * width
+    seconds = {name: per_call(call) if probe.on_gpu else timeit(call, number=3) / 3 for name, call in calls.items()}
+    for name, value in seconds.items():
+        probe.note(f"TFLOP/s, forward and backward: {name}", operations / value / 1e12)
+    share = seconds["dense"] / seconds["experts"]
+    probe.within("rate of experts / dense branch", share, low=OPTIONAL["grouped_share"].value if probe.on_gpu else 0.0)
 
 
 def rotation(probe: Probe) -> None:

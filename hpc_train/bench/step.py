@@ -108,9 +108,12 @@ def report(result: dict[str, Any]) -> str:
     peaks = f"peak {_byte_counts(memory['host_peak_bytes'])} resident (VmHWM), by rank"
     if memory["device_peak_bytes"] is not None:
         peaks = f"peak {_byte_counts(memory['device_peak_bytes'])} allocated on the GPU, {peaks}"
+    active = ""
+    if result["active_parameters"] not in (None, result["parameters"]):
+        active = f" ({result['active_parameters']:,} compute a token)"
     lines = [
         f"{result['strategy']}: {result['layout']}",
-        f"{result['parameters']:,} parameters, {result['precision']}{', compiled' * result['compile']}, "
+        f"{result['parameters']:,} parameters{active}, {result['precision']}{', compiled' * result['compile']}, "
         f"{result['world_size']} x {result['device']}, {result['threads']} threads each, torch {result['torch']}",
         f"blocks         {blocks} of {result['steps_per_block']} steps, {result['global_batch']} samples each",
         f"speed          {_speed(result)} {unit} (median; 5 % to 95 % of the blocks)",

@@ -32,6 +32,7 @@ from hpc_train.errors import UserError
 from hpc_train.layout.compatibility import OF_LAYOUT, OF_RUN, check_compatibility
 from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.layout.recomputation import recomputation_of
+from hpc_train.layout.sizes import active_count
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
@@ -210,6 +211,7 @@ def _measure_blocks(bench: StepBench, request: StepRequest, rank: BenchRank) -> 
         "compression": config.strategy.compression,
         "compile": config.train.compile,
         "parameters": sum(p.numel() for p in build_model(config.model, config.train.seed).parameters()),
+        "active_parameters": active_count(config.model),
         "global_batch": config.batch.global_size,
         "samples": bench.samples,
         "blocks": request.pairs,
