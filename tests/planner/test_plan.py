@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from hpc_train.commands import plan
-from hpc_train.commands.plan.output import FOLDED, LEAST_NEEDED, WHY, print_fitting
+from hpc_train.commands.plan.output import FOLDED, LEAST_NEEDED, WHY, print_fitting, split
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
@@ -121,6 +121,16 @@ def test_candidates_keep_what_is_set_and_the_simplest_of_equals_is_first() -> No
     assert all(each.prediction.fits for each in fastest(found))
     with pytest.raises(UserError, match="12 devices do not fill nodes of 8"):
         candidates(config, machine, 12, ())
+
+
+def test_expert_parallel_ranks_are_compared_for_mixtures_only() -> None:
+    words = ["data=synthetic", "data.sequence_length=4096", "precision=bf16", "batch.global_size=64"]
+    fixed = {"strategy.pp", "strategy.tp", "train.activation_checkpointing", "batch.micro_size", "strategy.shard"}
+    for model, wanted in (("mixtral_8x7b", {1, 2, 4, 8}), ("llama_7b", {1})):
+        config = config_of(f"model={model}", *words, "batch.micro_size=1")
+        found = candidates(config, read_machine("h100"), 16, fixed)
+        assert {candidate.layout.ep for candidate in found} == wanted
+    assert split(replace(found[0].layout, ep=8)).startswith("dp 16, ep 8")
 
 
 def test_the_printed_command_trains_with_the_predicted_layout(capsys: pytest.CaptureFixture[str]) -> None:
