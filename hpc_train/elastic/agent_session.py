@@ -51,7 +51,7 @@ from hpc_train.run.requests import NewRequests, StopRequests, resize_requested, 
 from hpc_train.schedulers.current import current_job
 from hpc_train.telemetry.sinks.tracking import TrackingProcess, tracked
 
-JOIN_S = 60.0  # until a joiner's node finds the server, whose address was published before the joiner was submitted
+JOIN_S = 20.0  # until a joiner's node finds the server, whose address was published before the joiner was submitted
 
 
 @dataclass(frozen=True)
