@@ -57,6 +57,7 @@ def submit_joiner(run: RunDirectory, nodes: str, target: str, minutes: str, excl
         code=frozen_code(run),
         container=container_of(config, job.gpus),
         survives_node_loss=True,
+        restarts=False,
         agent_options=(*job.agent_options, f"--alternative={alternative}", f"--join={target}"),
     )
     of_run = f"{JOINER}{run.path}:"

@@ -301,6 +301,7 @@ class Script:
         chain: the file with the ids of the jobs of the chain; None without a chain, for a job that may be requeued.
         notes: further comment lines below the title.
         survives_node_loss: whether the agents of the other nodes survive the loss of a node.
+        restarts: whether another step starts if signals have killed all agents.
         agent_options: the options of ``python -m hpc_train agent``.
         on_event: the command of ``run.on_event``.
         first: the file with the id of the job of ``cluster.first`` that has started first; None without alternatives.
@@ -316,6 +317,7 @@ class Script:
     container: Container | None = None
     notes: Sequence[str] = ()
     survives_node_loss: bool = False
+    restarts: bool = True
     agent_options: Sequence[str] = ()
     on_event: str | None = None
     first: Path | None = None
@@ -356,7 +358,7 @@ def blocks_of(script: Script) -> list[Block]:
         agent = [f"{quoted(parts)} \\" for parts in around if parts]
     agent.append(f'{shell_word(interpreter)} {" ".join(["-m hpc_train agent", *script.agent_options])} "$RUN"')
 
-    step = _step(agent, script.survives_node_loss, script.components)
+    step = _step(agent, script.survives_node_loss, script.components, script.restarts)
     setup = Block("cluster.setup; a line that fails is reported and does not end the job", setup_lines(cluster.setup))
     gpus = Block("give each step the GPUs of the job, whichever option requested them", gpu_export_lines())
     blocks.append(setup)
@@ -508,7 +510,7 @@ def node_loss_options(survives: bool) -> tuple[str, ...]:
     return ("--no-kill", *options) if survives else options
 
 
-def _step(agent: Sequence[str], survives: bool, components: int) -> list[str]:
+def _step(agent: Sequence[str], survives: bool, components: int, restarts: bool = True) -> list[str]:
     losses = "continue without it" if survives else "end too"
     starts = [step_on_nodes(NODES_OF_JOB)]
     if components > 1:
@@ -525,7 +527,8 @@ def _step(agent: Sequence[str], survives: bool, components: int) -> list[str]:
         'rm -f "$end".node-* # left by an earlier run in the same allocation',
         "trap : INT # srun handles Ctrl-C",
         *(CORES_OF_COMPONENTS if components > 1 else []),
-        "for step in 1 2 3; do",
+        f"for step in {'1 2 3' if restarts else 1}; do",
+        *(NODES_LEFT if restarts and components == 1 else []),
         *step,
         *WAIT.splitlines(),
         '  if [ "$status" -le 128 ] || [ -n "$recorded$cancelled" ]; then break; fi',
@@ -534,6 +537,10 @@ def _step(agent: Sequence[str], survives: bool, components: int) -> list[str]:
     ]
 
 
+NODES_LEFT = (
+    "  # the job may have given nodes back",
+    """  [ "$step" = 1 ] || SLURM_JOB_NUM_NODES=$(squeue -h -j "$job" -o %D || echo "$SLURM_JOB_NUM_NODES")""",
+)
 CORES_OF_COMPONENTS = (
     "# a step has the cores of the first component unless it asks for others, and the memory of its job",
     'unset SRUN_CPUS_PER_TASK "${!SLURM_MEM_PER_@}"',

@@ -356,7 +356,9 @@ def test_a_joiner_has_the_resources_of_the_job_of_first_that_has_started(slurm: 
         assert submit_joiner(job.run, "2", "41.0.0:2", "", "n1,n2", "0") == "43"
         assert f"--account={account} " in calls(tmp_path)[-1]
         assert calls(tmp_path)[-2] == "scancel 7", "it waits for an earlier start of the job"
-        assert f'agent --alternative={number} --join=41.0.0:2 "$RUN"' in (tmp_path / "script").read_text()
+        script = (tmp_path / "script").read_text()
+        assert f'agent --alternative={number} --join=41.0.0:2 "$RUN"' in script
+        assert "for step in 1; do" in script, "its agents record no end, and a step that they leave is over"
 
 
 def test_the_cost_is_that_of_the_most_expensive_job_of_first(slurm: Path, tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ srun_ends() { # returns 0 if srun ends within $1 seconds
 rm -f "$end".node-* # left by an earlier run in the same allocation
 trap : INT # srun handles Ctrl-C
 for step in 1 2 3; do
+  # the job may have given nodes back
+  [ "$step" = 1 ] || SLURM_JOB_NUM_NODES=$(squeue -h -j "$job" -o %D || echo "$SLURM_JOB_NUM_NODES")
   srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
       --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered \
       "$@" &
