@@ -103,6 +103,7 @@ class Agent:
     _resize: ResizeRequest | None = field(default=None, init=False)  # the newest one that it has accepted
     _submission: tuple[ResizeRequest, BackgroundCall[tuple[Joiner, Node]]] | None = field(default=None, init=False)
     _stop_reported: bool = field(default=False, init=False)
+    _has_joined: bool = field(default=False, init=False)  # whether this node of a joiner has trained
     _replaced: bool = field(default=False, init=False)  # Slurm ended this run of the job while the node was frozen
 
     def work(self) -> int:
@@ -170,7 +171,7 @@ class Agent:
         if self._submission is not None:  # until it has ended, a further request waits
             self._await_submission(*self._submission, spec, client)
         elif self.resizes is not None and (request := self.resizes.new(now)) is not None:
-            self._is_requested = self._is_requested or request.of_user
+            self._is_requested |= request.of_user
             self._answer(request, growth, spec, client)
         elif now >= self._look_at:
             self._look_at = now + JOINERS_EVERY_S
@@ -245,9 +246,9 @@ class Agent:
 
     def _accept(self, request: ResizeRequest, spec: AttemptSpec, client: RendezvousClient, how: str = "") -> None:
         pending = self._resize
-        instead = (
-            "" if pending is None or pending.nodes in (spec.nodes, request.nodes) else f", instead of {pending.nodes}"
-        )
+        instead = ""
+        if pending is not None and pending.nodes not in (spec.nodes, request.nodes):
+            instead = f", instead of {pending.nodes}"
         message = f"{request.reason} asked for {request.nodes} nodes{instead}; the run trains on {spec.nodes}{how}"
         details: dict[str, Any] = {"nodes": request.nodes, "before": spec.nodes, "reason": request.reason}
         self._events().write("resize_requested", message=message, **details)
@@ -274,10 +275,11 @@ class Agent:
         attempt = self._attempt = spec.attempt
         if self.stores is None:
             self.events = replace(self.events, clock=Clock.at(spec.started))
-        if self.is_guest and self._spec is None and self.node.number in spec.order:
+        self._spec = spec
+        if self.is_guest and not self._has_joined and self.node.number in spec.order:
+            self._has_joined = True
             held_s = round(age_of_this_process(), 3)
             self.events.of(attempt).write("joined", seconds=held_s, gpus=spec.gpus_per_node)
-        self._spec = spec
         self.budget.hold(spec.held_nodes * spec.gpus_per_node)
         if self.stores is not None:
             self.stores.serve(attempt)
