@@ -304,18 +304,18 @@ def test_a_race_of_three_jobs_on_a_real_cluster(cluster: Cluster, tmp_path: Path
 @pytest.mark.long_form(150)  # tests/elastic/test_priority.py
 def test_a_run_gives_nodes_back_to_a_more_urgent_one(cluster: Cluster, tmp_path: Path) -> None:
     alone = ["cluster.nodes=3", "cluster.cpu_workers=1", "cluster.exclusive=true", "launch.detach=true", "-m"]
-    first = ["run.name=first", "elastic.min_nodes=1", "train.steps=3000"]
+    first = ["run.name=first", "elastic.min_nodes=1", "elastic.grow=always", "elastic.max_nodes=3", "train.steps=9000"]
     assert cluster.hpc_train(*SLOW, *alone, *first, cwd=tmp_path).returncode == 0
     run = tmp_path / "outputs" / "first"
     wait_for_step(run, 3)
     urgent = ["run.name=urgent", "elastic.priority=1", "train.steps=5"]
     assert cluster.hpc_train(*SLOW, *alone, *urgent, cwd=tmp_path).returncode == 0
     assert cluster.hpc_train("wait", "urgent", cwd=tmp_path).returncode == 0
-    (asked,) = events(run, "resize_requested")
+    asked = events(run, "resize_requested")[0]
     job = job_id(tmp_path / "outputs" / "urgent")
     assert asked["nodes"] == 1 and f"job {job} waits for 3 nodes, and its priority 1 is above 0" in asked["reason"]
-    (row,) = status(cluster, tmp_path, "first")
-    assert (row["state"], row["nodes"]) == ("running", 1)
+    assert events(run, "resized")[0]["nodes"] == 1
+    wait_for("three nodes again", lambda: events(run, "resized")[-1]["nodes"] == 3, 240)
     before = max(steps(run))
     wait_for_step(run, before + 3)
     assert cluster.hpc_train("cancel", "first", cwd=tmp_path).returncode == 0
