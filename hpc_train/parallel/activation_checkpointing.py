@@ -58,7 +58,7 @@ def apply_activation_checkpointing(model: nn.Module, recomputation: Recomputatio
     ``canonical_name`` removes the wrappers from names.
 
     Args:
-        compiled: whether the layers will be compiled.
+        compiled: whether the layers will be compiled as a whole.
 
     Raises:
         UserError: the model has neither ``layers`` nor blocks.

@@ -40,6 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hpc_train.config.schema import Config
 from hpc_train.layout.techniques import CompilerMode
 from hpc_train.models.model import Model
+from hpc_train.models.moe import MixtureOfExperts
 from hpc_train.models.packed_attention import kernel_for
 from hpc_train.models.wrapped import layers_of
 from hpc_train.parallel.collectives import gather_plain
@@ -55,7 +56,8 @@ def compile_model(model: nn.Module, mode: CompilerMode = CompilerMode.PLAIN) -> 
     """Compiles each layer or block of ``model`` in place, or the whole model if it has none.
 
     Call it after activation checkpointing and the form of the loss are applied and before the model is sharded. Equal
-    layers are compiled once. A stem or head that has ``compile_with`` chooses what of it is compiled.
+    layers are compiled once. A mixture of experts that exchanges rows is left out. A stem or head that has
+    ``compile_with`` chooses what of it is compiled.
 
     Under DDP torch would cut each layer where a bucket of gradients ends, so that the backward pass can reduce a bucket
     before the graph ends. Gradients are final after each layer anyway, so a layer stays one graph.
@@ -76,6 +78,10 @@ def compile_model(model: nn.Module, mode: CompilerMode = CompilerMode.PLAIN) -> 
     torch._dynamo.config.recompile_limit = MOST_SHAPES
     # torch 2.13 cannot trace the gradients of DTensors of unknown sizes, and a CUDA graph has fixed ones
     dynamic = False if mode == CompilerMode.CUDA_GRAPHS or _is_tensor_parallel(model) else None
+    for module in model.modules():
+        # the number of rows that arrive changes in every step
+        if isinstance(module, MixtureOfExperts) and module.exchange is not None:
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
     for layer in layers:
         _compiled_part(layer).compile(backend=backend, dynamic=dynamic)
     for part in (model.stem, model.head) if isinstance(model, Model) else ():

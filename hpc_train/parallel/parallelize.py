@@ -159,7 +159,9 @@ def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> N
     if mesh.layout.cp > 1 and isinstance(model, Model):
         apply_context_parallel(model, mesh)
     apply_loss_form(model, loss_form(config, mesh.layout))
-    apply_activation_checkpointing(model, recomputation_of(config, mesh.layout), config.train.compile)
+    # experts that exchange rows are not compiled, so a recomputation would change the buffers of their router again
+    compiles_all = config.train.compile and mesh.layout.ep == 1
+    apply_activation_checkpointing(model, recomputation_of(config, mesh.layout), compiles_all)
     if config.train.compile:
         mode = compiler_mode(config)
         if mode == CompilerMode.ASYNC_TP:

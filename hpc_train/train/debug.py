@@ -30,7 +30,7 @@ class DebuggedEngine(WrappedEngine):
 
     Args:
         detects_anomaly: whether to find the function of the backward pass with autograd's anomaly mode, which does not
-            support the DTensors of tensor parallelism.
+            support the DTensors of tensor and expert parallelism.
     """
 
     def __init__(self, engine: Engine, rank: int, detects_anomaly: bool) -> None:

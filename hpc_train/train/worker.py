@@ -247,7 +247,7 @@ def _build_engine(
             store.events.write("pipeline_split", **plan.as_json())
         engine = PipelineWatch(engine, mesh, plan, store.events)
     if config.train.debug:
-        engine = DebuggedEngine(engine, mesh.rank, mesh.layout.tp == 1)
+        engine = DebuggedEngine(engine, mesh.rank, mesh.layout.tp == mesh.layout.ep == 1)
     if is_user_code(config, engine):
         engine = CheckedWrites(engine, mesh)
     return engine

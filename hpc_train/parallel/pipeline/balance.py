@@ -258,7 +258,7 @@ def measure_blocks(config: Config, mesh: Mesh, model: Model, example: Batch) -> 
         model: the whole model on ``meta``; it is not changed.
         example: a micro-batch on the device, with the shapes of a training step.
     """
-    together = mesh.layout.cp * mesh.layout.tp  # ranks that communicate inside a block
+    together = mesh.layout.cp * mesh.layout.ep * mesh.layout.tp  # ranks that communicate inside a block
     blocks = len(model.layers) + 2
     columns = mesh.layout.world_size // together
     visits = []
