@@ -109,7 +109,7 @@ def report(result: dict[str, Any]) -> str:
     if memory["device_peak_bytes"] is not None:
         peaks = f"peak {_byte_counts(memory['device_peak_bytes'])} allocated on the GPU, {peaks}"
     active = ""
-    if result["active_parameters"] not in (None, result["parameters"]):
+    if result.get("active_parameters") not in (None, result["parameters"]):
         active = f" ({result['active_parameters']:,} compute a token)"
     lines = [
         f"{result['strategy']}: {result['layout']}",

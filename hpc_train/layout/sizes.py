@@ -107,8 +107,11 @@ class PerMicroBatch:
 
     def recomputed(self, mode: LayerMode) -> float:
         """Returns the bytes that the backward of a layer computes again; ``full`` keeps a copy of the input."""
-        held = {"none": self.kept["none"], "ops": self.kept["ops"], "full": 0.0}
-        return max(0.0, self.kept["none"] - held[mode])
+        if mode == "none":
+            return 0.0
+        if mode == "ops":
+            return max(0.0, self.kept["none"] - self.kept["ops"])
+        return self.kept["none"]
 
     def restored(self, mode: LayerMode, moves: bool) -> float:
         """Returns the bytes that are copied back from host memory for the backward of a layer."""
