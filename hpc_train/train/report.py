@@ -124,6 +124,7 @@ class Report:
         earlier = [event for event in self.run.events_of(RANK_0) if event.name == "corruption"]
         details = {
             "node": suspicion.node,
+            "rank": next(iter(suspicion.ranks), None),
             "reason": suspicion.check,
             "ranks": [*suspicion.ranks],
             "gpus": [*suspicion.devices],

@@ -123,6 +123,12 @@ class Trainer:
         self._end = self.length.total_steps
         if self.hooks.end_reason is not None:
             self._end = self.step
+        self._saved = None
+        if self.take_step.verification is not None:
+            self.take_step.verification.proved = None
+            proved = self.checkpoints.run_store.proved() if self.mesh.rank == 0 else None
+            if proved is not None and proved > self.step:  # the steps since then are repeated
+                self.report.events.record(self.report.run, **{PROVED: self.step})
         self._bad_end = None
         if extra.get("bad_end") is not None:
             self._bad_end = Divergence(self.step, extra["bad_end"], fatal=False)

@@ -108,6 +108,7 @@ class Verification:
         report: called on every rank with each suspicion; returns on the first rank how many findings the run has of
             its node, with those of the suspicion.
         warn: called on every rank with a step and a message.
+        beat: called with the step before each pass, since a verified step may take much longer than others.
         may_write: whether a forward pass may write to parameters; discarded passes then restore them.
 
     Attributes:
@@ -123,6 +124,7 @@ class Verification:
         optimizer: Optimizer,
         report: Callable[[Suspicion], int],
         warn: Callable[[int, str], None],
+        beat: Callable[[int], object] = lambda step: None,
         may_write: bool = False,
     ) -> None:
         self._config = config
@@ -137,6 +139,7 @@ class Verification:
         self.proved: int | None = None
         self._every = config.train.verify.every
         self._sequence_shards = has_sequence_shards(engine)
+        self._beat = beat
         self._may_write = may_write
         self._checksums = PassChecksums(engine.parts, mesh.device)
         self._names: list[str] = []
@@ -193,8 +196,11 @@ class Verification:
         if is_first:
             self._calibrate(step, values, passes)
         self._verified += 1
-        differs = bool(self._differing(values, passes).any())
-        if self._any(differs | bool(self._unequal_sums(step).any())):
+        differing = self._differing(values, passes).any(0).any(0)
+        is_unsteady = bool((self._local & ~self._repeats).any())
+        late = differing & is_unsteady  # they may depend on others that are not deterministic, and rarely differ
+        self._leave_out(step, late, "from pass to pass")
+        if self._any(bool((differing & ~late).any()) | bool(self._unequal_sums(step).any())):
             result = self._resolve(step, batch, loss_scale, passes, exchanges)
         if shift or not exchanges:
             self.proved = step
@@ -225,6 +231,7 @@ class Verification:
         self, engine: Engine, step: int, batch: StepBatch, loss_scale: Tensor | None, shift: int
     ) -> tuple[StepResult, Tensor]:
         mesh = self._mesh
+        self._beat(step)
         owner = replace(mesh, rank=self._neighbor(shift))
         seed_step(self._config.train.seed, step, owner, self._sequence_shards)
         with self._checksums.recording() as sums:
@@ -277,19 +284,19 @@ class Verification:
     def _aligned(self, passes: Sequence[_Pass]) -> Tensor:
         """Returns the checksums that all data-parallel ranks have computed, ``[owners, passes, entries]`` on the CPU:
         those of the micro-batches of each owner."""
-        own = torch.stack([one.sums for one in passes])
+        local = torch.stack([pass_.sums for pass_ in passes])
         if self._dp == 1:
-            return own.unsqueeze(0).cpu()
-        gathered = own.new_empty(self._dp * len(passes), own.shape[1])
-        all_gather_tensor(gathered, own, group=self._mesh.group("dp"))
-        values = gathered.view(self._dp, *own.shape).cpu()
-        for index, one in enumerate(passes):
-            values[:, index] = values[:, index].roll(one.shift, 0)
+            return local.unsqueeze(0).cpu()
+        gathered = local.new_empty(self._dp * len(passes), local.shape[1])
+        all_gather_tensor(gathered, local, group=self._mesh.group("dp"))
+        values = gathered.view(self._dp, *local.shape).cpu()
+        for index, pass_ in enumerate(passes):
+            values[:, index] = values[:, index].roll(pass_.shift, 0)
         return values
 
     def _differing(self, values: Tensor, passes: Sequence[_Pass]) -> Tensor:
         """Returns which comparable checksums of ``_aligned`` differ from those of the last pass of the owner."""
-        comparable = torch.stack([self._exchanges if one.shift else self._repeats for one in passes])
+        comparable = torch.stack([self._exchanges if pass_.shift else self._repeats for pass_ in passes])
         return (values != values[:, -1:]) & comparable
 
     def _calibrate(self, step: int, values: Tensor, passes: Sequence[_Pass]) -> None:
@@ -297,26 +304,32 @@ class Verification:
 
         A single rank can explain the differences of an exchange if each concerns a pass that it has computed.
         """
-        repeated = torch.tensor([one.shift == 0 for one in passes])
-        own = values[:, repeated]
-        differs = (own != own[:, -1:]).any(1)  # [owners, entries]
-        others = own.shape[1] - (own.unsqueeze(1) == own.unsqueeze(2)).sum(2).amax(1)  # not of the most common value
+        repeated = torch.tensor([pass_.shift == 0 for pass_ in passes])
+        local = values[:, repeated]
+        differs = (local != local[:, -1:]).any(1)  # [owners, entries]
+        others = local.shape[1] - (local.unsqueeze(1) == local.unsqueeze(2)).sum(2).amax(
+            1
+        )  # not of the most common value
         unsteady = (differs.sum(0) > 1) | (others > 1).any(0)
         if (differs & self._local).any() and not (unsteady & self._local).any():
             unsteady &= self._local  # sums of the gradients of a rank that has computed wrong ones
-        self._repeats &= ~unsteady
-        self._exchanges &= ~unsteady
+        self._leave_out(step, unsteady, "from pass to pass")
         uncomparable = torch.zeros_like(unsteady)
-        for index, one in enumerate(passes):
+        for index, pass_ in enumerate(passes):
             differs = (values[:, index] != values[:, -1]) & self._exchanges
-            owners = {int(owner) for owner in differs.any(1).nonzero()} if one.shift else set()
-            by_one = any(owners <= {rank, (rank + one.shift) % self._dp} for rank in range(self._dp))
+            owners = {int(owner) for owner in differs.any(1).nonzero()} if pass_.shift else set()
+            by_one = any(owners <= {rank, (rank + pass_.shift) % self._dp} for rank in range(self._dp))
             if owners and not (by_one and (self._dp > 2 or len(owners) == 1)):
                 uncomparable |= differs.any(0)
-        self._exchanges &= ~uncomparable
-        for left_out, how in ((unsteady, "from pass to pass"), (uncomparable, "between ranks")):
-            names = [name for name, out in zip(self._names, left_out.tolist(), strict=True) if out]
-            self._warn_of_any(step, f"differ {how} and are not compared", names)
+        self._leave_out(step, uncomparable, "between ranks")
+
+    def _leave_out(self, step: int, entries: Tensor, how: str) -> None:
+        """Leaves ``entries`` out of all comparisons, or of those between ranks, and warns. Collective."""
+        self._exchanges &= ~entries
+        if how != "between ranks":
+            self._repeats &= ~entries
+        names = [name for name, is_out in zip(self._names, entries.tolist(), strict=True) if is_out]
+        self._warn_of_any(step, f"differ {how} and are not compared", names)
 
     def _warn_of_any(self, step: int, what: str, names: list[str]) -> None:
         """Warns about the names of the first rank that has any. Collective."""
@@ -337,13 +350,13 @@ class Verification:
         if ranks == 1:
             return torch.zeros(1, len(tensors), dtype=torch.bool)
         device = self._mesh.device
-        own = torch.zeros(2, len(tensors), dtype=torch.int64, device=device)
+        local = torch.zeros(2, len(tensors), dtype=torch.int64, device=device)
         for index, (value, whole) in enumerate(zip(tensors.values(), wholes, strict=True)):
-            own[1, index] = shard_index(whole)
+            local[1, index] = shard_index(whole)
             if value is not None:
-                own[0, index] = position_checksum(value)
-        gathered = own.new_empty(2 * ranks, len(tensors))
-        all_gather_tensor(gathered, own, group=self._mesh.group("dp_cp"))
+                local[0, index] = position_checksum(value)
+        gathered = local.new_empty(2 * ranks, len(tensors))
+        all_gather_tensor(gathered, local, group=self._mesh.group("dp_cp"))
         values, shards = gathered.view(ranks, 2, -1).cpu().unbind(1)
         unequal = torch.zeros_like(values, dtype=torch.bool)
         for shard in shards.unique():
@@ -420,7 +433,7 @@ class Verification:
 
     def _gradient_finding(self, values: Tensor, passes: Sequence[_Pass]) -> _Finding:
         comparable = self._repeats & self._local
-        if any(one.shift for one in passes):
+        if any(pass_.shift for pass_ in passes):
             comparable = self._exchanges
         suspect = False
         corrected = True
@@ -428,8 +441,8 @@ class Verification:
         findings = 1
         for owner in range(self._dp):
             votes = [
-                _Vote((owner - one.shift) % self._dp, values[owner, index, comparable])
-                for index, one in enumerate(passes)
+                _Vote((owner - pass_.shift) % self._dp, values[owner, index, comparable])
+                for index, pass_ in enumerate(passes)
             ]
             ballot = count_votes(votes)
             corrected &= ballot.right is not None and torch.equal(votes[-1].value, ballot.right)
@@ -446,13 +459,13 @@ class Verification:
         """Returns what differs between passes on this rank after a reduction. If it does on all ranks, no rank is
         named."""
         comparable = self._repeats & ~self._local
-        own = values[:, torch.tensor([one.shift == 0 for one in passes])][:, :, comparable]
-        differs = (own != own[:, -1:]).any(2).any(1) if own.numel() else torch.zeros(self._dp, dtype=torch.bool)
-        votes = [_Vote(0, value) for value in own[self._mesh.dp_rank]]
+        local = values[:, torch.tensor([pass_.shift == 0 for pass_ in passes])][:, :, comparable]
+        differs = (local != local[:, -1:]).any(2).any(1) if local.numel() else torch.zeros(self._dp, dtype=torch.bool)
+        votes = [_Vote(0, value) for value in local[self._mesh.dp_rank]]
         ballot = count_votes(votes)
         corrected = ballot.right is not None and torch.equal(votes[-1].value, ballot.right)
         names = [name for name, is_compared in zip(self._names, comparable.tolist(), strict=True) if is_compared]
-        wrong = (own[self._mesh.dp_rank] != own[self._mesh.dp_rank, -1:]).any(0)
+        wrong = (local[self._mesh.dp_rank] != local[self._mesh.dp_rank, -1:]).any(0)
         parts = tuple(name for name, is_wrong in zip(names, wrong.tolist(), strict=True) if is_wrong)
         suspect = int(differs.sum()) == 1 and bool(differs[self._mesh.dp_rank])
         suspect |= bool(unequal[self._mesh.dp_cp_rank % len(unequal)].any())
@@ -465,16 +478,16 @@ class Verification:
             UnfitNode: a node has been found twice, and the run can continue without it.
             Corrupted: the numbers are not corrected.
         """
-        found = gather_plain(
+        reports = gather_plain(
             [finding.suspect, finding.origin, [*finding.parts], finding.findings, finding.corrected], self._mesh.control
         )
-        corrected = all(item[4] for item in found)
-        suspects = [rank for rank, item in enumerate(found) if item[1]]
-        suspects = suspects or [rank for rank, item in enumerate(found) if item[0]]
+        corrected = all(item[4] for item in reports)
+        suspects = [rank for rank, item in enumerate(reports) if item[1]]
+        suspects = suspects or [rank for rank, item in enumerate(reports) if item[0]]
         by_node: dict[str | None, list[int]] = {}
         for rank in suspects:
             by_node.setdefault(self._places[rank][0], []).append(rank)
-        parts = [part for rank in suspects or range(len(found)) for part in found[rank][2]]
+        parts = [part for rank in suspects or range(len(reports)) for part in reports[rank][2]]
         words = []
         unfit = False
         for node, ranks in by_node.items() or [(None, [])]:
@@ -486,7 +499,7 @@ class Verification:
                 ranks=tuple(ranks),
                 devices=tuple(self._places[rank][1] for rank in ranks),
                 parts=tuple(dict.fromkeys(parts)),
-                findings=max((found[rank][3] for rank in ranks), default=1),
+                findings=max((reports[rank][3] for rank in ranks), default=1),
                 corrected=corrected,
             )
             words.append(suspicion.words)

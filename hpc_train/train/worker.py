@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Collection
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -171,7 +172,12 @@ def _build(
         mesh=mesh,
         engine=engine,
         take_step=TrainStep(
-            config, mesh, engine, optimizer, length.total_steps, _verification(config, mesh, engine, optimizer, report)
+            config,
+            mesh,
+            engine,
+            optimizer,
+            length.total_steps,
+            _verification(config, mesh, engine, optimizer, report, heartbeat),
         ),
         feed=feed,
         evaluation=evaluation,
@@ -254,12 +260,13 @@ def _build_engine(
 
 
 def _verification(
-    config: Config, mesh: Mesh, engine: Engine, optimizer: Optimizer, report: Report
+    config: Config, mesh: Mesh, engine: Engine, optimizer: Optimizer, report: Report, heartbeat: Heartbeat
 ) -> Verification | None:
     if config.optim.in_backward or config.train.verify.every is None:
         return None
+    beat = partial(heartbeat.enter, Phase.STEP)
     may_write = is_user_code(config, engine)
-    return Verification(config, mesh, engine, optimizer, report.corruption, report.warning, may_write)
+    return Verification(config, mesh, engine, optimizer, report.corruption, report.warning, beat, may_write)
 
 
 def _advice_watch(config: Config, mesh: Mesh, spec: WorkerSpec, dataset: Dataset) -> AdviceWatch | None:

@@ -6,6 +6,9 @@ of ``docs/howto/corruption.md``.
 
 from __future__ import annotations
 
+import argparse
+import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -133,6 +136,19 @@ def in_product(fault: Fault, engine: Engine, optimizer: Optimizer) -> None:
     modules[fault.injection.place % len(modules)].register_forward_hook(corrupt)
 
 
+def noise(fault: Fault, engine: Engine, optimizer: Optimizer) -> None:
+    """Makes a product of every rank random in every pass, as a kernel that is not deterministic."""
+    unseeded = torch.Generator().manual_seed(random.SystemRandom().randrange(2**31))
+
+    def disturb(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        fault.done += 1
+        return output + 1e-6 * torch.rand(output.shape, generator=unseeded)
+
+    next(
+        module for part in engine.parts for module in part.modules() if isinstance(module, nn.Linear)
+    ).register_forward_hook(disturb)
+
+
 def in_message(fault: Fault, engine: Engine, optimizer: Optimizer) -> None:
     """Flips a bit of what arrives at a stage."""
 
@@ -244,6 +260,7 @@ Inject = Callable[[Fault, Engine, Optimizer], None]
 IN_PASSES: dict[str, Inject] = {
     "product": in_product,
     "message": in_message,
+    "noise": noise,
     "sum": in_sum,
     "batch": in_batch,
     "random state": in_random_state,
@@ -288,11 +305,76 @@ def train(rank: int, world: int, layout: str, injection: Injection | None, compi
     return Trial(tuple(suspicions), tuple(warnings), ended, hash(tuple(map(int, sums))), fault.done, fault.at + 1)
 
 
-def train_each(rank: int, world: int, layout: str, injections: list[Injection | None]) -> list[Trial]:
+def train_all(rank: int, world: int, layout: str, injections: list[Injection | None]) -> list[Trial]:
     return [train(rank, world, layout, injection) for injection in injections]
+
+
+def is_undisturbed(of_ranks: list[Trial], plain: list[Trial]) -> bool:
+    """Returns whether a training has the weights of the training without a fault."""
+    return [trial.weights for trial in of_ranks] == [trial.weights for trial in plain]
 
 
 def trials(layout: str, *injections: Injection | None) -> list[list[Trial]]:
     """Returns the trial of each rank for each injection."""
-    by_rank = run_on_world(world_size(layout), train_each, layout, list(injections), timeout=600)
+    by_rank = run_on_world(world_size(layout), train_all, layout, list(injections), timeout=600)
     return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+
+
+EXPECTED = {  # kind -> the layouts in which it can be found
+    "product": [*LAYOUTS],
+    "gradient": [*LAYOUTS],
+    "message": ["pp2", "pp2dp2"],
+    "sum": [*LAYOUTS],
+    "batch": [*LAYOUTS],
+    "random state": [*LAYOUTS],
+    "weight": ["dp2", "dp3", "hsdp", "pp2dp2", "tp2dp2"],
+    "moment": ["dp2", "dp3", "hsdp", "pp2dp2", "tp2dp2"],
+    "lasting product": ["dp2", "dp3", "zero3", "hsdp", "pp2dp2", "tp2dp2"],
+}
+
+
+def drawn_injection(choose: random.Random, kind: str, layout: str) -> Injection:
+    rank = choose.randrange(world_size(layout))
+    if kind == "message":
+        rank = world_size(layout) // 2 + rank % (world_size(layout) // 2)  # of the second stage
+    lasting = kind.startswith("lasting ")
+    at_pass = None if lasting else choose.randrange(2)
+    return Injection(kind.removeprefix("lasting "), rank, choose.choice((2, 3)), at_pass, choose.randrange(1000))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=500)
+    arguments = parser.parse_args()
+    choose = random.Random(arguments.seed)
+    cells = [(kind, layout) for kind, layouts in EXPECTED.items() for layout in layouts]
+    drawn: dict[str, list[tuple[str, Injection]]] = {}
+    for number in range(arguments.count):
+        kind, layout = cells[number % len(cells)]
+        drawn.setdefault(layout, []).append((kind, drawn_injection(choose, kind, layout)))
+    rows: dict[str, Counter[str]] = {}
+    for layout, injections in drawn.items():
+        plain, *of_each = trials(layout, None, *(injection for _, injection in injections))
+        for (kind, injection), of_ranks in zip(injections, of_each, strict=True):
+            row = rows.setdefault(kind, Counter())
+            row["injected"] += any(trial.injected for trial in of_ranks)
+            if of_ranks[0].suspicions:
+                suspicion = of_ranks[0].suspicions[0]
+                row["found"] += 1
+                row["steps"] += suspicion.step - injection.step
+                row["named"] += suspicion.ranks == (injection.rank,)
+                row["among suspects"] += injection.rank in suspicion.ranks
+                row["corrected"] += suspicion.corrected
+                row["wrong after correction"] += suspicion.corrected and not is_undisturbed(of_ranks, plain)
+            elif is_undisturbed(of_ranks, plain):
+                row["without effect"] += 1
+    columns = ("injected", "found", "steps", "named", "among suspects", "corrected", "without effect")
+    columns += ("wrong after correction",)
+    print("| Wrong number | " + " | ".join(columns) + " |\n|---|" + "---|" * len(columns))
+    for kind, row in rows.items():
+        print(f"| {kind} | " + " | ".join(str(row[column]) for column in columns) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -41,7 +41,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
     take = Trainer._train
 
     def faulty(self: Trainer, *arguments: Any) -> Any:
-        _inject(plan, spec, self.step, stop)
+        _inject(plan, spec, self.step, stop, self)
         with _Bad(self, plan, spec):
             return take(self, *arguments)
 
@@ -68,7 +68,7 @@ def pass_over(windows: Sequence[tuple[int, int]]) -> None:
     worker.NOTHING, Trainer.__post_init__ = past, begin  # type: ignore[method-assign, attr-defined]
 
 
-def _inject(plan: Sequence[Fault], spec: WorkerSpec, step: int, stop: StopFlag) -> None:
+def _inject(plan: Sequence[Fault], spec: WorkerSpec, step: int, stop: StopFlag, trainer: Trainer | None = None) -> None:
     for number, fault in enumerate(plan):
         if fault.rank != spec.rank or fault.leads_to.bad_batches:
             continue
@@ -79,6 +79,10 @@ def _inject(plan: Sequence[Fault], spec: WorkerSpec, step: int, stop: StopFlag) 
             mark.write_text(str(time.time()))
             if fault.kind == "pause":
                 _stand_still(Path(spec.run_dir))
+            elif fault.kind == "weight" and trainer is not None:
+                with torch.no_grad():
+                    weight = next(iter(trainer.engine.named_parameters().values())).view(-1)
+                    weight.view(torch.int32)[0] ^= 1 << 20
             else:
                 INJECTIONS[fault.kind](stop)
 

@@ -54,8 +54,8 @@ IN_SURROUNDINGS = {
 # These faults are never drawn: GPU errors with the messages of torch.
 GPU_ERRORS = {"device": Kind("device_error"), "kernel": Kind("kernel_error")}
 # These faults are never drawn: a rank that is slow in every step, a rank that pauses in one step until two nodes have
-# reported it, and a node whose processes are all suspended until the test resumes them.
-SPECIAL = {"slow": Kind(), "pause": Kind(), "asleep": Kind()}
+# reported it, a node whose processes are all suspended until the test resumes them, and a bit of a weight that flips.
+SPECIAL = {"slow": Kind(), "pause": Kind(), "asleep": Kind(), "weight": Kind("corruption", names_rank=False)}
 OF_LOADERS = ("loader", "shared_memory")
 KINDS = CRASHES | HANGS | ENDS | PASSING | IN_SURROUNDINGS | GPU_ERRORS | SPECIAL
 

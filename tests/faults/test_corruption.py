@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from hpc_train.checkpoint.store import Kept, Retention, removable
 from hpc_train.parallel.checksums import position_checksum
-from tests.faults.corruption import Injection, Trial, trials
+from tests.faults.corruption import LAYOUTS, Injection, Trial, is_undisturbed, train, trials, world_size
+from tests.ranks import run_ranks
 
 GRADIENTS, REDUCTION, STATE = "gradients", "reduced gradients", "weights and optimizer state"
 
 
-def found(of_ranks: list[Trial]) -> tuple[str, tuple[int, ...], bool]:
+def suspicion_of(of_ranks: list[Trial]) -> tuple[str, tuple[int, ...], bool]:
     """Returns check, ranks and correction of the only suspicion, which is the same on all ranks."""
     first = of_ranks[0]
     assert all(trial.suspicions == first.suspicions for trial in of_ranks)
@@ -19,10 +21,6 @@ def found(of_ranks: list[Trial]) -> tuple[str, tuple[int, ...], bool]:
     (suspicion,) = first.suspicions
     assert (first.ended is None) is suspicion.corrected
     return suspicion.check, suspicion.ranks, suspicion.corrected
-
-
-def is_undisturbed(of_ranks: list[Trial], plain: list[Trial]) -> bool:
-    return [trial.weights for trial in of_ranks] == [trial.weights for trial in plain]
 
 
 def check_plain(of_ranks: list[Trial]) -> None:
@@ -43,15 +41,15 @@ def test_replicas() -> None:
         Injection("moment", rank=0, step=3),
     )
     check_plain(plain)
-    assert found(product) == (GRADIENTS, (1,), True)
-    assert found(gradient) == (GRADIENTS, (2,), True)
-    assert found(batch) == (GRADIENTS, (1,), True)
-    assert found(summed) == (REDUCTION, (1,), True)
+    assert suspicion_of(product) == (GRADIENTS, (1,), True)
+    assert suspicion_of(gradient) == (GRADIENTS, (2,), True)
+    assert suspicion_of(batch) == (GRADIENTS, (1,), True)
+    assert suspicion_of(summed) == (REDUCTION, (1,), True)
     assert all(is_undisturbed(trial, plain) for trial in (product, gradient, batch, summed))
-    assert found(lasting) == (GRADIENTS, (1,), False)
+    assert suspicion_of(lasting) == (GRADIENTS, (1,), False)
     assert (lasting[0].ended, lasting[0].suspicions[0].findings, lasting[0].suspicions[0].since) == (4, 2, 2)
-    assert (found(weight), weight[0].ended) == ((STATE, (2,), False), 2)
-    assert (found(moment), moment[0].ended) == ((STATE, (0,), False), 3)
+    assert (suspicion_of(weight), weight[0].ended) == ((STATE, (2,), False), 2)
+    assert (suspicion_of(moment), moment[0].ended) == ((STATE, (0,), False), 3)
 
 
 def test_shards() -> None:
@@ -64,10 +62,10 @@ def test_shards() -> None:
         Injection("product", rank=2, step=2, at_pass=None),
     )
     check_plain(plain)
-    assert found(product) == (GRADIENTS, (0,), True)
-    assert found(gradient) == (GRADIENTS, (1,), True)
+    assert suspicion_of(product) == (GRADIENTS, (0,), True)
+    assert suspicion_of(gradient) == (GRADIENTS, (1,), True)
     assert is_undisturbed(product, plain) and is_undisturbed(gradient, plain)
-    assert (found(lasting), lasting[0].ended) == ((GRADIENTS, (2,), False), 2)
+    assert (suspicion_of(lasting), lasting[0].ended) == ((GRADIENTS, (2,), False), 2)
 
 
 def test_stages() -> None:
@@ -81,10 +79,10 @@ def test_stages() -> None:
         Injection("product", rank=1, step=3, at_pass=None),
     )
     check_plain(plain)
-    assert found(first) == (GRADIENTS, (1,), True)
-    assert found(last) == (GRADIENTS, (2,), True)
+    assert suspicion_of(first) == (GRADIENTS, (1,), True)
+    assert suspicion_of(last) == (GRADIENTS, (2,), True)
     assert is_undisturbed(first, plain) and is_undisturbed(last, plain)
-    assert found(lasting) == (GRADIENTS, (0, 1), False)
+    assert suspicion_of(lasting) == (GRADIENTS, (0, 1), False)
     assert lasting[0].suspicions[0].findings == 1
 
 
@@ -98,10 +96,26 @@ def test_one_rank() -> None:
         Injection("product", step=2, at_pass=None),
     )
     check_plain(plain)
-    assert found(product) == (GRADIENTS, (0,), True)
-    assert found(random_state) == (GRADIENTS, (0,), True)
+    assert suspicion_of(product) == (GRADIENTS, (0,), True)
+    assert suspicion_of(random_state) == (GRADIENTS, (0,), True)
     assert is_undisturbed(product, plain) and is_undisturbed(random_state, plain)
     assert lasting[0].suspicions == () and lasting[0].injected > 0
+
+
+def test_kernels_that_are_not_deterministic_are_left_out() -> None:
+    for layout in ("single", "dp2"):
+        (noisy,) = trials(layout, Injection("noise"))
+        assert all(trial.suspicions == () and trial.ended is None for trial in noisy)
+        assert noisy[0].warnings[0].endswith("differ from pass to pass and are not compared")
+        assert "layers.0.attention.wq.weight" in noisy[0].warnings[0]
+
+
+@pytest.mark.long_form(90)  # the tests above train most of these layouts, not compiled
+def test_no_layout_raises_a_false_alarm() -> None:
+    for layout in LAYOUTS:
+        check_plain(trials(layout, None)[0])
+    for layout in ("single", "dp3", "zero3"):
+        check_plain(run_ranks(world_size(layout), train, layout, None, True, timeout=600))
 
 
 def test_each_bit_and_each_position_changes_the_checksum() -> None:

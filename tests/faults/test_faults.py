@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.progress import IN_LONG_FORM, LONG, Progress
+from tests.checkpoint.tensors import assert_same_bits
 from tests.doors.command import hpc_train
 from tests.faults.measured import trials
 from tests.faults.plan import IN_SURROUNDINGS, KINDS, SPECIAL, Fault
@@ -27,7 +28,9 @@ from tests.faults.trial import (
     assert_survives,
     finish,
     freeze,
+    run_with_faults,
     start,
+    undisturbed,
 )
 from tests.run.outage import detachable
 from tests.warm_parents import with_server
@@ -93,6 +96,23 @@ def test_a_killed_rank_and_a_hang(tmp_path: Path) -> None:
     """The first port that each attempt would use is taken."""
     plan = [Fault("kill", 1, 6), Fault("collective", 0, 9)]
     assert_survives(tmp_path / "run", plan, Surroundings(variables=with_server(os.environ)))
+
+
+@pytest.mark.long_form(30)  # the short form covers what is found (test_corruption.py) and what retention keeps
+def test_a_run_with_a_wrong_weight_continues_from_the_newest_proved_checkpoint(tmp_path: Path) -> None:
+    verified = ("train.verify.every=1", "checkpoint.every=2", "checkpoint.keep=1")
+    whole = undisturbed(tmp_path / "undisturbed", STEPS, *verified)
+    trial = run_with_faults(tmp_path / "run", STEPS, [Fault("weight", 1, 9)], *verified)
+    assert trial.codes == [0], trial.error
+    assert trial.reported[0][0] == "corruption"
+    [found] = trial.events("corruption")
+    assert (found["reason"], found["step"], found["ranks"], found["final"]) == (
+        "weights and optimizer state", 9, [0, 1], True,
+    )  # fmt: skip
+    [resumed] = trial.events("resumed")
+    assert resumed["step"] <= found["first"]
+    last = f"step-{STEPS:08d}"
+    assert_same_bits(trial.run.checkpoints / last, whole.checkpoints / last)
 
 
 @IN_LONG_FORM  # the case before
