@@ -150,6 +150,7 @@ METRICS = (
     ),
     Metric("stragglers", "The ranks for which the others waited.", kind=COUNTER),
     Metric("slow_nodes", "The nodes and GPUs that the preflight found slow.", kind=COUNTER),
+    Metric("corruptions", "The suspects that train.verify has found because numbers were wrong.", kind=COUNTER),
 )  # fmt: skip
 
 
