@@ -102,7 +102,7 @@ OPTIONAL = {
     "tp_launches": Figure(8.0, "assumed", "DTensor's operations on a CPU, by bench machine with torch 2.13"),
     "grouped_share": Figure(
         0.55,
-        "table",
+        "assumed",
         "fitted to published steps of gpt-oss on H100 and B200 (docs/measurements/plan.md); torch's grouped_mm alone "
         "reaches 0.60 to 0.69 on a B200: https://github.com/pytorch/ao/pull/3174",
     ),

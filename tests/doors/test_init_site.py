@@ -24,7 +24,7 @@ Called = Callable[..., CompletedProcess[str]]
 @pytest.fixture(autouse=True)
 def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr(init_site.shutil, "which", lambda name, path: None)
+    monkeypatch.setattr(init_site.shutil, "which", lambda name, path=None: None)
 
 
 def text_of(shape: Shape) -> str:

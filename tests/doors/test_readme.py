@@ -43,6 +43,7 @@ TAKEN_AS_THEY_ARE = ("exec", "prepare", "checkpoint", "evaluate", "generate", "d
 SECONDS = {  # of the long form of each page on two cores
     README: 150,
     "docs/extend.md": 20,
+    "docs/howto/corruption.md": 30,
     "docs/howto/data.md": 60,
     "docs/howto/exec.md": 60,
     "docs/howto/failures.md": 40,

@@ -104,7 +104,7 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RunDirectory]]:
     """The runs for which an agent was started."""
     started: list[RunDirectory] = []
     monkeypatch.setattr(agent, "reexec_from_snapshot", lambda run: None)
-    monkeypatch.setattr(agent, "run_agent", lambda run, **_: started.append(run) or 0)
+    monkeypatch.setattr(agent, "run_agent", lambda run, *_, **__: started.append(run) or 0)
     yield started
 
 

@@ -215,7 +215,7 @@ def test_trust_passes_through_the_doors_to_the_agents(
     done: list[str] = []
     jobs: list[Any] = []
     monkeypatch.setattr(agent, "reexec_from_snapshot", lambda run: None)
-    monkeypatch.setattr(agent, "run_agent", lambda run, **_: done.append("agent") or 0)
+    monkeypatch.setattr(agent, "run_agent", lambda run, *_, **__: done.append("agent") or 0)
     monkeypatch.setattr(submission, "JobQueue", lambda found, *_: jobs.extend(found) or sys.exit(0))
     monkeypatch.setattr(submission, "notes_on_changed_code", lambda runs: [])
     monkeypatch.setattr(submission, "warn_if_open", lambda run, config: None)
