@@ -183,7 +183,7 @@ STOPS = ("announcement", "preemption")
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.long_form(200)  # tests/elastic/test_coordinator.py
+@pytest.mark.long_form(300)  # tests/elastic/test_coordinator.py
 def test_a_sequence_of_changes_and_faults(cluster: Cluster, tmp_path: Path, seed: int) -> None:
     strategy = STRATEGIES[seed % len(STRATEGIES)]
     random = Random(seed)
@@ -237,7 +237,7 @@ def test_a_joiner_that_never_starts_is_cancelled_with_the_run(cluster: Cluster, 
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.long_form(180)  # tests/elastic/test_resize.py
+@pytest.mark.long_form(400)  # tests/elastic/test_resize.py
 def test_a_run_takes_idle_nodes_by_itself(cluster: Cluster, tmp_path: Path) -> None:
     """The joiner has the resources of the job that was the first to start. It ends with this job, which asks again."""
     grows = ["elastic.grow=idle", "elastic.max_nodes=3", "train.steps=3000"]
