@@ -110,7 +110,7 @@ def test_kernels_that_are_not_deterministic_are_left_out() -> None:
         assert "layers.0.attention.wq.weight" in noisy[0].warnings[0]
 
 
-@pytest.mark.long_form(90)  # the tests above train most of these layouts, not compiled
+@pytest.mark.long_form(130)  # the tests above train most of these layouts, not compiled
 def test_no_layout_raises_a_false_alarm() -> None:
     for layout in LAYOUTS:
         check_plain(trials(layout, None)[0])

@@ -98,7 +98,7 @@ def test_a_killed_rank_and_a_hang(tmp_path: Path) -> None:
     assert_survives(tmp_path / "run", plan, Surroundings(variables=with_server(os.environ)))
 
 
-@pytest.mark.long_form(30)  # the short form covers what is found (test_corruption.py) and what retention keeps
+@pytest.mark.long_form(70)  # the short form covers what is found (test_corruption.py) and what retention keeps
 def test_a_run_with_a_wrong_weight_continues_from_the_newest_proved_checkpoint(tmp_path: Path) -> None:
     verified = ("train.verify.every=1", "checkpoint.every=2", "checkpoint.keep=1")
     whole = undisturbed(tmp_path / "undisturbed", STEPS, *verified)
