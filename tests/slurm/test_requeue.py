@@ -301,7 +301,7 @@ def test_a_race_of_three_jobs_on_a_real_cluster(cluster: Cluster, tmp_path: Path
     assert [row["state"] for row in status(cluster, tmp_path, "run")] == ["done"]
 
 
-@pytest.mark.long_form(150)  # tests/elastic/test_priority.py
+@pytest.mark.long_form(280)  # tests/elastic/test_priority.py
 def test_a_run_gives_nodes_back_to_a_more_urgent_one(cluster: Cluster, tmp_path: Path) -> None:
     alone = ["cluster.nodes=3", "cluster.cpu_workers=1", "cluster.exclusive=true", "launch.detach=true", "-m"]
     first = ["run.name=first", "elastic.min_nodes=1", "elastic.grow=always", "elastic.max_nodes=3", "train.steps=9000"]
