@@ -27,7 +27,7 @@ from hpc_train.schedulers.scheduler import CurrentJob
 from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.client import BRIEF_S, SlurmError
 from hpc_train.schedulers.states import state_of
-from hpc_train.units import format_duration
+from hpc_train.units import counted, format_duration
 
 SUBMIT_S = 300.0
 JOINERS_EVERY_S = 60.0  # between two looks at waiting joiners, and whether more nodes are worth the change
@@ -220,7 +220,8 @@ class Growth:
             raise UserError(
                 f"the joiner cannot be submitted: {problem}",
                 where="resize",
-                fix=f"`resize {self.run.path} N` with fewer nodes, or again when Slurm accepts jobs of {count} nodes",
+                fix=f"`resize {self.run.path} nodes=N` with fewer nodes, or again when Slurm accepts a job of "
+                f"{counted(count, 'node', 'nodes')}",
             )
         joiner = Joiner(done.stdout.split()[-1], first, count, is_automatic)
         self._next += count

@@ -100,7 +100,8 @@ def test_the_refusal_of_a_joiner_says_what_to_do(run: RunDirectory) -> None:
     growth = Growth(run, config_of(), alone, server, address, nodes, lambda _: node, os.environ, lambda _: None)
     with pytest.raises(UserError, match="the joiner cannot be submitted: ") as refused:
         growth.submit(2, ["n5"], is_automatic=False)
-    assert refused.value.fix == f"`resize {run.path} N` with fewer nodes, or again when Slurm accepts jobs of 2 nodes"
+    fix = f"`resize {run.path} nodes=N` with fewer nodes, or again when Slurm accepts a job of 2 nodes"
+    assert refused.value.fix == fix
 
 
 def test_the_nodes_of_a_joiner_are_numbered_after_those_of_the_run() -> None:
