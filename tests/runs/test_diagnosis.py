@@ -151,13 +151,15 @@ def test_what_was_done_stands_in_its_order(run: RunDirectory, capsys: pytest.Cap
     agent_again = EventLog.open(run, "agent-n0", 1)
     agent_again.write("started", layout="dp", world_size=2, gpus=0, launch="7.0.0", job_id=None, began=time.time())
     rank.write("resumed", step=20)
+    agent_again.write("resize_requested", nodes=2, before=1, reason="user ada", message="user ada asked for 2 nodes")
     agent_again.write("finished", exit_code=0)
     run.claim_attempt()
     text = page(run, capsys)
     assert "done; it recovered from the failure below" in text
     assert "earlier failure\n  node_lost, node n1" in text
     done = text.partition("what happened\n")[2].partition("\n\n")[0].splitlines()
-    assert [line.split("  ")[3] for line in done] == ["node_lost", "shrunk", "resumed"]
+    assert [line.split("  ")[3] for line in done] == ["node_lost", "shrunk", "resumed", "resize_requested"]
+    assert done[-1].endswith(": user ada asked for 2 nodes"), "the message contains the reason"
     assert "what to do" not in text
 
 

@@ -130,7 +130,7 @@ def _checkpoint(diagnosis: Diagnosis) -> list[str]:
 
 def _actions(diagnosis: Diagnosis) -> list[str]:
     """Returns a line for each event: its time, attempt, name, place, step and reason; the reason is omitted if the
-    section of the failure states it.
+    section of the failure or the message of the event states it.
     """
     lines = []
     for event in diagnosis.done:
@@ -139,7 +139,8 @@ def _actions(diagnosis: Diagnosis) -> list[str]:
             continue
         step = "" if event.step is None else f"step {event.step}"
         line = "  ".join(filter(None, [clock(event.time), f"attempt {event.attempt}", event.name, _where(event), step]))
-        texts = (event.failure, event.reason, event.message)
+        reason = "" if event.reason in event.message else event.reason
+        texts = (event.failure, reason, event.message)
         details = [text for text in texts if text and (diagnosis.cause is None or text != diagnosis.cause.message)]
         if details:
             line += f": {', '.join(details)}".splitlines()[0]
