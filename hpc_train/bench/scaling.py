@@ -37,7 +37,7 @@ from hpc_train.machine.allocation import workers_per_node
 from hpc_train.report.plots import check_plot
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.units import GIB
+from hpc_train.units import GIB, counted
 
 ENTRY = "hpc_train.bench.step_worker:measure"
 WARMUP = 5  # steps before the first block
@@ -295,7 +295,8 @@ def measure_on_slurm(steps: Sequence[tuple[int, Sequence[str]]]) -> list[dict[st
     for number, (job, (nodes, words)) in enumerate(zip(jobs, steps, strict=True)):
         measurement = submit(job, ["step", *words], folder / f"{number}", executor)
         submitted.append(measurement)
-        print(f"Slurm job {measurement.job_id}: {nodes} nodes, output in {measurement.log}", file=sys.stderr)
+        size = counted(nodes, "node", "nodes")
+        print(f"Slurm job {measurement.job_id}: {size}, output in {measurement.log}", file=sys.stderr)
     results = [wait(measurement) for measurement in submitted]
     present = [result for result in results if result is not None]
     return present if len(present) == len(results) else None

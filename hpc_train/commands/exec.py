@@ -40,6 +40,7 @@ from hpc_train.run.streams import flush_output
 from hpc_train.runs.job_status import command_exit_code
 from hpc_train.schedulers.current import current_job
 from hpc_train.schedulers.slurm.client import in_allocation, is_in_step
+from hpc_train.units import counted
 
 # option of sbatch -> config key
 SBATCH = {
@@ -367,8 +368,9 @@ def _name_in_job(options: ExecOptions, command: str) -> str | None:
     nodes = job.nodes() or 1
     fewest, most = options.nnodes or (nodes, nodes)
     if not fewest <= nodes <= most:
-        what = f"the job has {nodes} nodes, and the command runs on all of them"
-        raise UserError(what, where="--nnodes", fix=f"leave out --nnodes, or request a job of {most} nodes")
+        what = f"the command runs on all nodes of the job, which has {nodes}"
+        fix = f"leave out --nnodes, or request a job of {counted(most, 'node', 'nodes')}"
+        raise UserError(what, where="--nnodes", fix=fix)
     return f"{job.job_id}-{hashlib.sha256(command.encode()).hexdigest()[:4]}"
 
 

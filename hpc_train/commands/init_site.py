@@ -303,7 +303,7 @@ def _add_partition(
     """Adds the partition and its GPUs, which ``source`` shows."""
     with_gpus = [kind for kind in chosen.kinds if kind.gpus]
     limit = "no time limit" if chosen.max_time_s is None else f"at most {clock(chosen.max_time_s)}"
-    nodes = "" if chosen.max_nodes is None else f" and {chosen.max_nodes} nodes per job"
+    nodes = "" if chosen.max_nodes is None else f" and {counted(chosen.max_nodes, 'node', 'nodes')} per job"
     why = f"scontrol show partition: {counted(chosen.nodes, 'node', 'nodes')}, {limit}{nodes}"
     others = [f"{partition.name} ({_described(partition)})" for partition in usable if partition is not chosen]
     if others:

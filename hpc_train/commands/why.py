@@ -82,7 +82,8 @@ def _print_sweep(runs: Sequence[RunHandle], as_json: bool) -> None:
         return
     console = Terminal()
     where = common_directory([item.run.path.parent for item in runs])
-    head = f"{where}: {len(runs)} runs: {', '.join(f'{count} {state}' for state, count in states.most_common())}"
+    by_state = ", ".join(f"{count} {state}" for state, count in states.most_common())
+    head = f"{where}: {counted(len(runs), 'run', 'runs')}: {by_state}"
     if not failures:
         head += "; nothing failed"
     console.print(Text(head, style="bold"), soft_wrap=True)

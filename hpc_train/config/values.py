@@ -25,7 +25,7 @@ from hpc_train.config.schema import (
 )
 from hpc_train.config.secrets import leaves
 from hpc_train.errors import UserError, nearest
-from hpc_train.units import parse_bytes
+from hpc_train.units import counted, parse_bytes
 
 PREFLIGHT_ACTIONS = ("warn", "stop", "exclude")
 NUMBER_OR_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -217,7 +217,8 @@ def fewest_nodes(config: Config) -> int:
     least = config.elastic.min_nodes
     if least is not None and least > fewest:
         raise UserError(
-            f"elastic.min_nodes is {least}, but cluster.nodes allows the run to start with {fewest} nodes",
+            f"elastic.min_nodes is {least}, but cluster.nodes allows the run to start with "
+            f"{counted(fewest, 'node', 'nodes')}",
             where="elastic.min_nodes",
             fix=f"elastic.min_nodes={fewest} or fewer, or more cluster.nodes",
         )

@@ -45,6 +45,7 @@ from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import BackgroundCall, read_or
 from hpc_train.run.requests import NewRequests, ResizeRequest, StopFlag, StopRequests
 from hpc_train.schedulers.current import current_job
+from hpc_train.units import counted
 
 TICK_S = 0.25
 MIN_PAUSE_S = 5.0  # on a busy machine, a process may wait seconds for a core
@@ -249,7 +250,8 @@ class Agent:
         instead = ""
         if pending is not None and pending.nodes not in (spec.nodes, request.nodes):
             instead = f", instead of {pending.nodes}"
-        message = f"{request.reason} asked for {request.nodes} nodes{instead}; the run trains on {spec.nodes}{how}"
+        nodes = counted(request.nodes, "node", "nodes")
+        message = f"{request.reason} asked for {nodes}{instead}; the run trains on {spec.nodes}{how}"
         details: dict[str, Any] = {"nodes": request.nodes, "before": spec.nodes, "reason": request.reason}
         self._events().write("resize_requested", message=message, **details)
         print(message, file=sys.stderr, flush=True)

@@ -270,7 +270,8 @@ class Attempts:
         if self.config.run.command is None:
             lost = max(0, start.reached - read_or(lambda: progress_of(self.run, self.config), start.reached))
         before = len(start.before)
-        message = f"continues on {len(start.nodes)} nodes instead of {before} ({reason}), as {start.layout}"
+        nodes = counted(len(start.nodes), "node", "nodes")
+        message = f"continues on {nodes} instead of {before} ({reason}), as {start.layout}"
         if lost:
             message += f"; {counted(lost, 'step', 'steps')} since the last checkpoint are repeated"
         details: dict[str, Any] = {"nodes": len(start.nodes), "before": before, "without": gone, "steps": lost}

@@ -34,6 +34,7 @@ from hpc_train.schedulers.scheduler import CurrentJob
 from hpc_train.schedulers.slurm.client import query
 from hpc_train.schedulers.slurm.jobs import SlurmJob
 from hpc_train.schedulers.slurm.records import FREE, Free, gpus_of, names_in
+from hpc_train.units import counted
 
 ASK_EVERY_S = 60.0
 ASK_MANY_EVERY_S = 300.0  # with more than MANY runs
@@ -271,7 +272,7 @@ class PriorityWatch:
                 target = nodes - shrink.nodes
                 self._write(replace(state, target=target, urgent=urgent.job_id, shrunk_at=now))
                 higher = f"priority {urgent.priority} is above {state.priority} (elastic.priority)"
-                reason = f"job {urgent.job_id} waits for {urgent.nodes} nodes, and its {higher}"
+                reason = f"job {urgent.job_id} waits for {counted(urgent.nodes, 'node', 'nodes')}, and its {higher}"
                 request_resize(self._run, target, reason, of_user=False)
 
     def _file(self, job_id: str) -> Path:

@@ -224,7 +224,7 @@ def for_nodes(config: Config, nodes: int) -> Config:
     chosen = others[str(nodes)]
     if chosen is None:
         raise UserError(
-            f"strategy=auto found no layout for {nodes} nodes when the run was submitted",
+            f"strategy=auto found no layout for {counted(nodes, 'node', 'nodes')} when the run was submitted",
             where="cluster.nodes, elastic.min_nodes",
             fix="other numbers of nodes",
         )
@@ -326,7 +326,7 @@ def long_warmup(optim: OptimConfig, steps: int) -> Iterator[str]:
     if 0 < steps < optim.warmup_steps:
         yield (
             f"the learning rate never reaches optim.lr: optim.warmup_steps={optim.warmup_steps}, but the run has "
-            f"{steps} steps"
+            f"{counted(steps, 'step', 'steps')}"
         )
 
 

@@ -14,6 +14,7 @@ from textual.widgets import DataTable, Footer, Header, Sparkline, Static
 from hpc_train.report.live_runs import Details, Row, Runs
 from hpc_train.run.events import Event
 from hpc_train.run.streams import escaped
+from hpc_train.units import counted
 
 COLUMNS = ("run", "state", "step", "loss", "speed", "GPU", "time left", "restarts")
 RIGHT = COLUMNS[2:]
@@ -90,7 +91,7 @@ class Top(App[None]):
                 for column, text in enumerate(row.cells()):
                     table.update_cell_at((number, column), escape(text), update_width=True)  # type: ignore[arg-type]
         self._rows = rows
-        self.sub_title = self._runs.note or f"{len(rows)} runs"
+        self.sub_title = self._runs.note or counted(len(rows), "run", "runs")
         chosen = next((row for row in rows if details is not None and row.run.run.path == details.run.run.path), None)
         if chosen is not None and details is not None:
             self.query_one("#newest", Static).update(escape("\n".join(details.lines(chosen.view))))

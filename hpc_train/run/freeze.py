@@ -52,6 +52,7 @@ from hpc_train.run.lease import refuse_live
 from hpc_train.run.owner import open_run
 from hpc_train.run.processes import this_process
 from hpc_train.run.record import RECORD
+from hpc_train.units import counted
 from hpc_train.version import __version__
 
 
@@ -315,8 +316,9 @@ def _check_can_freeze(config: Config, run: RunDirectory, source: RunDirectory | 
     if not is_present(run.config):
         inside = len(list(run.path.glob("*/config.yaml")))
         if inside:
+            runs = counted(inside, "run", "runs")
             raise UserError(
-                f"{run.path} has {inside} runs of a sweep or group, and a run of this name would hide them",
+                f"{run.path} has {runs} of a sweep or group, which a run of this name would hide",
                 where="run.name",
                 fix=f"another run.name, such as run.name={run.path.name}/NAME",
             )

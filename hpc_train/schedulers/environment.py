@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from hpc_train.errors import UserError
 from hpc_train.schedulers.scheduler import CurrentJob
+from hpc_train.units import counted
 
 NODES = "HPC_TRAIN_NODES"
 NODE_RANK = "HPC_TRAIN_NODE_RANK"
@@ -90,7 +91,7 @@ class EnvironmentJob(CurrentJob):
                 node_rank = 0
         if node_rank >= len(names):
             raise UserError(
-                f"{NODE_RANK} is {node_rank}, but {NODES} has {len(names)} nodes",
+                f"{NODE_RANK} is {node_rank}, but {NODES} has {counted(len(names), 'node', 'nodes')}",
                 where=NODE_RANK,
                 fix=f"the position of this node in {NODES}, from 0 to {len(names) - 1}",
             )

@@ -24,7 +24,7 @@ from hpc_train.run.files import PATIENCE_S, BackgroundCall, in_time
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.run.rows import Line, is_profile
 from hpc_train.telemetry.sinks.tracking import TRACKING
-from hpc_train.units import format_duration, format_hours, format_metric
+from hpc_train.units import counted, format_duration, format_hours, format_metric
 
 if TYPE_CHECKING:  # workers import this module and print no live line
     from rich.console import Console
@@ -361,7 +361,7 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
         losses.append(f"evaluated {result['evaluated']}")
     code = record.get("own_code")
     is_command = code == "command"
-    done = "done" if is_command else f"done: {result.get('steps', 0)} steps"
+    done = "done" if is_command else f"done: {counted(result.get('steps', 0), 'step', 'steps')}"
     lines = ["; ".join(filter(None, [", ".join([done, *speed(result)]), ", ".join(losses)]))]
     if result.get("ended_early"):
         lines.append(f"ended early:     {result['ended_early']}")

@@ -110,7 +110,7 @@ def test_a_live_run_shrinks_and_its_job_gives_the_node_back(
     assert resize([str(run.path), "nodes=2"]) == Exit.REFUSED
     assert "the run trains on as many" in capsys.readouterr().err
     assert resize([str(run.path), "nodes=1"]) == Exit.DONE
-    assert "continues on 1 nodes instead of 2 (the command resize), as dp 2" in capsys.readouterr().out
+    assert "continues on 1 node instead of 2 (the command resize), as dp 2" in capsys.readouterr().out
     assert end(agents[1]) == (0, "")
     assert until(lambda: calls.exists() and calls.read_text()) == "update JobId=77 NodeList=n1\n"
     (run.path / "go").touch()

@@ -69,7 +69,7 @@ def test_the_layouts_for_all_numbers_of_nodes_are_those_of_the_table(tmp_path: P
     assert set(tables) == {1, 2, 3, 4}
     for nodes, table in tables.items():
         if table["settings"] is None:
-            with pytest.raises(UserError, match=f"found no layout for {nodes} nodes"):
+            with pytest.raises(UserError, match=f"found no layout for {nodes} node"):
                 resolve_layout(chosen, nodes, 4)
             continue
         assert str(resolve_layout(chosen, nodes, 4)) == table["rows"][0]["layout"] in table["chosen"]
@@ -94,7 +94,7 @@ def test_too_few_nodes_have_no_layout() -> None:
     choice = choose(config, FOUR, small)
     chosen = choice.apply(config)
     assert chosen.strategy.for_nodes["1"] is None and resolve_layout(chosen, 4, 4).world_size == 16
-    with pytest.raises(UserError, match="found no layout for 1 nodes"):
+    with pytest.raises(UserError, match="found no layout for 1 node "):
         validate(chosen, 1, 4)
     with pytest.raises(UserError, match=r"no layout that fits on 1 x 4 devices.*needs the least memory"):
         choose(config, JobShape(1, 1, 4, 4), small)

@@ -250,7 +250,7 @@ def test_what_slurm_starts_is_not_refused(cluster: ClusterConfig, recorded: Site
         (on_cpus(partition="two_days", nodes=5, qos="unbound"), "partition two_days has 4"),
         (on_cpus(partition="cpu", nodes=2, qos="many"), "QOS many allows 1 for all jobs of a user"),
         (on_cpus(partition="cpu", nodes=3, account="shared"), "account shared allows 2 for all of its jobs together"),
-        (on_cpus(partition="cpu", nodes=1, qos="above"), "1 nodes are requested, but QOS above requires 2 per job"),
+        (on_cpus(partition="cpu", nodes=1, qos="above"), "the job requests 1 node, but QOS above requires 2 per job"),
     ],
 )
 def test_what_slurm_never_starts_is_refused(cluster: ClusterConfig, named: str, recorded: Site, tmp_path: Path) -> None:

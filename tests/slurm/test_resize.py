@@ -15,6 +15,7 @@ import pytest
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.requests import request_resize
+from hpc_train.units import counted
 from tests.doors import command
 from tests.faults.on_slurm import NODES, agent, environment_of, everything, kill_node, restart
 from tests.slurm.cluster import Cluster, reconfigured, wait_for
@@ -63,7 +64,7 @@ def test_a_run_grows_and_shrinks_and_loses_no_step(cluster: Cluster, tmp_path: P
     case = [*SLOW, *ONE_WORKER, *fast]
     run = start(cluster, tmp_path, *case)
     for nodes in (4, 2, 3, 1):
-        assert f"continues on {nodes} nodes instead of" in resize(cluster, tmp_path, nodes)
+        assert f"continues on {counted(nodes, 'node', 'nodes')} instead of" in resize(cluster, tmp_path, nodes)
         wait_for_step(run, steps(run)[-1] + 2)
     wait_for("the nodes to be free", lambda: not joiners(cluster, "RUNNING"), 60)
     assert cluster.wait_for_state(job_id(run), "COMPLETED", "FAILED") == "COMPLETED"

@@ -30,6 +30,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.schedulers.slurm.client import controller_answers
 from hpc_train.schedulers.slurm.limits import check_limits
 from hpc_train.schedulers.slurm.site import Site, read_site
+from hpc_train.units import counted
 
 NOT_FOR_A_CHECK = ("signal", "requeue", "no-requeue", "open-mode", "time", "time-min", "dependency", "begin", "no-kill")
 
@@ -140,7 +141,7 @@ def check_partitions(site: Site) -> Iterator[Finding]:
         name = partition.name
         if partition.default:
             name += ", the default"
-        facts = [f"{partition.nodes} nodes", "no time limit"]
+        facts = [counted(partition.nodes, "node", "nodes"), "no time limit"]
         if partition.max_time_s is not None:
             facts[1] = f"up to {partition.max_time_s / 3600:g} h"
         facts += sorted(

@@ -66,7 +66,7 @@ def total_cost(jobs: Sequence[Job]) -> str:
     """Returns the maximum cost of all jobs: "at most 8 GPU-hours (with up to 3 requeues), 20.00 EUR"."""
     config = jobs[0].config
     starts = max(map(_starts, jobs))
-    how = f"with up to {starts - 1} requeues"
+    how = f"with up to {counted(starts - 1, 'requeue', 'requeues')}"
     if config.launch.chain > 1:
         how = f"a chain of {starts} jobs"
     total = f"at most {gpu_hours(jobs):g} GPU-hours ({how})"

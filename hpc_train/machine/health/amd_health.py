@@ -31,6 +31,7 @@ from hpc_train.machine.health.kernel_log import SUBJECT as LOG
 from hpc_train.machine.health.kernel_log import Defect, Kind, Line, occurrences, read_kernel_log
 from hpc_train.machine.health.vendor import Paths, VendorHealth
 from hpc_train.machine.sysfs import read_text
+from hpc_train.units import counted
 
 LINK = ("current_link_width", "max_link_width", "current_link_speed", "max_link_speed")
 COUNTS = "_err_count"
@@ -193,7 +194,7 @@ def judge_amd(gpus: Sequence[tuple[GpuState, Texts]], node: str) -> Iterator[Fin
     if all(gpu.pcie_width for gpu, _ in gpus):
         checked += ["PCIe links"]
     if gpus and checked and not findings:
-        yield Finding(SUBJECT, OK, f"{len(gpus)} GPUs healthy: {', '.join(checked)}")
+        yield Finding(SUBJECT, OK, f"{counted(len(gpus), 'GPU', 'GPUs')} healthy: {', '.join(checked)}")
 
 
 def _memory(gpu: GpuState, texts: Texts, node: str) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ from xml.etree import ElementTree
 
 from hpc_train.machine.health.finding import ERROR, OK, UNCHECKED, WARNING, Finding
 from hpc_train.machine.sysfs import read_text
-from hpc_train.units import format_bytes
+from hpc_train.units import counted, format_bytes
 
 LIMIT_S = 10.0
 QUERY = ("nvidia-smi", "-q", "-x")
@@ -323,7 +323,7 @@ def judge(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None = Non
     findings += [*_links(gpus, node), *_fabric(gpus, node, fabric_manager)]
     if gpus and not findings:
         links = {gpu.links for gpu in gpus if gpu.links}
-        text = f"{len(gpus)} GPUs: memory, clocks and PCIe links are healthy"
+        text = f"{counted(len(gpus), 'GPU', 'GPUs')}: memory, clocks and PCIe links are healthy"
         findings = [Finding(SUBJECT, OK, text + (f", {min(links)} NVLinks each" if links else ""))]
     yield from findings
 

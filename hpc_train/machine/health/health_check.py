@@ -24,6 +24,7 @@ from hpc_train.machine.health.vendor import Paths, VendorHealth
 from hpc_train.machine.sysfs import ACCELERATOR, nvidia_gpus, read_number, read_text
 from hpc_train.schedulers.slurm.client import show_nodes
 from hpc_train.schedulers.slurm.records import gpus_of
+from hpc_train.units import counted
 
 SLURM_S = 2.0
 LONGEST = 240  # the most characters of the line, since Slurm truncates long reasons
@@ -54,7 +55,9 @@ class NodeHealth:
         bad = [finding for level in (ERROR, WARNING) for finding in self.findings if finding.level == level]
         if not bad:
             unread = "".join(f"; {finding.subject} {finding.text}" for finding in self.findings if finding.unknown)
-            return f"ok: {len(self.gpus)} GPUs, {len(self.ports)} RDMA ports{unread}"[:LONGEST]
+            gpus = counted(len(self.gpus), "GPU", "GPUs")
+            ports = counted(len(self.ports), "RDMA port", "RDMA ports")
+            return f"ok: {gpus}, {ports}{unread}"[:LONGEST]
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         text = f"{bad[0].level}: {bad[0].subject}: {bad[0].text}"
         return (text if len(text) + len(more) <= LONGEST else f"{text[: LONGEST - len(more) - 3]}...") + more

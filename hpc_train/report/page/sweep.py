@@ -45,7 +45,8 @@ def sweep_verdict(sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Html:
     """Returns the first section: the states of the runs, the best one, and what to do."""
     views = sweep.views
     states = Counter(view.state for view in views)
-    head = f"{len(views)} runs: {', '.join(f'{count} {state}' for state, count in states.most_common())}"
+    by_state = ", ".join(f"{count} {state}" for state, count in states.most_common())
+    head = f"{counted(len(views), 'run', 'runs')}: {by_state}"
     level = ""
     todo: list[str] = []
     if failures:

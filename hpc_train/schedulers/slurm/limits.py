@@ -25,6 +25,7 @@ from hpc_train.schedulers.slurm.site import (
     other_clusters,
 )
 from hpc_train.schedulers.slurm.variables import preset
+from hpc_train.units import counted
 
 
 class JobRequest(Protocol):
@@ -354,8 +355,9 @@ def _check_size(job: JobRequest, limits: Sequence[NamedLimits]) -> None:
                     )
         for source, least in _first(limits, f"min_{unit.lower()}"):
             if most_count < least:
+                requested = counted(most_count, unit.removesuffix("s"), unit)
                 raise UserError(
-                    f"{most_count} {unit} are requested, but {source} requires {least} per job",
+                    f"the job requests {requested}, but {source} requires {least} per job",
                     where=where,
                     fix="request more, or use another QOS",
                 )

@@ -198,9 +198,9 @@ def test_the_fabric_manager_is_looked_for_where_processes_can_be_seen(tmp_path: 
 
 def test_the_line_and_the_metrics() -> None:
     health = NodeHealth("n1", (Finding("GPU count", OK, "8"),), (STATE,), ports=(PortState("mlx5_0", 1, recoveries=4),))
-    assert health.healthy and health.line() == "ok: 1 GPUs, 1 RDMA ports"
+    assert health.healthy and health.line() == "ok: 1 GPU, 1 RDMA port"
     unread = replace(health, findings=(Finding("kernel log", OK, "not known: x"),))
-    assert unread.line() == "ok: 1 GPUs, 1 RDMA ports; kernel log not known: x"
+    assert unread.line() == "ok: 1 GPU, 1 RDMA port; kernel log not known: x"
     bad = (Finding("port health", WARNING, "slow"), Finding("kernel log", ERROR, "Xid 79 " + 300 * "x"))
     sick = replace(health, findings=bad, errors=(GpuError("0000:18:00", 79, "", count=2),))
     assert sick.line().startswith("error: kernel log: Xid 79 xxx") and sick.line().endswith("... (and 1 more)")
