@@ -274,7 +274,8 @@ def _this_node(config: Config, allocation: Allocation) -> Node:
     number = allocation.node_rank
     name = allocation.node_name
     address = allocation.address
-    return Node(number, name, address, switch_address(), gpus, workers, unfit=unfit, refusal=refusal)
+    switch = switch_address()
+    return Node(number, name, address, switch, gpus, workers, unfit=unfit, refusal=refusal, job_end=allocation.nodes)
 
 
 CALL_S = 10.0  # for one event, and for all that are left when the agent ends

@@ -95,6 +95,8 @@ class Node:
         unfit: why it cannot take part; None if it can.
         refusal: the message of a config error, which applies to all nodes.
         gpu_memory: the bytes of its smallest GPU; None if unknown, or if the layout does not depend on it.
+        job_end: one more than the highest number of a node of its job. A joiner may start with fewer nodes than it
+            was submitted for.
     """
 
     number: int
@@ -107,6 +109,7 @@ class Node:
     unfit: Unfit | None = None
     refusal: str | None = None
     gpu_memory: float | None = None
+    job_end: int = 0
 
     @property
     def position(self) -> str | None:

@@ -342,9 +342,9 @@ def test_spares_and_failing_nodes_are_given_back_first(tmp_path: Path) -> None:
     )
 
 
-def guest(course: Course, number: int, workers: int = 2) -> str | None:
+def guest(course: Course, number: int, workers: int = 2, job_end: int = 0) -> str | None:
     """Lets the agent of a joiner's node join; returns why it is declined."""
-    node = Node(number, f"n{number}", f"n{number}", None, 0, workers)
+    node = Node(number, f"n{number}", f"n{number}", None, 0, workers, job_end=job_end)
     why = course.head.declines(node)
     if why is None:
         course.head.joined(node)
@@ -396,6 +396,25 @@ def test_a_run_grows_without_the_nodes_of_a_joiner_that_do_not_start(tmp_path: P
     stopped(course, 0, 1, 2, 3)
     start = course.next()
     assert ([node.number for node in start.nodes], start.guests) == ([0, 1], 0), "the joiner goes first"
+
+
+def test_a_run_does_not_wait_for_nodes_that_its_joiner_did_not_get(tmp_path: Path) -> None:
+    course = Course(tmp_path, 1)
+    course.started()
+    course.head.invite(1, 3, course.head.present[0])
+    resized(course, 4)
+    guest(course, 1, job_end=3)
+    assert course.next() is None, "another node of the joiner starts"
+    guest(course, 2, job_end=3)
+    assert isinstance(course.next(), StopWorkers)
+    stopped(course, 0)
+    start = course.next()
+    assert ([node.number for node in start.nodes], start.released) == ([0, 1, 2], ((3, "node 3 (not joined)"),))
+    course.head.invite(4, 1, course.head.present[0])
+    guest(course, 2, job_end=3)
+    assert course.next() is None and course.head.admits(4), "the next joiner may come"
+    guest(course, 4, job_end=5)
+    assert isinstance(course.next(), StopWorkers)
 
 
 def test_nodes_of_a_joiner_for_which_there_is_no_layout_leave(tmp_path: Path) -> None:

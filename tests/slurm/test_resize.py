@@ -240,8 +240,10 @@ def test_a_joiner_that_never_starts_is_cancelled_with_the_run(cluster: Cluster, 
 @pytest.mark.timeout(1500)
 @pytest.mark.long_form(400)  # tests/elastic/test_resize.py
 def test_a_run_takes_idle_nodes_by_itself(cluster: Cluster, tmp_path: Path) -> None:
-    """The joiner has the resources of the job that was the first to start. It ends with this job, which asks again."""
-    grows = ["elastic.grow=idle", "elastic.max_nodes=3", "train.steps=3000"]
+    """The joiner has the resources of the job that was the first to start, and fewer nodes than requested, since its
+    partition allows two. It ends with this job, which asks again.
+    """
+    grows = ["elastic.grow=idle", "elastic.max_nodes=4", "train.steps=3000"]
     first = [
         "+cluster.extra.begin=now+3600",
         "cluster.first=[{account: research, partition: debug, time: 20, extra: {begin: now}}]",
@@ -249,6 +251,7 @@ def test_a_run_takes_idle_nodes_by_itself(cluster: Cluster, tmp_path: Path) -> N
     run = start(cluster, tmp_path, *SLOW, *ONE_WORKER, *grows, *first)
     wait_for("a joiner", lambda: bool(events(run, "resized")), 480)
     assert "elastic.grow=idle (saves at most" in events(run, "resize_requested")[0]["message"]
+    assert (events(run, "resize_requested")[0]["nodes"], events(run, "resized")[0]["nodes"]) == (4, 3)
     (joiner,) = joiners(cluster, "RUNNING")
     shown = cluster.call("squeue", "-h", "-j", joiner, "-O", "nice,account,partition").stdout.split()
     assert shown == ["1000000", "research", "debug"]
@@ -256,7 +259,12 @@ def test_a_run_takes_idle_nodes_by_itself(cluster: Cluster, tmp_path: Path) -> N
     assert cluster.wait_for_state(joiner, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED"
     output = (run / "logs" / f"{joiner}.out").read_text()
     assert "leaves the run: its first job is requeued, and asks for more nodes when it starts" in output
-    wait_for("nodes again", lambda: len(events(run, "resized")) > 1, 480)
+
+    def grows_again() -> bool:
+        since = events(run, "requeued")[-1]["time"]
+        return any(event["time"] > since for event in events(run, "resized"))
+
+    wait_for("nodes again", grows_again, 480)
     assert cluster.hpc_train("cancel", "run", cwd=tmp_path).returncode == 0
     wait_for("both jobs to end", lambda: not joiners(cluster, "RUNNING", "COMPLETING"), 90)
 

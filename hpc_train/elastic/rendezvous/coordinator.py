@@ -90,7 +90,8 @@ class Coordinator:
     _first_guest: int = field(init=False)  # the nodes from this number on belong to joiner jobs
     _numbers: int = field(init=False)  # nodes have smaller numbers
     _released: set[int] = field(default_factory=set, init=False)  # nodes that have been given back
-    _retiring: set[int] = field(default_factory=set, init=False)  # nodes of joiner jobs that end
+    _newest_joiner: int = field(default=0, init=False)  # the number of its first node
+    _retiring: set[int] = field(default_factory=set, init=False)  # nodes of joiner jobs that end, or did not get them
     _guests_until: float | None = field(default=None, init=False)  # when the run grows without the nodes not yet here
 
     def __post_init__(self) -> None:
@@ -119,6 +120,7 @@ class Coordinator:
             host: the batch host, as other nodes reach it.
         """
         self._released |= {number for number in range(self._first_guest, first) if number not in self.present}
+        self._newest_joiner = first
         self._numbers = first + count
         self.names = [*self.names, *(f"node {number} (not joined)" for number in range(len(self.names), self._numbers))]
         self._guests_until = None
@@ -159,6 +161,8 @@ class Coordinator:
         """Notes that an agent has joined and described its node, or why the node cannot take part."""
         if self.is_guest(node.number):
             self.names = [*self.names[: node.number], node.name, *self.names[node.number + 1 :]]
+            if self._newest_joiner <= node.number < node.job_end:
+                self._retiring |= {*range(node.job_end, self._numbers)}
         if node.refusal is not None:
             self._verdict = RestartDecision(Action.REFUSE, node.refusal)
         elif node.unfit is not None:

@@ -194,8 +194,9 @@ class SlurmJob(CurrentJob):
             try:
                 held = client.run(["squeue", "--noheader", f"--jobs={job}", "--format=%N"]).strip()
                 hosts = client.run(["scontrol", "show", "hostnames", held]).split()
-                left = ",".join(name for name in hosts if name not in names)
-                client.run(["scontrol", "update", f"JobId={job}", f"NodeList={left}"])
+                left = [name for name in hosts if name not in names]
+                if len(left) < len(hosts):  # a joiner may have started without these nodes
+                    client.run(["scontrol", "update", f"JobId={job}", f"NodeList={','.join(left)}"])
                 return None
             except SlurmError as error:
                 if time.monotonic() > until:
