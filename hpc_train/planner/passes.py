@@ -273,9 +273,9 @@ class Passes:
         The first of a step's micro-batches has nothing to add to.
         """
         layout = self.layout
-        shards = layout.shard if "gradients" in layout.kind.shards else 1
-        held = block.parameters - block.experts * (1 - 1 / layout.ep)
-        added = held / layout.tp / shards * (1 - 1 / layout.micro_batches)
+        shard, expert_shard = (layout.shard, layout.expert_sizes[1]) if "gradients" in layout.kind.shards else (1, 1)
+        held = (block.parameters - block.experts) / shard + block.experts / layout.ep / expert_shard
+        added = held / layout.tp * (1 - 1 / layout.micro_batches)
         return 3 * self.gradient * added / self.rates.memory_bytes_per_s
 
     def _traffic(self, block: Block, of: Pass, products: float) -> float:

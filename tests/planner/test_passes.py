@@ -308,6 +308,12 @@ def test_expert_parallel_ranks_hold_a_part_of_the_experts_and_a_margin_for_their
     kept, with_margin = (layer_bytes(each, layout) for each, layout in zip((config, apart), layouts, strict=True))
     rows = 4096 * 8 * 2
     assert with_margin["none"] - kept["none"] == pytest.approx((IMBALANCE - 1) * rows * (2048 + 4 * 768))
+    # eight ranks share the gradients of other parameters, and each sums those of its own experts
+    again = ["strategy.data_parallel=zero2", "batch.global_size=64", "strategy.ep=8"]
+    found = passes(config_of(*words, *again), changed(**ONLY_PRODUCTS))
+    block = found.work.blocks[1]
+    moved = 4 * 3 * (block.parameters / 8) * (1 - 1 / found.layout.micro_batches)
+    assert found.accumulated(block) * found.rates.memory_bytes_per_s == pytest.approx(moved)
     bounded = config_of(*words, "strategy.ep=8", "model.moe.capacity_factor=1.1")
     bound = layer_bytes(bounded, layouts[1])["none"]
     assert bound - kept["none"] == pytest.approx(0.1 * rows * (2048 + 4 * 768))

@@ -109,6 +109,29 @@ def test_the_memory_of_a_stage() -> None:
     assert stage_bytes(config, layout("ddp", "gpipe"), 1, blocks) == 4 * 1500 * 4 + 8 * 17
     assert stage_bytes(config, layout("zero3", "1f1b"), 1, blocks) == 1500 * 4 + 17
     assert stage_bytes(config, layout("zero1", "1f1b"), 1, blocks) == 1500 * 4 * 2 + 1500 * 2 + 17
+    # of four ranks, the two that hold the same experts share their state
+    mixed = [BlockCost("layers.0", 1.0, 500, 7, experts=400)]
+    assert stage_bytes(config, replace(layout("zero3", "1f1b"), ep=2), 1, mixed) == 100 * 4 + 400 * 4 * 2 + 7
+    assert stage_bytes(config, replace(layout("zero3", "1f1b"), ep=4), 1, mixed) == 100 * 4 + 400 * 4 * 4 + 7
+    assert stage_bytes(config, layout("zero3", "1f1b"), 1, mixed) == 500 * 4 + 7
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_the_experts_of_a_rank_are_counted_as_they_are_measured(ep: int) -> None:
+    cell = Cell(4, "gpt-moe", "fp32", {"pp": 2, "dp": 2, "ep": ep, "data_parallel": "zero2", "pp_split": "flops"})
+    for counted, measured in run_ranks(4, _counted_and_measured, cell):
+        assert [(block.parameters, block.experts) for block in counted] == measured
+        assert any(held for _, held in measured)
+
+
+def _counted_and_measured(rank: int, _: int, cell: Cell) -> tuple[tuple[BlockCost, ...], list[tuple[int, int]]]:
+    mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
+    config = cell.config()
+    counted = plan_split(config, mesh, build_dataset(config.data, "train", 0))
+    model = build_model(config.model, 0)
+    assert counted is not None and isinstance(model, Model)
+    costs = measure_blocks(config, mesh, model, local_batch(cell, mesh.layout, 0, 0).micro_batches[0])
+    return counted.blocks, [(block.parameters, block.experts) for block in costs]
 
 
 def uncounted() -> Model:

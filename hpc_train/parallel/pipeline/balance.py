@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, Dataset
@@ -32,6 +32,7 @@ from hpc_train.models.batch_norm import has_batch_statistics
 from hpc_train.models.build import build_model
 from hpc_train.models.linear_head import LinearHead
 from hpc_train.models.model import Model, check_hidden_shape, refuse_ragged
+from hpc_train.models.moe import Experts
 from hpc_train.parallel.collectives import broadcast_plain
 from hpc_train.parallel.context import own_tokens
 from hpc_train.parallel.mesh import Mesh, synchronize
@@ -133,10 +134,10 @@ def plan_split(config: Config, mesh: Mesh, dataset: Dataset, run: RunDirectory |
                 where=_WHERE,
                 fix="strategy.pp_split=measured, or a list with the number of layers of each stage",
             )
-        names = block_names(model)
-        # a tied table counts in stem and head, which each hold a copy
-        parameters = [sum(value.numel() for value in model.get_submodule(name).parameters()) for name in names]
-        blocks = tuple(map(BlockCost, names, flops, parameters))
+        blocks = tuple(
+            _counted(name, of_block, model.get_submodule(name), mesh.layout)
+            for name, of_block in zip(block_names(model), flops, strict=True)
+        )
     plan = _plan(how, _partition(config, mesh, blocks), blocks, mesh.layout)
     if run is not None and mesh.rank == 0:
         try:
@@ -144,6 +145,20 @@ def plan_split(config: Config, mesh: Mesh, dataset: Dataset, run: RunDirectory |
         except OSError as error:  # e.g. a full disk
             print(f"cannot record the split of the pipeline; the next attempt computes it again: {error}")
     return plan
+
+
+def _counted(name: str, flops: float, block: nn.Module, layout: Layout) -> BlockCost:
+    """Returns the cost of a block of the whole model. A tied table counts in stem and head, which each hold a copy."""
+    experts = _expert_values(block)
+    others = sum(parameter.numel() for parameter in block.parameters()) - experts
+    held = experts // layout.ep
+    return BlockCost(name, flops, (others + held) // layout.tp, experts=held // layout.tp)
+
+
+def _expert_values(block: nn.Module) -> int:
+    """Returns the number of values of the experts of ``block`` that this rank holds."""
+    modules = (module for module in block.modules() if isinstance(module, Experts))
+    return sum(local_part(parameter).numel() for module in modules for parameter in module.parameters())
 
 
 def _partition(config: Config, mesh: Mesh, blocks: Sequence[BlockCost]) -> tuple[range, ...]:
@@ -169,9 +184,14 @@ def stage_bytes(config: Config, layout: Layout, stage: int, blocks: Sequence[Blo
     """Returns the peak bytes of a stage of ``blocks``: parameters, casts, gradients, optimizer state, activations."""
     narrow = 0.5 * (config.precision.weights == "bf16")  # relative to the size of a master
     copies = {"parameters": 1 + narrow, "gradients": 1 - narrow, "optimizer": values_per_parameter(config.optim)}
-    values = sum(block.parameters for block in blocks) * parameter_dtype(config.precision.name).itemsize
+    width = parameter_dtype(config.precision.name).itemsize
+    experts = width * sum(block.experts for block in blocks)
+    others = width * sum(block.parameters for block in blocks) - experts
     shards = layout.kind.shards if layout.shards_state else frozenset()
-    state = sum(int(values * number) // (layout.shard if part in shards else 1) for part, number in copies.items())
+    state = 0
+    for part, number in copies.items():
+        shard, expert_shard = (layout.shard, layout.expert_sizes[1]) if part in shards else (1, 1)
+        state += int(others * number) // shard + int(experts * number) // expert_shard
     cast = kept_dtype(config.precision, layout)
     if cast is not None:
         state += sum(block.parameters for block in blocks) * cast.itemsize
@@ -229,14 +249,16 @@ class BlockCost:
     Attributes:
         seconds: the time of forward and backward pass; on the CPU the process time, which excludes other processes.
             With ``pp_split=flops`` it holds FLOPs instead.
-        parameters: the number of parameters on one rank of a tensor-parallel group.
+        parameters: the number of parameters on one rank of a tensor-parallel and expert-parallel group.
         activation_bytes: the bytes kept from the forward to the backward pass, including the input.
+        experts: how many of the parameters belong to experts.
     """
 
     name: str
     seconds: float
     parameters: int = 0
     activation_bytes: int = 0
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -245,6 +267,7 @@ class _Visit:
     seconds: tuple[float, ...]
     parameters: int
     activation_bytes: int
+    experts: int
 
 
 def block_names(model: Model) -> list[str]:
@@ -272,7 +295,7 @@ def measure_blocks(config: Config, mesh: Mesh, model: Model, example: Batch) -> 
         of_block = [visit for visited in gathered for visit in visited if visit.block == block]
         seconds = min(value for visit in of_block for value in visit.seconds)  # other load only makes a pass longer
         activation_bytes = max(visit.activation_bytes for visit in of_block)
-        costs.append(BlockCost(name, seconds, of_block[0].parameters, activation_bytes))
+        costs.append(BlockCost(name, seconds, of_block[0].parameters, activation_bytes, of_block[0].experts))
     return tuple(costs)
 
 
@@ -301,7 +324,8 @@ def _visit(config: Config, mesh: Mesh, model: Model, block: int, example: Batch)
             synchronize(mesh.device)
             seconds.append(clock() - begin)
     saved_size += _fused_bytes(part, hidden, compute_dtype(config.precision.name))
-    return _Visit(block, tuple(seconds), sum(local_part(p).numel() for p in part.parameters()), saved_size)
+    parameters = sum(local_part(parameter).numel() for parameter in part.parameters())
+    return _Visit(block, tuple(seconds), parameters, saved_size, _expert_values(part))
 
 
 def _fused_bytes(part: Model, hidden: Tensor, dtype: torch.dtype | None) -> int:
