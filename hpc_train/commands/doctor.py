@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
         return _submit(job, overrides, options)
     here = current_allocation()  # several nodes if srun has started a task of this command on each of them
     if options.measure:
-        nodes = 0 if options.task or here.nodes > 1 else nodes_of_allocation()
+        nodes = 0 if options.task or options.node or here.nodes > 1 else nodes_of_allocation()
         if nodes:
             return measure_allocation(nodes, config, ["doctor", "--task", *_words(options), *overrides])
         return measure_nodes(config, options.json)

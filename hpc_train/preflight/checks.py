@@ -15,7 +15,7 @@ from hpc_train.preflight.nccl_log import Transport
 WARNING, ERROR = "warning", "error"
 # classes of findings, which are the keys of cluster.preflight_action
 TCP, NVLINK, SHARED_GPU, SLOW_DEVICE, CONFIG = "tcp", "nvlink", "shared_gpu", "slow_device", "config"
-VERSIONS, NETWORK, CLOCK = "versions", "network", "clock"
+VERSIONS, NETWORK, CLOCK, WRONG_NUMBERS = "versions", "network", "clock", "wrong_numbers"
 SKEW_WARN_S, SKEW_ERROR_S = 0.1, 1.0  # munge rejects more than 300 s
 GEMM_WARN, GEMM_ERROR = 0.95, 0.85  # shares of the median of the GPUs of one model
 COPY_WARN = 0.7  # share of the median; a PCIe link with half of its lanes or one generation lower reaches 0.5
@@ -24,6 +24,22 @@ WARN, FAIL = 0.9, 0.8  # shares of the expected bandwidth: 0.83 and 0.74 of the 
 LEAST_BUS = 0.1e9  # bytes/s: gigabit Ethernet, the slowest network between nodes
 SEE_LINKS = "run `bench collectives` for all sizes and operations, and `doctor` for the links"
 MAY_DIFFER = ("driver",)  # drivers are compatible within a major version of CUDA
+
+
+@dataclass(frozen=True)
+class BurnIn:
+    """Holds hashes of what a device computes from fixed inputs.
+
+    Attributes:
+        kind: what determines the bits of the results besides the inputs: the device and the versions of its libraries.
+        hashes: the name of each computation -> the different hashes of its results, in the order in which they first
+            occurred. A device that works has one for each.
+        known: the hashes of the results that are the same on all devices, because they need no rounding.
+    """
+
+    kind: str
+    hashes: Mapping[str, tuple[str, ...]]
+    known: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,7 @@ class RankFacts:
         gemm: FLOP/s of a matrix product.
         transport: the transports in NCCL's log; None without NCCL or if the user has redirected its log.
         copy: bytes/s from pinned host memory to the GPU, while all ranks copy; None on the CPU.
+        burn_in: None before it was measured.
     """
 
     rank: int
@@ -48,6 +65,7 @@ class RankFacts:
     gemm: float
     transport: Transport | None = None
     copy: float | None = None
+    burn_in: BurnIn | None = None
 
 
 @dataclass(frozen=True)
@@ -256,6 +274,64 @@ def check_gemm(slow: Sequence[SlowDevice]) -> Iterator[PreflightFinding]:
             yield PreflightFinding(SLOW_DEVICE, ERROR, device.words, fix, node)
         else:
             yield PreflightFinding(SLOW_DEVICE, WARNING, device.words, fix)
+
+
+def check_burn_in(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
+    """Yields findings on devices whose results differ from the right ones: see ``_right_result``.
+
+    Devices of different kinds are not compared, since their kernels may round differently.
+    """
+    burn_ins = {rank.rank: rank.burn_in for rank in ranks if rank.burn_in is not None}
+    for kind in dict.fromkeys(burn_in.kind for burn_in in burn_ins.values()):
+        same_kind = {rank: burn_in for rank, burn_in in burn_ins.items() if burn_in.kind == kind}
+        first = next(iter(same_kind.values()))
+        wrong: dict[int, list[str]] = {}
+        undecided = []
+        for name in first.hashes:
+            results = {rank: burn_in.hashes[name] for rank, burn_in in same_kind.items()}
+            right = _right_result([*results.values()], first.known.get(name))
+            if right is None:
+                undecided.append(name)
+                continue
+            for rank, result in results.items():
+                if result != (right,):
+                    wrong.setdefault(rank, []).append(name)
+        if undecided:
+            yield PreflightFinding(
+                WRONG_NUMBERS,
+                WARNING,
+                f"devices of one kind differ in {', '.join(undecided)}, and no majority shows which are right ({kind})",
+                "repeat `doctor --measure` on each node, also with others of its kind, and compare the hashes",
+            )
+        for facts in ranks:
+            if facts.rank not in wrong:
+                continue
+            name = f" (GPU {facts.gpu})" if facts.gpu is not None else ""
+            yield PreflightFinding(
+                WRONG_NUMBERS,
+                ERROR,
+                f"rank {facts.rank} on {facts.node}{name} computes wrong numbers: {', '.join(wrong[facts.rank])}",
+                f"cluster.exclude={facts.node}; {drain(facts.node, 'wrong numbers')}",
+                facts.node,
+            )
+
+
+def _right_result(results: Sequence[tuple[str, ...]], known: str | None) -> str | None:
+    """Returns the right hash of a computation on devices of one kind: that of most devices.
+
+    ``known`` counts as one more device, and decides between two devices that contradict each other. The result is
+    None if there is no majority, if most devices differ from repetition to repetition, or if most contradict
+    ``known``, since such differences come from the kernels.
+    """
+    steady = [result[0] for result in results if len(result) == 1]
+    votes = Counter(steady)
+    if known is not None:
+        votes[known] += 1
+        return known if votes[known] == max(votes.values()) else None
+    if 2 * len(steady) < len(results):
+        return None
+    right, count = votes.most_common(1)[0]
+    return right if 2 * count > len(steady) else None
 
 
 def check_models(ranks: Sequence[RankFacts], features: Mapping[str, frozenset[str]]) -> Iterator[PreflightFinding]:

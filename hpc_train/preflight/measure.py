@@ -1,4 +1,5 @@
-"""Measures the clocks of the ranks, and how fast the ranks compute and exchange data on any backend.
+"""Measures the clocks of the ranks, how fast the ranks compute and exchange data on any backend, and whether each
+computes the same numbers as the others.
 
 Cheap and local measurements of the preflight come first. Stages that would begin after the time limit are skipped and
 reported. Unless stated otherwise, all functions are collective.
@@ -6,18 +7,26 @@ reported. Unless stated otherwise, all functions are collective.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import os
+import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
+from hpc_train.parallel.checksums import position_checksum
 from hpc_train.parallel.mesh import Mesh, all_gather_tensor, reduce_scatter_tensor, synchronize
 from hpc_train.preflight.bandwidth import PairRate, Rate, best_of, rounds, slow_nodes
-from hpc_train.preflight.checks import Bandwidths, ClockOffset, RankFacts, slow_devices
+from hpc_train.preflight.checks import Bandwidths, BurnIn, ClockOffset, RankFacts, slow_devices
 from hpc_train.preflight.nccl_log import Transport
 
 FIRST_BYTES = 256 << 10  # the size of the first all-reduce
@@ -28,6 +37,8 @@ EXCHANGES = 3  # exchanges of a pair per round; the fastest counts
 LEAST_EXCHANGE = 1 << 20  # bytes; more than a link buffers
 COPY_BYTES = 64 << 20
 COPIES_TO_GPU = 5  # the fastest copy counts
+BURN_IN_SIZE = {"cpu": 256, "cuda": 4096}  # rows and columns of the products
+LEAST_REPEATS = 2  # of each computation of the burn-in
 MESSAGES = 8  # messages per node; the one with the shortest round trip counts
 _PERIOD = 13  # period of the test pattern, whose sums are exact in float32
 _MOST_REPEATS = 20  # as nccl-tests does
@@ -170,6 +181,7 @@ class Effort:
 
     gemm_s: float
     gemm_size: int
+    burn_in_s: float
     stage_s: float
     bytes: int
     limit_s: float
@@ -179,14 +191,16 @@ def effort(mode: str, crew: Crew) -> Effort:
     """Returns the effort of the modes ``quick`` and ``full``, with messages that fit into all GPUs several times."""
     # on CPUs, a product takes less than a time slice, so other processes do not disturb the fastest product
     size = 256
+    burn_in_s = 0.1
     largest = 4 << 20
     cuda = crew.mesh.device.type == "cuda"
     if cuda:
         size = 8192
+        burn_in_s = 2.0
         largest = 1 << 30
-    chosen = Effort(0.1, size, 0.25, largest, 20.0)
+    chosen = Effort(0.1, size, burn_in_s, 0.25, largest, 20.0)
     if mode == "full":
-        chosen = Effort(1.0, size, 1.0, 4 * largest, 120.0)
+        chosen = Effort(1.0, size, 5 * burn_in_s, 1.0, 4 * largest, 120.0)
     if cuda:
         free, _ = torch.cuda.mem_get_info(crew.mesh.device)
         least_free = int(-crew.world.largest(-float(free)))
@@ -258,7 +272,11 @@ def measure_all(
     mesh = crew.mesh
     began = time.monotonic()
     clocks = clock_offsets(crew.nodes, range(0, mesh.layout.world_size, crew.per_node), mesh.control, now)
-    facts = replace(facts, gemm=_gemm(crew, effort.gemm_size, effort.gemm_s))
+    facts = replace(
+        facts,
+        gemm=_gemm(crew, effort.gemm_size, effort.gemm_s),
+        burn_in=burn_in(facts.device, mesh.device, effort.burn_in_s),
+    )
     if mesh.device.type == "cuda":
         facts = replace(facts, copy=copy_rate(mesh.device, mesh.control))
     bandwidths = Bandwidths()
@@ -388,6 +406,107 @@ def measured_gemm_flops(device: torch.device, dtype: torch.dtype, size: int = 10
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - begin)
     return 2.0 * size**3 / best
+
+
+_LEFT = (1, 0, 0, 0, 0, 0, -1, 0, 0, 0, 0, 0, 0)  # factors of the products of integers
+_RIGHT = (2, -1, 1, -2, 0, 1, 2, -1, -2, 1, 0, -1, 2)
+_BLOCKS = 64  # partial sums are at most 64 x (2 + 2) = 256, so that bfloat16 holds them without rounding
+
+
+def burn_in(name: str, device: torch.device, seconds: float) -> BurnIn:
+    """Repeats computations of training for ``seconds`` and hashes the bits of their results.
+
+    All inputs are computed from integers, so that they are the same everywhere. On CPUs, one core of this rank after
+    another computes, so that the bits do not depend on the number of threads.
+
+    Args:
+        name: the model of the device.
+    """
+    hashes: dict[str, tuple[str, ...]] = {}
+    known = {}
+    cores = sorted(os.sched_getaffinity(0))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        cases = _computations(device)
+        for case, (compute, expected) in cases.items():
+            if expected is not None:
+                known[case] = f"{int(position_checksum(expected)) % 2**64:016x}"
+            until = time.perf_counter() + seconds / len(cases)
+            results: list[str] = []
+            while len(results) < LEAST_REPEATS or time.perf_counter() < until:
+                if device.type == "cpu":
+                    os.sched_setaffinity(0, {cores[len(results) % len(cores)]})
+                results.append(f"{int(position_checksum(compute())) % 2**64:016x}")
+            hashes[case] = tuple(dict.fromkeys(results))
+    finally:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
+    return BurnIn(_kind(name, device), hashes, known)
+
+
+def _computations(device: torch.device) -> dict[str, tuple[Callable[[], Tensor], Tensor | None]]:
+    """Returns the name of each computation -> the function, and its result on the CPU if it needs no rounding.
+
+    With P = 13, a[i, k] = l[(i + k) mod P] and b[k, j] = r[(k + j) mod P], the element (i, j) of a product is the
+    number of blocks times the sum over m of l[(m + i - j) mod P] r[m].
+    """
+    size = BURN_IN_SIZE[device.type]
+    inner = _PERIOD * _BLOCKS
+    rows = torch.arange(size, device=device)
+    columns = torch.arange(inner, device=device)
+    places = (rows[:, None] + columns) % _PERIOD
+    left = torch.tensor(_LEFT, device=device)[places]
+    right = torch.tensor(_RIGHT, device=device)[places].T
+    sums = [
+        _BLOCKS * sum(_LEFT[(place + shift) % _PERIOD] * _RIGHT[place] for place in range(_PERIOD))
+        for shift in range(_PERIOD)
+    ]
+    product = torch.tensor(sums)[(torch.arange(size)[:, None] - torch.arange(size)) % _PERIOD]
+    drawn = (torch.arange(size * inner, device=device) * 48271 % 65521 - 32760) / 32768
+    fractions = drawn.view(size, inner)
+    heads = fractions[: size // 4, :256].reshape(1, size // 4, 4, 64).transpose(1, 2).to(torch.bfloat16)
+    cases: dict[str, tuple[Callable[[], Tensor], Tensor | None]] = {
+        "attention": (
+            lambda: functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True),
+            None,
+        ),
+        "an elementwise chain": (lambda: functional.gelu((fractions * fractions.tanh()).exp() + 1).rsqrt(), None),
+        "a sum": (lambda: fractions.sum(0), None),
+        "a sum of integers": (lambda: right.float().sum(0), torch.full((size,), float(_BLOCKS * sum(_RIGHT)))),
+    }
+    dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if device.type == "cuda" else [])
+    for dtype in dtypes:
+        words = f"{dtype}".removeprefix("torch.")
+        cases[f"a product in {words}"] = (_product(fractions.to(dtype), fractions.T.to(dtype)), None)
+        cases[f"a product of integers in {words}"] = (_product(left.to(dtype), right.to(dtype)), product.to(dtype))
+    return cases
+
+
+def _product(left: Tensor, right: Tensor) -> Callable[[], Tensor]:
+    return lambda: torch.mm(left, right)
+
+
+def _kind(name: str, device: torch.device) -> str:
+    """Returns what determines the kernels of a device, which is called ``name``."""
+    parts = [name]
+    if device.type == "cuda":
+        parts.append(f"{torch.cuda.get_device_properties(device).multi_processor_count} multiprocessors")
+    else:
+        processor = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]  # models of virtual machines share a name
+        facts = re.findall(r"^(?:flags|Features|cpu family|model|CPU part)\s*:.*$", processor, re.MULTILINE)
+        instructions = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
+        parts.append(f"{torch.backends.cpu.get_cpu_capability()}, instructions {instructions}")
+    parts.append(f"torch {torch.__version__}")
+    if torch.version.cuda is not None and device.type == "cuda":
+        parts.append(f"CUDA {torch.version.cuda}")
+        with suppress(OSError, AttributeError):  # the products have loaded the library
+            library = ctypes.CDLL(f"libcublas.so.{torch.version.cuda.partition('.')[0]}")
+            numbers = [ctypes.c_int() for _ in range(3)]
+            for index, number in enumerate(numbers):
+                library.cublasGetProperty(index, ctypes.byref(number))
+            parts.append(f"cuBLAS {'.'.join(str(number.value) for number in numbers)}")
+    return ", ".join(parts)
 
 
 def copy_rate(device: torch.device, control: dist.ProcessGroup) -> float:

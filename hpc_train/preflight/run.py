@@ -6,6 +6,7 @@ preflight runs in the first attempt on a set of nodes. Further attempts on the s
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import re
 import time
@@ -43,6 +44,7 @@ from hpc_train.preflight.checks import (
     PreflightFinding,
     RankFacts,
     check_bandwidths,
+    check_burn_in,
     check_clocks,
     check_config,
     check_copies,
@@ -180,6 +182,7 @@ def _all_findings(measured: Measured, facts: Sequence[NodeFacts]) -> Iterator[Pr
     yield from check_copies(ranks)
     yield from check_clocks(measured.clocks)
     yield from check_gemm(slow_devices(ranks))
+    yield from check_burn_in(ranks)
     if len({rank.device for rank in ranks}) > 1:
         yield from check_models(ranks, node_features(nodes))
 
@@ -245,11 +248,22 @@ def _numbers(measured: Measured, pairs: Sequence[PairRate], expected: ExpectedBa
         "pairs_gb_per_s": {" ".join(pair.nodes): gb(pair.rate) for pair in pairs},
         "copy_gb_per_s": [gb(rank.copy) for rank in measured.ranks],
         "gemm_tflops": [round(rank.gemm / 1e12, 4) for rank in measured.ranks],
+        "burn_in": _burn_in_numbers(measured.ranks),
         "devices": sorted({rank.device for rank in measured.ranks}),
         "clock_offset_s": {offset.node: round(offset.offset_s, 6) for offset in measured.clocks},
         "versions": dict(measured.ranks[0].versions),
         "networks": sorted({name for rank in measured.ranks if rank.transport for name in rank.transport.networks}),
     }
+
+
+def _burn_in_numbers(ranks: Sequence[RankFacts]) -> dict[str, dict[str, list[int]]]:
+    """Returns the kind of device -> a hash of all results of the burn-in -> the ranks that have computed them."""
+    numbers: dict[str, dict[str, list[int]]] = {}
+    for rank in ranks:
+        if rank.burn_in is not None:
+            results = hashlib.sha256(repr([*rank.burn_in.hashes.items()]).encode()).hexdigest()[:16]
+            numbers.setdefault(rank.burn_in.kind, {}).setdefault(results, []).append(rank.rank)
+    return numbers
 
 
 def stop_for(findings: Sequence[PreflightFinding], actions: Mapping[str, str]) -> None:

@@ -73,7 +73,7 @@ _NAMES = {  # the fields of each type
     "list": "ranks bad_steps skipped_windows overrides layers blocks stage_s findings changes left_out copy_gb_per_s "
     "gemm_tflops",
     "list of texts": "nodes parts gpus partners instead_of without exclude devices networks",
-    "object": "ledger predicted expected_gb_per_s pairs_gb_per_s clock_offset_s versions",
+    "object": "ledger predicted expected_gb_per_s pairs_gb_per_s clock_offset_s versions burn_in",
     "object or null": "record even",
     "GB/s of nodes, rails and world": "bus_gb_per_s",
 }
@@ -171,7 +171,7 @@ EVENTS = {
     "preflight": EventKind(
         "The preflight has measured the nodes.",
         "launch mode seconds nodes findings left_out bus_gb_per_s expected_gb_per_s pairs_gb_per_s copy_gb_per_s "
-        "gemm_tflops devices clock_offset_s versions networks",
+        "gemm_tflops burn_in devices clock_offset_s versions networks",
     ),
     "unfit_node": EventKind(
         "The preflight has dropped a node.", "message reason! node!", level=Level.REACTION, node_failed="unfit"

@@ -24,10 +24,12 @@ from hpc_train.preflight import run as preflight_run
 from hpc_train.preflight.bandwidth import Expected, ExpectedBandwidths, PairRate, best_of, rounds, slow_nodes
 from hpc_train.preflight.checks import (
     Bandwidths,
+    BurnIn,
     ClockOffset,
     PreflightFinding,
     RankFacts,
     check_bandwidths,
+    check_burn_in,
     check_clocks,
     check_config,
     check_copies,
@@ -40,7 +42,7 @@ from hpc_train.preflight.checks import (
     check_versions,
     slow_devices,
 )
-from hpc_train.preflight.measure import Crew, Effort, measure_all, paired_test
+from hpc_train.preflight.measure import Crew, Effort, burn_in, measure_all, paired_test
 from hpc_train.preflight.nccl_log import Transport, parse_transport
 from hpc_train.preflight.run import actions_of, nccl_log, preflight, stop_for
 from hpc_train.run.agent_worker import WorkerSpec
@@ -50,7 +52,7 @@ from hpc_train.run.exits import RESPONSES, Action, UnfitNode, classify
 from hpc_train.schedulers.slurm.records import NodeRecord
 from tests.ranks import run_ranks
 
-LITTLE = Effort(gemm_s=0.01, gemm_size=64, stage_s=0.05, bytes=1 << 20, limit_s=60)
+LITTLE = Effort(gemm_s=0.01, gemm_size=64, burn_in_s=0.0, stage_s=0.05, bytes=1 << 20, limit_s=60)
 
 
 def gpus(nodes: int = 3, each: int = 2) -> list[RankFacts]:
@@ -106,6 +108,60 @@ def test_a_slow_gpu_is_told_against_its_own_model_and_its_node_is_unfit() -> Non
     cpus[0] = replace(cpus[0], gemm=0.45 * 7e14)
     assert (found(cpus).level, found(cpus).unfit) == ("error", "n0")
     assert not slow_devices([replace(cpus[0], gemm=0.55 * 7e14), *cpus[1:3], *cpus[4:]])
+
+
+@pytest.mark.parametrize(
+    ("results", "known", "wrong", "warns"),
+    [
+        ("aaa", None, [], False),
+        ("aab", None, [2], False),
+        ("aaab", "b", [], True),  # most devices are wrong in the same way: their kernel rounds
+        ("ab", None, [], True),
+        ("ab", "b", [0], False),
+        ("a", "b", [0], False),
+        (["a", "ab"], None, [1], False),
+        (["a", "ab", "ab"], None, [], True),
+        (["ab"], "a", [0], False),
+        (["ab"], None, [], True),
+        ("aabb", None, [], True),
+    ],
+)
+def test_the_device_with_other_bits_is_wrong(results: list[str], known: str, wrong: list[int], warns: bool) -> None:
+    """A letter is the hash of a result, and a text of two letters a device whose repetitions differ."""
+    exact = {} if known is None else {"a sum": known}
+    ranks = [
+        replace(rank, burn_in=BurnIn("H100", {"a sum": tuple(result)}, exact))
+        for rank, result in zip(gpus(4, 1), results, strict=False)
+    ]
+    others = [replace(rank, rank=9 + rank.rank, burn_in=BurnIn("A100", {"a sum": ("c",)}, {})) for rank in gpus(2)]
+    found = list(check_burn_in([*ranks, *others]))
+    assert [one.unfit for one in found if one.level == "error"] == [f"n{rank}" for rank in wrong]
+    assert [one.unfit for one in found if one.level == "warning"] == [None] * warns
+    assert all("computes wrong numbers: a sum" in one.message for one in found if one.level == "error")
+
+
+def test_products_that_err_once_are_found_on_a_single_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = gpus(1, 1)
+    threads, cores, right, calls = torch.get_num_threads(), os.sched_getaffinity(0), torch.mm, list[torch.dtype]()
+
+    def err(left: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        product = right(left, other)
+        calls.append(product.dtype)
+        if calls.count(torch.bfloat16) == 4:
+            product[3, 5] += 1
+        return product
+
+    burnt = burn_in("a CPU", torch.device("cpu"), 0.0)
+    assert list(check_burn_in([replace(ranks[0], burn_in=burnt)])) == []
+    monkeypatch.setattr(torch, "mm", err)
+    wrong = burn_in("a CPU", torch.device("cpu"), 0.0)
+    found = only(check_burn_in([replace(ranks[0], burn_in=wrong)]))
+    assert (found.level, found.unfit) == ("error", "n0")
+    assert "rank 0 on n0 (GPU GPU-0) computes wrong numbers: a product of integers in bfloat16" in found.message
+    assert {name for name in burnt.hashes if burnt.hashes[name] != wrong.hashes[name]} == {
+        "a product of integers in bfloat16"
+    }
+    assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (threads, cores)
 
 
 def test_mixed_models_come_with_the_constraint() -> None:
@@ -220,19 +276,27 @@ def test_one_slow_pair_names_nobody_and_the_better_pass_counts() -> None:
 
 
 def of_four_nodes(rank: int, world_size: int, each: int) -> tuple[object, object]:
-    """The node n2 is slow to exchange, the clock of n1 is five seconds ahead."""
+    """The node n2 is slow to exchange, the clock of n1 is five seconds ahead, and a product of rank 1 is wrong."""
     layout = Layout(world_size, 1, 1, 1, "ddp", "1f1b", 1, 1, 1)
     mesh = join_mesh(layout, rank, torch.device("cpu"))
     names = tuple(f"n{number}" for number in range(world_size // each))
     crew, node = Crew(mesh, names if rank == 0 else (), each), names[rank // each]
     plain = dist.batch_isend_irecv
+    multiply = torch.mm
 
     def slow(operations: list[dist.P2POp]) -> list[dist.Work]:
         time.sleep(0.3)
         return plain(operations)
 
+    def wrong(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        product = multiply(left, right)
+        product[0, 0] += 1
+        return product
+
     if node == "n2":
         dist.batch_isend_irecv = slow
+    if rank == 1:
+        torch.mm = wrong
     own = RankFacts(rank, node, "abc", {}, "cpu", None, 0.0)
     ahead = 5.0 if node == "n1" else 0.0
     found = measure_all(crew, own, LITTLE, lambda: Transport(networks=(str(rank),)), lambda: time.time() + ahead)
@@ -303,6 +367,8 @@ def test_measuring_on_ranks_that_stand_for_nodes(each: int) -> None:
     for node, ahead in (("n1", 5.0), ("n2", 0.0)):
         assert abs(offsets[node].offset_s - ahead) <= offsets[node].round_trip_s / 2 + 1e-3
     assert [one.node for one in slow_nodes(pairs)] == ["n2"]
+    wrong = only(check_burn_in(found.ranks))
+    assert wrong.unfit == found.ranks[1].node and "a product in float32, a product of integers in" in wrong.message
     for others, their_pairs in results[1:]:
         assert (others.ranks, others.clocks, their_pairs) == ((), (), ()), "nothing of N ranks on each of N ranks"
         assert (others.bandwidths.nodes, others.bandwidths.rails) == ({}, ())

@@ -36,6 +36,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.client import SlurmError
 from hpc_train.schedulers.slurm.variables import Receiver, environment_for
+from hpc_train.units import counted
 
 ENTRY = "hpc_train.bench.worker:run_preflight"
 STEP_S = 300.0
@@ -267,6 +268,9 @@ def _measurements(result: Mapping[str, Any]) -> Iterator[str]:
     yield f"preflight of {', '.join(nodes)} in {result['seconds']:.1f} s"
     yield f"devices: {', '.join(result['devices'])}"
     yield from _range("matrix products", result["gemm_tflops"], "TFLOP/s per rank")
+    for kind, results in result["burn_in"].items():
+        for results_hash, ranks in results.items():
+            yield f"results of the burn-in: {results_hash} on {counted(len(ranks), 'rank', 'ranks')} ({kind})"
     yield from _range("host to GPU", result["copy_gb_per_s"], "GB/s per rank")
     bus = result["bus_gb_per_s"]
     rates = {"node": [*bus["nodes"].values()], "rail": bus["rails"], "world": [bus["world"]]}

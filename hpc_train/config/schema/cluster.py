@@ -120,6 +120,7 @@ class ClusterConfig:
             "nvlink": "stop",
             "shared_gpu": "stop",
             "slow_device": "exclude",
+            "wrong_numbers": "exclude",
             "config": "stop",
             "versions": "warn",
             "network": "warn",
