@@ -65,7 +65,7 @@ _NAMES = {  # the fields of each type
     "drain limit mode",
     "text or null": "node job_id stacks",
     "number": "share late_s value rate usual imbalance bubble_share",
-    "seconds": "time seconds until began save_s step_s eval_s",
+    "seconds": "time seconds until began save_s step_s eval_s verify_s",
     "count": "attempt exit_code world_size to_step steps micro_batches bytes before requeues in_a_row compiled "
     "reused slow_rank first command_exit_code",
     "count or null": "rank step",
@@ -155,7 +155,7 @@ class EventKind:
         return {name: TYPES[self.types.get(name, FIELDS[name])] for name in names}
 
 
-_CLOSING = "step! steps step_s save_s eval_s ledger *"
+_CLOSING = "step! steps step_s save_s eval_s verify_s ledger *"
 _CAUSE = "class message exit_code command_exit_code"
 EVENTS = {
     # a job and its attempts
@@ -371,6 +371,7 @@ class Event(dict[str, Any]):
     step_s = Field[float | None]("step_s", None)
     eval_s = Field[float | None]("eval_s", None)
     save_s = Field[float | None]("save_s", None)
+    verify_s = Field[float | None]("verify_s", None)
     exit_code = Field[int | None]("exit_code", None)
     until = Field("until", 0.0)
     seconds = Field("seconds", 0.0)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import Event
+from hpc_train.run.exits import Failure
 from hpc_train.run.rows import Line, seconds
 
 
@@ -31,16 +32,20 @@ class Interval(NamedTuple):
     steps_s: float
     evaluation_s: float
     checkpoint_s: float
+    verification_s: float
 
     @classmethod
     def until(cls, line: Line | Event, first: int) -> Interval:
         last = line.step or 0
-        steps_s = max(0, last - first) * (line.step_s or 0.0)
-        return cls(line.time, first, last, steps_s, line.eval_s or 0.0, line.save_s or 0.0)
+        steps_s = max(0, last - first) * (line.step_s or 0.0)  # including the verification
+        verification_s = min(steps_s, line.verify_s or 0.0)
+        return cls(
+            line.time, first, last, steps_s - verification_s, line.eval_s or 0.0, line.save_s or 0.0, verification_s
+        )
 
     @property
     def began(self) -> float:
-        return self.time - self.steps_s - self.evaluation_s - self.checkpoint_s
+        return self.time - self.steps_s - self.evaluation_s - self.checkpoint_s - self.verification_s
 
     def without(self, seconds: float) -> Interval:
         """Returns the interval without ``seconds`` in which nothing executed, taken from the longest part."""
@@ -141,6 +146,14 @@ class Attempt:
         failures = (event.time for event in self.events if event.kind.is_failure)
         return min((time for time in failures if last is None or time >= last.time), default=None)
 
+    @cached_property
+    def corruption(self) -> Event | None:
+        """Returns the event about the wrong numbers (``train.verify``) that ended it; None if nothing or another
+        failure did."""
+        ends = [event.failure for event in self.events if event.kind.is_failure]
+        found = [event for event in self.events if event.name == "corruption"]
+        return found[-1] if found and {*ends} & {Failure.CORRUPTION, Failure.UNFIT_NODE} else None
+
     @property
     def closed(self) -> bool:
         """Returns whether training reached its end or a requested stop with its state saved."""
@@ -180,7 +193,10 @@ class Account:
         steps_s: the time in steps whose result was kept.
         evaluation_s: the time in evaluations whose result was kept.
         checkpoint_s: the time for which saves blocked training.
-        lost_s: the time in steps that were or will be repeated, and the time until their failure was noticed.
+        verification_s: the time in which ``train.verify`` repeated passes.
+        lost_s: the time in steps that were or will be repeated, and the time until their failure was noticed, unless it
+            counts as ``corrupted_s``.
+        corrupted_s: the same time of attempts that ended because of wrong numbers (``train.verify``).
         restart_s: the time from a failure to the first step of the next attempt in the same start of a job.
         frozen_s: the time in which the batch host did not execute, or a frozen node held the job after its last
             attempt.
@@ -189,6 +205,7 @@ class Account:
         gpu_s: the time above, except ``queue_s`` and ``suspended_s``, times the GPUs that were held, and the time until
             nodes of joiner jobs train; 0 without GPUs.
         rank_s: the same time, times the number of ranks, for runs without GPUs.
+        corrupted_steps: the number of steps that were repeated because of wrong numbers.
     """
 
     queue_s: float = 0.0
@@ -196,13 +213,16 @@ class Account:
     steps_s: float = 0.0
     evaluation_s: float = 0.0
     checkpoint_s: float = 0.0
+    verification_s: float = 0.0
     lost_s: float = 0.0
+    corrupted_s: float = 0.0
     restart_s: float = 0.0
     frozen_s: float = 0.0
     other_s: float = 0.0
     suspended_s: float = 0.0
     gpu_s: float = 0.0
     rank_s: float = 0.0
+    corrupted_steps: float = 0.0
 
     def __add__(self, other: Account) -> Account:
         return Account(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(Account)))
@@ -210,8 +230,8 @@ class Account:
     @property
     def held_s(self) -> float:
         """Returns the seconds with a usable allocation: all except ``queue_s`` and ``suspended_s``."""
-        parts = (self.start_up_s, self.steps_s, self.evaluation_s, self.checkpoint_s, self.frozen_s)
-        return sum(parts) + self.lost_s + self.restart_s + self.other_s
+        parts = (self.start_up_s, self.steps_s, self.evaluation_s, self.checkpoint_s, self.verification_s)
+        return sum(parts) + self.lost_s + self.corrupted_s + self.restart_s + self.frozen_s + self.other_s
 
     @property
     def useful_share(self) -> float:
@@ -354,6 +374,8 @@ class _Accounting:
         else:
             self._add("queue_s", self._waited(attempt.began))
             self._add("start_up_s", self._executed(attempt.began, self._first_step_at()))
+        if attempt.corruption is not None:
+            self._add("corrupted_steps", (attempt.corruption.step or 0) - limit)
         self._account_tail(limit)
         for stretch in reversed(attempt.stretches):
             for interval in stretch.intervals:
@@ -370,6 +392,11 @@ class _Accounting:
             ranks = attempt.start.world_size / max(1, len(attempt.start.get("nodes", [])))  # of a node
             self._add("rank_s", held * attempt.start.world_size + sum(event.seconds * ranks for event in joined))
         return Account(**self.spent), limit
+
+    @property
+    def _lost(self) -> str:
+        """Returns the account of its work that is repeated."""
+        return "lost_s" if self.attempt.corruption is None else "corrupted_s"
 
     def _add(self, name: str, seconds: float) -> None:
         if seconds > 0:  # the clocks of two nodes may differ
@@ -407,8 +434,9 @@ class _Accounting:
         if self.attempt.stops:
             interval = interval.without(interval.time - interval.began - self._executed(interval.began, interval.time))
         self._add("steps_s", share * interval.steps_s)
-        self._add("lost_s", (1 - share) * interval.steps_s)
-        self._add("evaluation_s" if interval.last <= limit else "lost_s", interval.evaluation_s)
+        self._add(self._lost, (1 - share) * interval.steps_s)
+        self._add("evaluation_s" if interval.last <= limit else self._lost, interval.evaluation_s)
+        self._add("verification_s", interval.verification_s)
         self._add("checkpoint_s", interval.checkpoint_s)
 
     def _account_tail(self, limit: float) -> None:
@@ -430,4 +458,4 @@ class _Accounting:
             pace = line.steps_s / (line.last - line.first)
             useful = min(rest, max(0.0, min(newest_checkpoint_step(attempt.events), limit) - line.last) * pace)
         self._add("steps_s", useful)
-        self._add("lost_s", rest - useful)
+        self._add(self._lost, rest - useful)

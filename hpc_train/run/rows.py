@@ -98,7 +98,7 @@ def typed(row: Row, checks: Mapping[str, Check], required: tuple[str, ...] = ())
 
 
 NAMED = {"time": seconds, "step": count, "attempt": count, "world_size": count, "loss": or_none(number)}
-IN_SECONDS = ("step_s", "save_s", "eval_s")
+IN_SECONDS = ("step_s", "save_s", "eval_s", "verify_s")
 RATES = ("samples_per_s", "tokens_per_s", "samples", "tokens", "peak_memory_bytes")
 METRICS: dict[str, Check] = {
     **NAMED,
@@ -141,6 +141,7 @@ class Line(dict[str, Any]):
     step_s = Field[float | None]("step_s", None)
     eval_s = Field[float | None]("eval_s", None)
     save_s = Field[float | None]("save_s", None)
+    verify_s = Field[float | None]("verify_s", None)
     peak_memory_bytes = Field[int | None]("peak_memory_bytes", None)
     val_loss = Field[float | None]("val_loss", None)
     tokens_per_s = Field[float | None]("tokens_per_s", None)

@@ -17,7 +17,8 @@ class MetricsLog:
     Every line has the keys time (seconds since 1970), step (completed optimizer steps), epoch, attempt, world_size,
     loss (mean over the targets of this step's global batch), lr, grad_norm (before clipping), samples and tokens (since
     step 0; tokens are targets that count). These values cover the time since the previous line: step_s (seconds per
-    step), tokens_per_s, samples_per_s, save_s (seconds for which saves blocked training). Evaluations add val_loss,
+    step), tokens_per_s, samples_per_s, save_s (seconds for which saves blocked training), verify_s (seconds of steps
+    in which ``train.verify`` repeated passes). Evaluations add val_loss,
     val_accuracy, val_NAME of each metric, val_SET_loss and so on of further evaluation sets, and eval_s. If known,
     there are also mfu (of the peak in bf16), mfu_of_precision, hfu, loss_scale, and the values that ``over_ranks`` in
     ``train/watch/stragglers.py`` describes: data_wait_share, comm_share, bubble_share, host_share, compute_imbalance,

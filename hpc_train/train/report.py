@@ -257,7 +257,7 @@ class Report:
         Args:
             rates: ``step_s`` and ``save_s`` since the last line of metrics, among others.
         """
-        last = {key: rates[key] for key in ("step_s", "save_s")}
+        last = {key: rates[key] for key in ("step_s", "save_s", "verify_s") if key in rates}
         head = {"event": event, "time": self.events.now(), "attempt": self.events.attempt, "step": step}
         total = read_ledger(self.run, closing=Event(head | last)).total
         print(spent_line(total))

@@ -259,6 +259,8 @@ class Trainer:
         except (Corrupted, UnfitNode):  # the next attempt begins with the newest checkpoint
             self.checkpoints.keep_proved(self._proved)
             raise
+        if self.take_step.verification is not None:
+            self.meter.verified(self.take_step.verification.take_seconds())
         self._record_proof()
         if self._is_first_step:
             self._is_first_step = False

@@ -147,6 +147,7 @@ class Verification:
         self._repeats = self._local  # entries that a repetition on the same rank reproduces
         self._exchanges = self._local  # entries that another rank reproduces
         self._calls = 0
+        self._seconds = 0.0
         self._verified = 0
         self._left_out: dict[str, Tensor] = {}  # check -> which tensors differ between replicas from the start
         allocation = current_allocation()
@@ -204,11 +205,19 @@ class Verification:
             result = self._resolve(step, batch, loss_scale, passes, exchanges)
         if shift or not exchanges:
             self.proved = step
+        self._seconds += time.monotonic() - began - last_s
         if self._every == "auto":
             per_pass = (time.monotonic() - began - last_s) / last_s / len(shifts)
             self._every = max(2, math.ceil(largest(per_pass, self._mesh) / COST))
             self._warn(step, f"train.verify.every=auto: verifying every {self._every} steps")
         return result
+
+    def take_seconds(self) -> float:
+        """Returns the seconds that verification has taken since the last call, without the passes that training
+        uses."""
+        seconds = self._seconds
+        self._seconds = 0.0
+        return seconds
 
     # passes
 

@@ -17,6 +17,7 @@ from hpc_train.run.events import Event
 from hpc_train.run.ledger import Account, Ledger, ledger, read_ledger
 from hpc_train.run.rows import Line
 from hpc_train.telemetry.metrics import MetricsLog
+from hpc_train.telemetry.progress import spent_line
 
 
 class Log:
@@ -84,6 +85,29 @@ def test_a_restart_in_place_counts_steps_that_were_done_again_as_lost() -> None:
     assert found.total.held_s == 39.0
     assert len(found.attempts) == 2
     assert len(found.jobs) == 1
+
+
+def test_wrong_numbers_have_their_own_account() -> None:
+    log = Log()
+    log.started(100.0)
+    log.line(111.0, 1)
+    log.line(125.0, 10, step_s=14 / 9, verify_s=5.0)
+    log.event(125.5, "checkpoint_saved", step=4, seconds=0.5)
+    log.event(127.0, "corruption", step=11, first=4, steps=1, final=True, message="wrong gradients")
+    log.event(127.0, "worker_failed", **{"class": "corruption"})
+    log.started(128.0, attempt=1)
+    log.event(129.0, "resumed", attempt=1, step=4)
+    log.line(136.0, 10, attempt=1)
+    log.event(137.0, "worker_failed", attempt=1, **{"class": "killed"})
+    total = log.ledger().total
+    expected = {"start_up_s": 10.0, "steps_s": 4.0, "verification_s": 5.0, "corrupted_s": 8.0, "corrupted_steps": 7.0}
+    assert seconds(total) == expected | {"lost_s": 7.0, "restart_s": 3.0}
+    assert total.held_s == 37.0
+    line = spent_line(total)
+    assert "verification 0:05 · lost work 0:07 · 7 steps lost to wrong numbers 0:08 · restarts" in line
+    log.events[-1]["class"] = "unfit_node"
+    log.event(136.5, "corruption", attempt=1, step=11, first=4, steps=2, final=False, message="wrong gradients")
+    assert log.ledger().total.corrupted_s == 15.0, "its node was left out, although a repetition was right"
 
 
 def test_steps_up_to_a_checkpoint_count_although_no_line_was_logged() -> None:

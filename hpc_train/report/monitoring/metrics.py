@@ -38,7 +38,11 @@ RUN_LABELS = {  # the labels of every metric
 INFO_LABELS = ("job_id", "partition", "node", "version")
 
 STATES = ("starting", "training", "evaluating", "restarting", "requeued", "finished", "stopped", "failed")
-ACCOUNTS = tuple(field.name.removesuffix("_s") for field in fields(Account) if field.name not in ("gpu_s", "rank_s"))
+ACCOUNTS = tuple(
+    field.name.removesuffix("_s")
+    for field in fields(Account)
+    if field.name not in ("gpu_s", "rank_s", "corrupted_steps")
+)
 FABRIC_PARTS = ("node", "rail", "world")
 FAILURE_CLASSES = tuple(map(str, Failure))
 
@@ -110,7 +114,8 @@ METRICS = (
     # goodput
     Metric("goodput_ratio", "The share of the allocated time in steps and evaluations that were kept.", "ratio"),
     Metric(
-        "time_seconds", "The time of all jobs of the run by its use. Lost work moves from steps to lost.", "seconds",
+        "time_seconds",
+        "The time of all jobs of the run by its use. Lost work moves from steps to lost, or to corrupted.", "seconds",
         labels=("use",), choices=ACCOUNTS,
     ),
     Metric("gpu_seconds", "The GPU time of all jobs of the run.", "seconds"),
@@ -151,6 +156,7 @@ METRICS = (
     Metric("stragglers", "The ranks for which the others waited.", kind=COUNTER),
     Metric("slow_nodes", "The nodes and GPUs that the preflight found slow.", kind=COUNTER),
     Metric("corruptions", "The suspects that train.verify has found because numbers were wrong.", kind=COUNTER),
+    Metric("corrupted_steps", "The steps that are repeated because of wrong numbers."),
 )  # fmt: skip
 
 
@@ -336,6 +342,7 @@ class RunReader:
             "goodput_ratio": {(): total.useful_share},
             "time_seconds": {(use,): getattr(total, f"{use}_s") for use in ACCOUNTS},
             "gpu_seconds": {(): total.gpu_s},
+            "corrupted_steps": {(): total.corrupted_steps},
         }
         cost = time.monotonic() - began
         self._ledger_due = began + cost + max(LEDGER_EVERY_S, LEDGER_COST * cost)

@@ -49,7 +49,9 @@ ACCOUNTS = {  # field of an account -> (name, color)
     "steps_s": ("steps", "c2"),
     "evaluation_s": ("evaluation", "c0"),
     "checkpoint_s": ("checkpoints", "c1"),
+    "verification_s": ("verification", "soft"),
     "lost_s": ("lost work", "bad"),
+    "corrupted_s": ("lost to wrong numbers", "warn"),
     "restart_s": ("restarts", "c4"),
     "frozen_s": ("frozen nodes", "c5"),
     "suspended_s": ("suspended", "line"),
@@ -82,6 +84,9 @@ def time_spent(facts: RunFacts) -> Html | None:
         words = f"{format_duration(total.held_s)} ({used}). The command does not report its steps."
     if total.lost_s >= 1:
         words += f" {format_duration(total.lost_s)} of work was lost."
+    if total.corrupted_steps:
+        steps = counted(round(total.corrupted_steps), "step", "steps")
+        words += f" Wrong numbers cost {steps}, {format_duration(total.corrupted_s)}."
 
     longest = max(sum(getattr(account, name) for name in ACCOUNTS) for account in accounts.values())
     bars = [(name, _account_areas(account, longest)) for name, account in accounts.items()]

@@ -156,6 +156,7 @@ class Meter:
     _began: float = field(default_factory=time.perf_counter)
     _paused: float = 0.0
     _saved: float = 0.0
+    _verified: float = 0.0
     _waited: float = 0.0
     _steps: int = 0
     _samples: int = 0
@@ -188,6 +189,10 @@ class Meter:
             yield
         self._saved += time.perf_counter() - began
 
+    def verified(self, seconds: float) -> None:
+        """Counts the time in which a step was verified; it is part of the training time."""
+        self._verified += seconds
+
     def count(self, samples: int, tokens: int) -> None:
         """Counts one step."""
         self._steps += 1
@@ -205,6 +210,8 @@ class Meter:
             "data_wait_share": min(1.0, self._waited / seconds),
             "save_s": self._saved,
         }
+        if self._verified:
+            rates["verify_s"] = self._verified
         if self.flops is not None and self.peak is not None:
             shares = self.flops.utilization(rates["samples_per_s"], self.peak)
             rates |= {name: shares[name] for name in ("mfu", "mfu_of_precision", "hfu") if name in shares}
@@ -212,7 +219,7 @@ class Meter:
         self._all_seconds += seconds
         self._all_tokens += self._tokens
         self._began = now
-        self._paused = self._saved = self._waited = 0.0
+        self._paused = self._saved = self._verified = self._waited = 0.0
         self._steps = self._samples = self._tokens = 0
         return rates
 
