@@ -106,6 +106,8 @@ def _check_parts(config: Config, nodes: int, workers_per_node: int, device_bytes
         with mistakes.collected():
             check(config, layout)
     with mistakes.collected():
+        _check_retention(config, 1 if layout is None else layout.dp)
+    with mistakes.collected():
         check_packages(config)
     mistakes.report()
     assert layout is not None
@@ -269,6 +271,24 @@ def _check_samples(config: Config, layout: Layout) -> None:
             f"data.samples is {data.samples}, less than one global batch of {config.batch.global_size}",
             where="data.samples, batch.global_size",
             fix=f"data.samples={config.batch.global_size} or more, or batch.drop_last=false",
+        )
+
+
+def _check_retention(config: Config, dp: int) -> None:
+    """Raises UserError if checkpoints may be removed before ``train.verify`` can prove them. The check needs both
+    intervals in steps."""
+    every = config.train.verify.every
+    interval = parse_save_every(config.checkpoint.every).steps
+    if not isinstance(every, int) or not interval or config.optim.in_backward:
+        return
+    keep = config.checkpoint.keep
+    needed = every * (2 if dp > 1 else 1)  # replicas compute the passes of each other in every second
+    if keep * interval < needed:
+        raise UserError(
+            f"train.verify.every={every} proves a checkpoint within {needed} steps, but checkpoint.keep={keep} with "
+            f"checkpoint.every={interval} keeps the checkpoints of the last {keep * interval} steps",
+            where="train.verify.every, checkpoint.keep",
+            fix=f"checkpoint.keep={ceil(needed / interval)}, a larger checkpoint.every or a smaller train.verify.every",
         )
 
 

@@ -205,19 +205,11 @@ class Verification:
             result = self._resolve(step, batch, loss_scale, passes, exchanges)
         if shift or not exchanges:
             self.proved = step
-        self._seconds += time.monotonic() - began - last_s
         if self._every == "auto":
             per_pass = (time.monotonic() - began - last_s) / last_s / len(shifts)
             self._every = max(2, math.ceil(largest(per_pass, self._mesh) / COST))
             self._warn(step, f"train.verify.every=auto: verifying every {self._every} steps")
         return result
-
-    def take_seconds(self) -> float:
-        """Returns the seconds that verification has taken since the last call, without the passes that training
-        uses."""
-        seconds = self._seconds
-        self._seconds = 0.0
-        return seconds
 
     # passes
 
@@ -229,12 +221,22 @@ class Verification:
 
     def _discarded(self, step: int, batch: StepBatch, loss_scale: Tensor | None, shift: int) -> _Pass:
         """Runs a pass and restores the state that it has changed."""
+        began = time.monotonic()
         with ExitStack() as restored:
             restored.enter_context(kept_state(self._inner.parts))
             if self._may_write:
                 restored.enter_context(kept_parameters(self._inner.named_parameters().values()))
             copied = self._exchanged(batch, shift)
-            return _Pass(shift, self._run(self._inner, step, copied, loss_scale, shift)[1])
+            sums = self._run(self._inner, step, copied, loss_scale, shift)[1]
+        synchronize(self._mesh.device)
+        self._seconds += time.monotonic() - began
+        return _Pass(shift, sums)
+
+    def take_seconds(self) -> float:
+        """Returns the seconds of the discarded passes since the last call."""
+        seconds = self._seconds
+        self._seconds = 0.0
+        return seconds
 
     def _run(
         self, engine: Engine, step: int, batch: StepBatch, loss_scale: Tensor | None, shift: int
