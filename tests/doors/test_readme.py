@@ -63,6 +63,7 @@ SECONDS = {  # of the long form of each page on two cores
     "docs/howto/roles.md": 30,
     "docs/howto/sweeps.md": 30,
     "docs/howto/tracking.md": 20,
+    "docs/measurements/one_card_to_a_hundred.md": 40,
     "docs/path.md": 30,
     "docs/quickstart.md": 30,
     "docs/strategies.md": 60,

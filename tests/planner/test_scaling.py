@@ -1,4 +1,4 @@
-"""The time that failures cost, against a simulation and published figures; scaling, against the sources' table."""
+"""The time that failures cost, against a simulation and published figures."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ import pytest
 
 from hpc_train.checkpoint.failures import LLAMA_3, RSC_1, RSC_2, Saves, between_failures, shares
 from hpc_train.commands import plan
-from hpc_train.config.compose import typed
 from hpc_train.errors import UserError
-from hpc_train.layout.memory import estimate
-from hpc_train.layout.resolve import resolve_layout
-from hpc_train.planner.candidates import with_values
-from tests.config.composing import compose
 from tests.doors.schema import check_output
 
 
@@ -55,10 +50,6 @@ def test_published_times_between_failures_and_goodput_come_out() -> None:
     assert shares(saves, 0.1).useful == 0
 
 
-VIT = (
-    "model=vit_large", "model.patch_size=4", "model.image_size=32", "model.n_classes=100", "data=synthetic",
-    "data.task=images", "data.image_size=32", "data.n_classes=100", "precision=bf16", "batch.global_size=4096",
-)  # fmt: skip
 DDP = ("strategy.pp=1", "strategy.tp=1", "strategy.data_parallel=ddp", "train.activation_checkpointing=none")
 
 
@@ -68,32 +59,6 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[
     check_output(["plan"], printed)
     found: list[dict[str, Any]] = json.loads(printed)
     return found
-
-
-@pytest.mark.long_form(5, cases=["32", "128"])
-@pytest.mark.parametrize(("micro", "share"), [(8, 0.060), (32, 0.067), (128, 0.042)])
-def test_the_table_of_vit_large_on_cifar_comes_out(
-    micro: int, share: float, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """32 GPUs are 28 times as fast as one in the sources, with 12 % communication. See docs/measurements/plan.md."""
-    asked = [*VIT, *DDP, f"batch.micro_size={micro}", "--simulate", "strong", "--gpus", "1,8,32"]
-    rows = simulated(capsys, *asked, "--machine", "a100-80", "--figure", "fabric_bytes_per_s=1.125e10")
-    assert [row["gpus"] for row in rows] == [1, 8, 32]
-    assert 29 < rows[2]["speedup"] < 30 and 7.8 < rows[1]["speedup"] < 8
-    parts = rows[2]["parts_s"]
-    assert parts["communication"] / sum(parts.values()) == pytest.approx(share, abs=0.005)
-    by_node = simulated(capsys, *asked, "--machine", "a100-80", "--figure", "fabric_bytes_per_s=1.4e9")
-    assert 12 < by_node[2]["speedup"] < 20
-
-
-@pytest.mark.parametrize(("micro", "saved"), [(8, 0.82), (32, 0.70), (128, 0.39)])
-def test_zero2_saves_memory_by_micro_batch(micro: int, saved: float) -> None:
-    """ZeRO-2 saves 43 % in the sources, which do not say with which micro-batch."""
-    config = typed(compose(["+strategy=single", *VIT, "strategy.dp=fill", f"batch.micro_size={micro}"]))
-    sharded = with_values(config, {"strategy.data_parallel": "zero2"})
-    whole, shard = (estimate(each, resolve_layout(each, 4, 8)) for each in (config, sharded))
-    assert whole is not None and shard is not None
-    assert 1 - shard.total / whole.total == pytest.approx(saved, abs=0.01)
 
 
 def test_ten_thousand_gpus_fail_often_and_the_intervals_say_how_little_is_known(
