@@ -61,6 +61,7 @@ TOGETHER = (
     Check("killed_in_a_collective", "gpu_checks.several:killed_in_a_collective", 120, gpus=2, expected_s=35),
     Check("compiled_replicas", "gpu_checks.several:compiled_replicas", 120, gpus=2, expected_s=90),
     Check("async_tp", "gpu_checks.several:async_tp", 180, gpus=2, expected_s=80),
+    Check("algorithms", "gpu_checks.several:algorithms", 120, gpus=2, expected_s=60),
     Check("overlap", "gpu_checks.several:overlap", 120, gpus=2, expected_s=45),
 )
 

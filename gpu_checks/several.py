@@ -183,6 +183,24 @@ def transports(probe: Probe) -> None:
     probe.equal("channels by transport with cluster.visible_gpus=own", found["own"], found["all"])
 
 
+def algorithms(probe: Probe) -> None:
+    """NCCL takes the ring that is asked for, computes the same sums, and its own choice is about the fastest."""
+    here = ["cluster=local", "cluster.preflight=off", f"cluster.gpus_per_node={probe.place.ranks * probe.on_gpu}"]
+    command = hpc_train("bench", "collectives", *here, "--algorithms", "--sizes", "1M,256M", "--json")
+    probe.equal("exit code", command.code, 0 if probe.on_gpu else 2)  # gloo has no algorithms
+    if not probe.on_gpu:
+        return
+    result = command.json()
+    measured = {name: rates for name, rates in result["algorithms"].items() if rates is not None}
+    probe.note("algorithms that NCCL refuses", sorted({*result["algorithms"]} - {*measured}))
+    probe.expect("algorithms that NCCL takes", sorted(measured), "Ring among them", "Ring" in measured)
+    probe.equal("wrong elements", sum(row["wrong"] for rates in measured.values() for row in rates), 0)
+    for index, row in enumerate(result["rates"]):
+        fastest = max(rates[index]["bus_gb_per_s"] for rates in measured.values())
+        size = f"{row['bytes'] >> 20} MiB in {row['group']}"
+        probe.within(f"NCCL's choice against the fastest, {size}", row["bus_gb_per_s"] / fastest, low=0.8)
+
+
 def count_transports(logs: Iterable[str]) -> dict[str, int]:
     """Counts the channels of NCCL's logs by transport (P2P/CUMEM, SHM/direct/direct …), and the ranks with NVLS."""
     counts: Counter[str] = Counter()

@@ -113,6 +113,7 @@ def run_benchmark(
     failures: list[str] | None = None,
     code: FrozenCode | None = None,
     trust_owner: bool = False,
+    part: str = "",
 ) -> tuple[int, dict[str, Any] | None]:
     """Runs workers that measure what ``request`` describes; returns the exit code and, on success, the result.
 
@@ -124,12 +125,14 @@ def run_benchmark(
             ``run.root``.
         failures: a list that receives the class of each failure; all files are then removed. With None, the log of a
         failure is kept. code: the frozen code that agents and workers start from; None uses the current directory.
-        trust_owner: whether the code may be another user's.
+        trust_owner: whether the code may be another user's. part: tells several calls in one Slurm step apart.
     """
     allocation = current_allocation()
     if root is None and allocation.nodes > 1:
         root = Path(config.run.root)
-    run = RunDirectory((root or Path()) / f"{BENCH}{allocation.launch_id}")  # shared by all nodes of this Slurm step
+    run = RunDirectory(
+        (root or Path()) / f"{BENCH}{allocation.launch_id}{part}"
+    )  # shared by all nodes of this Slurm step
     if allocation.node_rank > 0:
         _wait_for(run.path / REQUEST, config.elastic.join_timeout_s)
         open_run(run, "agent", trust_owner)

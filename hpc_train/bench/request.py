@@ -50,15 +50,16 @@ class CheckpointRequest(WorkerRequest):
 
 @dataclass(frozen=True)
 class CollectivesRequest(WorkerRequest):
-    """Requests each collective at ``sizes`` bytes, for about ``seconds`` each."""
+    """Requests collectives at ``sizes`` bytes, for about ``seconds`` each; all ``operations`` if it is empty."""
 
     sizes: tuple[int, ...]
     seconds: float
+    operations: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, run: RunDirectory) -> CollectivesRequest:
         value = run.json(run.path / REQUEST)
-        return cls(tuple(value["sizes"]), value["seconds"])
+        return cls(tuple(value["sizes"]), value["seconds"], tuple(value["operations"]))
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,8 @@ def _collectives(bench: BenchRank, request: CollectivesRequest) -> dict[str, Any
         ranks = Ranks(mesh.group(axis), mesh.device)
         if 1 < ranks.size < groups["world"].size:
             groups[axis] = ranks
-    points = [(name, operation, size) for name in groups for operation in OPERATIONS for size in request.sizes]
+    operations = request.operations or OPERATIONS
+    points = [(name, operation, size) for name in groups for operation in operations for size in request.sizes]
     rates: list[dict[str, Any]] = []
     for done, (name, operation, size) in enumerate(points):
         bench.write_progress(done, len(points))

@@ -20,6 +20,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.machine.environment import rejected_variable
 from hpc_train.machine.network.decision import ALLOCATOR_SETTINGS, GROWING_SEGMENTS
+from hpc_train.machine.network.nccl_settings import read_versions, too_old_driver
 from hpc_train.models.attention import choose_kernel
 from hpc_train.parallel.mesh import Mesh, join_mesh, use_device
 from hpc_train.parallel.precision.dtypes import choose_tf32
@@ -65,7 +66,13 @@ def prepare_device(spec: WorkerSpec) -> torch.device:
     device = _device(spec)
     if device.type == "cuda" and os.environ.get(ALLOCATOR_SETTINGS) == GROWING_SEGMENTS:
         torch._C._accelerator_setAllocatorSettings(GROWING_SEGMENTS)
-    use_device(device)
+    try:
+        use_device(device)  # starts CUDA
+    except RuntimeError as error:
+        versions = dict(read_versions())
+        if "driver" not in str(error) or not {"driver", "cuda_of_torch"} <= {*versions}:
+            raise
+        raise too_old_driver(versions["driver"], versions["cuda_of_torch"]) or error from error
     return device
 
 

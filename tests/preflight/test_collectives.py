@@ -14,13 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hpc_train.bench import collectives
 from hpc_train.bench.collectives import parse_sizes, size_text
+from hpc_train.bench.request import CollectivesRequest
 from hpc_train.commands import doctor
+from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.machine.network.discovery import read_tree
 from hpc_train.machine.network.facts import GpuLink, NodeFacts
 from hpc_train.preflight.bandwidth import OPERATIONS, ExpectedBandwidths, Rate, expected_bandwidths
 from hpc_train.preflight.measure import Ranks, measure
+from hpc_train.run.exits import Exit
 from tests.doors.command import hpc_train
 from tests.machine.network.machines import hgx
 from tests.ranks import run_ranks
@@ -108,10 +112,42 @@ def test_the_command(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rates.csv", "rates.svg"]
 
 
+def test_each_algorithm_is_compared_with_the_choice_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are a stand-in, since NCCL needs GPUs."""
+    by_name = {None: (5.0, 100.0), "Ring": (2.0, 101.0), "Tree": (7.0, 80.0), "NVLSTree": (5.1, 99.0)}
+    parts: list[str | None] = []
+
+    def measured(config: Config, request: CollectivesRequest, entry: str, **options: Any) -> tuple[int, Any]:
+        assert request.operations == ("all_reduce",) and config.elastic.max_restarts == 0
+        parts.append(options.get("part"))
+        name = os.environ.get("NCCL_ALGO")
+        if name not in by_name:
+            return Exit.FAILED, None
+        rows = [
+            {"group": "world", "ranks": 8, "bytes": size, "bus_gb_per_s": rate}
+            for size, rate in zip(request.sizes, by_name[name], strict=True)
+        ]
+        return Exit.DONE, {"rates": rows}
+
+    monkeypatch.setattr(collectives, "run_benchmark", measured)
+    request = CollectivesRequest((1 << 20, 64 << 20), 0.1, ("all_reduce",))
+    code, result = collectives.run_algorithms(Config(), request)
+    assert code == Exit.DONE and result is not None and result["algorithms"]["NVLS"] is None
+    assert parts == [None, "-Ring", "-Tree", "-NVLS", "-NVLSTree"] and "NCCL_ALGO" not in os.environ
+    report = collectives.algorithms_report(result)
+    assert "world (8)          1M             5         2         7       5.1  Tree, 1.40 times" in report
+    assert "world (8)         64M           100       101        80        99  NCCL's choice" in report
+    assert "NCCL refuses NVLS on these GPUs" in report and "by more than 5 %: Tree at 1M in world." in report
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    with pytest.raises(UserError, match="NCCL_ALGO=Ring is set"):
+        collectives.check_algorithms(8)
+
+
 def test_wrong_calls_are_refused(called: Callable[..., Any]) -> None:
     for arguments, words in (
         (["--plot", "rates.txt"], "ends in .png"),
         (["cluster.cpu_workers=1"], "needs at least 2 ranks"),
+        (["--algorithms"], "ranks on CPUs use gloo"),
     ):
         done = called("bench", "collectives", *HERE, *arguments)
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done

@@ -235,6 +235,21 @@ def test_an_amd_gpu_needs_kernels_of_its_name(monkeypatch: pytest.MonkeyPatch) -
         processes.check_architecture(torch.device("cuda", 0))
 
 
+def test_a_driver_that_is_too_old_for_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_cuda(device: torch.device) -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).")
+
+    versions = [("driver", "535.129.03"), ("cuda_of_torch", "13.0")]
+    monkeypatch.setattr(processes, "use_device", start_cuda)
+    monkeypatch.setattr(processes, "read_versions", lambda: versions)
+    with pytest.raises(UserError, match=r"driver 535\.129\.03 is too old for torch with CUDA 13\.0") as refused:
+        processes.prepare_device(spec_of(Path()))
+    assert "install a build of torch for CUDA 12" in refused.value.fix
+    versions.pop()
+    with pytest.raises(RuntimeError, match="found version 12020"):
+        processes.prepare_device(spec_of(Path()))
+
+
 @pytest.mark.parametrize("value", [GROWING_SEGMENTS, "max_split_size_mb:64", None])
 def test_the_allocator_of_a_forked_worker_is_told_our_choice_and_no_other(
     value: str | None, monkeypatch: pytest.MonkeyPatch

@@ -30,7 +30,7 @@ from hpc_train.machine.network.decision import FabricDecision
 from hpc_train.machine.network.discovery import NONE
 from hpc_train.machine.network.facts import SHARED_MEMORY, UNLIMITED, NodeFacts, NodeLimits
 from hpc_train.machine.network.libfabric import FABRICS, NO_GPU_DIRECT, find_plugin, on_amd
-from hpc_train.machine.network.nccl_settings import merged, warnings
+from hpc_train.machine.network.nccl_settings import merged, too_old_driver, warnings
 from hpc_train.machine.network.rails import beyond_gpu_direct, judge_ports, match, port_warnings, rate_gbps
 from hpc_train.machine.storage import file_system_of, room_in
 from hpc_train.machine.sysfs import read_text
@@ -48,6 +48,7 @@ SAMPLE = 20
 UNREADABLE = "the limit is unknown: cannot read /proc/self/limits"
 
 
+NEWER_CUDA = Path("/usr/local/cuda/compat")  # of an image: the package with which an older driver runs a newer CUDA
 NUMA_BALANCING = Path("/proc/sys/kernel/numa_balancing")
 
 
@@ -242,6 +243,10 @@ def check_software(facts: NodeFacts) -> Iterator[Finding]:
     elif facts.gpus and not amd and "nccl" not in versions:  # torch with ROCm contains RCCL
         fix = "pass the version with `doctor --nccl VERSION`; torch.cuda.nccl.version() shows it"
         yield Finding("versions", WARNING, "the version of NCCL is unknown because no wheel provides it", fix)
+    if facts.gpus and {"driver", "cuda_of_torch"} <= {*versions} and not NEWER_CUDA.is_dir():
+        refusal = too_old_driver(versions["driver"], versions["cuda_of_torch"])
+        if refusal is not None:
+            yield Finding("versions", ERROR, refusal.what, refusal.fix)
 
 
 def check_limits(facts: NodeFacts, ranks: int) -> Iterator[Finding]:

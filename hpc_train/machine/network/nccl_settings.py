@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from hpc_train.errors import UserError
@@ -175,6 +176,8 @@ _WHEELS = (
     ("hpc_train", ("hpc_train",)),
 )
 _LIBRARIES = (("libfabric", "libfabric.so.1.*"), ("rdma_core", "libibverbs.so.1.*"))
+# the oldest driver for each major version of CUDA ("CUDA Compatibility", minor version compatibility)
+OLDEST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 _FOLDERS = ("usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "opt/amazon/efa/lib64")
 
 
@@ -185,7 +188,18 @@ def read_versions(root: Path = Path("/")) -> tuple[tuple[str, str], ...]:
         for wheel in reversed(wheels):
             with suppress(PackageNotFoundError):
                 versions[name] = version(wheel)
+    if cuda := cuda_of_torch():
+        versions["cuda_of_torch"] = cuda
     return tuple(sorted(versions.items()))
+
+
+def cuda_of_torch() -> str | None:
+    """Returns the version of CUDA that the installed torch is built for, without importing it; None without CUDA."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    found = re.search(r"^cuda\b.*?'([\d.]+)'", read_text(Path(spec.origin).with_name("version.py")), re.MULTILINE)
+    return None if found is None else found[1]
 
 
 def recorded_versions(root: Path) -> tuple[tuple[str, str], ...]:
@@ -200,6 +214,23 @@ def recorded_versions(root: Path) -> tuple[tuple[str, str], ...]:
         if files:
             versions[name] = max(path.name.partition(".so.")[2] for path in files)
     return tuple(sorted(versions.items()))
+
+
+def too_old_driver(driver: str, cuda: str) -> UserError | None:
+    """Returns the refusal of a torch that is built for ``cuda`` on a node with ``driver``; None if the two fit or the
+    version of CUDA is unknown."""
+    oldest = OLDEST_DRIVERS.get(parse_version(cuda)[0])
+    if oldest is None or parse_version(driver) >= parse_version(oldest):
+        return None
+    majors = [major for major, least in OLDEST_DRIVERS.items() if parse_version(driver) >= parse_version(least)]
+    fix = f"ask the site for driver {oldest} or newer"
+    if majors:
+        fix += f", or install a build of torch for CUDA {majors[-1]}: https://pytorch.org/get-started"
+    return UserError(
+        f"the driver {driver} is too old for torch with CUDA {cuda}, which needs {oldest} or newer",
+        where="the NVIDIA driver of the node",
+        fix=fix,
+    )
 
 
 def different_versions(nodes: Sequence[NodeFacts]) -> list[str]:

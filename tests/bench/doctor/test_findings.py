@@ -111,6 +111,26 @@ def test_gpus_ports_and_versions() -> None:
     assert [finding.level for finding in check_software(NodeFacts())] == [OK, ERROR]
 
 
+@pytest.mark.parametrize(
+    ("driver", "cuda", "fix"),
+    [
+        ("535.129.03", "13.0", "580.65.06 or newer, or install a build of torch for CUDA 12"),
+        ("470.57", "12.8", "525.60.13 or newer, or install a build of torch for CUDA 11"),
+        ("440.33.01", "12.8", "ask the site for driver 525.60.13 or newer"),
+        ("535.129.03", "12.8", None),
+        ("580.65.06", "13.0", None),
+        ("580.65.06", "14.0", None),  # a version that the table does not have
+    ],
+)
+def test_a_driver_that_is_too_old_for_torch_is_an_error(driver: str, cuda: str, fix: str | None) -> None:
+    versions = (("torch", "2.13.0"), ("nccl", "2.28.3"), ("driver", driver), ("cuda_of_torch", cuda))
+    found = [one for one in check_software(NodeFacts(gpus=(Gpu(0),), versions=versions)) if one.level != OK]
+    assert [one.level for one in found] == ([] if fix is None else [ERROR])
+    if fix is not None:
+        assert f"the driver {driver} is too old for torch with CUDA {cuda}" in found[0].text
+        assert fix in found[0].fix
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting small file systems needs root")
 def test_a_full_disk_and_a_small_shared_memory_are_errors(tmp_path: Path) -> None:
     command = ["unshare", "--mount", "bash", "-c", SMALL_AND_FULL, sys.executable]
