@@ -589,13 +589,6 @@ OF_RUN: tuple[Exclusion, ...] = (
     Exclusion(BALANCED_EXPERTS, SEVERAL_RANKS, "{it} ranks"),
     Exclusion(BALANCED_EXPERTS, SEVERAL_BATCHES, "{it} micro-batches"),
     Exclusion(BALANCED_EXPERTS, REPRODUCIBLE, "logical micro-batches"),
-    Exclusion(TENSOR, MIXTURE, "tensor parallelism does not split experts", "strategy.tp=1"),
-    Exclusion(
-        CONTEXT,
-        MIXTURE,
-        "the capacity and the load of experts are defined per sequence, and a context-parallel rank has a part of it",
-        "strategy.cp=1",
-    ),
     Exclusion(
         REPRODUCIBLE,
         MIXTURE,

@@ -25,7 +25,8 @@ class Layout:
         notes: reasons for automatic choices.
         logical_micro_batches: the logical micro-batches of a step under ``train.reproducible``; otherwise 0.
         cp: the number of ranks that share the tokens of each sample.
-        ep: the number of consecutive ranks of dp that share the experts of a layer; dp / ep groups replicate them.
+        ep: the number of consecutive ranks of a pipeline stage that share the experts of a layer; other groups of ep
+            ranks replicate them.
     """
 
     dp: int
@@ -68,14 +69,14 @@ class Layout:
 
     @property
     def expert_sizes(self) -> tuple[int, int, int]:
-        """Returns how the ranks of dp divide the experts of a layer: the number of copies of the ZeRO state of an
-        expert, the ranks that share one copy, and ``ep``.
+        """Returns how the ranks of a pipeline stage divide the experts of a layer: the number of copies of the ZeRO
+        state of an expert, the ranks that share one copy, and ``ep``.
 
-        A copy is divided over the ranks that also share the state of other parameters. ``shard`` divides ``ep`` or is a
-        multiple of it.
+        A copy is divided over the ranks that also share the state of other parameters: ``shard`` x ``tp``, which divide
+        ``ep`` or are a multiple of it.
         """
-        block = max(self.shard, self.ep)
-        return self.dp // block, block // self.ep, self.ep
+        block = max(self.shard * self.tp, self.ep) if self.shards_state else self.ep
+        return self.stage_ranks // block, block // self.ep, self.ep
 
     @property
     def communicators(self) -> int:

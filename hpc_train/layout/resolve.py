@@ -122,7 +122,6 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
     notes += notices(config)
     shard = _shard(strategy, find_kind(configured), holders, ranks.per_node // ranks.tp)
     assert isinstance(strategy.ep, int)
-    _check_expert_ranks(strategy.ep, dp, shard)
     layout = Layout(
         dp=dp,
         pp=pp,
@@ -138,6 +137,7 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
         cp=ranks.cp,
         ep=strategy.ep,
     )
+    _check_expert_ranks(layout)
     check_compatibility(OF_LAYOUT, config, layout)
     described = (describe_recomputation(config, layout), describe_active(config.model))
     return replace(layout, notes=(*layout.notes, *(text for text in described if text is not None)))
@@ -300,15 +300,18 @@ def _shard(strategy: StrategyConfig, kind: DataParallelKind, holders: int, per_n
     return shard
 
 
-def _check_expert_ranks(ep: int, dp: int, shard: int) -> None:
-    """Raises UserError unless ``ep`` divides the data-parallel ranks, and so that the ranks which share the ZeRO state
-    of a parameter hold whole copies of the experts, or a part of one."""
-    check_divides(ep, dp, "strategy.ep", "the number of data-parallel ranks")
-    if max(ep, shard) % min(ep, shard):
+def _check_expert_ranks(layout: Layout) -> None:
+    """Raises UserError unless ``ep`` divides the ranks of a stage, and so that the ranks which share the ZeRO state of
+    a layer hold whole copies of the experts, or a part of one."""
+    ep = layout.ep
+    check_divides(ep, layout.stage_ranks, "strategy.ep", "the number of ranks of a pipeline stage")
+    sharing = layout.shard * layout.tp
+    if layout.shards_state and max(ep, sharing) % min(ep, sharing):
         raise UserError(
-            f"strategy.ep is {ep}, and ZeRO shards its state over {shard} ranks, but one of them must divide the other",
+            f"strategy.ep is {ep}, and {sharing} ranks share the ZeRO state of a layer, but one of them must divide "
+            "the other",
             where="strategy.ep, strategy.shard",
-            fix=f"strategy.shard=fill, or strategy.ep={math.gcd(ep, shard)}",
+            fix=f"strategy.shard=fill, or strategy.ep={math.gcd(ep, sharing)}",
         )
 
 

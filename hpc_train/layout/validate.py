@@ -256,10 +256,13 @@ def _check_context_parallel(config: Config, layout: Layout) -> None:
 
 
 def _check_experts(config: Config, layout: Layout) -> None:
-    """Raises UserError if the expert-parallel ranks do not divide the experts."""
+    """Raises UserError if the expert-parallel ranks do not divide the experts, or the tensor-parallel ranks the shared
+    ones."""
     model = config.model
     if isinstance(model, GPTConfig) and model.moe.experts is not None:
         check_divides(layout.ep, model.moe.experts, "strategy.ep", "model.moe.experts")
+        shared_width = model.moe.shared_experts * (model.moe.expert_dim or model.ffn_dim)
+        check_divides(layout.tp, shared_width, "strategy.tp", "the width of model.moe.shared_experts")
 
 
 def _check_samples(config: Config, layout: Layout) -> None:

@@ -31,7 +31,7 @@ from hpc_train.models import gpt_sizes
 from hpc_train.models.attention import LOCAL, Attention, RotaryCache, RotaryScaling
 from hpc_train.models.linear_head import LinearHead, WordEmbedding
 from hpc_train.models.model import FlopTerms, Model
-from hpc_train.models.moe import MixtureOfExperts, MoELayer, Router, routing_context
+from hpc_train.models.moe import MixtureOfExperts, MoELayer, OwnTokens, Router, routing_context
 from hpc_train.models.packed_attention import Scores, document_context, local_context
 from hpc_train.models.transformer import OffsetRMSNorm, PreNormLayer, RMSNorm, in_compute_dtype
 
@@ -221,14 +221,15 @@ def tensor_parallel_plan(model: GPT) -> dict[str, ParallelStyle]:
     if model.stem is not None:
         plan["stem.embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=shard)
     for key in model.layers:
-        plan |= {f"layers.{key}.{name}": style for name, style in _layer_plan(model.config, shard).items()}
+        of_layer = _layer_plan(model.config, int(key), shard)
+        plan |= {f"layers.{key}.{name}": style for name, style in of_layer.items()}
     if model.head is not None:
         plan["head.norm"] = SequenceParallel()
         plan["head.output"] = ColwiseParallel(input_layouts=shard, output_layouts=Replicate())
     return plan
 
 
-def _layer_plan(config: GPTConfig, shard: Shard) -> dict[str, ParallelStyle]:
+def _layer_plan(config: GPTConfig, index: int, shard: Shard) -> dict[str, ParallelStyle]:
     plan: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(input_layouts=(shard, None), desired_input_layouts=(Replicate(), None)),
@@ -237,11 +238,19 @@ def _layer_plan(config: GPTConfig, shard: Shard) -> dict[str, ParallelStyle]:
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=shard),
         "ffn_norm": SequenceParallel(),
-        "ffn": PrepareModuleInput(input_layouts=(shard,), desired_input_layouts=(Replicate(),)),
-        "ffn.w1": ColwiseParallel(),
-        "ffn.w2": RowwiseParallel(output_layouts=shard),
-        "ffn.w3": ColwiseParallel(),
     }
+    ffn = "ffn"
+    if gpt_sizes.is_sparse(config, index):  # each rank routes its shard of the sequence
+        plan |= {"ffn_norm": SequenceParallel(use_local_output=True), "ffn.router": OwnTokens()}
+        plan["ffn.experts"] = OwnTokens()
+        ffn = "ffn.shared"
+    if ffn == "ffn" or config.moe.shared_experts:
+        plan |= {
+            ffn: PrepareModuleInput(input_layouts=(shard,), desired_input_layouts=(Replicate(),)),
+            f"{ffn}.w1": ColwiseParallel(),
+            f"{ffn}.w2": RowwiseParallel(output_layouts=shard),
+            f"{ffn}.w3": ColwiseParallel(),
+        }
     if config.post_norms:
         plan |= {name: SequenceParallel(use_local_output=True) for name in ("attention_post_norm", "ffn_post_norm")}
     if config.qk_norm:  # the heads of this rank are a shard of dim 2, so gradients of the weight are summed over ranks

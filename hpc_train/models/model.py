@@ -132,7 +132,7 @@ class Model(nn.Module):
         """
         context = self.prepare(hidden, context)
         if targets is not None:
-            context = {**context, **self.batch_context(targets)}
+            context = {**self.batch_context(targets), **context}
         if self.stem is not None:
             hidden = self._begin_hidden(self.stem(hidden, context))
         for layer in self.layers.values():
@@ -166,7 +166,8 @@ class Model(nn.Module):
         return context
 
     def batch_context(self, targets: Tensor) -> Mapping[str, Tensor]:
-        """Returns what the layers read of ``targets``, added to the context on every pipeline stage."""
+        """Returns what the layers read of ``targets``, added to the context on every pipeline stage. Under context
+        parallelism these are the targets of whole sequences."""
         return {}
 
     @abstractmethod

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from hpc_train.config.schema import GPTConfig
 from hpc_train.data.dataset import IGNORED
@@ -37,6 +40,7 @@ from hpc_train.models.model import canonical_name
 from hpc_train.models.transformer import PreNormLayer, widened
 
 OPERATOR = "hpc_train::grouped_product"
+_FUNCTIONAL = torch.ops._c10d_functional
 ROUTED, TARGET_COUNTS = "routed", "target_counts"  # keys of the context
 
 
@@ -45,6 +49,33 @@ def routing_context(targets: Tensor) -> dict[str, Tensor]:
     targets of each sequence, ``[micro]``."""
     counted = targets != IGNORED
     return {ROUTED: counted.flip(1).cumsum(1).flip(1) > 0, TARGET_COUNTS: counted.sum(1)}
+
+
+@dataclass(frozen=True)
+class SequenceShards:
+    """The ranks that hold the tokens of the same sequences: equal shards, in the order of the ranks.
+
+    Attributes:
+        groups: groups whose product are these ranks; neighbors are in the first.
+        ranks: their number.
+        rank: the position of this rank.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...]
+    ranks: int
+    rank: int
+
+    def part(self, sequences: Tensor) -> Tensor:
+        """Returns the tokens of this rank of ``[micro, seq]``."""
+        return sequences.chunk(self.ranks, 1)[self.rank]
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Returns the ``values`` of all ranks, ``[ranks, ...]``. Collective."""
+        gathered = values.unsqueeze(0)
+        for group in self.groups:
+            arriving = _FUNCTIONAL.all_gather_into_tensor(gathered, group.size(), group.group_name)
+            gathered = _FUNCTIONAL.wait_tensor(arriving)
+        return gathered
 
 
 class Router(nn.Module):
@@ -59,8 +90,10 @@ class Router(nn.Module):
         loss_sum: the sum of the auxiliary losses in this step, ``[1]``: compiled layers (torch 2.13) lose what they add
             to a tensor without dimensions.
         counts: the number of choices of each expert in this step, and last, the number of those that were dropped.
+        shards: set by context and tensor parallelism; None if this rank holds whole sequences.
     """
 
+    shards: SequenceShards | None = None
     expert_bias: Tensor | None
     loss_scale: Tensor
     loss_sum: Tensor
@@ -89,15 +122,19 @@ class Router(nn.Module):
         routed = context.get(ROUTED)
         if routed is None:
             routed = torch.ones_like(experts[..., 0], dtype=torch.bool)
+        elif self.shards is not None:
+            routed = self.shards.part(routed)
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, experts, True) & routed.unsqueeze(-1)
         kept = chosen
         if self.training:
-            if self.config.capacity_factor is not None:
-                kept = chosen & (chosen.cumsum(1) <= self._capacity(routed))
             load = chosen.sum(1)
+            earlier, load_of_sequences = self._load_of_others(load)
+            if self.config.capacity_factor is not None:
+                places = chosen.cumsum(1) + earlier.unsqueeze(1)
+                kept = chosen & (places <= self._capacity(load_of_sequences))
             self.counts.add_(torch.cat((load.sum(0), (chosen & ~kept).sum().view(1))))
             if self.config.balance_loss or self.config.z_loss:
-                loss = self._auxiliary_loss(logits, scores, load, routed, context.get(TARGET_COUNTS))
+                loss = self._auxiliary_loss(logits, scores, load_of_sequences, routed, context.get(TARGET_COUNTS))
                 self.loss_sum.add_(loss.detach())
                 weights = _WithLoss.apply(weights, loss, self.loss_scale)
         return torch.where(kept.gather(-1, experts), weights, 0.0), experts
@@ -106,19 +143,33 @@ class Router(nn.Module):
         kind = hidden.device.type
         in_autocast = kind != "meta" and torch.is_autocast_enabled(kind)
         with torch.autocast(kind, enabled=False) if in_autocast else nullcontext():
-            return F.linear(widened(hidden), widened(self.weight.to(hidden.dtype)))
+            return F.linear(widened(hidden), widened(_held(self.weight).to(hidden.dtype)))
 
-    def _capacity(self, routed: Tensor) -> Tensor:
-        """Returns the most choices of an expert in each sequence, ``[micro, 1, 1]``."""
+    def _load_of_others(self, load: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the load of the earlier tokens of the sequences, which other ranks hold, and of the whole sequences.
+        Both have the shape of ``load``, that of the tokens of this rank, ``[micro, experts]``."""
+        is_needed = self.config.capacity_factor is not None or self.config.balance_loss or self.config.z_loss
+        if self.shards is None or not is_needed:
+            return torch.zeros_like(load), load
+        loads = self.shards.gather(load)
+        return loads[: self.shards.rank].sum(0), loads.sum(0)
+
+    def _tokens(self, load: Tensor) -> Tensor:
+        """Returns the number of tokens of each sequence with the ``load``, ``[micro]``: each has ``top_k`` choices."""
+        return load.sum(1) // self.config.top_k
+
+    def _capacity(self, load: Tensor) -> Tensor:
+        """Returns the most choices of an expert in each sequence with the ``load``, ``[micro, 1, 1]``."""
         moe = self.config
         assert moe.experts is not None and moe.capacity_factor is not None
         share = moe.capacity_factor * moe.top_k / moe.experts
-        return (routed.sum(1).double() * share).ceil().view(-1, 1, 1)
+        return (self._tokens(load).double() * share).ceil().view(-1, 1, 1)
 
     def _auxiliary_loss(
         self, logits: Tensor, scores: Tensor, load: Tensor, routed: Tensor, target_counts: Tensor | None
     ) -> Tensor:
-        """Returns the sum over the sequences of their balance loss and z-loss, weighted by their targets.
+        """Returns the sum over the sequences of their balance loss and z-loss, weighted by their targets; of sequences
+        that several ranks hold, the part of this rank's tokens.
 
         The balance loss is ``experts * sum_e(f_e p_e)`` with ``f_e`` the share of the choices and ``p_e`` the mean
         share of the scores of expert ``e``: 1 if both are even (Fedus et al. 2021, arXiv:2101.03961, section 2.2; per
@@ -126,9 +177,9 @@ class Router(nn.Module):
         ``log(sum(exp(logits)))`` (Zoph et al. 2022, arXiv:2202.08906, section 3.3).
 
         Args:
-            load: the number of choices of each expert, ``[micro, experts]``.
+            load: the number of choices of each expert in the sequences, ``[micro, experts]``.
         """
-        tokens = routed.sum(1).clamp(min=1)
+        tokens = self._tokens(load).clamp(min=1)
         shares = scores / scores.sum(-1, keepdim=True)
         mean_shares = torch.where(routed.unsqueeze(-1), shares, 0.0).sum(1) / tokens.unsqueeze(-1)
         fractions = load / (self.config.top_k * tokens.unsqueeze(-1))
@@ -180,8 +231,23 @@ class Experts(nn.Module):
 
 
 def _held(weights: Tensor) -> Tensor:
-    """Returns the weights of the experts that this rank holds."""
-    return weights.to_local() if isinstance(weights, DTensor) else weights
+    """Returns the weights that this rank holds. The gradient of replicated weights is that of the tokens of this
+    rank."""
+    if not isinstance(weights, DTensor):
+        return weights
+    gradient = [Partial() if placement.is_replicate() else placement for placement in weights.placements]
+    return weights.to_local(grad_placements=gradient)
+
+
+class OwnTokens(ParallelStyle):
+    """Replicates the parameters of a module whose ranks compute different tokens, and whose gradients are partial
+    sums."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            replicated = DTensor.from_local(parameter.detach(), device_mesh, [Replicate()], run_check=False)
+            module.register_parameter(name, nn.Parameter(replicated, requires_grad=parameter.requires_grad))
+        return module
 
 
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -353,15 +419,19 @@ class Routers:
     The buffers of a step are zero between steps, so replicas have equal buffers.
 
     Args:
-        group: the ranks that compute the same layers for other sequences.
+        replicas: the ranks of ``dp_cp``.
+        tensor_ranks: the ranks of ``tp``, which compute other tokens of the same sequences.
     """
 
-    def __init__(self, parts: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, parts: Iterable[nn.Module], replicas: dist.ProcessGroup, tensor_ranks: dist.ProcessGroup
+    ) -> None:
         modules = (named for part in parts for named in part.named_modules())
         self._by_layer = {
             int(canonical_name(name).split(".")[1]): module for name, module in modules if isinstance(module, Router)
         }
-        self._group = group
+        self._replicas = replicas
+        self._tensor_ranks = tensor_ranks
         self._load: Tensor | None = None  # the choices of the global batch: [routers, experts]
 
     def begin(self, factor: float, loss_scale: Tensor | None) -> None:
@@ -372,19 +442,21 @@ class Routers:
                 router.loss_scale.mul_(loss_scale)
 
     def finish(self) -> tuple[Tensor, Mapping[int, Tensor]] | None:
-        """Returns the sum of the auxiliary losses of this rank, and layer -> ``Router.counts``; None without routers.
-        Collective if the routers have biases."""
+        """Returns the sum of the auxiliary losses of the tensor-parallel ranks, and layer -> ``Router.counts``; None
+        without routers. Collective over these ranks, and over all of a stage if the routers have biases."""
         routers = [*self._by_layer.values()]
         if not routers:
             return None
         loss = torch.stack([router.loss_sum for router in routers]).sum()
+        dist.all_reduce(loss, group=self._tensor_ranks)
         counts = torch.stack([router.counts for router in routers])
         for router in routers:
             router.loss_sum.zero_()
             router.counts.zero_()
         if routers[0].expert_bias is not None:
             self._load = counts[:, :-1].clone()
-            dist.all_reduce(self._load, group=self._group)
+            dist.all_reduce(self._load, group=self._replicas)
+            dist.all_reduce(self._load, group=self._tensor_ranks)
         return loss, dict(zip(self._by_layer, counts, strict=True))
 
     @torch.no_grad()

@@ -108,7 +108,7 @@ def _exchanged(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
 def own_tokens(batch: Batch, model: Model, mesh: Mesh) -> Batch:
     """Returns this rank's tokens of ``batch``: consecutive inputs and targets, in the order of the ranks.
 
-    The context stays whole, since attention is computed on whole sequences.
+    The context stays whole, since attention is computed on whole sequences, and gets that of all targets.
 
     Raises:
         UserError: the sequence cannot be split into equal shards.
@@ -126,7 +126,8 @@ def own_tokens(batch: Batch, model: Model, mesh: Mesh) -> Batch:
             fix=f"sequences of a multiple of {parts} tokens, by data.sequence_length or by padding in your dataset",
         )
     inputs, targets = (full.chunk(ranks, dim=1)[mesh.cp_rank].contiguous() for full in (batch.inputs, batch.targets))
-    return replace(batch, inputs=inputs, targets=targets)
+    context = {**batch.context, **model.batch_context(batch.targets)}
+    return replace(batch, inputs=inputs, targets=targets, context=context)
 
 
 def whole_sequence(outputs: Tensor, mesh: Mesh) -> Tensor:

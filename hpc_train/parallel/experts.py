@@ -21,25 +21,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hpc_train.models.moe import Experts, MixtureOfExperts, SelectedRows, sort_by_expert
+from hpc_train.models.moe import Experts, MixtureOfExperts, SelectedRows, SequenceShards, sort_by_expert
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.precision.masters import local_part
 
 _FUNCTIONAL = torch.ops._c10d_functional
 
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
-    """Leaves each rank its experts of ``model`` (whole or a stage), in place; call it before anything wraps the
-    model."""
-    assert mesh.expert_mesh is not None
-    exchange = TokenExchange(mesh.group("ep"))
+    """Leaves each rank its experts of ``model`` (whole or a stage), and lets routers count the choices of whole
+    sequences, in place; call it after tensor parallelism and before anything wraps the model."""
+    layout = mesh.layout
+    axes = [axis for axis, ranks in (("tp", layout.tp), ("cp", layout.cp)) if ranks > 1]
+    groups = tuple(mesh.group(axis) for axis in axes)
+    shards = SequenceShards(groups, layout.cp * layout.tp, mesh.cp_rank * layout.tp + mesh.tp_rank)
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
-            module.exchange = exchange
-            for name, parameter in module.experts.named_parameters():
-                shard = distribute_tensor(parameter.detach(), mesh.expert_mesh["ep"], [Shard(0)], src_data_rank=None)
-                setattr(module.experts, name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+            if groups:
+                module.router.shards = shards
+            if mesh.expert_mesh is not None:
+                module.exchange = TokenExchange(mesh.group("ep"))
+                _divide(module.experts, mesh.expert_mesh["ep"])
+
+
+def _divide(experts: Experts, ranks: DeviceMesh) -> None:
+    """Leaves each of ``ranks`` its experts, in place."""
+    for name, parameter in experts.named_parameters():
+        shard = distribute_tensor(local_part(parameter.detach()), ranks, [Shard(0)], src_data_rank=None)
+        setattr(experts, name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
 class TokenExchange:

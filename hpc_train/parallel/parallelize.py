@@ -153,8 +153,7 @@ def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> N
     set_hidden_dtype(model, config.precision)
     if mesh.layout.tp > 1 and isinstance(model, Model):
         apply_tensor_parallel(model, mesh.device_mesh["tp"])
-    if mesh.layout.ep > 1:
-        apply_expert_parallel(model, mesh)
+    apply_expert_parallel(model, mesh)
     use_float8(model, config.precision, mesh.device, mesh.layout.splits_backward)
     if mesh.layout.cp > 1 and isinstance(model, Model):
         apply_context_parallel(model, mesh)

@@ -62,7 +62,7 @@ class ReplicaEngine:
             self._model, mesh, config.strategy, tied, own_count=self._own_count, updates=self.updates
         )
         self._statistics = batch_norm.RunningStatistics([self._model])
-        self._routers = Routers([self._model], mesh.group("dp_cp"))
+        self._routers = Routers([self._model], mesh.group("dp_cp"), mesh.group("tp"))
         self._buffers = SharedBuffers([self._model], config.train.buffers, mesh.group("dp_cp"))
         self._graphed = compiler_mode(config) == CompilerMode.CUDA_GRAPHS
         # CUDA graphs read parameters where they are, but would copy the casts of each step

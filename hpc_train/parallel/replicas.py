@@ -210,7 +210,11 @@ def make_replicas(
         own_count: whether the loss has its own count; compressed gradients are then sent by ``finish``.
         updates: uses each gradient as soon as it covers the global batch; only for kinds that support it.
     """
-    kind = replica_class(mesh.layout) if mesh.layout.dp_cp > 1 else LocalReplicas
+    kind: Any = LocalReplicas
+    if mesh.layout.dp_cp > 1:
+        kind = replica_class(mesh.layout)
+    elif mesh.layout.ep > 1:  # tensor-parallel ranks that hold the same experts
+        kind = AllReduceReplicas
     order = [] if send_order is None else send_order  # a list that the stages share and extend
     options: dict[str, Any] = {"tied": tied, "send_order": order, "own_count": own_count}
     if updates is not None:

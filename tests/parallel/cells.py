@@ -145,6 +145,7 @@ class Cell:
             sizes |= OPTIONS | ({"attention_softcap": None} if self.model == "gpt-windows" else {})
         if self.model in MIXTURES:
             sizes["moe"] = MoEConfig(**MIXTURES[self.model])
+            sizes["n_kv_heads"] = max(2, self.strategy.get("tp", 1))
         return GPTConfig(**sizes)
 
 

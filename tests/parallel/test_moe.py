@@ -14,7 +14,7 @@ from hpc_train.layout.techniques import KINDS, SCHEDULES
 from hpc_train.parallel.experts import apply_expert_parallel
 from hpc_train.parallel.precision.masters import local_part
 from tests.models.test_moe import hidden_states, mixture
-from tests.parallel.cells import MIXTURES, UNEVEN_BATCH, Cell, Form, covering, in_two_forms
+from tests.parallel.cells import MIXTURES, Cell, Form, covering, in_two_forms
 from tests.parallel.oracle import check_cells, kept_mesh
 from tests.ranks import run_on_world
 
@@ -97,6 +97,48 @@ def test_divided_experts() -> None:
 )
 def test_every_layout_of_divided_experts(cells: list[Cell]) -> None:
     check_cells(cells)
+
+
+def sharing_sequences() -> list[Cell]:
+    """Returns every mixture under layouts whose ranks hold different tokens of the same sequences."""
+    splits = ({"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}, {"cp": 2, "tp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "cp": 2})
+    tensor_ranks = [
+        Cell(4, model, strategy={"tp": 4, "ep": ep}, batch=STEPS)
+        for model, options in MIXTURES.items()
+        for ep in (1, 2, 4)
+        if options["experts"] % ep == 0
+    ]
+    return tensor_ranks + [
+        Cell(4, model, strategy=split | {"data_parallel": kind, "ep": ep, "shard": shard}, batch=STEPS)
+        for model, options in MIXTURES.items()
+        for split in splits
+        for kind in (("allreduce", "zero1") if "pp" in split else KINDS)
+        for ep in (1, 2, 4)
+        for shard in (("fill", 2) if KINDS[kind].shards and split.get("cp", 1) * split.get("dp", 1) > 2 else ("fill",))
+        if options["experts"] % ep == 0 and not ("tp" in split and kind == "ddp") and not ("pp" in split and ep == 4)
+    ]
+
+
+def sharing_sequences_and_recomputed() -> list[Cell]:
+    return [
+        Cell(4, model, strategy=split | {"data_parallel": kind}, batch=STEPS, **extra)
+        for model in MIXTURES
+        for split in ({"dp": 2, "tp": 2}, {"dp": 2, "tp": 2, "ep": 2}, {"cp": 2, "tp": 2}, {"dp": 2, "cp": 2, "ep": 2})
+        for kind in ("allreduce", "zero3")
+        for extra in (
+            {"train": {"activation_checkpointing": "full"}},
+            {"train": {"activation_checkpointing": "ops"}},
+            {"precision": "fp32", "loss_scale": 1024.0},
+        )
+    ]
+
+
+@in_two_forms(400)
+def test_shared_sequences(form: Form) -> None:
+    cells = sharing_sequences() + sharing_sequences_and_recomputed()
+    keys = ("model", "precision", "data_parallel", "dp", "pp", "cp", "tp", "ep", "activation_checkpointing")
+    fewer_experts_than_ranks = Cell(4, "gpt-moe", strategy={"tp": 4, "ep": 2}, batch=STEPS)
+    check_cells([fewer_experts_than_ranks, *form(cells, *keys)])
 
 
 def differences_of_layers(rank: int, world_size: int) -> dict[str, float]:
@@ -218,16 +260,14 @@ def test_compiled_layers_with_divided_experts(kind: str, recomputation: str) -> 
 @pytest.mark.parametrize(
     ("strategy", "train", "reason"),
     [
-        ({"dp": 2, "ep": 4}, {}, "strategy.ep=4 does not divide the number of data-parallel ranks=2"),
+        ({"dp": 6, "data_parallel": "zero1", "tp": 2, "shard": 2, "ep": 3}, {}, "one of them must divide the other"),
+        ({"dp": 2, "ep": 4}, {}, "strategy.ep=4 does not divide the number of ranks of a pipeline stage=2"),
         ({"dp": 2, "ep": 2}, {"reproducible": "any_world_size"}, "routers"),
-        ({"tp": 2}, {}, "does not split experts"),
-        ({"cp": 2}, {}, "per sequence"),
         ({"dp": 2}, {"reproducible": "any_world_size"}, "routers"),
         ({"dp": 2}, {"compile": True, "cuda_graphs": True}, "CUDA graphs"),
     ],
     ids=str,
 )
 def test_layouts_that_would_be_wrong_are_refused(strategy: Any, train: Any, reason: str) -> None:
-    batch = {"global_size": UNEVEN_BATCH}
     with pytest.raises(UserError, match=reason):
-        Cell(2, "gpt-moe", strategy=strategy, batch=batch, train=train).layout()
+        Cell(12, "gpt-moe", strategy=strategy, batch={"global_size": 12}, train=train).layout()

@@ -116,7 +116,7 @@ class PipelineEngine:
             replicas = self._replicas[stage]
             self._parts.append(Part(stage, part, replicas.module, self._precision, dtype, replicas.backward_done))
         self._statistics = batch_norm.RunningStatistics(self.parts)
-        self._routers = Routers(self.parts, mesh.group("dp_cp"))
+        self._routers = Routers(self.parts, mesh.group("dp_cp"), mesh.group("tp"))
         self._buffers = SharedBuffers(self.parts, config.train.buffers, mesh.group("dp_cp"))
         self._casts = KeptCasts(models.values(), kept_dtype(config.precision, layout))
         self._loss = _Loss()
