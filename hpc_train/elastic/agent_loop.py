@@ -104,7 +104,7 @@ class Agent:
     _resize: ResizeRequest | None = field(default=None, init=False)  # the newest one that it has accepted
     _submission: tuple[ResizeRequest, BackgroundCall[tuple[Joiner, Node]]] | None = field(default=None, init=False)
     _stop_reported: bool = field(default=False, init=False)
-    _has_joined: bool = field(default=False, init=False)  # whether this node of a joiner has trained
+    has_joined: bool = field(default=False, init=False)  # whether the run holds this node of a joiner
     _replaced: bool = field(default=False, init=False)  # Slurm ended this run of the job while the node was frozen
 
     def work(self) -> int:
@@ -278,8 +278,8 @@ class Agent:
         if self.stores is None:
             self.events = replace(self.events, clock=Clock.at(spec.started))
         self._spec = spec
-        if self.is_guest and not self._has_joined and self.node.number in spec.order:
-            self._has_joined = True
+        if self.is_guest and not self.has_joined:
+            self.has_joined = True
             held_s = round(age_of_this_process(), 3)
             self.events.of(attempt).write("joined", seconds=held_s, gpus=spec.gpus_per_node)
         self.budget.hold(spec.held_nodes * spec.gpus_per_node)

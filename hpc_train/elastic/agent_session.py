@@ -42,7 +42,7 @@ from hpc_train.machine.allocation import LOOPBACK, Allocation
 from hpc_train.machine.gpus import gpu_memory
 from hpc_train.machine.network.node import this_node
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.event_log import EventLog
+from hpc_train.run.event_log import EventLog, age_of_this_process
 from hpc_train.run.exits import Action, Exit
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import read_or
@@ -87,15 +87,19 @@ class Session:
     def work(self) -> int:
         """Runs the attempts to their end; returns the exit code."""
         leads = self.allocation.node_rank == 0 and not isinstance(self.entry, Script)
-        with tracked(self.run, self.config) if leads else nullcontext() as tracking:
-            return self._work(tracking)
+        try:
+            with tracked(self.run, self.config) if leads else nullcontext() as tracking:
+                return self._work(tracking)
+        finally:
+            if self.end is not None and self.allocation.node_rank == 0:
+                self.end.job.note(_summary(self.run, self.events.now()), SUMMARY)
 
     def _work(self, tracking: TrackingProcess | None) -> int:
         run = self.run
         config = self.config
         allocation = self.allocation
         end = self.end
-        server = stores = coordinator = None
+        server = stores = coordinator = agent = None
         address: ServerAddress | None
         try:
             if end is not None and self._follows_lost_agent(end):
@@ -136,8 +140,9 @@ class Session:
                 stores.stop()
             if server is not None:
                 server.join()
-            if end is not None and allocation.node_rank == 0:
-                end.job.note(_summary(run, self.events.now()), SUMMARY)
+            if self.is_guest and (agent is None or not agent.has_joined):
+                events = self.events.of(max(0, read_or(run.newest_attempt, 0)))
+                events.write("left", seconds=round(age_of_this_process(), 3), gpus=self.node.gpus)
 
     def _follows_lost_agent(self, end: JobEnd) -> bool:
         """Returns whether this start of the job has lost its agent of node 0, which this one replaces."""

@@ -106,8 +106,8 @@ class EventKind:
         account: the account of the time ledger that gets its ``seconds``.
         continues_from: the field with the step from which training continues.
         is_progress: whether it shows that the run makes progress.
-        is_late: whether an agent that was suspended writes it when it resumes. Its job may have been requeued
-            meanwhile, so the time of the event is not a sign of life.
+        is_late: whether its time is not a sign of life, since the run may have ended or its job may have been requeued
+            before: a suspended agent writes it when it resumes, or an agent of another job writes it.
         is_of_attempt_before: whether it reports the failure of the previous attempt, which left no agent.
         node_failed, node_slow: the words of the report page about its node.
         in_top: whether the live view lists it.
@@ -214,8 +214,12 @@ EVENTS = {
         "nodes before without steps reason message", {"nodes": "count"}, level=Level.REACTION, is_progress=True,
     ),
     "joined": EventKind(
-        "A node of a joiner begins to train; `seconds`: how long its job held it before, with `gpus` GPUs.",
+        "A node of a joiner belongs to the run; `seconds`: how long its job held it before, with `gpus` GPUs.",
         "seconds! gpus!", {"gpus": "count"},
+    ),
+    "left": EventKind(
+        "A node of a joiner leaves before it has joined; `seconds`: how long its job held it, with `gpus` GPUs.",
+        "seconds! gpus!", {"gpus": "count"}, is_late=True,
     ),
     "spare_used": EventKind("A spare node replaces another.", "nodes instead_of", level=Level.REACTION),
     "suspended": EventKind(

@@ -202,8 +202,8 @@ class Account:
             attempt.
         other_s: the remaining time, mostly shutdown.
         suspended_s: the time in which Slurm had suspended the job and may have given its devices to other jobs.
-        gpu_s: the time above, except ``queue_s`` and ``suspended_s``, times the GPUs that were held, and the time until
-            nodes of joiner jobs train; 0 without GPUs.
+        gpu_s: the time above, except ``queue_s`` and ``suspended_s``, times the GPUs that were held, and the time for
+            which joiners held nodes that did not belong to the run yet; 0 without GPUs.
         rank_s: the same time, times the number of ranks, for runs without GPUs.
         corrupted_steps: the number of steps that were repeated because of wrong numbers.
     """
@@ -385,12 +385,12 @@ class _Accounting:
             self._add("other_s", attempt.last_sign - attempt.ended)
             self._add("frozen_s", attempt.released - attempt.last_sign)
         held = Account(**self.spent).held_s
-        joined = [event for event in attempt.events if event.name == "joined"]
+        waited = [event for event in attempt.events if event.name in ("joined", "left")]
         if attempt.start.gpus:
-            self._add("gpu_s", held * attempt.start.gpus + sum(event.seconds * event["gpus"] for event in joined))
+            self._add("gpu_s", held * attempt.start.gpus + sum(event.seconds * event["gpus"] for event in waited))
         else:
             ranks = attempt.start.world_size / max(1, len(attempt.start.get("nodes", [])))  # of a node
-            self._add("rank_s", held * attempt.start.world_size + sum(event.seconds * ranks for event in joined))
+            self._add("rank_s", held * attempt.start.world_size + sum(event.seconds * ranks for event in waited))
         return Account(**self.spent), limit
 
     @property

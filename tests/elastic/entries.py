@@ -233,7 +233,8 @@ def start_agent(
         "from hpc_train.telemetry.progress import Progress\n"
         f"run = RunDirectory(Path({str(run)!r}))\n"
         "tick = Progress(run, Console()).tick if 'FOREGROUND' in os.environ else None\n"
-        f"code = run_agent(run, AgentOptions({module!r}, {store!r}), on_tick=tick)\n"
+        f"options = AgentOptions({module!r}, {store!r}, join=os.environ.get('JOIN'))\n"
+        "code = run_agent(run, options, on_tick=tick)\n"
         "assert 'torch' not in sys.modules\n"
         "sys.exit(code)\n"
     )

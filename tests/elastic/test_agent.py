@@ -106,6 +106,7 @@ def test_a_live_run_shrinks_and_its_job_gives_the_node_back(
     stand_in(tmp_path, squeue="echo n1,127.0.0.2", scontrol=f'{shown} echo "$*" >> {calls};; esac')
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_STEP_NODELIST": "127.0.0.[1-2]"}
     agents = [start_agent(run.path, "stops_and_finishes_when_told", **variables, **of_node(n)) for n in (0, 1)]
+    joiner = start_agent(run.path, "until_stopped", **of_node(0) | {"SLURM_JOB_ID": "78", "JOIN": "76.0.0:2"})
     until(lambda: marks(run, 4))
     assert resize([str(run.path), "nodes=2"]) == Exit.REFUSED
     assert "the run trains on as many" in capsys.readouterr().err
@@ -124,6 +125,9 @@ def test_a_live_run_shrinks_and_its_job_gives_the_node_back(
     ]
     assert last_event(run, "resized")["without"] == ["127.0.0.2"]
     assert run.attempt_record(1)["held_nodes"] == 1
+    code, error = end(joiner)
+    assert code == 0 and "the agent of node 0 published no rendezvous address" in error, "its run has ended"
+    assert last_event(run, "left")["seconds"] > 20, "its node counts"
 
 
 def of_node(number: int) -> dict[str, str]:

@@ -313,7 +313,7 @@ def test_a_run_shrinks_on_request_and_gives_nodes_back(tmp_path: Path) -> None:
     start = course.next()
     assert [node.number for node in start.nodes] == [0, 1]
     assert (start.released, start.cause, start.resize.nodes, start.layout.dp) == (((2, "n2"), (3, "n3")), None, 2, 4)
-    assert [course.head.admits(number) for number in range(5)] == [True, True, False, False, False]
+    assert [course.head.was_released(number) for number in range(4)] == [False, False, True, True]
     course.lose(2, 3)
     assert course.next() is None, "their agents have left"
     resized(course, 1)

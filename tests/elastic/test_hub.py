@@ -349,6 +349,22 @@ def test_a_spare_has_nothing_to_report(tmp_path: Path) -> None:
     assert order_of(first)["code"] == 0
 
 
+def test_a_node_of_a_joiner_that_is_no_longer_needed_leaves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    served = Served(tmp_path, 1)
+    first = served.link(0)
+    order_of(first)
+    host = served.head.present[0]
+    first.send_invitation(1, 2, host)
+    first.send_invitation(3, 1, host)
+    until(lambda: served.head.admits(3))
+    late = served.link(1)
+    assert order_of(late) == {"kind": "leave", "action": Action.FINISH, "code": Exit.DONE}
+    late.leave(60)
+    assert capfd.readouterr().err == "node n1 does not join: the run needs fewer nodes\n"
+    first.send_attempt_end(0, DONE)
+    assert order_of(first)["code"] == 0
+
+
 def test_another_agent_cannot_take_the_place_of_one_that_lives(tmp_path: Path) -> None:
     """As where two steps of a job run at the same time."""
     served = Served(tmp_path, 1)

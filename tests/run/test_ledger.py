@@ -66,6 +66,9 @@ def test_an_undisturbed_run_with_its_queue_evaluation_and_saves() -> None:
     assert found.total.rank_s == 0
     log.event(110.0, "joined", seconds=30.0, gpus=4)
     assert log.ledger(5.0).total.gpu_s == 8 * 46.0 + 4 * 30.0, "the node of a joiner waited for its imports"
+    log.event(200.0, "left", seconds=20.0, gpus=4)
+    assert seconds(log.ledger(5.0).total) == seconds(found.total), "a joiner without a run, which has ended before"
+    assert log.ledger(5.0).total.gpu_s == 8 * 46.0 + 4 * (30.0 + 20.0)
 
 
 def test_a_restart_in_place_counts_steps_that_were_done_again_as_lost() -> None:

@@ -106,8 +106,12 @@ class Coordinator:
             self._verdict = RestartDecision(Action.STOP, why)
 
     def admits(self, number: int) -> bool:
-        """Returns whether the job has a node ``number``."""
-        return 0 <= number < self._numbers and number not in self._released
+        """Returns whether the job, or one of its joiners, has or had a node ``number``."""
+        return 0 <= number < self._numbers
+
+    def was_released(self, number: int) -> bool:
+        """Returns whether the run continues without a node that it had, or could have had."""
+        return number in self._released
 
     def is_guest(self, number: int) -> bool:
         """Returns whether a node belongs to a joiner job."""
@@ -136,7 +140,11 @@ class Coordinator:
         return True
 
     def declines(self, node: Node) -> str | None:
-        """Returns why a node of a joiner job cannot train with the others: it is unfit, or its hardware differs."""
+        """Returns why a node cannot train with the others: the run continues without it or, for a node of a joiner job,
+        it is unfit, or its hardware differs.
+        """
+        if node.number in self._released:
+            return f"node {node.name} does not join: the run needs fewer nodes"
         host = self.present.get(0)
         if not self.is_guest(node.number) or host is None:
             return None

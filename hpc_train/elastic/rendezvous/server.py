@@ -306,7 +306,7 @@ class RendezvousServer:
         elif kind == "retire" and self._coordinator.is_guest(node.number):
             if self._coordinator.retire(node.number):
                 self._dismiss([node.number])
-        elif kind == "bye" and not self._coordinator.admits(node.number):
+        elif kind == "bye" and self._coordinator.was_released(node.number):
             self._drop(member, "it has left")
         else:
             raise BadMessage(f"{kind!r} is not for node {node.number} to send")
