@@ -237,7 +237,7 @@ class NodeFailures:
                 yield from (line | {"class": f"slow with {partner}"} for partner in event.partners)
             elif event.name == "slow_gpu":
                 yield line | {"class": f"slow GPU {event['gpu']}", "times": TOO_OFTEN}
-            elif event.name == "corruption":
+            elif event.name in ("corruption", "replayed") and event.node is not None:
                 yield line | {"class": "wrong numbers", "times": event.steps}
             elif event.name == "unfit_node":
                 yield line | {"class": event.reason, "times": TOO_OFTEN}

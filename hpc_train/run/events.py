@@ -322,6 +322,11 @@ EVENTS = {
     "step_skipped": EventKind(
         "Steps were skipped on all ranks because the gradient was not finite.", "steps in_a_row", level=Level.MARK
     ),
+    "replayed": EventKind(
+        "A step without a finite gradient, or steps with high losses, were computed again. `reason`: `hardware` (the "
+        "result differs, on `ranks` if it is known where), `data or optimization` (it repeats), or `unknown` (the "
+        "weights have changed since).", "message! reason! ranks", level=Level.REACTION, node_failed="wrong numbers",
+    ),
     "rolled_back": EventKind(
         "Training has diverged and continues from an earlier checkpoint, without some samples.",
         "to_step! bad_steps skipped_windows reason",

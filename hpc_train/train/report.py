@@ -27,7 +27,7 @@ from hpc_train.run.events import Event
 from hpc_train.run.ledger import read_ledger
 from hpc_train.telemetry.metrics import MetricsLog, finite_or_none
 from hpc_train.telemetry.progress import speed, spent_line
-from hpc_train.train.step import SkippedSteps
+from hpc_train.train.step import Replay, SkippedSteps
 from hpc_train.train.verify import Suspicion
 from hpc_train.train.watch.memory import MemoryReport
 from hpc_train.train.watch.suggestions import AdviceWatch
@@ -88,7 +88,8 @@ class Report:
         """
         if self.metrics is None:
             return
-        print(f"{reason}\nrolled back to step {to_step}; skipping the samples of steps {bad.start + 1} to {bad.stop}")
+        end = f"; skipping the samples of steps {bad.start + 1} to {bad.stop}" if bad else ""
+        print(f"{reason}\nrolled back to step {to_step}{end}")
         details = {"to_step": to_step, "bad_steps": [bad.start, bad.stop], "skipped_windows": skipped.windows}
         self.events.write("rolled_back", step=bad.stop, reason=reason, **details)
 
@@ -136,6 +137,14 @@ class Report:
         print(suspicion.words)
         self.events.write("corruption", step=suspicion.step, message=suspicion.words, **details)
         return suspicion.findings + sum(event.steps for event in earlier if event.node == suspicion.node)
+
+    def replayed(self, step: int, message: str, replay: Replay) -> None:
+        """Reports whether a step without a finite gradient, or steps with high losses, repeat."""
+        if self.metrics is not None:
+            print(message)
+            rank, node = next(iter(replay.nodes.items()), (None, None))
+            details = {"rank": rank, "node": node, "reason": replay.verdict, "ranks": [*replay.nodes]}
+            self.events.write("replayed", step=step, message=message, **details)
 
     def save_deferred(self, step: int, message: str, seconds: float) -> None:
         """Reports that the last save failed and is retried for at most ``seconds``."""

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,9 +30,20 @@ from torch import Tensor
 
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import StepBatch
-from hpc_train.parallel.engine import Engine, StepResult, changed_training, has_sequence_shards, seed_step
+from hpc_train.machine.allocation import current_allocation
+from hpc_train.parallel.collectives import gather_plain
+from hpc_train.parallel.engine import (
+    Engine,
+    StepResult,
+    WrappedEngine,
+    changed_training,
+    has_sequence_shards,
+    seed_step,
+)
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.requests import StopFlag
+from hpc_train.train.debug import join_names
+from hpc_train.train.kept_state import kept_state
 from hpc_train.train.optimizers.learning_rate import learning_rates
 from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.verify import Verification
@@ -44,11 +55,33 @@ class StepOutcome:
 
     Attributes:
         grad_norm: the global norm before clipping, the same on every rank.
+        loss_scale: the scale of its loss, or None.
     """
 
     result: StepResult
     grad_norm: Tensor
     learning_rate: float
+    loss_scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Holds the result of computing a step again, the same on every rank.
+
+    Attributes:
+        verdict: ``HARDWARE`` if the result differs, ``DATA`` if it repeats, and ``UNKNOWN`` if there was no replay.
+        words: the reason of the verdict.
+        nodes: the ranks whose loss differs -> their nodes.
+    """
+
+    verdict: str
+    words: str
+    nodes: Mapping[int, str] = field(default_factory=dict)
+
+
+HARDWARE, DATA, UNKNOWN = "hardware", "data or optimization", "unknown"
+SAME_LOSS = 1e-3  # relative; kernels that are not deterministic differ by less
+CHANGED = "it cannot be replayed, because the weights have changed since"
 
 
 @dataclass(frozen=True)
@@ -122,7 +155,37 @@ class TrainStep:
             self.loss_scale.update(finite)
         self._skipped[0] = torch.where(finite, 0, self._skipped[0] + 1)
         self._skipped[1] += ~finite
-        return StepOutcome(result, norm, learning_rate)
+        return StepOutcome(result, norm, learning_rate, scale)
+
+    def replay(self, step: int, batch: StepBatch, outcome: StepOutcome) -> Replay:
+        """Computes the gradients of the newest step again if its update was skipped: with the same weights, inputs and
+        seeds. Collective.
+
+        Raises:
+            Corrupted, UnfitNode: the passes of replicas differ (``train.verify``).
+        """
+        if self._engine.updates is not None or bool(outcome.grad_norm.isfinite()):
+            return Replay(UNKNOWN, CHANGED)
+        engine = self._engine
+        while isinstance(engine, WrappedEngine):  # wrappers that observe training would count the replay
+            engine = engine._engine
+        with kept_state(engine.parts):
+            if self.verification is not None:
+                for _ in range(2):  # a repetition, and a pass of another replica
+                    self.verification.train_step(step, batch, outcome.loss_scale)
+            seed_step(self._config.train.seed, step, self._mesh, self._sequence_shards)
+            again = engine.train_step(step, batch, outcome.loss_scale)
+            norm = engine.clip_grad_norm_(0.0, outcome.loss_scale)
+        first = outcome.result.loss_sum
+        differs = not torch.allclose(first, again.loss_sum, rtol=SAME_LOSS, atol=0.0, equal_nan=True)
+        names = gather_plain(current_allocation().node_name if differs else None, self._mesh.control)
+        nodes = {rank: name for rank, name in enumerate(names) if name is not None}
+        if not nodes and not bool(norm.isfinite()):
+            return Replay(DATA, "its replay is not finite either, so the cause is the data or the optimization")
+        who = f" on {join_names([f'rank {rank} of {name}' for rank, name in nodes.items()])}" if nodes else ""
+        return Replay(
+            HARDWARE, f"its replay from the same weights, inputs and seeds differs{who}, so the hardware erred", nodes
+        )
 
     def take_skipped(self) -> Tensor:
         """Returns the values of ``SkippedSteps``, ``[2]`` int64 on the device, and resets ``since_last``."""

@@ -42,7 +42,19 @@ from hpc_train.train.evaluation import Evaluation
 from hpc_train.train.hooks import Hooks
 from hpc_train.train.report import SKIPPED, SUMS, Line, Readback, Report, name_attention, weights_sha256
 from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule
-from hpc_train.train.step import NESTED, Agreement, Control, SkippedSteps, StepOutcome, TrainStep
+from hpc_train.train.step import (
+    CHANGED,
+    DATA,
+    HARDWARE,
+    NESTED,
+    UNKNOWN,
+    Agreement,
+    Control,
+    Replay,
+    SkippedSteps,
+    StepOutcome,
+    TrainStep,
+)
 from hpc_train.train.watch.measures import Measures, Meter
 from hpc_train.train.watch.memory import report_memory
 from hpc_train.train.watch.profiler import Profiler
@@ -91,6 +103,9 @@ class Trainer:
     rollbacks: int = 0
     _line: Line | None = field(default=None, init=False)
     _divergence: tuple[int, Divergence] | None = field(default=None, init=False)  # (step, divergence)
+    _not_finite: int | None = field(default=None, init=False)  # a logged step that was skipped and not replayed yet
+    _replay: Replay | None = field(default=None, init=False)  # of the last steps, which were all skipped
+    _spike: tuple[int, int] | None = field(default=None, init=False)  # the last step before it and its last one
     _bad_end: Divergence | None = field(default=None, init=False)
     _save_due: bool = field(default=False, init=False)
     _saved: int | None = field(default=None, init=False)  # the step of the newest checkpoint if it is not proved
@@ -253,12 +268,10 @@ class Trainer:
     def _train(self, batch: LocalBatch, agreement: Agreement) -> LocalBatch | None:
         """Takes a step; returns the next batch after a rollback, otherwise None."""
         began = time.monotonic()
-        try:
-            with self.measures.step():
-                outcome = self.take_step(self.step, StepBatch(batch.micro_batches, agreement.target_count))
-        except (Corrupted, UnfitNode):  # the next attempt begins with the newest checkpoint
-            self.checkpoints.keep_proved(self._proved)
-            raise
+        step = self.step
+        step_batch = StepBatch(batch.micro_batches, agreement.target_count)
+        with self._going_back(), self.measures.step():
+            outcome = self.take_step(step, step_batch)
         if self.take_step.verification is not None:
             self.meter.verified(self.take_step.verification.take_seconds())
         self._record_proof()
@@ -271,12 +284,35 @@ class Trainer:
                 self.report.warning(self.step + 1, NO_TARGETS.format(f"the batch of step {self.step + 1}"))
         self.garbage.after(self.step + 1)
         self._complete_line()
+        self._replay_if_due(step, step_batch, outcome)
         rolled_back = self._roll_back()
         if rolled_back is not None:  # the step was taken with weights that had diverged
             return rolled_back
         self._count(outcome, agreement)
         self.profiler.end(self.step, self.meter.waited_s)
+        self._replay_if_due(step, step_batch, outcome)
         return self._roll_back()
+
+    @contextmanager
+    def _going_back(self) -> Iterator[None]:
+        """Lets the next attempt begin with the newest proved checkpoint if numbers are wrong."""
+        try:
+            yield
+        except (Corrupted, UnfitNode):
+            self.checkpoints.keep_proved(self._proved)
+            raise
+
+    def _replay_if_due(self, step: int, batch: StepBatch, outcome: StepOutcome) -> None:
+        """Replays ``step``, the newest one, if the first of several skipped steps was logged."""
+        if self._not_finite is None:
+            return
+        logged = self._not_finite
+        self._not_finite = None
+        with self._going_back(), self.meter.pausing():
+            self._replay = self.take_step.replay(step, batch, outcome)
+        if self._replay.verdict != UNKNOWN:
+            logged = step + 1
+        self.report.replayed(logged, f"the gradient of step {logged} is not finite; {self._replay.words}", self._replay)
 
     @property
     def _proved(self) -> int | None:
@@ -348,15 +384,33 @@ class Trainer:
         self._divergence = None
         bad = range(divergence.since, step)
         rollbacks = self.rollbacks + 1
+        reason = divergence.reason
+        spike = None
+        if divergence.fatal:
+            reason += "" if self._replay is None else f"; {self._replay.words}"
+        elif self.take_step.verification is None:
+            reason += f"; {CHANGED} (with train.verify.every, it is replayed from a checkpoint)"
+        elif self._spike is None:
+            spike = divergence.since, step
+            bad = range(step, step)
+            rollbacks = self.rollbacks
+            reason += "; replaying the steps since the last checkpoint"
+        else:
+            replay = Replay(DATA, "it repeats in the replay, so the cause is the data or the optimization")
+            reason += f"; {replay.words}"
+            self.report.replayed(step, reason, replay)
         if rollbacks > self.watch.max_rollbacks:
-            self._fail(f"{divergence.reason} (after {self.rollbacks} rollbacks, the limit of train.max_rollbacks)")
+            self._fail(f"{reason} (after {self.rollbacks} rollbacks, the limit of train.max_rollbacks)")
         with self.meter.pausing(), self.heartbeat.during(Phase.CHECKPOINT, self.step):
-            restored = self.checkpoints.roll_back(bad.start)
+            restored = self.checkpoints.roll_back(divergence.since)
         if restored is None:
             if divergence.fatal:
-                self._fail(f"{divergence.reason} (and there is no checkpoint of step {bad.start} or earlier)")
+                self._fail(f"{reason} (and there is no checkpoint of step {divergence.since} or earlier)")
             self.report.warning(step, f"{divergence.reason}; continuing, as there is no earlier checkpoint")
             return None
+        self._spike = spike
+        self._not_finite = None
+        self._replay = None
         self._save_due |= self._control.read().save  # the agreement for a batch that is now dropped
         skipped = self.skipped.without(bad)
         self.resume(restored)
@@ -365,7 +419,7 @@ class Trainer:
         self._begin_hooks()
         self.feed.close()
         self.feed = self.open_feed(self.step, skipped, restored_positions(restored))
-        self.report.rolled_back(bad, self.step, skipped, divergence.reason)
+        self.report.rolled_back(bad, self.step, skipped, reason)
         batch = self._next_batch()
         self._announce(batch)
         return batch
@@ -398,6 +452,14 @@ class Trainer:
         loss = line["loss"]
         divergence = self.watch.check(step, loss, skipped.in_a_row)
         self._divergence = (step, divergence) if divergence is not None else None
+        if skipped.in_a_row == 0:
+            self._replay = None
+        elif self._replay is None and (self.take_step.loss_scale is None or divergence is not None):
+            self._not_finite = step
+        if self._spike is not None and divergence is None and step >= self._spike[1]:
+            text = f"the loss jumped after step {self._spike[0]}; it does not in the replay, so the hardware erred"
+            self.report.replayed(step, text, Replay(HARDWARE, text))
+            self._spike = None
         if step == 1 and loss == 0:
             self.report.warning(step, NO_LOSS)
         line |= self.meter.read()

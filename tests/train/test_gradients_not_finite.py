@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.step import LARGEST, SMALLEST, LossScale
@@ -57,6 +58,41 @@ def test_all_ranks_skip_the_step(tmp_path: Path, overrides: list[str]) -> None:
     assert len(moved) == len(states[0]), "step 3 did not change everything"
     assert [line["grad_norm"] is None for line in run.read_metrics()] == [False, False, True, False, False]
     assert [event["step"] for event in run.read_events() if event["event"] == "step_skipped"] == [3]
+    [replayed] = [event for event in run.read_events() if event["event"] == "replayed"]
+    verdict = "unknown" if "optim.in_backward=true" in overrides else "data or optimization"
+    assert (replayed["step"], replayed["reason"], replayed["node"]) == (3, verdict, None)
+
+
+def err_once(spec: WorkerSpec, stop: StopFlag) -> None:
+    """Rank 1 computes NaN in the first pass of the third step."""
+    from hpc_train.parallel.replica_engine import ReplicaEngine
+
+    compute = ReplicaEngine.train_step
+    passes: list[int] = []
+
+    def erring(self, step, batch, loss_scale=None):  # type: ignore[no-untyped-def]
+        passes.append(step)
+        if spec.rank != 1 or passes.count(2) != 1 or step != 2:
+            return compute(self, step, batch, loss_scale)
+        nan = torch.tensor(float("nan"))
+        result = compute(self, step, batch, nan)
+        return replace(result, loss_sum=nan)
+
+    ReplicaEngine.train_step = erring  # type: ignore[method-assign]
+
+
+def test_a_replay_shows_that_a_rank_has_erred(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", "+strategy=dp", "train.steps=5", "train.nonfinite_limit=1", "checkpoint.every=1")
+    assert run_attempt(run, 2, err_once) == [0, 0]
+    events = run.read_events()
+    [replayed] = [event for event in events if event["event"] == "replayed"]
+    assert (replayed["step"], replayed["reason"], replayed["ranks"]) == (3, "hardware", [1])
+    assert f"differs on rank 1 of {replayed['node']}, so the hardware erred" in replayed["message"]
+    assert replayed["message"] in (run.logs / "rank-0-000.log").read_text()
+    [rolled_back] = [event for event in events if event["event"] == "rolled_back"]
+    assert rolled_back["to_step"] == 2 and "so the hardware erred" in rolled_back["reason"]
+    [failure] = NodeFailures(run, 3600.0).recent()
+    assert (failure["node"], failure["class"]) == (replayed["node"], "wrong numbers")
 
 
 def test_a_run_that_only_skips_ends_with_an_error(tmp_path: Path) -> None:
