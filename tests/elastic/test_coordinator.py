@@ -373,7 +373,9 @@ def test_a_run_grows_when_its_joiner_has_started(tmp_path: Path) -> None:
     course.lose(1)
     assert isinstance(course.next(), End)
     course.report(failed(Failure.COMMUNICATION, step=13), 0)
-    assert course.started(NODE_LOSS_WAIT_S) == [0], "the nodes of a joiner may be lost without elastic.min_nodes"
+    start = course.next(NODE_LOSS_WAIT_S)
+    assert [node.number for node in start.nodes] == [0], "the nodes of a joiner may be lost without elastic.min_nodes"
+    assert start.released == ((1, "n1"),), "its job gives it back"
 
 
 def test_a_run_grows_without_the_nodes_of_a_joiner_that_do_not_start(tmp_path: Path) -> None:

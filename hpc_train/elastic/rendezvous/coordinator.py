@@ -91,7 +91,7 @@ class Coordinator:
     _numbers: int = field(init=False)  # nodes have smaller numbers
     _released: set[int] = field(default_factory=set, init=False)  # nodes that have been given back
     _newest_joiner: int = field(default=0, init=False)  # the number of its first node
-    _retiring: set[int] = field(default_factory=set, init=False)  # nodes of joiner jobs that end, or did not get them
+    _retiring: set[int] = field(default_factory=set, init=False)  # lost nodes of joiners, and those of ending ones
     _guests_until: float | None = field(default=None, init=False)  # when the run grows without the nodes not yet here
 
     def __post_init__(self) -> None:
@@ -169,7 +169,8 @@ class Coordinator:
         """Notes that an agent has joined and described its node, or why the node cannot take part."""
         if self.is_guest(node.number):
             self.names = [*self.names[: node.number], node.name, *self.names[node.number + 1 :]]
-            if self._newest_joiner <= node.number < node.job_end:
+            self._retiring.discard(node.number)  # it was lost, and is here again
+            if self._newest_joiner <= node.number < node.job_end:  # its job may have got fewer nodes
                 self._retiring |= {*range(node.job_end, self._numbers)}
         if node.refusal is not None:
             self._verdict = RestartDecision(Action.REFUSE, node.refusal)
@@ -184,6 +185,8 @@ class Coordinator:
         node = self.present.pop(number, None)
         if node is not None and frozen:
             self._frozen.add(node.name)
+        if node is not None and self.is_guest(number):
+            self._retiring.add(number)
         if node is not None and number in self._working:
             message = f"node {node.name} is lost: {why}"
             rank = self._team.index(node) * node.workers
@@ -365,7 +368,8 @@ class Coordinator:
         if failure in (Failure.DEVICE, Failure.KERNEL):
             seen_on = {line["node"] for line in self.node_failures.recent() if line["class"] == failure}
         decision = self._decide(cause, seen_on)
-        if decision.action is Action.STOP and self.stop is None and (self._stop_ordered or self._retiring):
+        changes = self._stop_ordered or bool(self._retiring - self._released)
+        if decision.action is Action.STOP and self.stop is None and changes:
             decision = RestartDecision(Action.RESTART)
         if decision.action is Action.STOP:
             decision = self._stopped()
