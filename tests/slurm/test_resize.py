@@ -13,6 +13,7 @@ from random import Random
 import psutil
 import pytest
 
+from hpc_train.machine.allocation import expand
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.requests import request_resize
 from hpc_train.units import counted
@@ -96,6 +97,12 @@ class Sequence:
         names: list[str] = events(self.run, "started")[-1]["nodes"]
         return names
 
+    def is_without_idle_nodes(self) -> bool:
+        """Returns whether the run trains on all nodes that its jobs hold."""
+        jobs = self.cluster.call("squeue", "-h", "--name=run,run-joiner", "--states=RUNNING", "--format=%N")
+        held = [name for line in jobs.stdout.split() for name in expand(line)]
+        return sorted(held) == sorted(self.nodes)
+
     def other_size(self) -> int:
         return self.random.choice([size for size in (1, 2, 3, 4) if size != len(self.nodes)])
 
@@ -176,6 +183,9 @@ class Sequence:
             return sum(line["time"] > since for line in lines) > 3
 
         wait_for("further steps", has_stepped, 240)
+        began = time.monotonic()
+        wait_for("no idle node", self.is_without_idle_nodes, 240)  # a minute on a machine without other work
+        self.log.append(f"  no idle node after {time.monotonic() - began:.0f} s")
 
 
 KILLS = ("rank", "agent", "node", "requeue")
