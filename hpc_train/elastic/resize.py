@@ -125,14 +125,14 @@ class JobNodes:
     def release(self, released: Sequence[tuple[int, str]]) -> str | None:
         """Gives back nodes whose agents have left; returns why this failed, None if it did not.
 
-        A joiner none of whose agents is left ends by itself.
+        A joiner none of whose agents is left ends by itself. It needs its first node, the batch host, until then.
         """
         problems = []
         names = [name for number, name in released if number < self.count]
         if names:
             problems += [self.job.release(names)]
         for joiner in self.joiners:
-            names = [name for number, name in released if number in joiner.numbers]
+            names = [name for number, name in released if number in joiner.numbers[1:]]
             if names and not self._released.issuperset(joiner.numbers):
                 problems += [self.job.release(names, joiner.job_id)]
         return "; ".join(filter(None, problems)) or None

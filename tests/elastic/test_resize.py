@@ -70,6 +70,8 @@ def test_each_job_gives_its_nodes_back(in_job: Callable[..., None], tmp_path: Pa
     calls.unlink()
     assert nodes.release([(5, "node 5 (not joined)")]) is None
     assert not calls.exists(), "its job has not got the node"
+    assert nodes.release([(3, "n3")]) is None
+    assert not calls.exists(), "the batch host of a joiner"
     nodes.cancel_waiting([0, 2, 3, 5])
     assert calls.read_text().split()[-1] == "10", "the others have joined"
     assert [joiner.job_id for joiner in nodes.joiners] == ["8", "9"]

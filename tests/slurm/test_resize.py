@@ -90,6 +90,7 @@ class Sequence:
     random: Random
     killed: int = 0
     log: list[str] = field(default_factory=list)
+    without_agent: set[str] = field(default_factory=set)
 
     @property
     def nodes(self) -> list[str]:
@@ -98,10 +99,10 @@ class Sequence:
         return names
 
     def is_without_idle_nodes(self) -> bool:
-        """Returns whether the run trains on all nodes that its jobs hold."""
+        """Returns whether the run trains on all nodes that its jobs hold, except nodes whose agent was killed."""
         jobs = self.cluster.call("squeue", "-h", "--name=run,run-joiner", "--states=RUNNING", "--format=%N")
         held = [name for line in jobs.stdout.split() for name in expand(line)]
-        return sorted(held) == sorted(self.nodes)
+        return {*held} - self.without_agent == {*self.nodes} - self.without_agent
 
     def other_size(self) -> int:
         return self.random.choice([size for size in (1, 2, 3, 4) if size != len(self.nodes)])
@@ -134,7 +135,9 @@ class Sequence:
     def agent(self) -> None:
         def kills() -> bool:
             with suppress(psutil.NoSuchProcess, ValueError):
-                agent(self.cluster, self.random.choice(self.nodes)).send_signal(signal.SIGKILL)
+                node = self.random.choice(self.nodes)
+                agent(self.cluster, node).send_signal(signal.SIGKILL)
+                self.without_agent.add(node)
                 return True
             return False
 
