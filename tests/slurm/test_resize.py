@@ -53,7 +53,7 @@ def start(cluster: Cluster, cwd: Path, *overrides: str) -> Path:
 
 def undisturbed(cwd: Path, *overrides: str) -> list[float]:
     """Returns the losses of the same run on this machine."""
-    done = command.hpc_train(*overrides, "cluster=local", "run.name=whole", cwd=cwd, timeout=280)
+    done = command.hpc_train(*overrides, "cluster=local", "run.name=whole", cwd=cwd, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return losses(cwd / "outputs" / "whole")
 
@@ -195,7 +195,7 @@ KILLS = ("rank", "agent", "node", "requeue")
 STOPS = ("announcement", "preemption")
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.long_form(300)  # tests/elastic/test_coordinator.py
 def test_a_sequence_of_changes_and_faults(cluster: Cluster, tmp_path: Path, seed: int) -> None:
