@@ -30,7 +30,7 @@ SAMPLE_S = 0.1
 STEPS = {"long": 1200, "urgent": 150}
 URGENT_AT = 300  # the step of the long run at which the urgent one is submitted
 LOOK_S = 1.0  # between two looks at the queue
-LONGEST_S = 1200.0  # of one policy
+LONGEST_S = 3600.0  # of one policy
 ENDS = ("finished", "failed", "stopped_retrying")
 POLICIES: dict[str, dict[str, list[str]]] = {  # what each run adds to its command
     "order of submission": {},
