@@ -20,7 +20,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
+from hpc_train.run.directory import RunDirectory
 from tests.slurm.cluster import Cluster, running
 from tests.slurm.runs import SLOW, events, every_step, steps
 
@@ -52,6 +54,7 @@ class Result:
         started: when its agents started its first attempt.
         ended: when each run was done.
         repeated: how many steps of the long run were taken more than once.
+        step_s: the median time of a step of the long run on all nodes, which shows what else the machine did.
         held: the nodes that each run held, with its joiners, as (begin, end, nodes).
     """
 
@@ -60,6 +63,7 @@ class Result:
     started: float
     ended: dict[str, float]
     repeated: int
+    step_s: float
     held: dict[str, list[tuple[float, float, int]]]
 
     def node_minutes(self, name: str) -> float:
@@ -99,12 +103,13 @@ def measure(cluster: Cluster, folder: Path, added: dict[str, list[str]]) -> Resu
 
     zero = events(runs["long"], "started")[0]["time"]
     spans: dict[str, list[tuple[float, float, int]]] = {name: [] for name in runs}
-    for (begin, held), (end, _) in pairwise(looks):
+    since_start = [(max(0.0, at - zero), held) for at, held in looks]
+    for (begin, held), (end, _) in pairwise(since_start):
         for name, parts in spans.items():
-            if parts and (parts[-1][1], parts[-1][2]) == (begin - zero, held[name]):
-                parts[-1] = parts[-1][0], end - zero, held[name]
-            elif held[name]:
-                parts.append((begin - zero, end - zero, held[name]))
+            if parts and (parts[-1][1], parts[-1][2]) == (begin, held[name]):
+                parts[-1] = parts[-1][0], end, held[name]
+            elif held[name] and end > 0:
+                parts.append((begin, end, held[name]))
     record = json.loads((runs["urgent"] / "run.json").read_text())
     taken = every_step(runs["long"])
     return Result(
@@ -113,16 +118,22 @@ def measure(cluster: Cluster, folder: Path, added: dict[str, list[str]]) -> Resu
         started=events(runs["urgent"], "started")[0]["time"] - zero,
         ended={name: events(run, "finished")[-1]["time"] - zero for name, run in runs.items()},
         repeated=len(taken) - len(set(taken)),
+        step_s=step_on_all_nodes(runs["long"]),
         held=spans,
     )
+
+
+def step_on_all_nodes(run: Path) -> float:
+    lines = RunDirectory(run).read_metrics()
+    return median(line["step_s"] for line in lines if line["world_size"] == NODES and line["step_s"] is not None)
 
 
 def table(results: dict[str, Result]) -> str:
     """Returns the results as a table in Markdown."""
     lines = [
         "| Policy | The urgent run waits | ends after its submission | The long run ends | Steps repeated "
-        "| Node-minutes: long, urgent | Load average |",
-        "|---|---|---|---|---|---|---|",
+        "| Node-minutes: long, urgent | Its step on four nodes | Load average |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for policy, result in results.items():
         waits = result.started - result.submitted
@@ -130,7 +141,7 @@ def table(results: dict[str, Result]) -> str:
         used = ", ".join(f"{result.node_minutes(name):.1f}" for name in STEPS)
         load = " to ".join(f"{value:.0f}" for value in result.load)
         cells = [policy, f"{waits:.0f} s", f"{ends:.0f} s", f"{result.ended['long']:.0f} s", str(result.repeated)]
-        lines.append(f"| {' | '.join([*cells, used, load])} |")
+        lines.append(f"| {' | '.join([*cells, used, f'{result.step_s:.2f} s', load])} |")
     return "\n".join(lines)
 
 
