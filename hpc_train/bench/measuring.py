@@ -125,7 +125,7 @@ def run_benchmark(
             ``run.root``.
         failures: a list that receives the class of each failure; all files are then removed. With None, the log of a
         failure is kept. code: the frozen code that agents and workers start from; None uses the current directory.
-        trust_owner: whether the code may be another user's. part: distinguishes several calls in one Slurm step.
+        trust_owner: whether the code may be another user's. part: distinguishes the calls in one Slurm step.
     """
     allocation = current_allocation()
     if root is None and allocation.nodes > 1:

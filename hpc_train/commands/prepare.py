@@ -1,4 +1,4 @@
-"""``python -m hpc_train prepare`` converts text or JSONL into token files, and folders of images into tar shards."""
+"""``python -m hpc_train prepare`` converts text, JSONL or tables into token files, and images into tar shards."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ _EPILOG = """\
 examples:
   python -m hpc_train prepare books/ --out tokens/books --tokenizer tokenizer.json
   python -m hpc_train prepare 'dump/*.jsonl.gz' --out tokens/dump --tokenizer tokenizer.json --workers 16
+  python -m hpc_train prepare 'wiki/*.parquet' --jsonl-field text --out tokens/wiki --tokenizer tokenizer.json
   python -m hpc_train prepare --images imagenet/ --out shards/imagenet
   python -m hpc_train data=tokens data.path=tokens/books data.vocab_size=50257 model.vocab_size=50257
 
@@ -59,11 +60,11 @@ def _tokens(options: argparse.Namespace) -> int:
         validation_share=options.validation_share,
     )
     inputs = find_inputs(options.inputs)
-    if options.jsonl_field is not None and not any(file.is_jsonl for file in inputs):
+    if options.jsonl_field is not None and not any(file.is_jsonl or file.is_table for file in inputs):
         raise UserError(
-            "no input is JSON Lines by its suffix, so each file is one document",
+            "no input is JSON Lines or a table by its suffix, so each file is one document",
             where="--jsonl-field",
-            fix="omit --jsonl-field, or name the files .jsonl, .ndjson or .json (or .gz)",
+            fix="omit --jsonl-field, or name the files .jsonl, .ndjson or .json (or .gz), .parquet or .arrow",
         )
     console = Terminal(stderr=True)
     encoder = open_encoder(settings.tokenizer, settings.eos, settings.bos)
@@ -112,8 +113,8 @@ def _shards(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = OptionParser(
         prog="python -m hpc_train prepare",
-        description="Converts text and JSONL files into token files for data=tokens. With --images, packs images in one"
-        " folder per class into indexed tar shards for data=shards.",
+        description="Converts text, JSONL, Parquet and Arrow files into token files for data=tokens. With --images,"
+        " packs images in one folder per class into indexed tar shards for data=shards.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -126,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-bos", action="store_true", help="leave out the start token that the tokenizer puts before a text"
     )
-    parser.add_argument("--jsonl-field", metavar="KEY", help="JSON key that holds the text (default: text)")
+    parser.add_argument("--jsonl-field", metavar="KEY", help="JSON key or column that holds the text (default: text)")
     parser.add_argument("--encoding", default="utf-8", help="text encoding of the inputs (default: %(default)s)")
     parser.add_argument(
         "--validation-share",

@@ -1,4 +1,4 @@
-"""Reads documents from text and JSONL files, plain or gzipped, and encodes them as token ids.
+"""Reads documents from text and JSONL files, plain or gzipped, and from tables, and encodes them as token ids.
 
 Documents are read in pieces that fit into memory. Token ids are byte values or come from a ``tokenizer.json`` of the
 ``tokenizers`` library.
@@ -22,10 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config.import_path import install_extra
-from hpc_train.data.files import GZIP, JSON, JSONL, TEXT, check_is_text, is_text, suffix_of
+from hpc_train.data.files import GZIP, JSON, JSONL, TABLES, TEXT, check_is_text, is_text, suffix_of
 from hpc_train.errors import UserError
 
-_DOCUMENTS = (*TEXT, *JSONL, JSON)
+_DOCUMENTS = (*TEXT, *JSONL, JSON, *TABLES)
+_ROWS = 1024  # rows of a table that are decoded at once
+_SPLITS = "dataset_dict.json"  # of DatasetDict.save_to_disk, which writes a directory for each split
+_SAVED = "state.json"  # of Dataset.save_to_disk: the names of its Arrow files
 _PIECE = 1 << 20  # characters of a text file that are encoded at once; a piece ends with a line
 _CONTEXT = 1024  # characters before and after a piece that are encoded with it
 
@@ -42,6 +45,10 @@ class InputFile:
     @property
     def is_jsonl(self) -> bool:
         return suffix_of(Path(self.name), reads_gzip=True) in (*JSONL, JSON)
+
+    @property
+    def is_table(self) -> bool:
+        return suffix_of(Path(self.name)) in TABLES
 
     @property
     def is_gzip(self) -> bool:
@@ -68,8 +75,12 @@ class Piece:
 
 
 def find_inputs(arguments: list[str]) -> list[InputFile]:
-    """Returns the files that the arguments (files, directories with text or JSONL, or globs) name, each once; raises
-    UserError if an argument matches no file, or one that cannot be read or is known not to be text."""
+    """Returns the files that the arguments (files, directories with text, JSONL or tables, or globs) name, each once.
+
+    Raises:
+        UserError: an argument matches no file, one that cannot be read or is known not to be text, or a saved dataset
+        with several splits.
+    """
     files: dict[Path, InputFile] = {}
     for argument in arguments:
         paths = list(_expand(argument)) if argument.strip() else []
@@ -80,7 +91,8 @@ def find_inputs(arguments: list[str]) -> list[InputFile]:
                 fix=f"name a file, a quoted glob, or a directory with {', '.join(_DOCUMENTS)} files (or .gz)",
             )
         for path, name in paths:
-            check_is_text(path, "INPUT", "name the text files with a quoted glob", reads_gzip=True)
+            if suffix_of(path) not in TABLES:
+                check_is_text(path, "INPUT", "name the text files with a quoted glob", reads_gzip=True)
             try:
                 status = path.stat()
                 path.open("rb").close()
@@ -95,7 +107,17 @@ def find_inputs(arguments: list[str]) -> list[InputFile]:
 def _expand(argument: str) -> Iterator[tuple[Path, str]]:
     path = Path(argument)
     if path.is_dir():
+        for splits in path.rglob(_SPLITS):
+            names = sorted(state.parent.name for state in splits.parent.glob(f"*/{_SAVED}"))
+            raise UserError(
+                f"{splits.parent} has the splits {', '.join(names)}",
+                where="INPUT",
+                fix=f"name those to train on, e.g. {splits.parent / names[0] if names else splits.parent}",
+            )
+        saved = {state.parent: _files_of_dataset(state) for state in path.rglob(_SAVED)}
         for file in sorted(path.rglob("*")):
+            if file.name not in (saved.get(file.parent) or [file.name]):
+                continue  # what the dataset says about itself, and files that were cached next to it
             is_document = suffix_of(file, reads_gzip=True) in _DOCUMENTS or not is_text(file, reads_gzip=True)
             if is_document and file.is_file():
                 yield file, file.relative_to(path).as_posix()
@@ -107,10 +129,26 @@ def _expand(argument: str) -> Iterator[tuple[Path, str]]:
                 yield Path(name), Path(name).name
 
 
+def _files_of_dataset(state: Path) -> list[str]:
+    """Returns the names of the Arrow files of a saved dataset; [] if ``state`` is another file of that name."""
+    try:
+        return [file["filename"] for file in json.loads(state.read_bytes())["_data_files"]]
+    except (KeyError, TypeError, ValueError):
+        return []
+
+
 def read_documents(file: InputFile, field: str, encoding: str) -> Iterator[Piece]:
-    """Yields the documents of a file: each line of a JSONL file is one, and any other file is one document; raises
-    UserError if a line is not a JSON object with a string in ``field``, or the bytes are not in ``encoding``."""
+    """Yields the documents of a file: each line of a JSONL file and each row of a table is one, and any other file is
+    one document.
+
+    Raises:
+        UserError: a line is not a JSON object with a string in ``field``, a table has no column ``field`` of strings or
+        is damaged, or the bytes are not in ``encoding``.
+    """
     with Path(file.path).open("rb") as raw:
+        if file.is_table:
+            yield from _rows(raw, file, field)
+            return
         stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if file.is_gzip else raw  # type: ignore[assignment]
         try:
             pieces = _json_lines(stream, raw, file, field, encoding)
@@ -144,6 +182,70 @@ def _json_lines(stream: IO[bytes], raw: IO[bytes], file: InputFile, field: str, 
                 fix="set --jsonl-field to the name of the field that contains the text",
             )
         yield Piece(number, text, True, raw.tell())
+
+
+def _rows(raw: IO[bytes], file: InputFile, column: str) -> Iterator[Piece]:
+    """Yields the rows of a Parquet or Arrow file. Only ``column`` is decoded, some rows at a time."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise UserError(
+            f"{file.path} needs pyarrow, which is not installed", where="INPUT", fix=install_extra("parquet")
+        ) from error
+    number = 0
+    try:
+        for batch, consumed in _record_batches(raw, file, column):
+            for text in batch.column(column).to_pylist():
+                if not isinstance(text, str):
+                    raise UserError(
+                        f"row {number} of {file.path} has no text in {column!r}, but {text!r:.40}",
+                        where="--jsonl-field",
+                        fix="set --jsonl-field to the name of the column that contains the text, without empty rows",
+                    )
+                yield Piece(number, text, True, consumed)
+                number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(
+            f"{file.path} is not a complete {suffix_of(Path(file.name))[1:]} file: {error}",
+            where="INPUT",
+            fix="copy it again",
+        ) from error
+
+
+def _record_batches(raw: IO[bytes], file: InputFile, column: str) -> Iterator[tuple[Any, int]]:
+    """Yields record batches with ``column``, each with the bytes of the file that are done after it.
+
+    ``Dataset.save_to_disk`` writes Arrow's streaming format, pyarrow's feather writer the file format, which begins
+    with a magic number. Raises UserError if there is no such column.
+    """
+    from pyarrow import ipc, parquet
+
+    def check(schema: Any) -> None:
+        if column not in schema.names:
+            raise UserError(
+                f"{file.path} has no column {column!r}; it has {schema.names}",
+                where="--jsonl-field",
+                fix="set --jsonl-field to the name of the column that contains the text",
+            )
+
+    if suffix_of(Path(file.name)) == ".parquet":
+        table = parquet.ParquetFile(raw)
+        check(table.schema_arrow)
+        rows = 0
+        for batch in table.iter_batches(_ROWS, columns=[column]):
+            rows += batch.num_rows
+            yield batch, file.size * rows // table.metadata.num_rows
+        return
+    is_file = raw.read(6) == b"ARROW1"
+    raw.seek(0)
+    if is_file:
+        reader = ipc.open_file(raw)
+        batches: Iterator[Any] = (reader.get_batch(index) for index in range(reader.num_record_batches))
+    else:
+        reader = batches = ipc.open_stream(raw)
+    check(reader.schema)
+    for batch in batches:
+        yield batch, raw.tell()
 
 
 def _text(stream: IO[bytes], raw: IO[bytes], file: InputFile, encoding: str) -> Iterator[Piece]:

@@ -94,6 +94,7 @@ def _unreadable(folder: str, error: OSError) -> UserError:
     )
 
 
+TABLES = (".parquet", ".arrow")
 TEXT, JSONL, JSON, GZIP = (".txt", ".md", ".text"), (".jsonl", ".ndjson"), ".json", ".gz"
 _FIXES = {
     **dict.fromkeys((GZIP, ".zst", ".xz", ".bz2", ".lz4"), "decompress it"),

@@ -18,8 +18,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import feather, parquet
 
 from hpc_train.commands.prepare import main
 from hpc_train.config.compose import typed
@@ -471,7 +474,7 @@ def test_json_and_json_gz_are_json_lines(tmp_path: Path) -> None:
         assert "jq" in error.value.fix
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet", "a.tar.gz", "A.ZIP", "a.txt.xz", "a.arrow"])
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.feather", "a.tar.gz", "A.ZIP", "a.txt.xz", "a.parquet.gz"])
 def test_formats_other_than_text_are_refused_by_name(tmp_path: Path, name: str) -> None:
     (tmp_path / "README.md").write_text("the only text of a downloaded data set")
     (tmp_path / name).write_text("text to the eye")
@@ -483,8 +486,70 @@ def test_formats_other_than_text_are_refused_by_name(tmp_path: Path, name: str) 
 
 def test_a_field_without_json_lines_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text('{"content": "text"}')
-    with pytest.raises(UserError, match="no input is JSON Lines"):
+    with pytest.raises(UserError, match="no input is JSON Lines or a table"):
         run(tmp_path / "a.txt", "--out", tmp_path / "out", "--jsonl-field", "content")
+
+
+def both_splits(out: Path) -> bytes:
+    """Returns the bytes of all tokens: with a share of almost 0, the documents stay in their order."""
+    return b"".join(bytes(tokens(out, split).astype(np.uint8)) for split in ("train", "validation"))
+
+
+def test_tables_have_the_tokens_of_json_lines(tmp_path: Path) -> None:
+    """Parquet with several row groups, Arrow's file format, and a directory of Dataset.save_to_disk."""
+    texts = [f"row {i} é. " for i in range(300)]
+    write_jsonl(tmp_path / "rows.jsonl", texts)
+    table = pyarrow.table({"other": range(300), "text": pyarrow.array(texts, pyarrow.large_string())})
+    parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=70)
+    feather.write_feather(table, tmp_path / "rows.arrow", chunksize=70)
+    datasets.Dataset(table).save_to_disk(tmp_path / "saved", num_shards=3)
+    (tmp_path / "saved" / "cache-1.arrow").write_bytes(b"of a map that was cached")
+    for name in ("rows.jsonl", "rows.parquet", "rows.arrow", "saved"):
+        common = (tmp_path / name, "--out", tmp_path / f"out-{name}", "--workers", 1, "--validation-share", 1e-9)
+        assert run(*common, "--jsonl-field", "text") == 0
+        assert both_splits(tmp_path / f"out-{name}") == "".join(texts).encode()
+    assert len(list(read_documents(find_inputs([str(tmp_path / "saved")])[0], "text", "utf-8"))) == 100
+
+
+def test_a_table_is_read_some_rows_at_a_time(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": [f"{i:0100}" for i in range(20_000)], "wide": ["x" * 1000] * 20_000})
+    parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=2000)
+    pieces = read_documents(find_inputs([str(tmp_path / "rows.parquet")])[0], "text", "utf-8")
+    before = pyarrow.total_allocated_bytes()
+    consumed = []
+    most = 0
+    for piece in pieces:
+        consumed.append(piece.consumed)
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+    assert len(consumed) == 20_000 and consumed == sorted(consumed)
+    assert consumed[-1] == (tmp_path / "rows.parquet").stat().st_size
+    assert most < table.nbytes / 20
+
+
+def test_tables_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = pyarrow.table({"text": ["a", None], "ids": [[1, 2], [3]]})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    content = (tmp_path / "rows.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(content[: len(content) // 2])
+    (tmp_path / "cut.arrow").write_bytes(b"ARROW1")
+    datasets.DatasetDict({"train": datasets.Dataset(table), "test": datasets.Dataset(table)}).save_to_disk(
+        tmp_path / "splits"
+    )
+    common = ("--out", tmp_path / "out", "--workers", 1)
+    for name, arguments, words in (
+        ("rows.parquet", (), r"row 1 of .*rows.parquet has no text in 'text', but None"),
+        ("rows.parquet", ("--jsonl-field", "ids"), r"row 0 of .* has no text in 'ids', but \[1, 2\]"),
+        ("rows.parquet", ("--jsonl-field", "body"), r"no column 'body'; it has \['text', 'ids'\]"),
+        ("cut.parquet", (), "cut.parquet is not a complete parquet file"),
+        ("cut.arrow", (), "cut.arrow is not a complete arrow file"),
+        ("splits", (), "has the splits test, train"),
+    ):
+        with pytest.raises(UserError, match=words):
+            run(tmp_path / name, *arguments, *common)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match="needs pyarrow") as refused:
+        run(tmp_path / "rows.parquet", *common)
+    assert "parquet" in refused.value.fix
 
 
 def test_help_is_useful(capsys: pytest.CaptureFixture[str]) -> None:
