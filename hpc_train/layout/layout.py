@@ -73,8 +73,10 @@ class Layout:
         state of an expert, the ranks that share one copy, and ``ep``.
 
         A copy is divided over the ranks that also share the state of other parameters: ``shard`` x ``tp``, which divide
-        ``ep`` or are a multiple of it.
+        ``ep`` or are a multiple of it. If ``ep`` is 1, tensor-parallel ranks have copies.
         """
+        if self.ep == 1:
+            return self.stage_ranks // self.shard, self.shard, 1
         block = max(self.shard * self.tp, self.ep) if self.shards_state else self.ep
         return self.stage_ranks // block, block // self.ep, self.ep
 

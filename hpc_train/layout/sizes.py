@@ -163,14 +163,15 @@ def parameters_of(config: Config, layout: Layout) -> Parameters:
     # the shares of a layer's experts that the rank holds, and that count in what ZeRO shards over ``layout.shard``
     held = 1 / ep
     of_state = layout.shard / expert_shards / ep if layout.shards_state else held
-    largest = max(MATRIX_SHARE * (layer - routed), routed * held / 3)  # the first matrices of all experts are stacked
+    # tensor-parallel ranks do not divide experts, of which the first matrices are stacked
+    largest = max(MATRIX_SHARE * (layer - routed) / tp, routed * held / 3)
     return Parameters(
         stem=stem / tp,
-        layer=(layer - routed * (1 - held)) / tp,
-        state=(layer - routed * (1 - of_state)) / tp,
+        layer=(layer - routed) / tp + routed * held,
+        state=(layer - routed) / tp + routed * of_state,
         head=(outside - stem) / tp,
         table=stem / tp * tied,
-        matrix=largest / tp,
+        matrix=largest,
         trained=trained_share(model),
     )
 

@@ -256,7 +256,7 @@ def _is_sensible(chosen: Values, devices: int, per_node: int, fixed: Collection[
         return False
     dp = devices // (tp * pp)
     differs = {
-        "strategy.ep": dp % chosen["strategy.ep"] == 0,
+        "strategy.ep": devices // pp % chosen["strategy.ep"] == 0,
         "strategy.compression": chosen.get("strategy.compression", "none") == "none" or dp > 1,
         "strategy.schedule": chosen.get("strategy.schedule", _FIRST) == _FIRST or pp > 1,
         "strategy.stages_per_rank": chosen["strategy.stages_per_rank"] == 1 or pp > 1,

@@ -163,7 +163,7 @@ class Passes:
         self.attention_per_s = machine.peak(config.precision.name) * self.rates.attention_share
         self.tensor_ranks = group_of(layout.tp, 1, machine.devices_per_node)
         self.context_ranks = group_of(layout.cp, layout.tp, machine.devices_per_node)
-        self.expert_ranks = group_of(layout.ep, layout.cp * layout.tp, machine.devices_per_node)
+        self.expert_ranks = group_of(layout.ep, 1, machine.devices_per_node)
         self.split = layout.cp * layout.tp  # the ranks that share the work of a block
         self.key_share = _key_share(config, layout)
         self.mode = compiler_mode(config)
@@ -274,8 +274,8 @@ class Passes:
         """
         layout = self.layout
         shard, expert_shard = (layout.shard, layout.expert_sizes[1]) if "gradients" in layout.kind.shards else (1, 1)
-        held = (block.parameters - block.experts) / shard + block.experts / layout.ep / expert_shard
-        added = held / layout.tp * (1 - 1 / layout.micro_batches)
+        held = (block.parameters - block.experts) / layout.tp / shard + block.experts / layout.ep / expert_shard
+        added = held * (1 - 1 / layout.micro_batches)
         return 3 * self.gradient * added / self.rates.memory_bytes_per_s
 
     def _traffic(self, block: Block, of: Pass, products: float) -> float:
@@ -291,9 +291,12 @@ class Passes:
         if self.linear_layers is not None and id(block) in self.layers:
             traffic = Traffic(gather_s, scatter_s, size / rates.memory_bytes_per_s, self.layout.tp)
             return exchanged + traffic_left(self.linear_layers, products, of, traffic)
-        if of == "again":
-            return exchanged + 3 / 2 * (gather_s + scatter_s)
-        return exchanged + 2 * (gather_s + scatter_s)
+        branches = 2.0
+        if block.rows:  # each rank sends its tokens to the experts; the traffic of shared experts is not counted
+            branches = 1.0
+        elif of == "again":
+            branches = 1.5
+        return exchanged + branches * (gather_s + scatter_s)
 
     def _dispatch(self, block: Block) -> float:
         """Returns the seconds in which expert-parallel ranks send the rows of a layer to their experts."""

@@ -273,15 +273,15 @@ class _Step:
         return layer_counts(len(self.work.blocks) - 2, self.layout.stages, split)
 
     def _parameters(self) -> tuple[float, float]:
-        """Returns the parameters of the rank that has most: first those that all data-parallel ranks share, then the
-        experts that ``ep`` divides."""
+        """Returns the parameters of the rank that has most: first those that ``tp`` divides, then the experts, which
+        only ``ep`` divides."""
         layout = self.layout
         held = [(0.0, 0.0)] * layout.pp
         for stage, rank in enumerate(layout.placement):
             blocks = [(run.number, run.block) for run in self.stages[stage]]
-            experts = sum(number * block.experts for number, block in blocks) * (layout.ep > 1)
+            experts = sum(number * block.experts for number, block in blocks) * (layout.ep > 1 or layout.tp > 1)
             whole = sum(number * block.parameters for number, block in blocks) - experts
-            held[rank] = (held[rank][0] + whole / layout.tp, held[rank][1] + experts / layout.ep / layout.tp)
+            held[rank] = (held[rank][0] + whole / layout.tp, held[rank][1] + experts / layout.ep)
         return max(held, key=sum)
 
     def _exposed(self, busy: float) -> float:
@@ -291,11 +291,12 @@ class _Step:
         of the passes as they are of the parameters.
         """
         layout = self.layout
-        parts = zip(self._parameters(), self._shards(), (1, layout.ep), strict=True)
+        strides = layout.tp, layout.ep
+        parts = zip(self._parameters(), self._shards(), strides, strict=True)
         total = sum(self._parameters())
         exposed = 0.0
-        for parameters, shard, ep in parts:
-            ranks = Holders(layout.dp_cp // ep, shard, layout.tp * ep)
+        for parameters, shard, stride in parts:
+            ranks = Holders(layout.stage_ranks // stride, shard, stride)
             if parameters and ranks.number > 1:
                 exposed += self._exposed_of(parameters, ranks, busy * parameters / total)
         return exposed

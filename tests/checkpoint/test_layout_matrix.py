@@ -67,15 +67,22 @@ MORE = {
     "cp2-pp2": (4, ("+strategy=cp", "strategy.pp=2", "strategy.data_parallel=zero1")),
     "tp2-zero3": (4, ("+strategy=tp", "strategy.data_parallel=zero3")),
 }
-DIVIDED = {  # whose ranks divide the experts
+DIVIDED = {  # whose ranks divide the experts or the sequences
     "ep4": (4, ("+strategy=dp", "strategy.ep=4")),
     "ep2-zero1": (4, ("+strategy=zero1", "strategy.ep=2")),
     "ep2-zero3": (4, ("+strategy=zero3", "strategy.ep=2")),
     "ep2-hsdp": (4, ("+strategy=hsdp", "strategy.shard=2", "strategy.ep=2")),
     "ep2-pp2": (4, ("+strategy=hybrid", REDUCE, "strategy.ep=2")),
     "ep2-pp2-zero2": (4, ("+strategy=hybrid", "strategy.data_parallel=zero2", "strategy.ep=2")),
+    "tp2-ep4-zero3": (4, ("+strategy=tp", "strategy.tp=2", "strategy.data_parallel=zero3", "strategy.ep=4")),
+    "tp2-pp2-ep2": (4, ("+strategy=hybrid", "strategy.dp=1", "strategy.pp=2", "strategy.tp=2", "strategy.ep=2")),
+    "cp2-ep2-zero3": (4, ("+strategy=cp", "strategy.ep=2")),
 }
 ALL = LAYOUTS | MORE | DIVIDED
+EXPERTS_SHORT = (  # the layouts that save and load experts
+    ("single", "single"), ("single", "zero3"), ("single", "interleaved"), ("ep2-pp2", "tp2-ep4-zero3"),
+    ("tp2-ep4-zero3", "cp2-ep2-zero3"),
+)  # fmt: skip
 TEN = [*LAYOUTS]
 SHORT = ["single", "zero3", "interleaved", "cp2"]  # each loads what the one before has saved
 
@@ -163,14 +170,11 @@ def copy_checkpoint(folder: Path, source: str, kind: str, target: str) -> None:
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        ("single", "single"),
-        ("single", "zero3"),
-        ("single", "interleaved"),
-        ("ep2-pp2", "ep2-zero3"),
+        *EXPERTS_SHORT,
         *(
             pytest.param(source, target, marks=pytest.mark.long_form(12))
             for source, target in product(("single", *DIVIDED), repeat=2)
-            if (source, target) not in (("single", "single"), ("ep2-pp2", "ep2-zero3"))
+            if (source, target) not in EXPERTS_SHORT
         ),
     ],
 )

@@ -152,7 +152,14 @@ TWO: list[list[Case]] = [
         PIPELINE | {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "batches": 4},
         PIPELINE | {"schedule": "zbv", "stages_per_rank": 2},
     ],
-    [{"tp": 2}, {"tp": 2, "precision": "bf16", "micro": 16}, {"tp": 2, "recompute": "full", "micro": 16}],
+    [
+        {"tp": 2},
+        {"tp": 2, "precision": "bf16", "micro": 16},
+        {"tp": 2, "recompute": "full", "micro": 16},
+        {"tp": 2, "moe": MIXTURES["few"], "dim": 128, "layers": 3, "micro": 8},
+        {"tp": 2, "moe": MIXTURES["shared"], "dim": 128, "layers": 3, "micro": 8, "recompute": "ops"},
+        {"tp": 2, "ep": 2, "moe": MIXTURES["many"], "dim": 128, "layers": 3, "micro": 8, "precision": "bf16"},
+    ],
     [
         *(WAITING | {"dp": 2, "bucket_cap_mb": cap} for cap in (0.001, 0.2, 25.0)),
         INSIDE | {"dp": 2, "bucket_cap_mb": 0.1, "tied": True, "vocabulary": 2048, "recompute": "full", "micro": 1},
