@@ -131,7 +131,7 @@ class TrainStep:
 
         Raises:
             UserError: ``requires_grad`` of a parameter has changed.
-            Corrupted, UnfitNode: see ``Verification.train_step``.
+            Corrupted, UnfitNode: see ``Verification``.
         """
         seed_step(self._config.train.seed, step, self._mesh, self._sequence_shards)
         scale = self.loss_scale.value if self.loss_scale is not None else None
@@ -139,10 +139,13 @@ class TrainStep:
         updates = self._engine.updates
         if updates is not None:
             updates.begin(partial(self.optimizer.step_some, learning_rate))
-        if self.verification is not None and self.verification.is_due(step):
-            result = self.verification.train_step(step, batch, scale)
-        else:
+        verification = self.verification
+        if verification is not None and not verification.is_due(step):
+            verification = None
+        if verification is None:
             result = self._engine.train_step(step, batch, scale)
+        else:
+            result = verification.train_step(step, batch, scale)
         for name, parameter in self._engine.named_parameters().items():
             if parameter.requires_grad is not self._trains[name]:  # the optimizer would not notice the change
                 raise changed_training(name, parameter.requires_grad)
@@ -150,7 +153,9 @@ class TrainStep:
         finite = norm.isfinite()
         self._engine.commit(finite)
         if updates is None:
-            self.optimizer.step(learning_rate, finite)
+            differing = self.optimizer.step(learning_rate, finite, verification.turn if verification else None)
+            if verification is not None:
+                verification.check_updates(step, differing)
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
         self._skipped[0] = torch.where(finite, 0, self._skipped[0] + 1)

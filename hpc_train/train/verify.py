@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -50,8 +52,10 @@ from hpc_train.train.optimizers.optimizer import Optimizer
 
 TOO_OFTEN = 2  # findings after which the run continues without the node
 COST = 0.01  # of the time, with ``train.verify.every=auto``
+TIMED = (6, 10, 14)  # the steps of an attempt, from 1, whose verification ``auto`` times
 _TAG = 2  # of messages on the control group, on which an agreement may be pending (``train/step.py``)
 GRADIENTS, REDUCTION, STATE = "gradients", "reduced gradients", "weights and optimizer state"
+UPDATE = "update"
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Suspicion:
     Attributes:
         step: the number of steps before the verified one.
         since: the number of steps before the first one whose numbers may be wrong.
-        check: what differed: ``GRADIENTS``, ``REDUCTION`` or ``STATE``.
+        check: what differed: ``GRADIENTS``, ``REDUCTION``, ``STATE`` or ``UPDATE``.
         ranks: the suspects on ``node``; empty if the numbers name no rank, and then ``node`` is None.
         parts: names of what differed.
         findings: the number of independent findings: of ranks that agree against the suspect, at most 2.
@@ -102,7 +106,7 @@ class _Pass:
 
 
 class Verification:
-    """Verifies steps of ``engine``. All methods but ``is_due`` are collective.
+    """Verifies steps of ``engine``. All methods are collective.
 
     Args:
         report: called on every rank with each suspicion; returns on the first rank how many findings the run has of
@@ -110,6 +114,7 @@ class Verification:
         warn: called on every rank with a step and a message.
         beat: called with the step before each pass, since a verified step may take much longer than others.
         may_write: whether a forward pass may write to parameters; discarded passes then restore them.
+        clock: returns seconds, from which ``train.verify.every=auto`` chooses N.
 
     Attributes:
         proved: the number of steps before the newest verified one that passed; checkpoints of at most so many steps are
@@ -126,6 +131,7 @@ class Verification:
         warn: Callable[[int, str], None],
         beat: Callable[[int], object] = lambda step: None,
         may_write: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._mesh = mesh
@@ -141,6 +147,8 @@ class Verification:
         self._sequence_shards = has_sequence_shards(engine)
         self._beat = beat
         self._may_write = may_write
+        self._clock = clock
+        self._began: list[float] = []  # the times at which steps began, until auto has chosen
         self._checksums = PassChecksums(engine.parts, mesh.device)
         self._names: list[str] = []
         self._local = torch.zeros(0, dtype=torch.bool)  # entries that are computed before any reduction
@@ -150,6 +158,7 @@ class Verification:
         self._seconds = 0.0
         self._verified = 0
         self._left_out: dict[str, Tensor] = {}  # check -> which tensors differ between replicas from the start
+        self._compares_updates = True
         allocation = current_allocation()
         device = rank_facts(mesh.rank, allocation.node_name, "", mesh.device).device
         self._may_leave_nodes = allocation.job_id is not None
@@ -157,19 +166,48 @@ class Verification:
         devices = {name for _, name in self._places}
         self._may_leave_nodes |= len({name for name, _ in self._places}) > 1
         self._dp = mesh.layout.dp
-        self._can_exchange = self._dp > 1 and len(devices) == 1 and config.train.reproducible is None
-        if self._dp > 1 and len(devices) > 1:
-            warn(0, f"train.verify: replicas on {join_names(sorted(devices))} are not compared with each other")
+        self._replica_ranks = mesh.layout.ep  # consecutive data-parallel ranks that compute a pass together
+        self._replicas = self._dp // self._replica_ranks
+        reasons = {
+            f"their devices are {join_names(sorted(devices))}": len(devices) > 1,
+            "train.reproducible is set": config.train.reproducible is not None,
+            "each holds other experts": self._replicas == 1,
+        }
+        hindering = [reason for reason, holds in reasons.items() if holds]
+        self._can_exchange = self._dp > 1 and not hindering
+        if self._dp > 1 and hindering:
+            warn(
+                0,
+                "train.verify: data-parallel ranks do not compute the passes of each other, so repetitions alone "
+                f"prove checkpoints: {'; '.join(hindering)}",
+            )
 
     def is_due(self, step: int) -> bool:
         """Returns whether to verify step ``step``; called once for each step.
 
-        The first step of an attempt is never verified, since it allocates and compiles. The second always is.
+        The first step of an attempt is never verified, since it allocates and compiles. The second always is. ``auto``
+        verifies three of the steps up to the 14th, and compares their time with that of the others.
         """
         self._calls += 1
-        if self._calls <= 2 or not isinstance(self._every, int):
+        if self._every == "auto":
+            synchronize(self._mesh.device)
+            self._began.append(self._clock())
+            if self._calls > TIMED[-1]:
+                self._choose(step)
+        if self._calls <= 2:
             return self._calls == 2
+        if not isinstance(self._every, int):
+            return self._calls in TIMED
         return (step + 1) % self._every == 0
+
+    def _choose(self, step: int) -> None:
+        """Chooses N from the medians of the steps that have been timed, so that verification takes ``COST``."""
+        seconds = dict(enumerate((end - begin for begin, end in pairwise(self._began)), start=1))
+        verified = median(seconds[number] for number in TIMED)
+        others = median(seconds[number] for number in range(3, TIMED[-1]) if number not in TIMED)
+        cost = largest(verified / others - 1, self._mesh)
+        self._every = max(2, math.ceil(cost / COST))
+        self._warn(step, f"train.verify.every=auto: verifying every {self._every} steps")
 
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None) -> StepResult:
         """Runs a verified step, see ``Engine.train_step``.
@@ -178,22 +216,18 @@ class Verification:
             UnfitNode: a node has been found twice, and the run can continue without it; raised on every rank.
             Corrupted: numbers are wrong, and a repetition did not correct them; raised on every rank.
         """
-        began = time.monotonic()
         self._compare_state(step)
         is_first = self._verified == 0
         exchanges = self._can_exchange and not isinstance(batch.micro_batches[0].inputs, Ragged)
         shift = 0
         if exchanges and (is_first or self._verified % 2):
-            shift = 1 + self._verified // 2 % (self._dp - 1)
+            shift = self._replica_ranks * (1 + self._verified // 2 % (self._replicas - 1))
         shifts = [shift]
         if is_first:
-            shifts = [0, 0, shift] if self._dp > 1 else [0] * 4
+            shifts = [0, 0, shift] if exchanges else [0] * 4
         passes = [self._discarded(step, batch, loss_scale, shift) for shift in shifts]
-        synchronize(self._mesh.device)
-        middle = time.monotonic()
         result = self._last(step, batch, loss_scale, passes)
         values = self._aligned(passes)
-        last_s = time.monotonic() - middle
         if is_first:
             self._calibrate(step, values, passes)
         self._verified += 1
@@ -205,11 +239,37 @@ class Verification:
             result = self._resolve(step, batch, loss_scale, passes, exchanges)
         if shift or not exchanges:
             self.proved = step
-        if self._every == "auto":
-            per_pass = (time.monotonic() - began - last_s) / last_s / len(shifts)
-            self._every = max(2, math.ceil(largest(per_pass, self._mesh) / COST))
-            self._warn(step, f"train.verify.every=auto: verifying every {self._every} steps")
         return result
+
+    @property
+    def turn(self) -> int:
+        """Returns a number that increases with each verified step, for ``Optimizer.step``."""
+        return self._verified + self._mesh.rank
+
+    def check_updates(self, step: int, differing: Mapping[str, bool]) -> None:
+        """Reports updates of a verified step whose repetition has given another result.
+
+        Custom optimizers are not compared any more if their results differ on several ranks, or from each other in all
+        of three computations: their kernels are not deterministic.
+
+        Args:
+            differing: see ``Optimizer.step``.
+
+        Raises:
+            Corrupted, UnfitNode: as ``train_step`` does.
+        """
+        corrected = all(differing.values())
+        reports = gather_plain([bool(differing), corrected, self._optimizer.is_fused], self._mesh.control)
+        ranks = sum(differs for differs, _, _ in reports)
+        if ranks == 0 or not self._compares_updates:
+            return
+        is_fused = all(fused for _, _, fused in reports)
+        if not is_fused and (ranks > 1 or not all(corrected for _, corrected, _ in reports)):
+            self._compares_updates = False
+            self._warn_of_any(step, "differ when their update is repeated; updates are not compared", [*differing])
+            return
+        finding = _Finding(bool(differing), bool(differing), (*differing,), 1, corrected)
+        self._conclude(step, UPDATE, finding)
 
     # passes
 
@@ -317,22 +377,26 @@ class Verification:
         """
         repeated = torch.tensor([pass_.shift == 0 for pass_ in passes])
         local = values[:, repeated]
-        differs = (local != local[:, -1:]).any(1)  # [owners, entries]
-        others = local.shape[1] - (local.unsqueeze(1) == local.unsqueeze(2)).sum(2).amax(
-            1
-        )  # not of the most common value
-        unsteady = (differs.sum(0) > 1) | (others > 1).any(0)
+        differs = self._of_replicas((local != local[:, -1:]).any(1))
+        most = (local.unsqueeze(1) == local.unsqueeze(2)).sum(2).amax(1)  # passes with the most common value
+        unsteady = (differs.sum(0) > 1) | (most < local.shape[1] - 1).any(0)
         if (differs & self._local).any() and not (unsteady & self._local).any():
             unsteady &= self._local  # sums of the gradients of a rank that has computed wrong ones
         self._leave_out(step, unsteady, "from pass to pass")
         uncomparable = torch.zeros_like(unsteady)
         for index, pass_ in enumerate(passes):
-            differs = (values[:, index] != values[:, -1]) & self._exchanges
+            differs = self._of_replicas((values[:, index] != values[:, -1]) & self._exchanges)
             owners = {int(owner) for owner in differs.any(1).nonzero()} if pass_.shift else set()
-            by_one = any(owners <= {rank, (rank + pass_.shift) % self._dp} for rank in range(self._dp))
-            if owners and not (by_one and (self._dp > 2 or len(owners) == 1)):
+            distance = pass_.shift // self._replica_ranks
+            by_one = any(owners <= {number, (number + distance) % self._replicas} for number in range(self._replicas))
+            if owners and not (by_one and (self._replicas > 2 or len(owners) == 1)):
                 uncomparable |= differs.any(0)
         self._leave_out(step, uncomparable, "between ranks")
+
+    def _of_replicas(self, of_ranks: Tensor) -> Tensor:
+        """Returns ``[replicas, entries]`` from ``[data-parallel ranks, entries]``: whether any rank of a replica has
+        the property."""
+        return of_ranks.unflatten(0, (self._replicas, self._replica_ranks)).any(1)
 
     def _leave_out(self, step: int, entries: Tensor, how: str) -> None:
         """Leaves ``entries`` out of all comparisons, or of those between ranks, and warns. Collective."""
@@ -428,7 +492,9 @@ class Verification:
         Raises:
             Corrupted, UnfitNode: see ``_conclude``.
         """
-        shifts = [0, *(range(1, min(3, self._dp)) if exchanges else ())]
+        shifts = [0]
+        if exchanges:
+            shifts += [self._replica_ranks * distance for distance in range(1, min(3, self._replicas))]
         passes = [*passes, *(self._discarded(step, batch, loss_scale, shift) for shift in shifts)]
         result = self._last(step, batch, loss_scale, passes)
         values = self._aligned(passes)
@@ -451,17 +517,14 @@ class Verification:
         differing: set[int] = set()
         findings = 1
         for owner in range(self._dp):
-            votes = [
-                _Vote((owner - pass_.shift) % self._dp, values[owner, index, comparable])
-                for index, pass_ in enumerate(passes)
-            ]
-            ballot = count_votes(votes)
-            corrected &= ballot.right is not None and torch.equal(votes[-1].value, ballot.right)
+            computed = values[owner][:, comparable]
+            ranks = [(owner - pass_.shift) % self._dp for pass_ in passes]
+            ballot = count_votes([*zip(ranks, map(tuple, computed.tolist()), strict=True)])
+            corrected &= tuple(computed[-1].tolist()) == ballot.right
             if self._mesh.dp_rank in ballot.suspects:
                 suspect = True
                 findings = max(findings, ballot.findings)
-                together = torch.stack([vote.value for vote in votes])
-                differing |= {*(together != together[-1]).any(0).nonzero().flatten().tolist()}
+                differing |= {*(computed != computed[-1]).any(0).nonzero().flatten().tolist()}
         names = [name for name, is_compared in zip(self._names, comparable.tolist(), strict=True) if is_compared]
         parts = [names[index] for index in sorted(differing)]
         return _Finding(suspect, suspect and is_origin(parts), tuple(parts), findings, corrected)
@@ -472,9 +535,8 @@ class Verification:
         comparable = self._repeats & ~self._local
         local = values[:, torch.tensor([pass_.shift == 0 for pass_ in passes])][:, :, comparable]
         differs = (local != local[:, -1:]).any(2).any(1) if local.numel() else torch.zeros(self._dp, dtype=torch.bool)
-        votes = [_Vote(0, value) for value in local[self._mesh.dp_rank]]
-        ballot = count_votes(votes)
-        corrected = ballot.right is not None and torch.equal(votes[-1].value, ballot.right)
+        sums = [tuple(value) for value in local[self._mesh.dp_rank].tolist()]
+        corrected = count_votes([(0, value) for value in sums]).right == sums[-1]
         names = [name for name, is_compared in zip(self._names, comparable.tolist(), strict=True) if is_compared]
         wrong = (local[self._mesh.dp_rank] != local[self._mesh.dp_rank, -1:]).any(0)
         parts = tuple(name for name, is_wrong in zip(names, wrong.tolist(), strict=True) if is_wrong)
@@ -539,12 +601,7 @@ class _Finding:
     corrected: bool
 
 
-@dataclass(frozen=True)
-class _Vote:
-    """Holds the checksums ``[entries]`` of a pass that a rank has computed."""
-
-    rank: int
-    value: Tensor
+Value = tuple[int, ...]  # the checksums of a pass
 
 
 @dataclass(frozen=True)
@@ -552,38 +609,40 @@ class Ballot:
     """Holds the result of the votes on one pass.
 
     Attributes:
-        right: the value that most ranks have computed; of values of one rank, the most common. None if it is a draw.
+        right: the value that most ranks have computed; None if it is a draw.
         suspects: the ranks that may have computed wrong values.
         findings: 2 if at least two ranks agree against a rank whose own passes agree, otherwise 1.
     """
 
-    right: Tensor | None
+    right: Value | None
     suspects: frozenset[int]
     findings: int = 1
 
 
-def count_votes(votes: Sequence[_Vote]) -> Ballot:
-    """Returns which of the values is right, and which ranks may have computed wrong ones.
+def count_votes(votes: Sequence[tuple[int, Value]]) -> Ballot:
+    """Returns which value of a pass is right, and which ranks may have computed wrong ones.
 
-    A rank whose own values differ is the only suspect; a draw between ranks makes all of them suspects.
+    A rank whose own values differ is the only suspect. Its repetitions then decide between values that equally many
+    ranks have computed.
+
+    Args:
+        votes: a rank and the value that it has computed, for each computation.
     """
-    values: dict[tuple[int, ...], list[int]] = {}  # value -> the ranks that have computed it, one for each pass
-    for vote in votes:
-        values.setdefault(tuple(vote.value.tolist()), []).append(vote.rank)
-    if len(values) == 1:
-        return Ballot(votes[-1].value, frozenset())
-    ranked = sorted(values.values(), key=lambda ranks: (len({*ranks}), len(ranks)))
-    best = ranked[-1]
-    right = next(vote.value for vote in votes if values[tuple(vote.value.tolist())] is best)
-    counts = Counter(rank for ranks in values.values() for rank in {*ranks})
-    unsteady = frozenset(rank for rank, count in counts.items() if count > 1)
+    voters: dict[Value, list[int]] = {}
+    for rank, value in votes:
+        voters.setdefault(value, []).append(rank)
+    values_of = Counter(rank for ranks in voters.values() for rank in {*ranks})
+    unsteady = frozenset(rank for rank, count in values_of.items() if count > 1)
+    support = {value: (len({*ranks}), len(ranks) if unsteady else 0) for value, ranks in voters.items()}
+    most = max(support.values())
+    winners = [value for value in support if support[value] == most]
+    right = winners[0] if len(winners) == 1 else None
     if unsteady:
-        is_draw = (len({*ranked[-2]}), len(ranked[-2])) == (len({*best}), len(best))
-        return Ballot(None if is_draw else right, unsteady)
-    if len({*ranked[-2]}) == len({*best}):
-        return Ballot(None, frozenset(rank for ranks in ranked if len({*ranks}) == len({*best}) for rank in ranks))
-    others = frozenset(rank for ranks in ranked[:-1] for rank in ranks)
-    return Ballot(right, others, findings=min(2, len({*best})))
+        return Ballot(right, unsteady)
+    if right is None:
+        return Ballot(None, frozenset(values_of))
+    others = frozenset(values_of) - {*voters[right]}
+    return Ballot(right, others, findings=min(2, most[0]) if others else 1)
 
 
 def is_origin(parts: Sequence[str]) -> bool:

@@ -48,6 +48,17 @@ def _power(matrix: Tensor, exponent: float) -> Tensor:
     return vectors @ (values**exponent).diag() @ vectors.T
 
 
+class Drawing(torch.optim.SGD):
+    """Adds noise from torch's generator to each update."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for value in group["params"]:
+                value.add_(1e-3 * group["lr"] * torch.randn_like(value))
+
+
 class CountsInGroup(Lion):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         super().step()

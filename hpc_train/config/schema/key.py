@@ -284,7 +284,10 @@ def _not_accepted(name: str, value: Any, info: KeyInfo) -> UserError:
             fix = f"a number {info.range}, or {fix}"
         return UserError(f"{name} is {value!r}", where=name, fix=fix)
     if not info.holds(value):
-        return UserError(f"{name} is {value}, but must be {info.range}", where=name, fix=f"{name}=N, {info.range}")
+        fix = f"{name}=N, {info.range}"
+        if "null" in info.meaning:
+            fix += f", or {name}=null"
+        return UserError(f"{name} is {value}, but must be {info.range}", where=name, fix=fix)
     if value != value:  # noqa: PLR0124 - NaN
         return UserError(f"{name} is not a number", where=name, fix=f"{name}=N")
     return UserError(f"{name} is {value}, which is too large", where=name, fix=f"{name}=N, below 2^63")

@@ -26,12 +26,14 @@ from hpc_train.config.import_path import refuse_unknown
 from hpc_train.config.schema import OptimConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.optimizers import ParameterGroup, Target, check_matches, own_targets, parameter_groups, target_of
+from hpc_train.parallel.checksums import position_checksum
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.train.kept_state import kept_random_state
 from hpc_train.train.optimizers import own
 from hpc_train.train.optimizers.compact_adamw import CompactAdamW
 from hpc_train.train.optimizers.held import Held, HostFlag, MasterShard, groups_of, hold
-from hpc_train.train.optimizers.own import OwnState, check_elementwise, flattened
+from hpc_train.train.optimizers.own import OwnState, check_elementwise, flattened, restored
 
 
 class Optimizer:
@@ -68,8 +70,19 @@ class Optimizer:
         self._before_update: list[Callable[[], None]] = []
 
     @torch.no_grad()
-    def step(self, learning_rate: float, finite: Tensor) -> None:
-        """Updates the parameters from their ``.grad`` unless ``finite`` (a scalar bool on the device) is false."""
+    def step(self, learning_rate: float, finite: Tensor, turn: int | None = None) -> dict[str, bool]:
+        """Updates the parameters from their ``.grad`` unless ``finite`` (a scalar bool on the device) is false.
+
+        Args:
+            turn: also repeats updates, those of one parameter after another: of all parameters with optimizers of
+                ``torch.optim``, and with each other optimizer of the parameter number ``turn`` modulo their number. The
+                host waits for each result.
+
+        Returns:
+            The parameters whose results have differed, and whether two of three agree. These two stay.
+        """
+        repeated = self._repeated(turn) if turn is not None else {}
+        differing: dict[str, bool] = {}
         self._prepare()
         flag: HostFlag | None = None
         on_device: Tensor | None = finite
@@ -87,8 +100,7 @@ class Optimizer:
             group.refresh()
             if flag is None or flag.value:  # the flag precedes the gradients, for which the host has waited
                 parameters = [held.local for held in group.members if held.local is not None]
-                for part in self._parts:
-                    part.update(parameters, on_device)
+                differing |= self._update(parameters, repeated, on_device)
                 group.write_back()
             if previous is not None:
                 previous.finish()
@@ -97,6 +109,46 @@ class Optimizer:
         if flag is None or flag.value:
             for part in self._parts:
                 part.end()
+        return differing
+
+    def _update(
+        self,
+        parameters: Sequence[nn.Parameter],
+        repeated: Mapping[nn.Parameter, tuple[str, _Part]],
+        finite: Tensor | None,
+    ) -> dict[str, bool]:
+        """Updates ``parameters``, those of ``repeated`` repeatedly; returns what ``step`` does."""
+        differing: dict[str, bool] = {}
+        rest = []
+        for parameter in parameters:
+            if parameter not in repeated or parameter.grad is None:
+                rest.append(parameter)
+                continue
+            name, part = repeated[parameter]
+            results = part.update_repeatedly(parameter, parameter.grad, finite)
+            if len(results) > 2:
+                differing[name] = len({*results}) == 2
+        for part in self._parts:
+            part.update(rest, finite)
+        return differing
+
+    def _repeated(self, turn: int) -> dict[nn.Parameter, tuple[str, _Part]]:
+        """Returns the parameters whose updates ``step`` repeats, with their names and optimizers."""
+        repeated: dict[nn.Parameter, tuple[str, _Part]] = {}
+        for part in self._parts:
+            pairs = [(self._held[name].local, name) for name in part.names]
+            some = [(local, name) for local, name in pairs if local is not None and local.numel()]
+            is_of_torch = part.is_fused or (part.user is not None and part.user.target.torch_name is not None)
+            if some and not is_of_torch:
+                some = [some[turn % len(some)]]
+            repeated |= {local: (name, part) for local, name in some}
+        return repeated
+
+    @property
+    def is_fused(self) -> bool:
+        """Returns whether torch's fused AdamW or SGD updates all parameters. It is deterministic, and the result for a
+        parameter does not depend on the others."""
+        return all(part.is_fused for part in self._parts)
 
     @torch.no_grad()
     def step_some(self, learning_rate: float, parameters: Sequence[nn.Parameter], finite: Tensor) -> None:
@@ -223,6 +275,11 @@ class _Part:
             for group, all_members in zip(groups, members, strict=True):
                 group["params"] = all_members
 
+    @property
+    def is_fused(self) -> bool:
+        """Returns whether this is a fused optimizer of torch that the config names."""
+        return self.user is None and not isinstance(self.inner, CompactAdamW)
+
     def begin(self, learning_rate: float) -> None:
         """Prepares the updates of a step."""
         if self.inner is None:
@@ -257,6 +314,36 @@ class _Part:
                     skips = (~finite).to(some[0].device, torch.float32)
                 self.inner.found_inf = skips  # type: ignore[attr-defined]
             self.inner.step()
+
+    def update_repeatedly(
+        self, parameter: nn.Parameter, gradient: Tensor, finite: Tensor | None
+    ) -> list[tuple[int, ...]]:
+        """Updates ``parameter`` like ``update``, from the same values until two results agree, at most three times.
+
+        Returns:
+            The checksums of each result: of the value and its state. The last result stays.
+        """
+        assert self.inner is not None
+        value_before = parameter.detach().clone()
+        gradient_before = gradient.clone()
+        state_before = {key: value.clone() for key, value in self._flat_state(parameter).items()}
+        results: list[tuple[int, ...]] = []
+        while len({*results}) == len(results) < 3:
+            if results:
+                parameter.copy_(value_before)
+                gradient.copy_(gradient_before)
+                self.inner.state[parameter] = restored(
+                    {key: value.clone() for key, value in state_before.items()}, parameter.dtype
+                )
+            with kept_random_state(parameter.device):
+                self.update([parameter], finite)
+            sums = [position_checksum(value) for value in (parameter, *self._flat_state(parameter).values())]
+            results.append(tuple(torch.stack([value.to(parameter.device) for value in sums]).tolist()))
+        return results
+
+    def _flat_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        assert self.inner is not None
+        return flattened(self.inner.state.get(parameter, {}), "optim")
 
     def end(self) -> None:
         """Counts the step, and checks the first ones."""
