@@ -45,7 +45,9 @@ from hpc_train.preflight.measure import measured_gemm_flops
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.exits import Exit
 from hpc_train.run.requests import StopFlag
+from hpc_train.train.guard import is_user_code
 from hpc_train.train.step import Control, StepOutcome, TrainStep
+from hpc_train.train.verify import Suspicion, Verification
 from hpc_train.train.watch.measures import Measures
 from hpc_train.train.watch.pipeline_watch import bubble_share
 from hpc_train.train.watch.profiler import communication_share
@@ -87,6 +89,15 @@ def _measure_steps(rank: BenchRank, request: StepRequest) -> dict[str, Any] | No
     return result | {"advice": advice(rank.config, rank.mesh, layers, example)}
 
 
+def _report(suspicion: Suspicion) -> int:
+    print(suspicion.words)
+    return suspicion.findings
+
+
+def _warn(step: int, message: str) -> None:
+    print(f"step {step}: {message}")
+
+
 class StepBench:
     """Provides the trainer's loop as a function of one step, and its parts for the other measurements. ``stopped``
     states whether a stop was requested; it changes at the same step on all ranks."""
@@ -97,7 +108,13 @@ class StepBench:
         training = Training.build(config, mesh)
         self.layers = training.layers
         self.engine = training.engine
-        self._take_step = TrainStep(config, mesh, self.engine, training.optimizer, HORIZON)
+        verification = None
+        if config.train.verify.every is not None and not config.optim.in_backward:
+            may_write = is_user_code(config, self.engine)
+            verification = Verification(
+                config, mesh, self.engine, training.optimizer, _report, _warn, may_write=may_write
+            )
+        self._take_step = TrainStep(config, mesh, self.engine, training.optimizer, HORIZON, verification)
         self._feed = _feed_of(training.dataset, config, mesh)
         self.dataset = training.dataset
         self.samples = len(training.dataset)

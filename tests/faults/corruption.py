@@ -171,9 +171,16 @@ class Fault:
         return changed
 
 
+def linear_layers(engine: Engine) -> list[nn.Linear]:
+    """Returns the linear layers whose products a hook does not separate from others."""
+    merged = ("wq", "wk", "wv", "w1", "w3")
+    named = [pair for part in engine.parts for pair in part.named_modules()]
+    return [module for name, module in named if isinstance(module, nn.Linear) and not name.endswith(merged)]
+
+
 def in_product(fault: Fault, engine: Engine, optimizer: Optimizer) -> None:
     """Adds to an element of the output of a linear layer: a wrong product or activation."""
-    modules = [module for part in engine.parts for module in part.modules() if isinstance(module, nn.Linear)]
+    modules = linear_layers(engine)
     is_rare = fault.injection.kind == "rare product"
     draw = random.Random(fault.injection.place)
 
@@ -235,7 +242,7 @@ def in_gradient(fault: Fault, engine: Engine, optimizer: Optimizer) -> None:
 
 def in_gather(fault: Fault, engine: Engine, optimizer: Optimizer) -> None:
     """Flips a bit of a parameter that ZeRO has gathered for a forward pass."""
-    modules = [module for part in engine.parts for module in part.modules() if isinstance(module, nn.Linear)]
+    modules = linear_layers(engine)
 
     def corrupt(module: nn.Module, inputs: Any) -> None:
         if fault.due and torch.is_grad_enabled():
@@ -533,7 +540,7 @@ def inject(seed: int, count: int, log: Path) -> None:
         with log.open("a") as file:
             for (number, kind, injection), of_ranks in zip(some, of_each, strict=True):
                 outcome = outcome_of(of_ranks, plain_of[layout], injection.rank)
-                line = {"number": number, "kind": kind, "layout": layout} | asdict(injection) | outcome
+                line = {"number": number, "layout": layout} | asdict(injection) | {"kind": kind} | outcome
                 file.write(json.dumps(line) + "\n")
 
 
