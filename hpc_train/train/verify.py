@@ -3,7 +3,7 @@
 A verified step computes its forward and backward passes more than once, from the same seeds, and compares checksums of
 the local gradients before the optimizer uses any. By turns a rank repeats its own pass, or computes the pass of another
 replica. Passes other than the last leave no state behind. The weights, the optimizer states and the reduced gradients
-of replicas are compared, too.
+of replicas are compared, too, and ``Optimizer.step`` repeats updates.
 
 The first verified step of an attempt is its second step. It also finds out which numbers are comparable here: those of
 kernels that are not deterministic differ on several ranks or in most repetitions, and are left out from then on.

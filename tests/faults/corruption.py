@@ -38,7 +38,7 @@ from tests.ranks import run_on_world, run_ranks
 
 STEPS = 5
 SCHEDULED = 1000  # steps of the learning rate schedule
-PLAIN_STEPS = 200  # of one training without a fault, over all its ranks
+PLAIN_STEPS = 1000  # of one training without a fault, over all its ranks
 LAYOUTS: dict[str, dict[str, Any]] = {  # fields of ``Cell``
     "single": {},
     "dp2": {"strategy": {"dp": 2, "data_parallel": "ddp"}},
@@ -479,7 +479,7 @@ KINDS: dict[str, list[str]] = {  # kind -> the layouts in which it is drawn
     "weight": ["dp2", "dp3", "hsdp", "pp2dp2", "tp2dp2", *SHARDED],
     "moment": ["dp2", "dp3", "hsdp", "pp2dp2", "tp2dp2", "zero1", "zero3"],
 }
-AT_ONCE = 12  # injections of one call of the ranks
+AT_ONCE = 6  # injections of one call of the ranks
 
 
 def drawn_injection(seed: int, number: int) -> tuple[str, str, Injection]:
@@ -552,7 +552,7 @@ def train_plainly(steps: int, log: Path) -> None:
         if sum(line["steps"] for line in lines) >= steps:
             return
         layout, is_compiled = cells[len(lines) % len(cells)]
-        every = 2 + len(lines) // len(cells) % 9
+        every = 10 - len(lines) // len(cells) % 9
         length = PLAIN_STEPS // world_size(layout)
         cell = cell_of(layout, every, compile=is_compiled)
         run = run_ranks if is_compiled else run_on_world

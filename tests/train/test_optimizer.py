@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -87,3 +89,33 @@ def test_all_state_exists_before_the_first_step_under_global_shapes() -> None:
     assert found["0.weight.step"] == []
     assert found["1.bias.exp_avg_sq"] == [7]
     assert not any(name.startswith("frozen") for name in found)
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {},
+        {"name": "sgd", "momentum": 0.9},
+        {"moments": "bf16"},
+        {"name": "custom", "_target_": "torch.optim.NAdam", "args": {"foreach": True}},
+        {"name": "custom", "_target_": "tests.train.own_optimizers.Preconditioned"},  # its state has numbers and lists
+        {"groups": {"matrices": {"match": "weight", "_target_": "torch.optim.Rprop"}}},
+    ],
+    ids=str,
+)
+def test_repeated_updates_change_no_bit(optim: dict[str, Any]) -> None:
+    """Of two optimizers, one repeats each update, also the first one, which creates the state, and one without
+    effect."""
+    results = []
+    for repeats in (False, True):
+        model = make_model().float()
+        optimizer = Optimizer(OptimConfig(**optim), dict(model.named_parameters()))
+        for step in range(5):
+            model.zero_grad()
+            model(torch.full((2, 5), float(step + 1))).square().sum().backward()
+            differing = optimizer.step(0.01, torch.tensor(step != 2), turn=step if repeats else None)
+            assert differing == {}
+        states = [value for state in optimizer.named_state().values() for value in state.values()]
+        results.append([*model.parameters(), *states])
+    for plain, repeated in zip(*results, strict=True):
+        assert torch.equal(plain, repeated)

@@ -237,8 +237,8 @@ class VerifyConfig:
     every: int | str | None = key(
         None,
         "Verifies each N-th step: it runs twice, on the same rank or by turns on another replica's, and the bits are "
-        "compared; so are the weights and the optimizer states of replicas. auto chooses N so that this takes 1 % of "
-        "the time. null never does.",
+        "compared; so are the weights and the optimizer states of replicas. Updates are repeated, too. auto chooses N "
+        "so that this takes 1 % of the time. null never verifies.",
         choices=("auto",),
         at_least=1,
         unit="steps",

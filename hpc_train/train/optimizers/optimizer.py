@@ -324,6 +324,8 @@ class _Part:
             The checksums of each result: of the value and its state. The last result stays.
         """
         assert self.inner is not None
+        if self.user is not None:
+            self.user.settle([parameter])
         value_before = parameter.detach().clone()
         gradient_before = gradient.clone()
         state_before = {key: value.clone() for key, value in self._flat_state(parameter).items()}

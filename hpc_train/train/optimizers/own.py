@@ -176,7 +176,7 @@ class OwnState:
         """
         assert self.optimizer is not None
         updated = [parameter for parameter in parameters if parameter.grad is not None]
-        self._settle(updated)
+        self.settle(updated)
         gradients = [parameter.grad for parameter in updated]
         values = [parameter.detach().clone() for parameter in updated]
         states = [{key: value.clone() for key, value in self._flat(parameter).items()} for parameter in updated]
@@ -205,7 +205,7 @@ class OwnState:
         assert self.optimizer is not None
         return flattened(self.optimizer.state.get(parameter, {}), f"{self.target.where}._target_")
 
-    def _settle(self, parameters: Iterable[Tensor]) -> None:
+    def settle(self, parameters: Iterable[Tensor]) -> None:
         """Undoes the rest of the last update of each of ``parameters`` if it was not finite."""
         for parameter in parameters:
             last = self._undoable.pop(parameter, None)
@@ -218,7 +218,7 @@ class OwnState:
     def named(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yields the name of each parameter and key -> tensor of its state, or the tensors into which the next load
         writes."""
-        self._settle([*self._undoable])
+        self.settle([*self._undoable])
         for name, held in self.held.items():
             tensors = self._expected.get(name, {})
             if not self._expected:
