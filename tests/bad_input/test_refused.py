@@ -105,6 +105,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["--foo=4"], "--hydra-help list the options"),
     (["--optim.lr", "0.1"], "optim.lr=VALUE; an override has no dashes"),
     (["train.steps=1e3"], "fix:    train.steps=1000"),
+    (["train.verify.every=0"], "fix:    train.verify.every=N, at least 1, or train.verify.every=null"),
     (["--shell-completion", "install=tcsh"], "install=bash | install=zsh"),
     (["--shell-completion"], "names no action and shell"),
     (["status", "run.root=/x"], "HPC_TRAIN_ROOT=/x python -m hpc_train status"),
