@@ -68,6 +68,7 @@ COMMANDS = {
     "report": Command("report:main", "write a self-contained HTML report on a run or a sweep", _LOOK, RUNS),
     "support": Command("support:main", "collect what to send to a maintainer, without secrets", _LOOK, RUNS),
     "stacks": Command("submitted:stacks", "print the stacks of all ranks of a live run", _LOOK, RUNS),
+    "debug": Command("debug:main", "look into a rank of a live run with pdb; all ranks wait", _LOOK, RUNS),
     "wait": Command("submitted:wait", "wait until runs end", _LOOK, RUNS),
     "sync": Command("sync:main", "send the metrics of runs to W&B, MLflow or TensorBoard", _MANAGE, RUNS),
     "resume": Command("submitted:resume", "submit a run again", _MANAGE, RUNS),

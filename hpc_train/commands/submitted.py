@@ -282,7 +282,7 @@ def request_resize_of(run: RunDirectory, nodes: int, reason: str) -> None:
     if nodes < 1:
         raise UserError(f"a run cannot train on {nodes} nodes", where="nodes", fix="nodes=1 or more")
     refuse_foreign_lease(run)
-    _live_nodes(run)
+    live_nodes(run)
     request_resize(run, nodes, reason)
 
 
@@ -302,24 +302,29 @@ def stacks(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     run = find_run(options.target, "stacks").run
     refuse_foreign_lease(run)
-    nodes = _live_nodes(run)
-    number = request_stacks(run)
-    until = time.monotonic() + options.wait
-    while len(paths := stacks_answers(run, number)) < nodes and time.monotonic() < until:
-        time.sleep(ANSWERS_POLL_S)
-    texts = {path.stem.partition("-")[2]: run.read(path).decode(errors="replace") for path in paths}
+    nodes = live_nodes(run)
+    texts = stacks_of(run, nodes, options.wait)
     if options.json:
         print(json.dumps({"nodes": nodes, "stacks": texts}))
     else:
         for text in texts.values():
             print(text)
-    if len(paths) < nodes:
-        print(f"{nodes - len(paths)} of {nodes} nodes did not answer within {options.wait:g} s", file=sys.stderr)
+    if len(texts) < nodes:
+        print(f"{nodes - len(texts)} of {nodes} nodes did not answer within {options.wait:g} s", file=sys.stderr)
         return Exit.FAILED
     return Exit.DONE
 
 
-def _live_nodes(run: RunDirectory) -> int:
+def stacks_of(run: RunDirectory, nodes: int, wait_s: float) -> dict[str, str]:
+    """Returns the stacks by node, without the nodes that do not answer within ``wait_s``."""
+    number = request_stacks(run)
+    until = time.monotonic() + wait_s
+    while len(paths := stacks_answers(run, number)) < nodes and time.monotonic() < until:
+        time.sleep(ANSWERS_POLL_S)
+    return {path.stem.partition("-")[2]: run.read(path).decode(errors="replace") for path in paths}
+
+
+def live_nodes(run: RunDirectory) -> int:
     """Returns the number of nodes that work on the run. Raises UserError if the run is not live."""
     attempt = run.attempts / f"{run.newest_attempt():03d}.json"
     if not is_live(run) or not attempt.exists() or not attempt.stat().st_size:

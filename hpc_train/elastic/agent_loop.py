@@ -43,7 +43,7 @@ from hpc_train.run.event_log import Clock, EventLog, age_of_this_process
 from hpc_train.run.exits import CRASHED_IMPORT, Action, Exit, Failure
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import BackgroundCall, read_or
-from hpc_train.run.requests import NewRequests, ResizeRequest, StopFlag, StopRequests
+from hpc_train.run.requests import HoldRequest, NewRequests, ResizeRequest, StopFlag, StopRequests
 from hpc_train.schedulers.current import current_job
 from hpc_train.units import counted
 
@@ -89,6 +89,7 @@ class Agent:
     deletion: DeletionWatch
     echo: FileWriter | None = None  # of what the workers print, to standard output
     stacks: NewRequests[int] | None = None  # only in the agent with the server
+    holds: NewRequests[HoldRequest | None] | None = None  # only in the agent with the server
     resizes: NewRequests[ResizeRequest | None] | None = None  # only in the agent with the server
     looks: FolderLooks | None = None  # into run.progress_dir; only in the agent with the server
     growth: Growth | None = None  # only in the agent with the server
@@ -145,6 +146,9 @@ class Agent:
         if self.stacks is not None and (number := self.stacks.new(now)) is not None:
             client.send_stacks_request(number)
         self.watch.stacks_requested = client.stacks_requested
+        if self.holds is not None and (request := self.holds.new(now)) is not None:
+            client.send_hold_request(request)
+        self.watch.hold_requested = client.hold_requested
         if self.growth is not None and self._spec is not None:
             self._change_nodes(self.growth, self._spec, client, now)
         if self.looks is not None and (changed := self.looks.new(now)) is not None:

@@ -47,7 +47,7 @@ from hpc_train.run.exits import Action, Exit
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import read_or
 from hpc_train.run.ledger import Account, read_ledger
-from hpc_train.run.requests import NewRequests, StopRequests, resize_requested, stacks_requested
+from hpc_train.run.requests import NewRequests, StopRequests, hold_requested, resize_requested, stacks_requested
 from hpc_train.schedulers.current import current_job
 from hpc_train.telemetry.sinks.tracking import TrackingProcess, tracked
 
@@ -226,6 +226,7 @@ class Session:
             stacks=NewRequests(lambda: stacks_requested(run), stacks_requested(run))
             if allocation.node_rank == 0
             else None,
+            holds=NewRequests(lambda: hold_requested(run), hold_requested(run)) if allocation.node_rank == 0 else None,
             resizes=NewRequests(lambda: resize_requested(run), None) if allocation.node_rank == 0 else None,
             looks=FolderLooks.of(config, allocation.nodes) if allocation.node_rank == 0 else None,
             stop_at=time_to_stop(run, config, self.end),

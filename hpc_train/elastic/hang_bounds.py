@@ -27,6 +27,7 @@ from enum import Enum
 from hpc_train.machine.network.nccl_settings import ib_retry_s
 from hpc_train.run.agent_worker import Beat, Phase
 from hpc_train.run.processes import Activity
+from hpc_train.run.requests import MOST_HOLD_S
 
 LEAST_S = 3.0  # minimum bound of a step
 COLD_S = 30.0  # minimum bound of a step before enough step times are known
@@ -192,6 +193,8 @@ class HangWatch:
         silent = self._silent[rank]
         if silent > bound:
             return Silence(rank, phase, silent, bound, Stage.HANG)
+        if phase is Phase.HELD:
+            return None
         before = self._looks
         self._looks = self._looks_due(silent, usual)
         if self._looks > before:
@@ -213,7 +216,7 @@ class HangWatch:
 
     def bound(self, phase: Phase) -> float:
         """Returns the seconds that ``phase`` may take without a heartbeat."""
-        if self.timeout_s is None:
+        if self.timeout_s is None or phase is Phase.HELD:
             return max(self._slow_bound(phase), self.patience_s)
         if phase in STEPPING:
             return self.timeout_s
@@ -236,6 +239,8 @@ class HangWatch:
             return max(COLD_S, FACTOR * longest)
         if phase is Phase.STOPPING:
             return START_S
+        if phase is Phase.HELD:
+            return MOST_HOLD_S + QUIET_S
         return self.start_s
 
     def _step_bound(self) -> float:

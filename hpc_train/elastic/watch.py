@@ -36,11 +36,12 @@ from hpc_train.elastic.hang_bounds import (
 from hpc_train.elastic.hangs import Collective, Evidence, Proof, RankState, collect, culprit, proof, read_collectives
 from hpc_train.elastic.workers import Worker, Workers
 from hpc_train.layout.layout import Layout
+from hpc_train.run.agent_worker import SharedBlock
 from hpc_train.run.directory import RunDirectory, rank_writer
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Failure
 from hpc_train.run.processes import activity, process_state
-from hpc_train.run.requests import answer_stacks_request
+from hpc_train.run.requests import HoldRequest, answer_stacks_request
 from hpc_train.telemetry.tracebacks import stack_place
 from hpc_train.train.watch.stragglers import LEAST_BLAME, LEAST_SHARE, Streak
 from hpc_train.units import format_duration
@@ -203,10 +204,12 @@ class Watch:
     hangs: HangWatch
     stragglers: StragglerWatch = field(default_factory=StragglerWatch)
     stacks_requested: int = 0  # number of the newest request for stacks
+    hold_requested: HoldRequest | None = None  # the newest request to hold a rank
     of_command: bool = False  # ``run.command``, whose phases and steps are not known
     _events: EventLog | None = field(default=None, init=False)
     _slow_reported_at: deque[float] = field(default_factory=lambda: deque(maxlen=SLOW_STEPS), init=False)
     _answered: int = field(default=0, init=False)
+    _passed_on: HoldRequest | None = field(default=None, init=False)
     _workers: Workers | None = field(default=None, init=False)
     _pipeline: bool = field(default=False, init=False)
     _starvation: Starvation = field(default_factory=Starvation, init=False)
@@ -268,6 +271,12 @@ class Watch:
                     self._timeout_reported = True
                     self._report_timeout(failure, collect(workers, self.node))
                     break
+        hold = self.hold_requested
+        if hold is not None and hold != self._passed_on:
+            for worker in workers.alive:
+                if worker.rank == hold.rank and isinstance(worker.block, SharedBlock):
+                    worker.block.hold_requested = hold.time
+                    self._passed_on = hold
         if self.stacks_requested != self._answered and workers.alive:
             self._answered = number = self.stacks_requested
             text = "\n".join(item.text() for item in collect(workers, self.node))

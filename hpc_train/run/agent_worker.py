@@ -64,6 +64,7 @@ STACKS_AT = PAGE + ANSWER_BYTES  # sparse: pages that are never written take no 
 _BEAT = struct.Struct("@qqdqd")  # step, phase, since, arrived_step, arrived
 _QUESTION = struct.Struct("@qqq")  # number of the newest question (agent); length and number of the answer (worker)
 _QUESTION_AT = 512
+_HOLD_AT = 768  # the time of the newest request to hold this rank
 
 
 class Phase(IntEnum):
@@ -76,6 +77,7 @@ class Phase(IntEnum):
     CHECKPOINT = 4
     STOPPING = 5
     RUNNING = 6  # ``run.command``, whose phases are not known
+    HELD = 7  # between two steps, while a person looks into the process of a rank (``debug``)
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,16 @@ class SharedBlock:
         if answered < number:
             return None
         return os.pread(self.descriptor, length, PAGE)
+
+    @property
+    def hold_requested(self) -> float:
+        """The time of the newest request to hold this rank, in seconds since 1970; 0 before the first."""
+        requested: float = struct.unpack_from("@d", self.page, _HOLD_AT)[0]
+        return requested
+
+    @hold_requested.setter
+    def hold_requested(self, requested: float) -> None:
+        struct.pack_into("@d", self.page, _HOLD_AT, requested)
 
     def clear_stacks(self) -> None:
         """Truncates the stacks, so that the next ones start at the beginning; agent and worker share the file's

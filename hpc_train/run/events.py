@@ -64,7 +64,7 @@ _NAMES = {  # the fields of each type
     "text": "class message reason traceback launch layout path schedule kind text problem name gpu executor phase how "
     "drain limit mode",
     "text or null": "node job_id stacks",
-    "number": "share late_s value rate usual imbalance bubble_share",
+    "number": "share late_s value rate usual imbalance bubble_share requested",
     "seconds": "time seconds until began save_s step_s eval_s verify_s",
     "count": "attempt exit_code world_size to_step steps micro_batches bytes before requeues in_a_row compiled "
     "reused slow_rank first command_exit_code",
@@ -276,6 +276,13 @@ EVENTS = {
     # observations
     "no_progress": EventKind("The run has made no progress for a minute or more; nothing is killed.", "phase message"),
     "slow_step": EventKind("A step was so slow that its stacks were saved.", "phase seconds message stacks"),
+    "held": EventKind(
+        "A person looks into the process of a rank with `debug`, at the Unix socket `path`; all ranks wait.",
+        "path! message! requested!", level=Level.MARK,
+    ),
+    "released": EventKind(
+        "The ranks continue after a hold; `reason`: why it has ended.", "seconds! reason! requested!", level=Level.MARK
+    ),
     "straggler": EventKind(
         "The other ranks often wait for one rank.", "share late_s message",
         level=Level.MARK, counter="stragglers", node_slow="slow",

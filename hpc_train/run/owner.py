@@ -370,6 +370,7 @@ ACCESS: Mapping[str, Access] = MappingProxyType(
         "cancel": Access.ACTS,
         "resize": Access.ACTS,
         "stacks": Access.ACTS,
+        "debug": Access.ACTS,
         "train": Access.EXECUTES,
         "freeze": Access.EXECUTES,
         "agent": Access.EXECUTES,

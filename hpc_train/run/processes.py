@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -269,6 +270,16 @@ def _few_descriptors(soft: int, hard: int) -> UserError:
         fix=f"`ulimit -n {ENOUGH_DESCRIPTORS}` before the start, in a job in cluster.setup; if this is refused, ask "
         "the site for a higher hard limit: LimitNOFILE of slurmd, PropagateResourceLimitsExcept=NOFILE, or limits.conf",
     )
+
+
+_PEER = struct.Struct("3i")  # struct ucred of unix(7): process id, user id, group id
+
+
+def is_peer_of_same_user(connection: socket.socket) -> bool:
+    """Returns whether the process at the other end of a Unix socket belongs to the user of this process."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    user: int = _PEER.unpack(credentials)[1]
+    return user == os.geteuid()
 
 
 def can_listen(port: int) -> bool:

@@ -1,10 +1,11 @@
-"""Handles requests to a run: stop requests, which arrive as signals, and requests for stack dumps or for another number
-of nodes, which are files.
+"""Handles requests to a run: stop requests, which arrive as signals, and requests for stack dumps, for another number
+of nodes or to hold a rank, which are files.
 
 A signal handler only sets a flag; the main loop acts on it. ``logs/stacks/request`` holds the number of the newest
-request for stacks, and ``attempts/resize.json`` the newest request for another number of nodes. The agent of node 0
-polls them, and the rendezvous server notifies the others, because thousands of nodes that poll a file would keep a
-shared file system busy. Each agent writes its stacks to ``logs/stacks/NNN-<node>.txt``.
+request for stacks, ``attempts/resize.json`` the newest request for another number of nodes, and ``attempts/hold.json``
+the newest request to hold a rank, until the hold ends. The agent of node 0 polls them, and the rendezvous server
+notifies the others, because thousands of nodes that poll a file would keep a shared file system busy. Each agent writes
+its stacks to ``logs/stacks/NNN-<node>.txt``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from hpc_train.run.files import BackgroundCall, write_json, write_text
 from hpc_train.run.rows import check_fields
 
 Request = TypeVar("Request")
+TimedRequest = TypeVar("TimedRequest", "ResizeRequest", "HoldRequest")
 
 
 class StopFlag:
@@ -110,11 +112,52 @@ def request_resize(run: RunDirectory, nodes: int, reason: str, *, of_user: bool 
 
 def resize_requested(run: RunDirectory) -> ResizeRequest | None:
     """Returns the newest request to resize ``run``; None if the newest submission of the run has none."""
-    path = _resize_file(run)
+    return _newest_request(run, _resize_file(run), ResizeRequest)
+
+
+MOST_HOLD_S = 3600.0
+
+
+@dataclass(frozen=True)
+class HoldRequest:
+    """Asks all ranks of a live run to wait between two steps while a person looks into the process of ``rank``.
+
+    Attributes:
+        limit_s: the longest time that they wait, in seconds.
+        time: seconds since 1970; no two requests have the same.
+    """
+
+    rank: int
+    limit_s: float
+    time: float
+
+
+def request_hold(run: RunDirectory, rank: int, limit_s: float) -> HoldRequest:
+    """Asks the agents of ``run`` to hold ``rank``; the rank answers with the event ``held``."""
+    request = HoldRequest(rank, limit_s, max(time.time(), _submitted(run.record())))
+    write_json(_hold_file(run), asdict(request))
+    return request
+
+
+def hold_requested(run: RunDirectory) -> HoldRequest | None:
+    """Returns the newest request to hold a rank; None if the newest submission of the run has none, or it is over."""
+    return _newest_request(run, _hold_file(run), HoldRequest)
+
+
+def withdraw_hold(run: RunDirectory) -> None:
+    """Removes the request to hold a rank. A hold that has begun ends by itself."""
+    _hold_file(run).unlink(missing_ok=True)
+
+
+def _hold_file(run: RunDirectory) -> Path:
+    return run.attempts / "hold.json"
+
+
+def _newest_request(run: RunDirectory, path: Path, kind: Callable[..., TimedRequest]) -> TimedRequest | None:
     if path not in set(run.attempts.glob(path.name)):  # a network file system caches the absence of a name
         return None
     try:
-        request = ResizeRequest(**run.json(path))
+        request = kind(**run.json(path))
         check_fields(request)
     except (TypeError, ValueError):  # another version, or not a file of hpc_train
         return None

@@ -15,11 +15,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RunDirectory, rank_writer
 from hpc_train.run.events import Event
 from hpc_train.run.exits import Exit
 from hpc_train.run.lease import job_ids
-from hpc_train.run.requests import stop_was_requested
+from hpc_train.run.requests import HoldRequest, hold_requested, stop_was_requested
 from hpc_train.schedulers.scheduler import PRESENT, JobStatus, SubmittedJobs
 from hpc_train.schedulers.states import state_of
 from hpc_train.telemetry.tracebacks import own_frames
@@ -174,9 +174,12 @@ def _view_of(run: RunDirectory, first_attempt: int, status: JobStatus | None, ou
 
 
 def _message_of_agents(run: RunDirectory, attempt: int, view: View) -> str:
-    """Returns what the agents say about a live run: the last message about missing progress, unless a step was logged
-    since then, or about the nodes that it waits for.
+    """Returns what a live run reports: that a person holds it, the last message about missing progress, unless a step
+    was logged since then, or the nodes that it waits for.
     """
+    request = hold_requested(run)
+    if request is not None and (held := hold_of(run, attempt, request)) is not None:
+        return held.message
     events = sorted(run.events_of("agent-*", attempt), key=attrgetter("time"))
     silent = [event for event in events if event.name == "no_progress"]
     resizes = [event for event in events if event.name in ("resize_requested", "resize_refused")]
@@ -185,6 +188,13 @@ def _message_of_agents(run: RunDirectory, attempt: int, view: View) -> str:
     if resizes and resizes[-1].name == "resize_requested" and resizes[-1]["nodes"] != view.nodes:
         return resizes[-1].message
     return view.message
+
+
+def hold_of(run: RunDirectory, attempt: int, request: HoldRequest) -> Event | None:
+    """Returns the event ``held`` with which a rank has answered ``request``; None before it or after the hold."""
+    events = [*run.events_of(rank_writer(request.rank), attempt)]
+    answers = [event for event in events if event.get("requested") == request.time]
+    return answers[0] if len(answers) == 1 and answers[0].name == "held" else None
 
 
 def view_at_end(run: RunDirectory, code: int) -> View:

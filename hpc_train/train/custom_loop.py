@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -33,6 +34,7 @@ from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.requests import StopFlag
 from hpc_train.telemetry.metrics import finite_or_none
+from hpc_train.train.hold import Holds
 from hpc_train.train.processes import answer_requests, join, leave
 from hpc_train.train.report import Report, open_report
 from hpc_train.train.saving import LastSave, SaveSchedule, save_schedule
@@ -102,6 +104,7 @@ class Context:
     _schedule: SaveSchedule
     _checkpoints: CheckpointManager
     _state: ObjectState
+    _holds: Holds
     step: int = 0
     _total: int | None = None
     _pending: bool = False  # whether an agreement was posted and not yet read
@@ -186,7 +189,11 @@ class Context:
         if not self._pending:
             self._control.post(self._stop.requested, 0, self._schedule.ask())
         agreement = self._control.read(self._stop)
-        self._control.post(self._stop.requested, 0, self._schedule.ask())
+        if agreement.holds and not agreement.stop:
+            began = time.monotonic()
+            self._holds.hold(agreement.holds, step, sys._getframe(1))
+            self._timer.since += time.monotonic() - began
+        self._control.post(self._stop.requested, 0, self._schedule.ask(), hold=self._holds.ask())
         self._pending = True
         self._heartbeat.arrive(step)
         if agreement.stop:
@@ -324,6 +331,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
                     RunStore(run, config, events, mesh.control), state, state, mesh, spec.local_world_size
                 ),
                 _state=state,
+                _holds=Holds(run, spec, stop, heartbeat, events),
             )
             if mesh.rank == 0:
                 print(f"layout: {mesh.layout} on {mesh.device.type}", *own_code_notes(config), sep="\n")

@@ -4,11 +4,11 @@ For fp16, the loss is scaled dynamically on the device, so that small gradients 
 overflow is skipped and halves the scale; ``growth_every`` consecutive finite steps double it (Micikevicius et al. 2018,
 arXiv:1710.03740). The decision depends on the global gradient norm, so it is the same on all ranks.
 
-Once per step, all ranks agree on a stop, a save, the end of the run, and the number of targets in the next batch. The
-agreement is a small asynchronous all-reduce on a CPU group. It is posted before a step and read before the next step,
-so no rank waits for it, and all ranks see a stop request at the same step. A request that arrives after its rank has
-posted would take effect a step later. After a slow step, the ranks therefore agree once more before the next step
-begins.
+Once per step, all ranks agree on a stop, a save, a hold, the end of the run, and the number of targets in the next
+batch. The agreement is a small asynchronous all-reduce on a CPU group. It is posted before a step and read before the
+next step, so no rank waits for it, and all ranks see a stop request at the same step. A request that arrives after its
+rank has posted would take effect a step later. After a slow step, the ranks therefore agree once more before the next
+step begins.
 
 The all-reduce of gloo is a ring, in which 2 (n - 1) messages wait for each other: at 1,024 ranks it takes longer than a
 short step. Many ranks exchange the messages in ceil(log2(n)) rounds instead, in a thread.
@@ -266,6 +266,7 @@ class Agreement:
         save: whether to save a checkpoint after the announced step.
         end: whether a hook of any rank has requested that the announced step is the last one.
         items: the number of stream items in the announced global batch; 0 for other data.
+        holds: the number of ranks that a person wants to look into, before the announced step.
     """
 
     stop: bool
@@ -273,6 +274,7 @@ class Agreement:
     save: bool
     end: bool
     items: int
+    holds: int
 
 
 SLOW_S = 5.0  # seconds between two messages; a synchronous all-reduce on the hosts takes much less time
@@ -297,7 +299,15 @@ class Control:
         self._pending: tuple[Tensor, Callable[[], object]] | None = None  # the message and what waits for its sum
         self._posted = deque[float](maxlen=2)  # time.monotonic() of the newest messages
 
-    def post(self, stop: bool, local_count: int, save: bool = False, end: bool = False, items: int = 0) -> None:
+    def post(
+        self,
+        stop: bool,
+        local_count: int,
+        save: bool = False,
+        end: bool = False,
+        items: int = 0,
+        hold: bool = False,
+    ) -> None:
         """Starts the agreement without blocking.
 
         Args:
@@ -306,6 +316,7 @@ class Control:
             save: whether this rank requests a checkpoint after the step with that batch.
             end: whether a hook of this rank has requested the end of the run.
             items: the number of stream items in that batch.
+            hold: whether a person wants to look into this rank before the step with that batch.
         """
         assert self._pending is None, "the previous message was not read"
         now = time.monotonic()
@@ -313,7 +324,7 @@ class Control:
         is_slow = len(self._posted) < 2 or now - self._posted[-1] > SLOW_S
         self._posted.append(now)
         counts = (local_count, items) if self._counts else (0, 0)
-        message = torch.tensor([int(stop), *counts, int(save), int(end), int(is_slow)])
+        message = torch.tensor([int(stop), *counts, int(save), int(end), int(hold), int(is_slow)])
         self._pending = message, self._sum(message)
 
     def read(self, flag: StopFlag | None = None) -> Agreement:
@@ -327,12 +338,12 @@ class Control:
         message, wait = self._pending
         self._pending = None
         wait()
-        stop, target_count, items, save, end, slow = message.tolist()
+        stop, target_count, items, save, end, holds, slow = message.tolist()
         if flag is not None and slow and not stop:
             late = torch.tensor([int(flag.requested)])
             self._sum(late)()
             stop = late.item()
-        return Agreement(stop > 0, target_count, save > 0, end > 0, items)
+        return Agreement(stop > 0, target_count, save > 0, end > 0, items, holds)
 
     def _sum(self, message: Tensor) -> Callable[[], object]:
         """Starts to sum ``message`` over all ranks in place, and returns the function that waits for the sum."""

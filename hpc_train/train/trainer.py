@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -39,6 +40,7 @@ from hpc_train.run.exits import Corrupted, Diverged, Exit, UnfitNode
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.data_progress import Length, has_ended, positions, restored_positions, skipped_data
 from hpc_train.train.evaluation import Evaluation
+from hpc_train.train.hold import Holds
 from hpc_train.train.hooks import Hooks
 from hpc_train.train.report import SKIPPED, SUMS, Line, Readback, Report, name_attention, weights_sha256
 from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule
@@ -95,6 +97,7 @@ class Trainer:
     last_save: LastSave
     open_feed: Callable[[int, Skipped, States], TrainFeed]
     hooks: Hooks
+    holds: Holds
     artifacts: KeptArtifacts | None
     step: int = 0
     tokens: int = 0
@@ -180,9 +183,13 @@ class Trainer:
         batch: LocalBatch | None = first
         while batch is not None:
             self.heartbeat.enter(phase, self.step)
-            phase = Phase.STEP
             self.profiler.begin(self.step + 1, self.meter.waited_s)
             agreement = self._control.read(self.stop)
+            if agreement.holds and not agreement.stop:
+                with self.meter.pausing():
+                    self.holds.hold(agreement.holds, self.step, sys._getframe())
+                self.heartbeat.enter(phase, self.step)
+            phase = Phase.STEP
             self.checkpoints.poll()
             self._save_due |= agreement.save
             if agreement.stop:
@@ -246,7 +253,8 @@ class Trainer:
             count = batch.local_count
             items = batch.items
         saves = self.schedule.ask(before_evaluation=step + 2 == self._end and self._evaluated[0] < 0)
-        self._control.post(self.stop.requested, count, saves, self.hooks.end_reason is not None, items)
+        ends = self.hooks.end_reason is not None
+        self._control.post(self.stop.requested, count, saves, ends, items, self.holds.ask())
         self.heartbeat.arrive(self.step)
 
     def _next_batch(self) -> LocalBatch:

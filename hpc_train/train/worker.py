@@ -48,6 +48,7 @@ from hpc_train.train.data_progress import Length, data_changes, restored_positio
 from hpc_train.train.debug import DebuggedEngine, join_names
 from hpc_train.train.evaluation import build_evaluation
 from hpc_train.train.guard import CheckedWrites, check_user_code, is_user_code
+from hpc_train.train.hold import Holds
 from hpc_train.train.hooks import HookContext, Hooks
 from hpc_train.train.optimizers.learning_rate import describe_rates
 from hpc_train.train.optimizers.optimizer import Optimizer, check_groups
@@ -193,6 +194,7 @@ def _build(
         last_save=LastSave(mesh, heartbeat, stop, report, config.checkpoint.wait_for_room_s, spec.stop_grace_s),
         open_feed=open_feed,
         hooks=hooks,
+        holds=Holds(run, spec, stop, heartbeat, events),
         artifacts=artifacts,
     )
     state = (engine, optimizer, mesh)

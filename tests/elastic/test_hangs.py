@@ -42,6 +42,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Failure
 from hpc_train.run.processes import Activity, activity
+from hpc_train.run.requests import MOST_HOLD_S
 from hpc_train.telemetry.tracebacks import stack_place
 
 PATIENCE_S = 120.0
@@ -118,6 +119,22 @@ def test_a_silence_of_a_minute_is_told_in_any_phase() -> None:
         assert clock.wait(250) is None
         assert [round(told.seconds) for told in clock.quiet] == [60, 120, 240]
         assert clock.quiet[0].phase is phase
+
+
+@pytest.mark.parametrize("timeout", [None, 4.0])
+def test_a_rank_that_a_person_holds_does_not_hang_for_an_hour(timeout: float | None) -> None:
+    watch = HangWatch(timeout)
+    clock = Clock(watch)
+    start = clock.steps(20, 0.5)
+    bound = watch.bound(Phase.STEP)
+    clock.enter(Phase.HELD, start)
+    assert clock.wait(MOST_HOLD_S) is None
+    assert clock.quiet == []
+    clock.enter(Phase.STEP, start)
+    assert watch.bound(Phase.STEP) == bound, "the hold is not a step"
+    clock.enter(Phase.HELD, start)
+    hang = clock.wait(1.1 * MOST_HOLD_S)
+    assert hang is not None and hang.stage is Stage.HANG
 
 
 def test_rare_slow_steps_are_normal() -> None:

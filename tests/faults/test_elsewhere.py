@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,9 +16,12 @@ import pytest
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.processes import process_state
+from hpc_train.run.requests import hold_requested
+from hpc_train.runs.job_status import hold_of
 from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.checkpoint.tensors import assert_same_bits
 from tests.checkpoint.test_commands import everything
+from tests.doors.command import hpc_train
 from tests.faults.agent import PATIENCE, SHIFT
 from tests.faults.plan import RECOVERY, Fault, happened
 from tests.faults.surroundings import Surroundings
@@ -64,19 +68,68 @@ def test_nothing_depends_on_equal_clocks(tmp_path: Path, whole: Path) -> None:
     assert_nothing_left(run)
 
 
+@pytest.mark.timeout(600)
+def test_a_person_looks_into_a_rank_of_another_node_and_no_number_changes(tmp_path: Path) -> None:
+    """A step takes 0.1 s or more. In the long form, the hold is longer than the bound of a hang and the timeout of
+    collectives."""
+    bound_s = 20 if LONG else 120
+    held_s = 1.5 * bound_s if LONG else 0
+    timeouts = (f"elastic.hang_timeout_s={bound_s}", f"elastic.collective_timeout_s={bound_s}")
+    run = freeze(tmp_path / "run", 100_000, "cluster.cpu_workers=1", "telemetry.log_every=1", *timeouts)
+    agents = start_on_two_nodes(run, [Fault("slow", 0, 0)])
+    try:
+        until(run.read_metrics)
+        command = [sys.executable, "-m", "hpc_train", "debug", str(run.path), "--rank=1", "--json"]
+        person = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert person.stdin is not None and person.stdout is not None
+        until(lambda: (request := hold_requested(run)) is not None and hold_of(run, run.newest_attempt(), request))
+        held_at = time.monotonic()
+        second = hpc_train("debug", str(run.path), "--rank=0", cwd=tmp_path)
+        assert second.returncode == 2
+        assert "rank 1 is held already" in second.stderr
+        [held] = [event for event in run.read_events() if event["event"] == "held"]
+        assert f"rank 1 on 127.0.0.2 is held after step {held.step} for at most" in held.message
+        until(lambda: time.monotonic() > held_at + held_s)
+        person.stdin.write("p 'step', self.step\np next(self.engine.parts[0].parameters()).shape\nnext\n")
+        person.stdin.close()
+        shown = json.loads(person.stdout.read())
+        assert (shown["rank"], shown["node"], shown["step"]) == (1, "127.0.0.2", held.step)
+        assert f"('step', {held.step})" in shown["output"]
+        assert "torch.Size([" in shown["output"]
+        assert "*** all ranks are held between two steps" in shown["output"]
+        until(lambda: run.read_metrics()[-1].step > held.step + 3)
+    finally:
+        for agent in agents:
+            agent.send_signal(signal.SIGTERM)
+        ends = [finish(run, agent) for agent in agents]
+    assert [end.code for end in ends] == [75, 75], ends[0].error + ends[1].error
+    assert ends[0].events("hang_detected", "no_progress", "worker_failed", "restarted") == []
+    losses = [(line.step, line.loss) for line in run.read_metrics()]
+    other = undisturbed(tmp_path / "other", losses[-1][0], "telemetry.log_every=1")
+    assert [(line.step, line.loss) for line in other.read_metrics()] == losses
+    last = f"step-{losses[-1][0]:08d}"
+    assert_same_bits(run.checkpoints / last, other.checkpoints / last)
+    assert_nothing_left(run)
+
+
 def on_two_nodes(run: RunDirectory, plan: Sequence[Fault], **of_second: str) -> list[Trial]:
     """As far as the agents can tell; ``of_second`` are variables of the second node."""
+    agents = start_on_two_nodes(run, plan, **of_second)
+    ends = [finish(run, agent, plan) for agent in agents]
+    assert [end.code for end in ends] == [0, 0], ends[0].error + ends[1].error
+    return ends
+
+
+def start_on_two_nodes(run: RunDirectory, plan: Sequence[Fault], **of_second: str) -> list[subprocess.Popen[str]]:
+    """Starts the agents of two nodes, as in a step of Slurm; ``of_second`` are variables of the second node."""
     step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
-    agents = [
-        start(run, plan, Surroundings(variables=step | own))
-        for own in (
+    return [
+        start(run, plan, Surroundings(variables=step | node))
+        for node in (
             {"SLURM_NODEID": "0", "SLURMD_NODENAME": "127.0.0.1"},
             {"SLURM_NODEID": "1", "SLURMD_NODENAME": "127.0.0.2", **of_second},
         )
     ]
-    ends = [finish(run, agent, plan) for agent in agents]
-    assert [end.code for end in ends] == [0, 0], ends[0].error + ends[1].error
-    return ends
 
 
 @IN_LONG_FORM  # test_hangs has the decision

@@ -162,6 +162,7 @@ OPTIONS = {
     "generate": ["a text"],
     "sync": ["--to", "tensorboard"],
     "stacks": ["--wait", "0"],
+    "debug": ["--rank", "0"],
 }
 
 

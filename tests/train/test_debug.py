@@ -1,7 +1,11 @@
-"""``train.debug=true``: what is wrong is named, with its rank."""
+"""``train.debug=true`` names what is wrong, with its rank; the command ``debug`` shows a rank only to its owner."""
 
 from __future__ import annotations
 
+import socket
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,8 @@ import torch.distributed as dist
 from hpc_train.config.values import DEBUG_STEPS
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.requests import StopFlag
+from hpc_train.train.hold import accept, listening, look
+from tests.other_user import common, needs_root, start_as_other  # noqa: F401
 from tests.train.runs import frozen, run_attempt
 
 
@@ -88,3 +94,47 @@ def test_without_a_mistake_it_ends_after_a_few_steps_of_the_same_run(tmp_path: P
     saved = {path.name for path in debugged.checkpoints.iterdir()}
     assert f"step-{DEBUG_STEPS:08d}" in saved
     assert len(saved) <= 2, "a slow machine also saves before the last evaluation"
+
+
+@needs_root
+def test_another_user_cannot_attach(common: Path) -> None:  # noqa: F811
+    """Neither through the modes of the socket and its directory, nor by its credentials if the modes are wrong."""
+    common.chmod(0o700)
+    path = common / "debug"
+
+    def connect() -> None:
+        with socket.socket(socket.AF_UNIX) as other:
+            other.connect(str(path))
+            assert other.recv(1) == b"", "the connection is closed"
+
+    with listening(path) as listener:
+        assert path.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(AssertionError, match="PermissionError"):
+            start_as_other(connect)()
+        common.chmod(0o755)
+        path.chmod(0o666)
+        wait = start_as_other(connect)
+        with socket.socket(socket.AF_UNIX) as mine:
+            threading.Timer(0.5, lambda: mine.connect(str(path))).start()
+            with accept(listener, time.monotonic() + 60, lambda: False) as connection:
+                wait()
+                assert connection.getpeername() == ""
+    assert not path.exists()
+    with pytest.raises(PermissionError, match="other users may enter"), listening(path):
+        pass
+
+
+@pytest.mark.parametrize("statement", ["p seen", "while True: pass", None])
+def test_a_hold_ends_in_the_middle_of_a_statement_too(statement: str | None) -> None:
+    """A statement that returns, one that does not, and none."""
+    seen = 17
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        if statement is not None:
+            theirs.sendall(f"{statement}\n".encode())
+        ends = iter(["", "", *["its limit has passed"] * 100])
+        assert look(ours, sys._getframe(), "held", lambda: next(ends)) == "its limit has passed"
+        shown = theirs.recv(1 << 16).decode()
+    assert shown.startswith("held\n> ")
+    assert shown.endswith("the hold is over: its limit has passed\n")
+    assert (str(seen) in shown) == (statement == "p seen")

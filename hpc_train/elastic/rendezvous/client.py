@@ -31,7 +31,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.files import in_time
-from hpc_train.run.requests import ResizeRequest
+from hpc_train.run.requests import HoldRequest, ResizeRequest
 from hpc_train.schedulers.scheduler import CurrentJob
 
 # A dying server closes its connections, unless its node is cut off. It may be busy with a slow file system and asks
@@ -80,6 +80,7 @@ class RendezvousClient:
         self.silent = False  # lost without a closed connection: its agent is frozen or its node is cut off
         self._to_save = self._saved = -1  # the newest attempt whose stacks all nodes are to save, and have saved
         self.stacks_requested = 0  # number of the newest request for stacks that node 0 has found
+        self.hold_requested: HoldRequest | None = None  # the newest request to hold a rank that node 0 has found
         self.progress = 0  # newest change in run.progress_dir that node 0 has found, in nanoseconds since 1970
         threading.Thread(target=self._follow, name="rendezvous-client", daemon=True).start()
 
@@ -171,6 +172,10 @@ class RendezvousClient:
         """Reports a request for stacks, which the server passes on to all agents."""
         self._channel.send({"kind": "stacks", "number": number})
 
+    def send_hold_request(self, request: HoldRequest) -> None:
+        """Reports a request to hold a rank, which the server passes on to all agents."""
+        self._channel.send({"kind": "hold", **asdict(request)})
+
     def send_progress(self, changed: int) -> None:
         """Reports a change in ``run.progress_dir``, which the server passes on to all agents."""
         self._channel.send({"kind": "progress", "number": changed})
@@ -227,6 +232,8 @@ class RendezvousClient:
             self._orders.put(message)
         elif message["kind"] == "stacks":
             self.stacks_requested = message["number"]
+        elif message["kind"] == "hold":
+            self.hold_requested = HoldRequest(message["rank"], message["limit_s"], message["time"])
         elif message["kind"] == "progress":
             self.progress = message["number"]
         elif message["kind"] == "save_stacks":

@@ -26,6 +26,7 @@ FIELDS = {  # of the messages that an agent sends after it has introduced itself
     "quit": {"kind", "message"},
     "stacks": {"kind", "number"},
     "progress": {"kind", "number"},
+    "hold": {"kind", "rank", "time", "limit_s"},
     "resize": {"kind", "nodes", "reason", "time", "of_user"},
     "invite": {"kind", "first", "count", "node"},
     "retire": {"kind"},

@@ -37,7 +37,7 @@ from hpc_train.elastic.rendezvous.messages import (
 )
 from hpc_train.run.exits import Action, Exit
 from hpc_train.run.files import BackgroundCall
-from hpc_train.run.requests import ResizeRequest
+from hpc_train.run.requests import HoldRequest, ResizeRequest
 from hpc_train.run.rows import check_fields
 
 Result = TypeVar("Result")
@@ -285,6 +285,9 @@ class RendezvousServer:
             self._handle_change(member, member.node, message)
         elif kind in ("stacks", "progress"):  # node 0 has found a request, or newer files of a script
             self._broadcast({"kind": kind, "number": typed(message["number"], int)})
+        elif kind == "hold":
+            check_fields(HoldRequest(**{name: value for name, value in message.items() if name != "kind"}))
+            self._broadcast(message)
         elif kind in ("store_lost", "stacks_saved", "ended") and typed(message["attempt"], int) == self._attempt:
             if kind == "stacks_saved":
                 self._coordinator.stacks_saved(member.node.number)
