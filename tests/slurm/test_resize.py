@@ -253,10 +253,13 @@ def test_a_joiner_that_never_starts_is_cancelled_with_the_run(cluster: Cluster, 
 @pytest.mark.timeout(1500)
 @pytest.mark.long_form(400)  # tests/elastic/test_resize.py
 def test_a_run_takes_idle_nodes_by_itself(cluster: Cluster, tmp_path: Path) -> None:
-    """The joiner has the resources of the job that was the first to start, and fewer nodes than requested, since its
-    partition allows two. It ends with this job, which asks again.
+    """The joiner has the resources of the job that was the first to start, and fewer nodes than requested. It ends with
+    this job, which asks again.
     """
-    grows = ["elastic.grow=idle", "elastic.max_nodes=4", "train.steps=3000"]
+    cluster.call(
+        "sbatch", "--exclusive", "--nodes=2", "--time=60", "--output=/dev/null", "--wrap=sleep 3600", cwd=tmp_path
+    )
+    grows = ["elastic.grow=idle", "elastic.max_nodes=3", "train.steps=3000"]
     first = [
         "+cluster.extra.begin=now+3600",
         "cluster.first=[{account: research, partition: debug, time: 20, extra: {begin: now}}]",
@@ -264,7 +267,7 @@ def test_a_run_takes_idle_nodes_by_itself(cluster: Cluster, tmp_path: Path) -> N
     run = start(cluster, tmp_path, *SLOW, *ONE_WORKER, *grows, *first)
     wait_for("a joiner", lambda: bool(events(run, "resized")), 480)
     assert "elastic.grow=idle (saves at most" in events(run, "resize_requested")[0]["message"]
-    assert (events(run, "resize_requested")[0]["nodes"], events(run, "resized")[0]["nodes"]) == (4, 3)
+    assert (events(run, "resize_requested")[0]["nodes"], events(run, "resized")[0]["nodes"]) == (3, 2)
     (joiner,) = joiners(cluster, "RUNNING")
     shown = cluster.call("squeue", "-h", "-j", joiner, "-O", "nice,account,partition").stdout.split()
     assert shown == ["1000000", "research", "debug"]
