@@ -246,10 +246,6 @@ def end_of_script(exit_code: int, asked_to_stop: bool) -> Exit | Failure:
     return SCRIPT_EXITS.get(exit_code, Failure.EXITED)
 
 
-class UnfitNode(Exception):
-    """Raised when a node is slow or broken. The event log records it, and the run continues without the node."""
-
-
 class CollectiveFailure(Exception):
     """Raised by all ranks together. Without a ``__cause__`` the message is complete and no traceback is shown.
 
@@ -260,6 +256,10 @@ class CollectiveFailure(Exception):
     def __init__(self, message: str, secondary: bool = False) -> None:
         super().__init__(message)
         self.secondary = secondary
+
+
+class UnfitNode(CollectiveFailure):
+    """Raised when a node is slow or broken. The event log records it, and the run continues without the node."""
 
 
 class Diverged(CollectiveFailure, FloatingPointError):

@@ -402,7 +402,6 @@ class Trainer:
             spike = divergence.since, step
             bad = range(step, step)
             rollbacks = self.rollbacks
-            reason += "; replaying the steps since the last checkpoint"
         else:
             replay = Replay(DATA, "it repeats in the replay, so the cause is the data or the optimization")
             reason += f"; {replay.words}"
@@ -414,13 +413,15 @@ class Trainer:
         if restored is None:
             if divergence.fatal:
                 self._fail(f"{reason} (and there is no checkpoint of step {divergence.since} or earlier)")
-            self.report.warning(step, f"{divergence.reason}; continuing, as there is no earlier checkpoint")
+            self.report.warning(step, f"{reason}; continuing, as there is no earlier checkpoint")
             return None
         self._spike = spike
+        if spike is not None:
+            reason += "; replaying the steps since the last checkpoint"
         self._not_finite = None
         self._replay = None
         self._save_due |= self._control.read().save  # the agreement for a batch that is now dropped
-        skipped = self.skipped.without(bad)
+        skipped = self.skipped.without(bad) if bad else self.skipped
         self.resume(restored)
         self.skipped = skipped  # the checkpoint does not include this rollback
         self.rollbacks = rollbacks

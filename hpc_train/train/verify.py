@@ -578,10 +578,11 @@ class Verification:
             words.append(suspicion.words)
             total = broadcast_plain(self._report(suspicion), self._mesh.control)
             unfit |= node is not None and total >= TOO_OFTEN
+        secondary = self._mesh.rank != next(iter(suspects), 0)
         if unfit and self._may_leave_nodes:
-            raise UnfitNode("; ".join(words))
+            raise UnfitNode("; ".join(words), secondary)
         if not corrected:
-            raise Corrupted("; ".join(words), secondary=self._mesh.rank != 0)
+            raise Corrupted("; ".join(words), secondary)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from tests.faults.plan import RECOVERY, Fault, bad_windows, happened, read_plan
 
 SLOW_S = 0.1
 NOT_A_NUMBER = torch.tensor(float("nan"))
+ERRS = "HPC_TRAIN_TEST_ERRS"  # steps of a node: in the first, one product is wrong, and all since the second
 
 
 def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
@@ -41,6 +42,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
     take = Trainer._train
 
     def faulty(self: Trainer, *arguments: Any) -> Any:
+        _let_products_err(self)
         _inject(plan, spec, self.step, stop, self)
         with _Bad(self, plan, spec):
             return take(self, *arguments)
@@ -85,6 +87,23 @@ def _inject(plan: Sequence[Fault], spec: WorkerSpec, step: int, stop: StopFlag, 
                     weight.view(torch.int32)[0] ^= 1 << 20
             else:
                 INJECTIONS[fault.kind](stop)
+
+
+def _let_products_err(trainer: Trainer) -> None:
+    first, second = map(int, os.environ.get(ERRS, "-1 1000000").split())
+    *_, module, _ = [module for module in trainer.engine.parts[0].modules() if isinstance(module, torch.nn.Linear)]
+    happens_once = Path(trainer.report.run.path, "product-erred")
+
+    def err(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if trainer.step < second and (trainer.step != first or happens_once.exists()):
+            return None
+        happens_once.touch()
+        wrong = torch.zeros_like(output)
+        wrong.view(-1)[0] = 0.125
+        return output + wrong
+
+    if first >= 0 and not module._forward_hooks:
+        module.register_forward_hook(err)
 
 
 def _stand_still(run: Path) -> None:

@@ -23,6 +23,7 @@ from tests.checkpoint.tensors import assert_same_bits
 from tests.checkpoint.test_commands import everything
 from tests.doors.command import hpc_train
 from tests.faults.agent import PATIENCE, SHIFT
+from tests.faults.entry import ERRS
 from tests.faults.plan import RECOVERY, Fault, happened
 from tests.faults.surroundings import Surroundings
 from tests.faults.test_faults import until
@@ -76,7 +77,7 @@ def test_a_person_looks_into_a_rank_of_another_node_and_no_number_changes(tmp_pa
     held_s = 1.5 * bound_s if LONG else 0
     timeouts = (f"elastic.hang_timeout_s={bound_s}", f"elastic.collective_timeout_s={bound_s}")
     run = freeze(tmp_path / "run", 100_000, "cluster.cpu_workers=1", "telemetry.log_every=1", *timeouts)
-    agents = start_on_two_nodes(run, [Fault("slow", 0, 0)])
+    agents = start_on_nodes(run, [Fault("slow", 0, 0)], {}, {})
     try:
         until(run.read_metrics)
         command = [sys.executable, "-m", "hpc_train", "debug", str(run.path), "--rank=1", "--json"]
@@ -114,22 +115,65 @@ def test_a_person_looks_into_a_rank_of_another_node_and_no_number_changes(tmp_pa
 
 def on_two_nodes(run: RunDirectory, plan: Sequence[Fault], **of_second: str) -> list[Trial]:
     """As far as the agents can tell; ``of_second`` are variables of the second node."""
-    agents = start_on_two_nodes(run, plan, **of_second)
-    ends = [finish(run, agent, plan) for agent in agents]
+    ends = on_nodes(run, plan, {}, of_second)
     assert [end.code for end in ends] == [0, 0], ends[0].error + ends[1].error
     return ends
 
 
-def start_on_two_nodes(run: RunDirectory, plan: Sequence[Fault], **of_second: str) -> list[subprocess.Popen[str]]:
-    """Starts the agents of two nodes, as in a step of Slurm; ``of_second`` are variables of the second node."""
-    step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
-    return [
-        start(run, plan, Surroundings(variables=step | node))
-        for node in (
-            {"SLURM_NODEID": "0", "SLURMD_NODENAME": "127.0.0.1"},
-            {"SLURM_NODEID": "1", "SLURMD_NODENAME": "127.0.0.2", **of_second},
-        )
-    ]
+def on_nodes(run: RunDirectory, plan: Sequence[Fault], *variables: dict[str, str]) -> list[Trial]:
+    """Runs an agent for each of ``variables``, which it takes for those of its node."""
+    return [finish(run, agent, plan) for agent in start_on_nodes(run, plan, *variables)]
+
+
+def start_on_nodes(run: RunDirectory, plan: Sequence[Fault], *variables: dict[str, str]) -> list[subprocess.Popen[str]]:
+    """Starts the agents of ``on_nodes``, as in a step of Slurm."""
+    step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": str(len(variables))}
+    agents = []
+    for number, of_node in enumerate(variables):
+        node = {"SLURM_NODEID": str(number), "SLURMD_NODENAME": f"127.0.0.{number + 1}"}
+        agents.append(start(run, plan, Surroundings(variables=step | node | of_node)))
+    return agents
+
+
+@pytest.mark.long_form(90)  # test_corruption.py has the verdicts, test_ledger.py the cost, tests/elastic what follows
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("spares", [pytest.param(1, id="spare"), pytest.param(0, id="fewer")])
+def test_a_node_that_computes_wrong_numbers_is_left_behind(tmp_path: Path, spares: int) -> None:
+    """The third of three nodes errs once, which is corrected, and later in all passes."""
+    asked = (
+        "train.verify.every=1", "checkpoint.every=2", "checkpoint.keep=1", "batch.global_size=12",
+        "elastic.hang_timeout_s=auto", "telemetry.log_every=1", "cluster.preflight=off", "cluster.cpu_workers=1",
+        "elastic.min_nodes=2", "model.dropout=0",
+    )  # fmt: skip
+    whole = freeze(tmp_path / "whole", 16, *asked)
+    undisturbed_ends = on_nodes(whole, [], {}, {}, {})  # the bits depend on the nodes, whose order sums follow
+    assert undisturbed_ends[0].code == 0, undisturbed_ends[0].error
+    run = freeze(tmp_path / "run", 16, *asked, f"elastic.spares={spares}")
+    ends = on_nodes(run, [], {}, {}, {ERRS: "4 8"}, *[{}] * spares)
+    assert ends[0].code == 0, ends[0].error
+    first, second = ends[0].events("corruption")
+    assert (first["node"], first["step"], first["steps"], first["final"]) == ("127.0.0.3", 4, 1, False)
+    assert (second["node"], second["steps"], second["final"]) == ("127.0.0.3", 2, True)
+    assert ends[0].reported == [("unfit_node", 2)]
+    teams = [["127.0.0.1", "127.0.0.2", "127.0.0.3"], ["127.0.0.1", "127.0.0.2", *["127.0.0.4"] * spares]]
+    assert [event["nodes"] for event in ends[0].events("started")] == teams
+    [resumed] = ends[0].events("resumed")
+    assert resumed["step"] <= second["first"] <= 8
+    last = "step-00000016"
+    if spares:
+        assert_same_bits(run.checkpoints / last, whole.checkpoints / last)
+    expected = [line["loss"] for line in whole.read_metrics()]
+    assert [line["loss"] for line in run.read_metrics()] == pytest.approx(expected, rel=1e-5)
+    shown = hpc_train("why", str(run.path), "--json", cwd=tmp_path)
+    told = json.loads(shown.stdout)
+    assert [excluded["node"] for excluded in told["excluded_nodes"]] == ["127.0.0.3"]
+    assert told["ledger"]["corrupted_steps"] == second["step"] - resumed["step"] > 0
+    assert told["ledger"]["verification_s"] > 0
+    assert hpc_train("report", str(run.path), cwd=tmp_path).returncode == 0
+    page = (run.path / "report.html").read_text()
+    for words in ("wrong gradients in step 5: rank 2 on 127.0.0.3 is suspected", "Wrong numbers cost"):
+        assert words in page and (words in shown.stdout or words.startswith("Wrong"))
+    assert_nothing_left(run)
 
 
 @IN_LONG_FORM  # test_hangs has the decision

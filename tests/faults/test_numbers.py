@@ -197,4 +197,38 @@ def test_a_run_that_diverges_again_and_again_fails(tmp_path: Path) -> None:
 def test_a_jump_before_the_first_checkpoint_is_told(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp", *GOES_BACK, "train.steps=14", "checkpoint.every=0")
     assert run_attempt(run, 1, partial(poison, "spike", range(10, 13))) == [0]
-    assert [event["step"] for event in run.read_events() if event["event"] == "warning"] == [13]
+    [warning] = [event for event in run.read_events() if event["event"] == "warning"]
+    assert warning["step"] == 13 and "cannot be replayed, because the weights have changed since" in warning["message"]
+
+
+def err_until_the_replay(spec: WorkerSpec, stop: StopFlag) -> None:
+    """The losses of the steps 11 to 13 are high until the run has gone back."""
+    from hpc_train.parallel.replica_engine import ReplicaEngine
+    from hpc_train.train.report import Report
+
+    right = ReplicaEngine.train_step
+    poison("spike", range(10, 13), spec, stop)
+    report = Report.rolled_back
+
+    def repair(self, *arguments):  # type: ignore[no-untyped-def]
+        ReplicaEngine.train_step = right  # type: ignore[method-assign]
+        report(self, *arguments)
+
+    Report.rolled_back = repair  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("cause", ["hardware", "data or optimization"])
+@pytest.mark.long_form(9, cases=["data or optimization"])
+def test_the_steps_of_a_jump_are_replayed_from_a_checkpoint(tmp_path: Path, cause: str) -> None:
+    """Of verified runs. The samples are skipped only if the jump repeats."""
+    run = frozen(tmp_path / "run", "+strategy=dp", *GOES_BACK, "checkpoint.every=4", "train.verify.every=4")
+    prepare = err_until_the_replay if cause == "hardware" else partial(poison, "spike", range(10, 13))
+    assert run_attempt(run, 1, prepare) == [0]
+    expected = [(13, 8, [])] if cause == "hardware" else [(13, 8, []), (13, 8, [[10, 13]])]
+    assert rollbacks(run) == expected
+    [replayed] = [event for event in run.read_events() if event["event"] == "replayed"]
+    assert (replayed["step"], replayed["reason"], replayed["node"]) == (13, cause, None)
+    assert replayed["message"] in (run.logs / "rank-0-000.log").read_text()
+    lines = run.read_metrics()
+    assert [line["step"] for line in lines] == list(range(1, 17))
+    assert max(line["loss"] for line in lines) < 10

@@ -31,7 +31,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.model import Model
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.run.exits import CollectiveFailure, UnfitNode
+from hpc_train.run.exits import CollectiveFailure
 
 
 class Metric(ABC):
@@ -231,7 +231,7 @@ class MetricSums:
         return f"metric {name} ({self._targets[name]})"
 
 
-_UNCHANGED = (UserError, CollectiveFailure, UnfitNode, MemoryError)  # the reaction of the agent depends on these types
+_UNCHANGED = (UserError, CollectiveFailure, MemoryError)  # the reaction of the agent depends on these types
 _PACKAGE = Path(__file__).parents[2]
 
 
