@@ -166,8 +166,11 @@ def why_unfit(nodes: Iterable[Node]) -> tuple[str, str]:
 
 
 def have_been_checked(run: RunDirectory, launch: str, nodes: Sequence[str]) -> bool:
-    """Returns whether a preflight of an earlier attempt of this start of the job has checked all of ``nodes``."""
-    checks = [event for event in run.events_of(RANK_0) if event.name == "preflight"]
+    """Returns whether a preflight of an earlier attempt of this start of the job has checked all of ``nodes``, and
+    ``train.verify`` has not found wrong numbers since."""
+    events = [*run.events_of(RANK_0)]
+    corrupted = max((event.time for event in events if event.name == "corruption"), default=0.0)
+    checks = [event for event in events if event.name == "preflight" and event.time > corrupted]
     return any(set(nodes) <= set(check.get("nodes", ())) for check in checks if check.get("launch") == launch)
 
 

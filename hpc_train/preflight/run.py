@@ -1,7 +1,8 @@
 """Runs the preflight, which checks before the first step that the nodes agree and are fast.
 
 On one node, it checks the GPUs and the links between them; a job on the CPUs of one node has no preflight. The
-preflight runs in the first attempt on a set of nodes. Further attempts on the same nodes, or a subset of them, skip it.
+preflight runs in the first attempt on a set of nodes. Further attempts on the same nodes, or a subset of them, skip it
+unless ``train.verify`` has found wrong numbers since.
 """
 
 from __future__ import annotations

@@ -80,8 +80,12 @@ def test_groups_that_straddle_switches_are_reported(run: RunDirectory, capsys: p
 
 
 def test_nodes_are_looked_at_once_per_start_of_a_job(run: RunDirectory) -> None:
-    """Not after a restart in place or with fewer of them; again with another node, and in the next start."""
-    EventLog.open(run, "rank-0000", 0, 0).write("preflight", launch="7.0.0", nodes=["n1", "n2", "n3"])
+    """Not after a restart in place or with fewer of them; again with another node, in the next start, and after wrong
+    numbers."""
+    events = EventLog.open(run, "rank-0000", 0, 0)
+    events.write("preflight", launch="7.0.0", nodes=["n1", "n2", "n3"])
     assert have_been_checked(run, "7.0.0", ["n1", "n2", "n3"]) and have_been_checked(run, "7.0.0", ["n3", "n1"])
     assert not have_been_checked(run, "7.0.0", ["n1", "n2", "n4"])
     assert not have_been_checked(run, "7.0.1", ["n1", "n2", "n3"])
+    events.write("corruption", message="wrong", first=0, steps=1)
+    assert not have_been_checked(run, "7.0.0", ["n1", "n2", "n3"])
