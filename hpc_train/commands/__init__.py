@@ -77,10 +77,10 @@ COMMANDS = {
     "resize": Command("submitted:resize", "continue a live run on another number of nodes", _MANAGE, RUNS),
     "checkpoint": Command(
         "checkpoint:main",
-        "list, verify, export, promote and import checkpoints",
+        "list, verify, export, promote, release and import checkpoints",
         _MANAGE,
         RUNS,
-        ("list", "verify", "export", "promote", "import"),
+        ("list", "verify", "export", "promote", "release", "import"),
     ),
     "evaluate": Command(
         "model:evaluate", "compute the metrics of a checkpoint on any data and layout", _USE, RUNS | OVERRIDES

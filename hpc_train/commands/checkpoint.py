@@ -1,4 +1,4 @@
-"""``python -m hpc_train checkpoint`` lists, verifies, exports, promotes and imports the checkpoints of a run."""
+"""``python -m hpc_train checkpoint`` lists, verifies, exports, promotes, releases and imports checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 import json
 import os
 import shlex
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,6 +58,7 @@ examples:
   python -m hpc_train checkpoint import Llama-2-7b-hf --to llama2
   python -m hpc_train checkpoint promote mine --checkpoint best --as production
   python -m hpc_train checkpoint import wandb:team/project/mine:production --to mine2
+  python -m hpc_train checkpoint release mine --to llama --serve 'vllm serve $MODEL'
   python -m hpc_train checkpoint export mine --to llama --submit --sbatch='--partition=cpu --time=2:00:00'
 """
 TRIES = 5  # attempts while the run removes old checkpoints
@@ -66,7 +69,14 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     if getattr(options, "submit", False):
         return _submit(arguments, options)
-    functions = {"list": _list, "verify": _verify, "export": _export, "promote": _promote, "import": _import}
+    functions = {
+        "list": _list,
+        "verify": _verify,
+        "export": _export,
+        "promote": _promote,
+        "release": _release,
+        "import": _import,
+    }
     return functions[options.action](options)
 
 
@@ -82,8 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     verified = actions.add_parser("verify", help="check every byte against its checksum; exit with 1 on damage")
     exported = actions.add_parser("export", help="export the model in Hugging Face's format or as one .pt file")
     promoted = actions.add_parser("promote", help="verify a checkpoint and store it in a model registry")
+    released = actions.add_parser("release", help="evaluate, export, describe, promote and serve a checkpoint")
     imported = actions.add_parser("import", help="import published weights or a promoted checkpoint as a run")
-    for action in (listed, verified, exported, promoted):
+    for action in (listed, verified, exported, promoted, released):
         action.add_argument("run", metavar="RUN", help="a run directory, or its name")
     verified.add_argument("--step", type=int, metavar="N", help="the step (default: all)")
     either = exported.add_mutually_exclusive_group()
@@ -103,17 +114,27 @@ def _parser() -> argparse.ArgumentParser:
     exported.add_argument(
         "--weights", metavar="HOOK", help="export the weights of this hook, such as ema, instead of those of the model"
     )
-    promoted.add_argument(
-        "--checkpoint",
-        default=NEWEST,
-        metavar="newest|best|STEP",
-        help="best: by checkpoint.keep_best, or by val_loss without it (default: %(default)s)",
-    )
+    for action in (promoted, released):
+        action.add_argument(
+            "--checkpoint",
+            default=NEWEST,
+            metavar="newest|best|STEP",
+            help="best: by checkpoint.keep_best, or by val_loss without it (default: %(default)s)",
+        )
+        action.add_argument("--name", help="the name of the model (default: the name of the run)")
+        action.add_argument(
+            "--as", dest="aliases", action="append", default=[], metavar="ALIAS", help="set an alias, e.g. production"
+        )
     promoted.add_argument("--to", choices=REGISTRIES, default=REGISTRIES[0], help="the registry (default: %(default)s)")
-    promoted.add_argument("--name", help="the name of the model (default: the name of the run)")
-    promoted.add_argument(
-        "--as", dest="aliases", action="append", default=[], metavar="ALIAS", help="set an alias, e.g. production"
+    released.add_argument("--to", type=Path, required=True, metavar="DIR", help="the directory of the release")
+    released.add_argument("--dtype", choices=DTYPES, help="dtype of the exported tensors (default: as stored)")
+    released.add_argument(
+        "--registry", choices=(*REGISTRIES, "none"), default=REGISTRIES[0], help="default: %(default)s"
     )
+    released.add_argument(
+        "--serve", metavar="COMMAND", help="what bash then runs, with the directory in $MODEL; with --submit as a job"
+    )
+    released.add_argument("--serve-sbatch", default="", metavar="OPTIONS", help="additional sbatch options of that job")
     imported.add_argument(
         "source",
         metavar="DIR|REFERENCE",
@@ -125,11 +146,11 @@ def _parser() -> argparse.ArgumentParser:
     imported.add_argument(
         "--dtype", choices=DTYPES[:2], default="float32", help="float64 for runs with precision=fp64 (default: float32)"
     )
-    for action in (verified, exported, promoted, imported):
+    for action in (verified, exported, promoted, released, imported):
         action.add_argument("--submit", action="store_true", help="run as a Slurm job with the run's cluster config")
         action.add_argument("--sbatch", default="", metavar="OPTIONS", help="additional sbatch options for that job")
         action.add_argument(TRUST, action="store_true", help="use a directory that belongs to another user")
-    for action in (listed, verified, exported, promoted, imported):
+    for action in (listed, verified, exported, promoted, released, imported):
         action.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
@@ -148,8 +169,16 @@ def _submit(arguments: list[str], options: argparse.Namespace) -> int:
         open_run(run, "checkpoint verify --submit", options.trust_owner)
         config = load(run) if run.config.exists() else typed(compose([]))
         folder = output_directory(run.path) / "logs"
-    words = ["checkpoint", *without_submission(arguments)]
-    return follow(submit(words, config, folder / "slurm", shlex.split(options.sbatch)))
+    words = ["checkpoint", *without_submission(arguments, ("--serve", "--serve-sbatch"))]
+    job = submit(words, config, folder / "slurm", shlex.split(options.sbatch))
+    if getattr(options, "serve", None) is not None:
+        after = [f"--dependency=afterok:{job.job_id}", "--kill-on-invalid-dep=yes"]
+        program = ["env", f"MODEL={options.to.absolute()}", "bash", "-c", options.serve]
+        extra = [*after, *shlex.split(options.serve_sbatch)]
+        served = submit(["serve"], config, folder / "slurm", extra, program)
+        where = f"Slurm job {served.job_id} begins if the release succeeds, output in {served.log}"
+        print(where, file=sys.stderr)
+    return follow(job)
 
 
 def _root() -> Path:
@@ -251,6 +280,57 @@ def _promote(options: argparse.Namespace) -> int:
     print(f"step {result['step']} is version {result['version']} of {name}{aliases}; to import it:")
     print(f"  python -m hpc_train checkpoint import {result['reference']} --to NEW")
     return Exit.DONE
+
+
+def _release(options: argparse.Namespace) -> int:
+    """Evaluates a checkpoint, exports it with a model card, promotes it, and runs the command that serves it."""
+    from hpc_train.report.registry import lineage, model_card, promote, registry_of, shared_config
+
+    run = find_run(options.run, _root(), "checkpoint release", options.trust_owner)
+    config = load(run)
+    refuse_existing(options.to, "--to")
+    if options.registry != "none":
+        registry_of(options.registry, config)  # raises now if it cannot be used
+    chosen = choose_by_name(run, options.checkpoint, _ranking_metric(run))
+    step = str(chosen.step)
+    name = options.name or Identity.of(config, run).name.replace("/", "-")
+    evaluate = [sys.executable, "-m", "hpc_train", "evaluate", str(run.path), "--checkpoint", step, "--json"]
+    done = subprocess.run([*evaluate, *[TRUST] * options.trust_owner], check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        return done.returncode
+    evaluated = json.loads(done.stdout)
+    with without_collector():
+        from hpc_train.checkpoint.transfer import export
+    options.to.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".release-", dir=options.to.absolute().parent) as temporary:
+        made = Path(temporary) / "model"
+        result = export(run, chosen.step, made, None, options.dtype, _bar)
+        if result["format"] == "pt":
+            made.rename(made.with_suffix(".pt"))
+            made.mkdir()
+            made.with_suffix(".pt").rename(made / "model.pt")
+        about = lineage(run, config, chosen.manifest())
+        card = model_card(name, about, evaluated, shared_config(config), made)
+        (made / "README.md").write_text(card, encoding="utf-8")
+        made.rename(options.to)
+    promoted = None
+    if options.registry != "none":
+        metric = _ranking_metric(run)
+        promoted = promote(run, config, options.registry, step, metric, name, options.aliases, _bar)
+    row = {"step": chosen.step, "path": str(options.to), "format": result["format"], "metrics": evaluated["metrics"]}
+    reference = None if promoted is None else promoted["reference"]
+    version = "" if promoted is None else f" and is {reference}"
+    print(
+        json.dumps(row | {"reference": reference})
+        if options.json
+        else f"step {step} of {run.path} is in {options.to}{version}",
+        flush=True,
+    )
+    if options.serve is None:
+        return Exit.DONE
+    environment = os.environ | {"MODEL": str(options.to.absolute())}
+    to = sys.stderr if options.json else None
+    return subprocess.run(["bash", "-c", options.serve], check=False, env=environment, stdout=to).returncode
 
 
 def _import(options: argparse.Namespace) -> int:

@@ -36,8 +36,14 @@ class CommandJob:
     clusters: str | None = None
 
 
-def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[str] = ()) -> CommandJob:
-    """Submits ``python -m hpc_train WORDS``.
+def submit(
+    words: Sequence[str],
+    config: Config,
+    folder: Path,
+    extra: Sequence[str] = (),
+    program: Sequence[str] | None = None,
+) -> CommandJob:
+    """Submits ``python -m hpc_train WORDS``, or another program.
 
     Raises UserError if Slurm does not respond or refuses the job, or as ``refuse_other_scheduler`` does.
 
@@ -45,6 +51,7 @@ def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[s
         config: sets partition, account, time limit, environment and container.
         folder: directory for the output of the job.
         extra: further options of sbatch, which take precedence.
+        program: the other program and its arguments; ``words`` then only name the job.
     """
     refuse_other_scheduler(config.cluster)
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +61,7 @@ def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[s
     options = [*_options(words[0], config), f"--output={output_file(log.parent, log.name)}", *extra]
     clusters = other_clusters(config.cluster.clusters, NO_SITE)
     try:
-        job_id = client.submit(options, _script(words, config, code), f"hpc_train-job:{log}", clusters)
+        job_id = client.submit(options, _script(words, config, code, program), f"hpc_train-job:{log}", clusters)
         return CommandJob(job_id, log, code, clusters)
     except LostAnswer:
         raise
@@ -67,13 +74,16 @@ def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[s
         raise UserError(f"Slurm refuses the job: {error.said}", where="--submit", fix=fix) from error
 
 
-def without_submission(arguments: Sequence[str]) -> list[str]:
-    """Returns ``arguments`` without ``--submit`` and ``--sbatch``, for the command that the job runs."""
+def without_submission(arguments: Sequence[str], others: Sequence[str] = ()) -> list[str]:
+    """Returns ``arguments`` without ``--submit``, ``--sbatch`` and the options ``others``, which have a value, for the
+    command that the job runs."""
     words = list(arguments)
-    while "--sbatch" in words:
-        index = words.index("--sbatch")
-        del words[index : index + 2]
-    return [word for word in words if word != "--submit" and not word.startswith("--sbatch=")]
+    for option in ("--sbatch", *others):
+        while option in words:
+            index = words.index(option)
+            del words[index : index + 2]
+        words = [word for word in words if not word.startswith(f"{option}=")]
+    return [word for word in words if word != "--submit"]
 
 
 def follow(job: CommandJob) -> int:
@@ -137,9 +147,11 @@ def _options(command: str, config: Config) -> list[str]:
     return [*(f"--{name}={value}" for name, value in values.items() if value is not None), "--no-requeue"]
 
 
-def _script(words: Sequence[str], config: Config, code: Path) -> str:
+def _script(words: Sequence[str], config: Config, code: Path, program: Sequence[str] | None) -> str:
     cluster = config.cluster
     container = container_of(config, 0)
+    if program is None:
+        program = [python(cluster, container), "-m", "hpc_train", *words]
     step = ["srun", "--nodes=1", "--ntasks=1", "--unbuffered"]  # the job of `doctor` may have several nodes
     mounts = []
     if container is not None:
@@ -152,7 +164,7 @@ def _script(words: Sequence[str], config: Config, code: Path) -> str:
         *exports(cluster.env),
         *setup_lines(cluster.setup),
         *mounts,
-        quoted([*step, python(cluster, container), "-m", "hpc_train", *words]),
+        quoted([*step, *program]),
         "status=$?",
         f'echo "$status" > {shell_word(str(code))}',
         'exit "$status"',

@@ -104,6 +104,36 @@ def lineage(run: RunDirectory, config: Config, manifest: Manifest) -> dict[str, 
     }
 
 
+def model_card(name: str, about: Mapping[str, Any], evaluated: Mapping[str, Any], config: str, folder: Path) -> str:
+    """Returns the model card of a release in Markdown, with the front matter that Hugging Face reads.
+
+    Args:
+        about: the lineage; see ``lineage``.
+        evaluated: the result of ``evaluate``.
+        config: see ``shared_config``.
+        folder: the files of the release, which are listed with their SHA-256.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    library = "transformers" if (folder / "config.json").exists() else "pytorch"
+    origin = {key: about[key] for key in ("run_id", "run", "parent_run", "step", "code", "versions", MANIFEST)}
+    samples = ", ".join(f"{count:,} of {part}" for part, count in evaluated["samples"].items())
+    lines = [
+        f"---\nlibrary_name: {library}\ntags: [hpc_train]\n---\n\n# {name}\n",
+        f"Trained with hpc_train; step {about['step']} of the run `{about['run_id']}`.\n",
+        f"## Metrics\n\nOf {samples} samples, in {evaluated['precision']}.\n\n| Metric | Value |\n|---|---|",
+        *(f"| {metric} | {value:.6g} |" for metric, value in evaluated["metrics"].items()),
+        f"\n## Data\n\n```json\n{json.dumps(about['data'], indent=2)}\n```\n",
+        f"## Origin\n\n```json\n{json.dumps(origin, indent=2)}\n```\n",
+        "## Files\n\n| File | Bytes | SHA-256 |\n|---|---|---|",
+    ]
+    for path in files:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        lines.append(f"| {path.relative_to(folder)} | {path.stat().st_size} | {digest} |")
+    lines.append(f"\n## Config\n\n```yaml\n{config.rstrip()}\n```")
+    return "\n".join(lines) + "\n"
+
+
 MLFLOW_REFERENCE = re.compile(r"(?P<name>[^@/:]+)(@(?P<alias>[^@/]+)|/(?P<version>\d+))")
 TAG_CHARACTERS = 5000
 

@@ -381,6 +381,7 @@ ACCESS: Mapping[str, Access] = MappingProxyType(
         "checkpoint verify --submit": Access.EXECUTES,  # the job runs cluster.setup of the run
         "checkpoint export": Access.EXECUTES,
         "checkpoint promote": Access.EXECUTES,
+        "checkpoint release": Access.EXECUTES,
         "checkpoint import": Access.EXECUTES,
     }
 )

@@ -156,6 +156,7 @@ def test_each_command_that_takes_a_run_is_in_the_table() -> None:
 OPTIONS = {
     "retry": ["--failed"],
     "checkpoint export": ["--to", "exported.pt"],
+    "checkpoint release": ["--to", "released"],
     "checkpoint import": ["--to", "imported"],
     "checkpoint verify --submit": ["--submit"],
     "compare --baseline": ["--baseline"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,8 +20,9 @@ from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.tasks.evaluate import evaluation_config
 from tests.config.composing import compose
-from tests.doors.command import TINY, hpc_train
+from tests.doors.command import TINY, environment, hpc_train
 from tests.doors.recorded import recorded_run
+from tests.telemetry import mlflow_service
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,31 @@ def test_the_metrics_are_those_of_the_training_under_another_layout(trained: Pat
     assert result["step"] == best and result["samples"] == {"validation": 8}
     assert result["layout"].startswith("dp 1 x pp 2")
     assert result["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-12)
+
+
+def test_a_release_has_a_card_with_hashes_and_is_promoted_and_served(trained: Path) -> None:
+    serve = 'head -n 2 "$MODEL/README.md" > served && exit 7'
+    with mlflow_service.service() as server:
+        done = hpc_train(
+            "checkpoint", "release", "base", "--checkpoint", "4", "--to", "models/first", "--registry", "mlflow",
+            "--as", "production", "--serve", serve, "--json", cwd=trained,
+            env=environment(MLFLOW_TRACKING_URI=server.url),
+        )  # fmt: skip
+        assert server.aliases["production"] == "1"
+    assert done.returncode == 7, done.stderr
+    assert (trained / "served").read_text() == "---\nlibrary_name: transformers\n"
+    released = json.loads(done.stdout)
+    assert released["reference"] == "mlflow:base@production"
+    assert released["metrics"]["val_loss"] == pytest.approx(losses(trained)[4], rel=1e-12)
+    card = (trained / "models" / "first" / "README.md").read_text()
+    [line] = [line for line in card.splitlines() if line.startswith("| model.safetensors |")]
+    digest = hashlib.sha256((trained / "models" / "first" / "model.safetensors").read_bytes()).hexdigest()
+    assert line.endswith(f" {digest} |")
+    assert f"| val_loss | {released['metrics']['val_loss']:.6g} |" in card
+    assert '"kind": "synthetic"' in card
+    again = hpc_train("checkpoint", "release", "base", "--to", "models/first", cwd=trained)
+    assert again.returncode == 2
+    assert sorted(path.name for path in (trained / "models").iterdir()) == ["first"]
 
 
 @pytest.mark.long_form(10)  # the config of such an evaluation is checked below
