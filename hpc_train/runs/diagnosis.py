@@ -22,7 +22,7 @@ from hpc_train.run.rows import Line
 from hpc_train.runs.job_status import NOT_LAUNCHED, JobStatuses, View, time_left
 from hpc_train.runs.lookup import RunHandle, statuses_of
 from hpc_train.schedulers.scheduler import JobStatus
-from hpc_train.schedulers.slurm.client import query
+from hpc_train.schedulers.slurm.client import node_states, query
 from hpc_train.schedulers.slurm.reasons import JobFacts, read_facts, sooner, with_gpus
 from hpc_train.schedulers.slurm.records import FREE, Free
 from hpc_train.telemetry.progress import ended_early
@@ -40,7 +40,7 @@ BY_STATE = {
     "OUT_OF_MEMORY": "Slurm killed it for exceeding its memory: increase cluster.mem, or reduce batch.loader_workers",
     "TIMEOUT": "it did not stop before its time limit: increase cluster.time or elastic.stop_grace_s",
     "NODE_FAIL": RESPONSES[Failure.NODE_LOST].advice,
-    "BOOT_FAIL": "its nodes failed to boot: submit it again, and report the nodes to the site",
+    "BOOT_FAIL": "its nodes failed to boot or to power up: submit it again, and report the nodes to the site",
     "DEADLINE": "its deadline passed: submit it again",
     "PREEMPTED": "a job with a higher priority preempted it: resume the run",
     "CANCELLED": "it was cancelled: resume the run",
@@ -49,6 +49,9 @@ NOT_LAUNCHED_ADVICE = (
     "check that the nodes can create files in {folder}, where the job's output goes; otherwise a node is faulty: "
     "cluster.exclude=NODE excludes it"
 )
+
+
+NOT_POWERED_UP_FIX = "ask the site: the cloud may lack such machines; or another cluster.partition or cluster.gpu_type"
 
 
 @dataclass(frozen=True)
@@ -154,8 +157,10 @@ def diagnose(
         is_slurm = "scheduler" not in found.submission
         if is_slurm:
             facts = read_facts(found.job_id)
-        if status is not None and (status.is_pending or (not is_slurm and status.is_running and status.reason)):
-            waiting = _waiting(found, status, view)
+        if status is not None and (
+            status.is_pending or status.is_starting or (not is_slurm and status.is_running and status.reason)
+        ):
+            waiting = _waiting(found, status, view, is_slurm)
     hours = found.plain_config.get("elastic", {}).get("exclude_hours", 0.0)
     metrics = [line for line in found.run.read_all_metrics() if cause is None or line.attempt == cause.attempt]
     return Diagnosis(
@@ -337,8 +342,15 @@ def shown(path: Path) -> str:
     return str(path)
 
 
-def _waiting(item: RunHandle, status: JobStatus, view: View) -> Waiting:
+def _waiting(item: RunHandle, status: JobStatus, view: View, is_slurm: bool) -> Waiting:
     reason = item.jobs.explain(status)
+    if is_slurm and status.is_pending:
+        partition = item.config.cluster.partition
+        states = node_states([f"--partition={partition}"] if partition else [])
+        failed = [node.words for node in states if node.was_not_powered_up]
+        if failed:
+            words = f"{reason.words}; Slurm could not power up {', '.join(failed)}"
+            reason = replace(reason, words=words, fix=reason.fix or NOT_POWERED_UP_FIX)
     if view.exit == Exit.DONE:
         words = f"the run is done, and {item.jobs.name} has requeued its job: {reason.words}"
         return Waiting(status.reason, words, f"python -m hpc_train cancel {shown(item.run.path)}", status.starts, ())

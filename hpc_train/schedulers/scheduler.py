@@ -51,6 +51,11 @@ class JobStatus:
         return self._is_in(Phase.PENDING)
 
     @property
+    def is_starting(self) -> bool:
+        """Returns whether its nodes are allocated, and are powered up, booted or configured before it runs."""
+        return self._is_in(Phase.STARTING)
+
+    @property
     def is_held(self) -> bool:
         """Returns whether the job starts only after ``scontrol release``."""
         return self.is_pending and (state_of(self.state).held or HELD.search(self.reason) is not None)
@@ -72,6 +77,8 @@ class JobStatus:
             text = "held"
         if self.part:
             text = f"{self.part}, {text}"
+        if self.is_starting:
+            return f"{text}, its nodes start"
         if not self.is_pending:
             return text
         if self.reason not in ("", "None"):

@@ -15,16 +15,19 @@ from hpc_train.commands import status, why
 from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.report.page.verdict import headline
 from hpc_train.run import lease
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RunDirectory, rank_writer
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import RESPONSES, Failure
 from hpc_train.run.file_writer import Outage
 from hpc_train.run.files import append_line
 from hpc_train.run.freeze import freeze
+from hpc_train.run.requests import request_hold
+from hpc_train.runs import diagnosis
 from hpc_train.runs.diagnosis import diagnose, excluded_nodes, explain_nccl, find_cause
 from hpc_train.runs.job_status import view_of
 from hpc_train.runs.lookup import find_run
 from hpc_train.schedulers.scheduler import JobStatus
+from hpc_train.schedulers.slurm.records import NodeState
 from tests.launch.jobs import make_job
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "model.py", line 7, in forward\nValueError: too wide'
@@ -298,6 +301,57 @@ def test_a_silence_is_told_until_a_step_is_logged(run: RunDirectory) -> None:
     assert status_of().message == "job 8 adds 5 when it starts"
     agent(run).write("resize_refused", nodes=7, reason="user", message="job 8 has ended before its nodes joined")
     assert status_of().message == ""
+    request = request_hold(run, 3, 600.0)
+    rank = EventLog.open(run, rank_writer(3), 0, 3)
+    about = {"requested": request.time, "node": "n1"}
+    rank.write("held", step=21, path="/tmp/debug-3-1", message="rank 3 on n1 is held after step 21", **about)
+    assert status_of().message == "rank 3 on n1 is held after step 21"
+    rank.write("released", step=21, seconds=2.0, reason="the debugger was left", **about)
+    assert status_of().message == ""
+
+
+# as Slurm 22.05 prints them, for nodes that it powers down and up
+POWERED = """\
+n1|idle~|none
+n2|idle%|none
+n3|idle!|none
+n4|allocated#|none
+n5|down~|ResumeTimeout reached
+n6|down*|Not responding
+"""
+CLOUD = "n7|down#|(Code:InsufficientInstanceCapacity)Failure when resuming nodes\n"  # as AWS ParallelCluster writes it
+
+
+def test_nodes_that_slurm_powers_up_and_those_that_it_could_not(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = NodeState.read_all(POWERED + CLOUD)
+    assert [node.words for node in nodes[:4]] == [
+        "n1 idle~ (powered down)", "n2 idle% (powering down)", "n3 idle! (about to be powered down)",
+        "n4 allocated# (starting)",
+    ]  # fmt: skip
+    assert [node.node for node in nodes if node.is_usable] == ["n1", "n2", "n3", "n4"]
+    assert [node.node for node in nodes if node.was_not_powered_up] == ["n5", "n7"]
+    asked: list[list[str]] = []
+
+    def node_states(selection: list[str]) -> list[NodeState]:
+        asked.append(selection)
+        return nodes
+
+    monkeypatch.setattr(diagnosis, "node_states", node_states)
+    monkeypatch.setattr(diagnosis, "read_facts", lambda job_id: None)
+    lease.add_submission(run, "Slurm", first_attempt=1, job_id="12")
+    item = find_run(str(run.path), "why")
+    starting = JobStatus("CONFIGURING", "None")
+    found = diagnose(item, {item.job_key: starting})
+    assert found.waiting is not None
+    assert "Slurm requeues it" in found.waiting.words
+    assert found.state == "configuring, its nodes start"
+    found = diagnose(item, {item.job_key: JobStatus("PENDING", "BeginTime")})
+    assert found.waiting is not None
+    assert "could not power up n5 down~ (powered down, ResumeTimeout reached), n7 down# (" in found.waiting.words
+    assert "the cloud may lack such machines" in found.waiting.fix
+    assert asked == [[]]
 
 
 def test_a_run_that_is_fine_says_so(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,7 @@ def test_a_user_without_any_account(tmp_path: Path) -> None:
     [
         (asked(), site()),
         (asked(mem="500G"), site()),
+        (asked(gpu_type="h100", nodes=9), site(replace(GPU, nodes=8 + 4))),  # Slurm does not show 4 of the nodes
         (asked(mem="0"), site()),
         (asked(nodes="2-12"), site()),
         (asked(partition="gpu,other"), Site("big", partitions={"gpu": GPU, "other": Partition("other")})),

@@ -107,7 +107,7 @@ def _slurm(diagnosis: Diagnosis) -> list[str]:
     }
     parts = [f"job {facts.job_id}: {facts.state}", *(words.format(value) for words, value in values.items() if value)]
     lines = [", ".join(parts)]
-    nodes = [f"{node.node} {node.state} ({node.reason})".removesuffix(" ()") for node in facts.nodes]
+    nodes = [node.words for node in facts.nodes]
     if nodes:
         lines.append(f"nodes: {', '.join(nodes)}")
     if diagnosis.withdrawn:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hpc_train.schedulers.scheduler import CurrentJob, JobStatus, Reason, SubmittedJobs, TimeLimit
 from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.client import BRIEF_S, CLOCKS_S, PATIENT_S, SlurmError, on_clusters
-from hpc_train.schedulers.slurm.reasons import explain
+from hpc_train.schedulers.slurm.reasons import NODES_START, explain
 from hpc_train.schedulers.slurm.records import JobRecord
 from hpc_train.schedulers.states import FORGOTTEN, JobState, Phase, state_of
 
@@ -42,7 +42,7 @@ class SlurmJobs(SubmittedJobs):
         return client.job_state(job_id, self.clusters)
 
     def explain(self, status: JobStatus) -> Reason:
-        return explain(status.reason)
+        return NODES_START if status.is_starting else explain(status.reason)
 
 
 def status_of(job_id: str, jobs: Mapping[str, JobStatus]) -> JobStatus | None:

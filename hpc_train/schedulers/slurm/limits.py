@@ -119,7 +119,7 @@ def check_limits(job: JobRequest, site: Site) -> None:
                 where="cluster.nodes",
                 fix=f"cluster.nodes={most_nodes} or fewer, or another cluster.partition",
             )
-        if partition.kinds:
+        if partition.kinds and not partition.hides_nodes:
             _check_gpus(job, partition)
             _check_cores_and_memory(job, partition)
     limits = _limits(job, site, partition, association)

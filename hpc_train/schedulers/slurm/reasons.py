@@ -101,6 +101,10 @@ REASONS: Mapping[str, Reason] = {
     "ResvInvalid": Reason("its reservation is not valid", "remove cluster.extra.reservation"),
 }  # fmt: skip
 
+NODES_START = Reason(
+    "its nodes are powered up, booted or configured; if one does not register within ResumeTimeout, Slurm requeues it"
+)
+
 _LIMIT = re.compile(r"(?P<whose>QOS|Assoc|Association)(?P<kind>Grp|Max|Min)?(?P<what>\w*?)(?P<scope>Per\w+?)?(Limit)?$")
 _WHAT = (
     ("run minutes", "RunMinutes"), ("minutes of use", "Minutes"), ("wall time", "Wall"), ("wall time", "Time"),

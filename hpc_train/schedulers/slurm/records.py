@@ -175,6 +175,10 @@ def names_in(text: str) -> frozenset[str]:
 
 NODE_STATES = ("sinfo", "--noheader", "--Node", "--format=%N|%T|%E")
 _UNUSABLE = ("down", "drain", "fail", "unknown")
+# the last character of a state, https://slurm.schedmd.com/sinfo.html
+_POWER = {"~": "powered down", "#": "starting", "%": "powering down", "!": "about to be powered down"}
+# reasons of nodes that Slurm, or the ResumeProgram of a cloud, could not power up
+_NOT_POWERED_UP = re.compile(r"Resume(Timeout|Program)|resuming|InsufficientInstanceCapacity", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -195,6 +199,17 @@ class NodeState:
     @property
     def is_usable(self) -> bool:
         return not self.state.startswith(_UNUSABLE)
+
+    @property
+    def was_not_powered_up(self) -> bool:
+        return not self.is_usable and _NOT_POWERED_UP.search(self.reason) is not None
+
+    @property
+    def words(self) -> str:
+        """Returns the node with its state, what the power saving of Slurm does with it, and the reason."""
+        power = _POWER.get(self.state[-1:], "")
+        notes = f" ({', '.join(filter(None, [power, self.reason]))})"
+        return f"{self.node} {self.state}{notes}".removesuffix(" ()")
 
 
 FREE = ("sinfo", "--noheader", "--format=%R|%a|%F|%l|%G|%P")

@@ -71,6 +71,11 @@ class Partition:
     kinds: tuple[NodeKind, ...] = ()
     architectures: frozenset[str] = frozenset()
 
+    @property
+    def hides_nodes(self) -> bool:
+        """Returns whether Slurm shows fewer nodes than the partition has, such as powered down nodes of a cloud."""
+        return sum(kind.count for kind in self.kinds) < self.nodes
+
 
 @dataclass(frozen=True)
 class PartitionLimits:
