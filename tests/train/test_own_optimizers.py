@@ -58,10 +58,53 @@ MIXED = OptimConfig(  # an optimizer for each kind of matrix, so that one traini
 )
 
 
-def expected(name: str, parameter: nn.Parameter) -> torch.optim.Optimizer:
+LARGE_BATCH = "hpc_train.train.optimizers.large_batch"
+LARS = r"wq|ffn\.w2|attention_norm"
+LARGE = OptimConfig(  # of large batches: the norms of the step are those of whole parameters
+    _target_=f"{LARGE_BATCH}.Lamb", lr=LR, groups={"lars": {"match": LARS, "_target_": f"{LARGE_BATCH}.Lars"}}
+)
+
+
+class ByFormula(torch.optim.Optimizer):
+    """LARS and LAMB of one parameter as in the articles, in fp64."""
+
+    def __init__(self, parameter: nn.Parameter, decay: float, is_lars: bool) -> None:
+        super().__init__([parameter], {})
+        self.parameter = parameter
+        self.decay = decay
+        self.is_lars = is_lars
+        self.first = torch.zeros(parameter.shape, dtype=torch.float64)
+        self.second = self.first
+        self.updates = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        weight = self.parameter
+        gradient = weight.grad
+        assert gradient is not None
+        self.updates += 1
+        if self.is_lars:
+            update = gradient + self.decay * weight
+            size = gradient.norm() + self.decay * weight.norm()
+        else:
+            self.first = 0.9 * self.first + 0.1 * gradient
+            self.second = 0.999 * self.second + 0.001 * gradient**2
+            root = (self.second / (1 - 0.999**self.updates)).sqrt() + 1e-6
+            update = self.first / (1 - 0.9**self.updates) / root + self.decay * weight
+            size = update.norm()
+        if weight.ndim >= 2:
+            update = update * (1e-3 if self.is_lars else 1) * weight.norm() / size
+        if self.is_lars:
+            self.first = update = 0.9 * self.first + update
+        weight -= LR * update
+
+
+def expected(name: str, parameter: nn.Parameter, config: OptimConfig = MIXED) -> torch.optim.Optimizer:
     """The optimizer of one parameter, by hand."""
     decay = 0.1 if parameter.ndim >= 2 else 0.0
     one = [parameter]
+    if config is LARGE:
+        return ByFormula(parameter, decay, re.search(LARS, name) is not None)
     if any(part in name for part in ("wq", "wk", "ffn.w1")):
         return torch.optim.Muon(one, lr=LR, weight_decay=decay, ns_steps=3)
     if "wv" in name or "ffn_norm" in name:
@@ -74,11 +117,11 @@ def expected(name: str, parameter: nn.Parameter) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(one, 2 * LR if in_stem else LR, 0.5 if in_stem else 0.9, weight_decay=decay)
 
 
-def train_plainly(cell: Cell) -> Mapping[str, Tensor]:
+def train_plainly(cell: Cell, of: OptimConfig) -> Mapping[str, Tensor]:
     config = cell.config()
     model: Any = build_model(config.model, config.train.seed)
     materialize(model, torch.device("cpu"), config.train.seed, torch.float64)
-    optimizers = [expected(name, parameter) for name, parameter in model.named_parameters()]
+    optimizers = [expected(name, parameter, of) for name, parameter in model.named_parameters()]
     for step in range(STEPS):
         model.zero_grad()
         inputs, targets = global_batch(cell, step)
@@ -90,21 +133,21 @@ def train_plainly(cell: Cell) -> Mapping[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def compare(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
+def compare(rank: int, world_size: int, cells: list[Cell], large: bool = False) -> list[float]:
     """Every second cell updates groups of a few parameters."""
     errors = []
     for number, cell in enumerate(cells):
         with mock.patch.object(held, "MOST_ELEMENTS", (2**26, 300)[number % 2]):
-            errors.append(compare_one(rank, cell))
+            errors.append(compare_one(rank, cell, LARGE if large else MIXED))
     return errors
 
 
-def compare_one(rank: int, cell: Cell) -> float:
+def compare_one(rank: int, cell: Cell, of: OptimConfig) -> float:
     """Before each step, it takes one that is not finite."""
     mesh, config = mesh_of(cell, rank), cell.config()
     engine = build_engine(config, mesh)
     parameters = engine.named_parameters()
-    optimizer = Optimizer(MIXED, parameters, config.strategy.offload == "optimizer")
+    optimizer = Optimizer(of, parameters, config.strategy.offload == "optimizer")
     for step in range(STEPS):
         engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
         finite = engine.clip_grad_norm_(MAX_NORM).isfinite()
@@ -115,7 +158,7 @@ def compare_one(rank: int, cell: Cell) -> float:
         for name, gradient in gradients.items():
             parameters[name].grad = gradient
         optimizer.step(LR, finite)
-    return error({name: whole(value.detach()) for name, value in parameters.items()}, train_plainly(cell))
+    return error({name: whole(value.detach()) for name, value in parameters.items()}, train_plainly(cell, of))
 
 
 SPLITS: list[dict[str, Any]] = [
@@ -140,6 +183,16 @@ def test_every_optimizer_trains_as_in_one_process_under_every_strategy() -> None
     assert not {cell: error for cell, error in worst.items() if not error < 1e-10}
     single = [Cell(1, strategy={}), Cell(1, strategy={"offload": "optimizer"})]
     assert max(run_on_world(1, compare, single)[0]) < 1e-10
+
+
+@pytest.mark.parametrize("form", [{"dp": 2, "tp": 2, "data_parallel": "zero3"}, "every"], ids=["short", "every"])
+@pytest.mark.long_form(25, cases=["every"])
+def test_lars_and_lamb_train_by_their_formulas_under_every_strategy(form: Any) -> None:
+    """The counts of steps are in fp32, so the bias corrections of LAMB have its precision."""
+    splits = SPLITS if form == "every" else [form]
+    cells = [Cell(4, "gpt-tied" if "pp" in split else "gpt", strategy=split) for split in splits]
+    ranks = run_on_world(4, compare, cells, True, timeout=300)
+    assert max(map(max, ranks)) < 1e-6
 
 
 class Received(TorchDispatchMode):
