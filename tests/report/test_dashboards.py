@@ -86,11 +86,8 @@ def test_the_shippers_know_the_lines_of_a_log(tmp_path: Path) -> None:
     log.close()
     writer.close()
     (line,) = (tmp_path / "n1-000.log").read_text().splitlines()
-    shippers = [path.read_text() for path in sorted((DEPLOY / "logs").iterdir()) if path.suffix != ".json"]
-    assert len(shippers) == 3
-    for text in shippers:
-        (expression,) = LINE.findall(text)
+    for name in ("config.alloy", "vector.toml"):  # Logstash leaves it to Elasticsearch, see test_elastic.py
+        (expression,) = LINE.findall((DEPLOY / "logs" / name).read_text())
         found = re.match(expression.replace("(?<", "(?P<"), line)
         assert found is not None and found["rank"] == "3" and found["text"] == "step 1/20  loss [5.57]"
     tomllib.loads((DEPLOY / "logs" / "vector.toml").read_text())
-    json.loads((DEPLOY / "logs" / "elasticsearch_template.json").read_text())
