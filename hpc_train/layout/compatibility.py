@@ -599,8 +599,10 @@ OF_RUN: tuple[Exclusion, ...] = (
     Exclusion(
         EXPERT,
         NO_MIXTURE,
-        "strategy.ep is {this}, but the model has no experts that ranks could share",
-        "strategy.ep=1, or model=moe_tiny or another gpt with model.moe.experts",
+        "strategy.ep is {this}, but hpc_train divides only the experts of `model.moe`, not those of a custom model or "
+        "of transformers",
+        "strategy.ep=1, or model=moe_tiny or another gpt with model.moe.experts; checkpoint import reads Mixtral and "
+        "Qwen3-MoE, and docs/howto/moe.md shows your own experts",
     ),
     Exclusion(
         EXPERT,

@@ -557,7 +557,7 @@ class _Step:
         elif held.matrix:  # the gradient exists already and is cast
             if per.fresh != per.whole:
                 yield Change("gradients", head * per.fresh, moment=True)
-            yield Change("gradients", self._grown(number, head))
+            yield Change("gradients", self._grown(number, head, head * per.whole))
             yield from self._copied(number, head, head)
         else:
             yield from self._gradient(number, head, head)
@@ -618,20 +618,22 @@ class _Step:
         if self.rank.captured:  # the gradients are added to existing memory
             yield from self._copied(number, several * layer, matrix)
         else:
-            yield from self._gradient(number, several * layer, block)
+            yield from self._gradient(number, several * layer, block, several * self.sizes.parameters.state)
         if not self._shares:
             yield activations
 
-    def _gradient(self, number: int, parameters: float, block: float) -> Iterator[Change]:
+    def _gradient(self, number: int, parameters: float, block: float, state: float | None = None) -> Iterator[Change]:
         """Adds the gradients of ``parameters`` parameters, which are computed or reduced in blocks of ``block``
-        parameters."""
+        parameters. ``state`` counts them as the state that ZeRO shards; None: they are as many."""
         per = self.sizes.per_parameter
         copies = per.whole + per.fresh * (per.fresh != per.whole or self._shares)
         yield Change("gradients", block * copies, moment=True)
-        yield Change("gradients", self._grown(number, parameters))
+        shard = (parameters if state is None else state) * per.shard
+        size = shard if self.rank.reduces == "each" else parameters * per.whole
+        yield Change("gradients", self._grown(number, parameters, size))
         yield from self._copied(number, parameters, block)
         if self.rank.reduces == "last" and not self.left[number]:
-            yield Change("gradients", parameters * (per.shard - per.whole))
+            yield Change("gradients", shard - parameters * per.whole)
 
     def _copied(self, number: int, parameters: float, block: float) -> Iterator[Change]:
         """Sends copies of buckets when the last backward of a step has computed the gradients of ``parameters``
@@ -652,13 +654,12 @@ class _Step:
         yield Change("gradients", sent - self.waiting)
         self.waiting = sent
 
-    def _grown(self, number: int, parameters: float) -> float:
+    def _grown(self, number: int, parameters: float, size: float) -> float:
         """Returns the bytes by which the gradients of a step grow if the gradients of ``parameters`` parameters are
-        added."""
+        added, of which the rank keeps ``size`` bytes."""
         per = self.sizes.per_parameter
         if self.rank.reduces != "inside":
-            size = per.shard if self.rank.reduces == "each" else per.whole
-            return parameters * size * (number not in self.summed)
+            return size * (number not in self.summed)
         # gradients are in the bucket that is being filled and in the buckets that are being sent; a bucket of several
         # parameters is sent as a copy
         self.computed += parameters * per.whole

@@ -1,8 +1,9 @@
 """Implements the feed-forward branch of a mixture of experts: a router sends each token to ``top_k`` of many experts.
 
 The choices of the tokens are sorted by expert, so that each product of all experts is one grouped product and no token
-is dropped for lack of space (Gale et al. 2022, arXiv:2211.15841). A choice with the weight 0, such as one above the
-capacity of its expert, is computed but has no effect and no gradient.
+is dropped for lack of space (Gale et al. 2022, arXiv:2211.15841). A choice without an effect, such as one above the
+capacity of its expert, has the weight 0 and no gradient. It is computed nevertheless, so that the number of rows does
+not depend on values, except under expert parallelism, where this number does so in any case.
 
 What depends on several tokens is defined per sequence: the capacity of an expert and the balance loss. A choice loses
 its place only to choices of earlier tokens, so a token does not depend on later ones. The results therefore depend
@@ -21,6 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -110,8 +112,9 @@ class Router(nn.Module):
         self.register_buffer("loss_sum", torch.zeros(1), persistent=False)
         self.register_buffer("counts", torch.zeros(moe.experts + 1, dtype=torch.int64), persistent=False)
 
-    def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns the weights and the numbers of the chosen experts, both ``[micro, tokens, top_k]``."""
+    def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the weights and the numbers of the chosen experts, and whether a choice has an effect, all
+        ``[micro, tokens, top_k]``."""
         logits = self._logits(hidden)
         scores = logits.softmax(-1) if self.config.router == "softmax" else logits.sigmoid()
         preferences = scores if self.expert_bias is None else scores + self.expert_bias
@@ -137,7 +140,8 @@ class Router(nn.Module):
                 loss = self._auxiliary_loss(logits, scores, load_of_sequences, routed, context.get(TARGET_COUNTS))
                 self.loss_sum.add_(loss.detach())
                 weights = _WithLoss.apply(weights, loss, self.loss_scale)
-        return torch.where(kept.gather(-1, experts), weights, 0.0), experts
+        has_effect = kept.gather(-1, experts)
+        return torch.where(has_effect, weights, 0.0), experts, has_effect
 
     def _logits(self, hidden: Tensor) -> Tensor:
         kind = hidden.device.type
@@ -208,7 +212,8 @@ class Experts(nn.Module):
     """Computes gated feed-forward branches, ``w2(f(w1 x) * w3 x)``, each for its own rows.
 
     The parameters of all experts are stacked: ``w1`` and ``w3`` ``[experts, width, dim]``, ``w2`` ``[experts, dim,
-    width]``. Under expert parallelism they are DTensors, and this rank computes the rows of its shard.
+    width]``. Under expert parallelism they are DTensors, and this rank computes the rows of its shard. A subclass may
+    have other parameters, stacked in the same way.
     """
 
     def __init__(self, config: GPTConfig, activation: Callable[[Tensor], Tensor]) -> None:
@@ -223,9 +228,15 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Returns the results for ``rows`` ``[rows, dim]``, of which expert ``e`` has those up to ``ends[e]``."""
         dtype = product_dtype(rows)
-        w1, w2, w3 = self.__dict__.get(CASTS) or (self.w1, self.w2, self.w3)
-        w1, w2, w3 = _held(w1).to(dtype), _held(w2).to(dtype), _held(w3).to(dtype)
-        rows = rows.to(dtype)
+        weights = (_held(weight).to(dtype) for weight in self.__dict__.get(CASTS) or self.parameters())
+        return self.compute(rows.to(dtype), ends, *weights)
+
+    def compute(self, rows: Tensor, ends: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        """Returns the results of ``forward``. Subclasses override it.
+
+        Args:
+            w1, w2, w3: the weights of this rank's experts in the dtype of ``rows``, in the order of the parameters.
+        """
         gated = self._activation(grouped_product(rows, w1, ends)) * grouped_product(rows, w3, ends)
         return grouped_product(gated, w2, ends)
 
@@ -333,7 +344,7 @@ def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor
     order, int32 ``[experts]``.
 
     Args:
-        chosen: the expert of each row, ``[rows]``.
+        chosen: the expert of each row, ``[rows]``; ``experts`` for a row of none.
     """
     ordered, order = chosen.sort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -345,7 +356,8 @@ class Exchange(Protocol):
     """Interface of expert parallelism, which computes rows on the ranks that hold their experts."""
 
     def start(self, experts: Experts, rows: Tensor, ends: Tensor) -> Tensor:
-        """Returns what ``experts(rows, ends)`` returns if every rank holds all experts; ``finish`` waits for it."""
+        """Returns what ``experts(rows, ends)`` returns for the rows up to ``ends[-1]`` if every rank holds all experts;
+        ``finish`` waits for it."""
 
     def finish(self, results: Tensor) -> Tensor:
         """Waits for the results of ``start``."""
@@ -368,14 +380,18 @@ class MixtureOfExperts(nn.Module):
         self.shared = shared
 
     def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-        weights, chosen = self.router(hidden, context)
-        order, inverse, ends = sort_by_expert(chosen.flatten(), len(self.router.weight))
-        rows = SelectedRows.apply(hidden.flatten(0, 1), order, inverse, self._top_k)
+        weights, chosen, has_effect = self.router(hidden, context)
+        experts = len(self.router.weight)
         exchange = self.exchange
-        results = self.experts(rows, ends) if exchange is None else exchange.start(self.experts, rows, ends)
+        if exchange is not None:  # rows without an effect are sorted behind those of all experts, and do not travel
+            chosen = torch.where(has_effect, chosen, experts)
+        order, inverse, ends = sort_by_expert(chosen.flatten(), experts)
+        compute = self.experts if exchange is None else partial(exchange.start, self.experts)
+        results = compute(SelectedRows.apply(hidden.flatten(0, 1), order, inverse, self._top_k), ends)
         shared = None if self.shared is None else self.shared(hidden)  # while results return from other ranks
         if exchange is not None:
             results = exchange.finish(results)
+            results = F.pad(results, (0, 0, 0, len(order) - len(results)))
         results = SelectedRows.apply(results, inverse, order, 1).unflatten(0, chosen.shape)
         mixed = (results * weights.unsqueeze(-1).to(results.dtype)).sum(-2)
         if shared is None:

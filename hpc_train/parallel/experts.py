@@ -3,8 +3,8 @@
 The ranks are data-parallel ranks of a pipeline stage: each computes all other parts of a layer for its own tokens, and
 a router sends tokens to the experts of all ranks. An all-to-all brings the rows of the chosen experts to the ranks that
 hold these, and another one returns the results (Lepikhin et al. 2020, arXiv:2006.16668). A rank sends each other rank
-as many rows as its routers have chosen, so no token is dropped. The number of rows is exchanged first, and the host
-waits for it.
+as many rows as its routers have chosen, so the exchange drops no token; rows without an effect, such as those above a
+capacity, are not sent. The number of rows is exchanged first, and the host waits for it.
 
 The rows of an expert are in the order of the ranks and of their tokens, and the results return to the places that they
 have without expert parallelism. Thus the numbers are those of one process, apart from the order of some sums.
@@ -69,19 +69,22 @@ class TokenExchange:
 
         Args:
             experts: the experts of this rank.
-            rows: ``[rows, dim]``, of which expert ``e`` of all ranks has those up to ``ends[e]``.
+            rows: ``[rows, dim]``, of which expert ``e`` of all ranks has those up to ``ends[e]``. Later ones stay here.
         """
         ranks = self._group.size()
         counts = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1)
         arriving = counts.clone()  # [sender, expert of this rank]
         dist.all_to_all_single(arriving, counts, group=self._group)
         sent, received = torch.stack((counts.sum(1), arriving.sum(1))).tolist()
-        arrived = self.finish(_Sent.apply(rows, sent, received, self._group))
+        # one name, so that only one of these tensors exists at a time
+        rows = self.finish(_Sent.apply(rows[: sum(sent)], sent, received, self._group))
         numbers = torch.arange(arriving.shape[1], device=rows.device).repeat(ranks)
         chosen = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received))
         order, inverse, local_ends = sort_by_expert(chosen, arriving.shape[1])
-        computed = experts(SelectedRows.apply(arrived, order, inverse, 1), local_ends)
-        results: Tensor = _Sent.apply(SelectedRows.apply(computed, inverse, order, 1), received, sent, self._group)
+        rows = SelectedRows.apply(rows, order, inverse, 1)
+        rows = experts(rows, local_ends)
+        rows = SelectedRows.apply(rows, inverse, order, 1)
+        results: Tensor = _Sent.apply(rows, received, sent, self._group)
         return results
 
     def finish(self, results: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ def test_ties_and_single_tokens_do_not_depend_on_the_batch() -> None:
     built = mixture()
     built.router.weight.data[1] = built.router.weight.data[3] = built.router.weight.data[0]
     hidden = hidden_states()
-    _, experts = built.router(hidden, {})
+    _, experts, _ = built.router(hidden, {})
     for sample in range(len(hidden)):
         for position in range(TOKENS):
             alone = hidden[sample : sample + 1, position : position + 1]

@@ -77,8 +77,9 @@ class Cell:
 
     Attributes:
         model: ``gpt``, ``gpt-tied``, ``gpt-options`` (a GPT with all ``OPTIONS``), ``gpt-windows`` (with those that
-            fused attention has), one of ``MIXTURES``, ``vit`` or ``custom`` (a module without parts), or one of these
-            with a loss of its own: see ``OWN_LOSSES``; ``own`` is the example of a model with parts.
+            fused attention has), one of ``MIXTURES``, ``gpt-own-experts`` (the example of a mixture), ``vit`` or
+            ``custom`` (a module without parts), or one of these with a loss of its own: see ``OWN_LOSSES``; ``own`` is
+            the example of a model with parts.
         strategy, batch, train, optim: the fields of the config's groups that differ from their defaults.
         loss_scale: the loss scale that ``train_step`` and ``clip_grad_norm_`` receive.
     """
@@ -146,6 +147,8 @@ class Cell:
         if self.model in MIXTURES:
             sizes["moe"] = MoEConfig(**MIXTURES[self.model])
             sizes["n_kv_heads"] = max(2, self.strategy.get("tp", 1))
+        if self.model == "gpt-own-experts":
+            sizes |= {"moe": MoEConfig(**MIXTURES["gpt-moe"]), "kind": "examples.own_experts_family:FAMILY"}
         return GPTConfig(**sizes)
 
 

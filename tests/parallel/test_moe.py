@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from examples.own_experts import BoundedExperts
+from hpc_train.config.schema import CustomModelConfig, HFModelConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.techniques import KINDS, SCHEDULES
+from hpc_train.layout.validate import validate
+from hpc_train.models.build import build_model
 from hpc_train.parallel.experts import apply_expert_parallel
 from hpc_train.parallel.precision.masters import local_part
 from tests.models.test_moe import hidden_states, mixture
@@ -162,8 +168,14 @@ def differences_of_layers(rank: int, world_size: int) -> dict[str, float]:
         mesh = kept_mesh(layout, rank)
         apply_expert_parallel(parts, mesh)
         inputs = [value.clone().requires_grad_() for value in (hidden, hidden[own])]
+        rows = list[int]()
+        parts.experts.register_forward_pre_hook(lambda _, given, rows=rows: rows.append(len(given[0])))
         for built, values in zip((whole, parts), inputs, strict=True):
             built(values, {}).square().sum().backward()
+        kept = parts.router.counts[:-1].sum() - parts.router.counts[-1]
+        computed_and_kept = torch.stack((torch.tensor(rows).sum(), kept))
+        dist.all_reduce(computed_and_kept)
+        assert computed_and_kept[0] == computed_and_kept[1] > 0, case
         worst = _difference(parts(inputs[1].detach(), {}), whole(inputs[0].detach(), {})[own])
         worst = max(worst, _difference(inputs[1].grad, inputs[0].grad[own]))
         for (name, parameter), expected in zip(parts.named_parameters(), whole.parameters(), strict=True):
@@ -183,6 +195,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one expert": {"top_k": 1, "normalize": False},
     "one token": {},
     "shared experts": {"shared_experts": 2},
+    "capacity": {"capacity_factor": 0.5},
 }
 
 
@@ -196,6 +209,27 @@ def test_layers_with_divided_experts() -> None:
     for found in run_on_world(4, differences_of_layers):
         wrong = {case: error for case, error in found.items() if not error <= (0.05 if "bfloat16" in case else 1e-12)}
         assert not wrong
+
+
+def test_a_users_experts_are_divided() -> None:
+    for kind in ("allreduce", "zero3"):
+        cell = Cell(2, "gpt-own-experts", strategy={"dp": 2, "ep": 2, "data_parallel": kind}, batch=STEPS)
+        model = build_model(cell.config().model, 0)
+        assert any(isinstance(module, BoundedExperts) for module in model.modules())
+        check_cells([cell])
+
+
+def test_the_experts_of_strangers_are_not_divided(tmp_path: Path) -> None:
+    Path(tmp_path, "config.json").write_text('{"model_type": "mixtral", "num_hidden_layers": 2}', encoding="utf-8")
+    block = "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock"
+    for model in (
+        CustomModelConfig(_target_=block),
+        CustomModelConfig(_target_="tests.parallel.strangers.Experts"),
+        HFModelConfig(name_or_path=str(tmp_path), task="causal_lm"),
+    ):
+        config = replace(Cell(2, strategy={"dp": 2, "ep": 2}).config(), model=model)
+        with pytest.raises(UserError, match=r"only the experts of `model.moe`(.|\n)*import reads Mixtral"):
+            validate(config, nodes=1, workers_per_node=2)
 
 
 @in_two_forms(120)

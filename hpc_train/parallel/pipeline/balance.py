@@ -152,7 +152,7 @@ def _counted(name: str, flops: float, block: nn.Module, layout: Layout) -> Block
     experts = _expert_values(block)
     others = sum(parameter.numel() for parameter in block.parameters()) - experts
     held = experts // layout.ep
-    return BlockCost(name, flops, (others + held) // layout.tp, experts=held // layout.tp)
+    return BlockCost(name, flops, others // layout.tp + held, experts=held)
 
 
 def _expert_values(block: nn.Module) -> int:
@@ -249,7 +249,7 @@ class BlockCost:
     Attributes:
         seconds: the time of forward and backward pass; on the CPU the process time, which excludes other processes.
             With ``pp_split=flops`` it holds FLOPs instead.
-        parameters: the number of parameters on one rank of a tensor-parallel and expert-parallel group.
+        parameters: the number of parameters on one rank.
         activation_bytes: the bytes kept from the forward to the backward pass, including the input.
         experts: how many of the parameters belong to experts.
     """
