@@ -78,11 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = bench_parser(
         "collectives",
         "[overrides] [--sizes SIZES] [--algorithms] [--csv FILE] [--plot FILE]",
-        "Times all-reduce, reduce-scatter, all-gather, broadcast and send/recv over all ranks and along the axes of the"
-        " strategy, and checks the results.",
+        "Times all-reduce, reduce-scatter, all-gather, all-to-all, broadcast and send/recv over all ranks and along the"
+        " axes of the strategy, and checks the results.",
         [
             "python -m hpc_train bench collectives",
             "python -m hpc_train bench collectives +strategy=hybrid --sizes 1M,64M --csv rates.csv --plot rates.png",
+            "python -m hpc_train bench collectives +strategy=dp model=moe_tiny strategy.ep=2",
             "srun --nodes=4 --ntasks-per-node=1 python -m hpc_train bench collectives cluster.nodes=4",
         ],
     )
@@ -165,12 +166,12 @@ def collectives_report(result: dict[str, Any]) -> str:
     lines = [
         f"{_title(result)}, float32, torch {result['torch']}",
         "algbw = bytes / time, busbw as in nccl-tests; times of the slowest rank",
-        f"{'group':<14}{'operation':<16}{'size':>7}{'time/us':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}{'wrong':>8}",
+        f"{'group':<21}{'operation':<16}{'size':>7}{'time/us':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}{'wrong':>8}",
     ]
     for row in result["rates"]:
         group = f"{row['group']} ({row['ranks']})"
         lines.append(
-            f"{group:<14}{row['operation']:<16}{size_text(row['bytes']):>7}{1e6 * row['seconds']:>12,.1f}"
+            f"{group:<21}{row['operation']:<16}{size_text(row['bytes']):>7}{1e6 * row['seconds']:>12,.1f}"
             f"{row['algorithm_gb_per_s']:>12.4g}{row['bus_gb_per_s']:>12.4g}{row['wrong']:>8}"
         )
     if result["expected"] is None:

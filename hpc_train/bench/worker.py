@@ -18,7 +18,7 @@ from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Dataset
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
-from hpc_train.parallel.mesh import Mesh, largest
+from hpc_train.parallel.mesh import EXPERT_AXES, Mesh, largest
 from hpc_train.parallel.pipeline.balance import plan_split
 from hpc_train.preflight.bandwidth import OPERATIONS, expected_bandwidths, read_fabric
 from hpc_train.preflight.measure import Ranks, measure
@@ -119,7 +119,7 @@ def measure_collectives(spec: WorkerSpec, stop: StopFlag) -> Exit:
 def _collectives(bench: BenchRank, request: CollectivesRequest) -> dict[str, Any] | None:
     mesh = bench.mesh
     groups = {"world": Ranks.world(mesh.device)}
-    for axis in ("pp", "dp", "cp", "tp"):
+    for axis in ("pp", "dp", "cp", "tp", *(EXPERT_AXES[1:] if mesh.layout.ep > 1 else ())):
         ranks = Ranks(mesh.group(axis), mesh.device)
         if 1 < ranks.size < groups["world"].size:
             groups[axis] = ranks

@@ -4,7 +4,7 @@ finds slow nodes. It does not import torch.
 With S bytes in t seconds over n ranks, the algorithm bandwidth is S / t. The bus bandwidth is the algorithm bandwidth
 times a factor, the share of S that must cross the slowest link, so that it is comparable with the link's rate for any n
 (nccl-tests, doc/PERFORMANCE.md). For an all-gather and a reduce-scatter, S is the size of the full buffer, not of the
-part of one rank.
+part of one rank. For an all-to-all, S is what a rank sends, with the part for itself.
 
 A single pair does not show which of its nodes is slow. Nodes therefore exchange data in pairs over several rounds: a
 slow node is slow with every partner. An unknown expected bandwidth is None and is not compared with measurements.
@@ -26,6 +26,7 @@ FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
     "broadcast": lambda n: 1.0,
     "send_recv": lambda n: 1.0,  # all ranks send to the next rank at once
 }

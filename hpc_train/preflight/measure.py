@@ -134,6 +134,14 @@ def _all_gather(elements: int, ranks: Ranks) -> _Case:
     return lambda: all_gather_tensor(gathered, part, group=ranks.group), gathered, expected
 
 
+def _all_to_all(elements: int, ranks: Ranks) -> _Case:
+    sent = _pattern(elements, ranks) + ranks.rank
+    received = torch.zeros_like(sent)
+    part = _pattern(elements, ranks).chunk(ranks.size)[ranks.rank]
+    expected = torch.cat([part + rank for rank in range(ranks.size)])
+    return lambda: dist.all_to_all_single(received, sent, group=ranks.group), received, expected
+
+
 def _broadcast(elements: int, ranks: Ranks) -> _Case:
     expected = _pattern(elements, ranks)
     first = ranks.global_rank(0)
@@ -159,6 +167,7 @@ _CASES: dict[str, Callable[[int, Ranks], _Case]] = {
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
     "broadcast": _broadcast,
     "send_recv": _send_recv,
 }

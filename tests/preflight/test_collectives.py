@@ -62,7 +62,8 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     """Factors of doc/PERFORMANCE.md, at 8 ranks and 1 GB in 1 s."""
     bus = {operation: Rate(operation, 8, 10**9, 1.0, 1, 0).bus for operation in OPERATIONS}
     assert bus == {
-        "all_reduce": 1.75e9, "reduce_scatter": 0.875e9, "all_gather": 0.875e9, "broadcast": 1e9, "send_recv": 1e9,
+        "all_reduce": 1.75e9, "reduce_scatter": 0.875e9, "all_gather": 0.875e9, "all_to_all": 0.875e9,
+        "broadcast": 1e9, "send_recv": 1e9,
     }  # fmt: skip
 
 
@@ -141,6 +142,16 @@ def test_each_algorithm_is_compared_with_the_choice_of_nccl(monkeypatch: pytest.
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     with pytest.raises(UserError, match="NCCL_ALGO=Ring is set"):
         collectives.check_algorithms(8)
+
+
+@pytest.mark.long_form(12)  # the operations above
+def test_the_groups_of_divided_experts(tmp_path: Path) -> None:
+    split = ["+strategy=zero1", "model=moe_tiny", "strategy.ep=2", "cluster.cpu_workers=4", "batch.global_size=4"]
+    done = hpc_train("bench", "collectives", *HERE, *split, "--sizes", "4K", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rates = json.loads(done.stdout)["rates"]
+    assert {(row["group"], row["ranks"]) for row in rates} == {("world", 4), ("ep", 2), ("expert_shard", 2)}
+    assert not any(row["wrong"] for row in rates)
 
 
 def test_wrong_calls_are_refused(called: Callable[..., Any]) -> None:
