@@ -381,17 +381,18 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         weights, chosen, has_effect = self.router(hidden, context)
-        experts = len(self.router.weight)
+        number = len(self.router.weight)
         exchange = self.exchange
         if exchange is not None:  # rows without an effect are sorted behind those of all experts, and do not travel
-            chosen = torch.where(has_effect, chosen, experts)
-        order, inverse, ends = sort_by_expert(chosen.flatten(), experts)
+            chosen = torch.where(has_effect, chosen, number)
+        order, inverse, ends = sort_by_expert(chosen.flatten(), number)
         compute = self.experts if exchange is None else partial(exchange.start, self.experts)
         results = compute(SelectedRows.apply(hidden.flatten(0, 1), order, inverse, self._top_k), ends)
         shared = None if self.shared is None else self.shared(hidden)  # while results return from other ranks
         if exchange is not None:
             results = exchange.finish(results)
-            results = F.pad(results, (0, 0, 0, len(order) - len(results)))
+            if len(results) < len(order):
+                results = F.pad(results, (0, 0, 0, len(order) - len(results)))
         results = SelectedRows.apply(results, inverse, order, 1).unflatten(0, chosen.shape)
         mixed = (results * weights.unsqueeze(-1).to(results.dtype)).sum(-2)
         if shared is None:

@@ -272,7 +272,7 @@ def test_the_peak_of_the_fullest_of_two_ranks(cases: list[Case]) -> None:
     check(cases, run_on_world(2, peaks, cases, timeout=300))
 
 
-@pytest.mark.long_form(60)
+@pytest.mark.long_form(60)  # test_the_peak_of_one_rank in the short form
 def test_the_peak_of_the_fullest_of_four_ranks_with_divided_experts() -> None:
     check(FOUR, run_on_world(4, peaks, FOUR, timeout=900))
 
