@@ -8,6 +8,7 @@ layouts loads that of another one.
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,15 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config, MoEConfig
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.progress import LONG, Progress
 from tests.checkpoint.tensors import read_tensors
+from tests.checkpoint.test_verified import DAMAGES, flip, leave_a_foreign_file
 from tests.checkpoint.tiny import LIMIT_S
 from tests.checkpoint.training import Training, join_again
 from tests.config.composing import compose
@@ -188,6 +193,64 @@ def test_experts_go_on_and_their_biases_have_the_same_bits(folder: Path, source:
         errors = result[case]
         assert errors["expert_bias"] == 0.0
         assert max(errors.values()) < (1e-300 if source == target == "single" else TOLERANCE)
+
+
+def load_damaged(rank: int, world_size: int, folder: str, saving: Config, loading: Config, seeds: range) -> list[str]:
+    """Loads checkpoints of divided experts under another layout, after damage to the newest file by file, and describes
+    each load that is neither refused nor falls back to the step before with one line."""
+    template, run = (RunDirectory(Path(folder, name)) for name in ("template", "run"))
+    training = Training.of(template, saving, join_again(saving, rank, world_size))
+    for step in (1, 2):
+        training.steps(step - 1, step)
+        training.manager.save(step, {})
+    training.manager.close(lambda: False)
+    paths = {step: template.checkpoints / f"step-{step:08d}" for step in (1, 2)}
+    saved = {step: read_tensors(path) for step, path in paths.items()}
+    places = dcp.FileSystemReader(paths[2]).read_metadata().storage_data
+    of_biases = sorted({place.relative_path for index, place in places.items() if index.fqn.endswith("expert_bias")})
+    training = Training.of(run, loading, join_again(loading, rank, world_size))
+    wrong = []
+    for seed in seeds:
+        choose = random.Random(seed)
+        damage = DAMAGES[seed % len(DAMAGES)]
+        refuses = seed % 10 == 9  # since both checkpoints are damaged
+        before = len(run.read_events())
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(run.checkpoints)
+            shutil.copytree(template.checkpoints, run.checkpoints)
+            older, newer = (run.checkpoints / path.name for path in paths.values())
+            names = of_biases if seed % 3 == 0 else sorted(path.name for path in newer.iterdir())
+            damage(newer / choose.choice(names), older, choose)
+            if refuses:
+                flip(older / choose.choice(of_biases), newer, choose)
+        dist.barrier()
+        for tensor in training.state().values():
+            tensor.detach().fill_(torch.nan)
+        message = ""
+        step = 0
+        try:
+            restored = training.manager.restore()
+            assert restored is not None
+            step = restored.step
+        except UserError as error:
+            message = str(error)
+        lines = len(run.read_events()) - before
+        dist.barrier()
+        expected = (0, 2) if refuses else (1, 1)
+        if damage is leave_a_foreign_file and (step, lines) == (2, 0):
+            expected = (2, 0)
+        state = {name: whole(tensor) for name, tensor in training.state().items()} if step else {}
+        same = all(torch.equal(tensor, saved[step][name]) for name, tensor in state.items())
+        if (step, lines) != expected or not same or refuses != ("all checkpoints" in message):
+            wrong.append(f"seed {seed}, {damage.__name__}: step {step}, {lines} lines, same numbers: {same}, {message}")
+    return wrong
+
+
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 104), marks=pytest.mark.long_form(100))], ids=len)
+def test_no_damaged_checkpoint_of_divided_experts_is_loaded(tmp_path: Path, seeds: range) -> None:
+    configs = (config_of(name, "experts") for name in ("ep2-pp2", "ep2-zero3"))
+    assert run_on_world(4, load_damaged, str(tmp_path), *configs, seeds, timeout=LIMIT_S) == [[]] * 4
 
 
 Errors = dict[str, float]  # of each kind of tensor, and of the losses: the largest relative one
