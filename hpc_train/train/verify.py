@@ -56,6 +56,9 @@ TIMED = (6, 10, 14)  # the steps of an attempt, from 1, whose verification ``aut
 _TAG = 2  # of messages on the control group, on which an agreement may be pending (``train/step.py``)
 GRADIENTS, REDUCTION, STATE = "gradients", "reduced gradients", "weights and optimizer state"
 UPDATE = "update"
+REPETITIONS_ALONE = (
+    "train.verify: data-parallel ranks do not compute the passes of each other, so repetitions alone prove checkpoints"
+)
 
 
 @dataclass(frozen=True)
@@ -176,11 +179,7 @@ class Verification:
         hindering = [reason for reason, holds in reasons.items() if holds]
         self._can_exchange = self._dp > 1 and not hindering
         if self._dp > 1 and hindering:
-            warn(
-                0,
-                "train.verify: data-parallel ranks do not compute the passes of each other, so repetitions alone "
-                f"prove checkpoints: {'; '.join(hindering)}",
-            )
+            warn(0, f"{REPETITIONS_ALONE}: {'; '.join(hindering)}")
 
     def is_due(self, step: int) -> bool:
         """Returns whether to verify step ``step``; called once for each step.
@@ -219,6 +218,8 @@ class Verification:
         self._compare_state(step)
         is_first = self._verified == 0
         exchanges = self._can_exchange and not isinstance(batch.micro_batches[0].inputs, Ragged)
+        if is_first and self._can_exchange and not exchanges:
+            self._warn(step, f"{REPETITIONS_ALONE}: the batches are ragged")
         shift = 0
         if exchanges and (is_first or self._verified % 2):
             shift = self._replica_ranks * (1 + self._verified // 2 % (self._replicas - 1))
@@ -377,7 +378,7 @@ class Verification:
         """
         repeated = torch.tensor([pass_.shift == 0 for pass_ in passes])
         local = values[:, repeated]
-        differs = self._of_replicas((local != local[:, -1:]).any(1))
+        differs = self._of_replicas((local != local[:, -1:]).any(1))  # [replicas, entries]
         most = (local.unsqueeze(1) == local.unsqueeze(2)).sum(2).amax(1)  # passes with the most common value
         unsteady = (differs.sum(0) > 1) | (most < local.shape[1] - 1).any(0)
         if (differs & self._local).any() and not (unsteady & self._local).any():

@@ -66,7 +66,11 @@ OF_USERS: dict[str, dict[str, Any]] = {  # models and optimizers of users, train
     "custom": {"strategy": {"dp": 2, "data_parallel": "allreduce"}, "model": "custom"},
     "custom-vae": {"strategy": {"dp": 2, "data_parallel": "zero2"}, "model": "custom-vae"},
     "custom-heads": {"strategy": {"dp": 2, "data_parallel": "zero3"}, "model": "custom-heads"},
-    "custom-contrastive": {"strategy": {"dp": 2, "data_parallel": "ddp"}, "model": "custom-contrastive"},
+    "custom-contrastive": {
+        "strategy": {"dp": 2, "data_parallel": "ddp"},
+        "model": "custom-contrastive",
+        "batch": {"global_size": 12, "micro_batches": 1},
+    },
     "gpt-weighted": {"strategy": {"dp": 2, "data_parallel": "zero1"}, "model": "gpt-weighted"},
     "own": {"strategy": {"dp": 2, "data_parallel": "zero3"}, "model": "own"},
     "drawing": {
@@ -532,7 +536,8 @@ def inject(seed: int, count: int, log: Path) -> None:
         for layout, some in missing.items()
         for first in range(0, len(some), AT_ONCE)
     ]
-    for layout, some in sorted(batches, key=lambda batch: batch[1][0][0]):
+    random.Random(seed).shuffle(batches)
+    for layout, some in batches:
         if layout not in plain_of:
             longest = Injection("rare product", rank=-1)
             plain_of[layout] = trials(layout, longest if layout in KINDS["rare product"] else None)[0]
