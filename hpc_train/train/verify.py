@@ -156,7 +156,6 @@ class Verification:
         self._names: list[str] = []
         self._local = torch.zeros(0, dtype=torch.bool)  # entries that are computed before any reduction
         self._repeats = self._local  # entries that a repetition on the same rank reproduces
-        self._exchanges = self._local  # entries that another rank reproduces
         self._calls = 0
         self._seconds = 0.0
         self._verified = 0
@@ -231,11 +230,15 @@ class Verification:
         values = self._aligned(passes)
         if is_first:
             self._calibrate(step, values, passes)
+            if exchanges and not self._can_exchange:
+                exchanges = False
+                passes = [pass_ for pass_ in passes if pass_.shift == 0]
+                values = self._aligned(passes)
         self._verified += 1
         differing = self._differing(values, passes).any(0).any(0)
         is_unsteady = bool((self._local & ~self._repeats).any())
         late = differing & is_unsteady  # they may depend on others that are not deterministic, and rarely differ
-        self._leave_out(step, late, "from pass to pass")
+        self._leave_out(step, late)
         if self._any(bool((differing & ~late).any()) | bool(self._unequal_sums(step).any())):
             result = self._resolve(step, batch, loss_scale, passes, exchanges)
         if shift or not exchanges:
@@ -322,7 +325,6 @@ class Verification:
             self._names = [*self._checksums.names, *values]
             self._local = torch.arange(len(self._names)) < count
             self._repeats = torch.ones(len(self._names), dtype=torch.bool)
-            self._exchanges = self._local.clone()
         return result, torch.cat([sums, torch.stack([value.to(device) for value in values.values()])])
 
     def _neighbor(self, shift: int) -> int:
@@ -368,7 +370,8 @@ class Verification:
 
     def _differing(self, values: Tensor, passes: Sequence[_Pass]) -> Tensor:
         """Returns which comparable checksums of ``_aligned`` differ from those of the last pass of the owner."""
-        comparable = torch.stack([self._exchanges if pass_.shift else self._repeats for pass_ in passes])
+        local = self._repeats & self._local
+        comparable = torch.stack([local if pass_.shift else self._repeats for pass_ in passes])
         return (values != values[:, -1:]) & comparable
 
     def _calibrate(self, step: int, values: Tensor, passes: Sequence[_Pass]) -> None:
@@ -383,29 +386,32 @@ class Verification:
         unsteady = (differs.sum(0) > 1) | (most < local.shape[1] - 1).any(0)
         if (differs & self._local).any() and not (unsteady & self._local).any():
             unsteady &= self._local  # sums of the gradients of a rank that has computed wrong ones
-        self._leave_out(step, unsteady, "from pass to pass")
+        self._leave_out(step, unsteady)
         uncomparable = torch.zeros_like(unsteady)
         for index, pass_ in enumerate(passes):
-            differs = self._of_replicas((values[:, index] != values[:, -1]) & self._exchanges)
+            differs = self._of_replicas((values[:, index] != values[:, -1]) & self._repeats & self._local)
             owners = {int(owner) for owner in differs.any(1).nonzero()} if pass_.shift else set()
             distance = pass_.shift // self._replica_ranks
             by_one = any(owners <= {number, (number + distance) % self._replicas} for number in range(self._replicas))
             if owners and not (by_one and (self._replicas > 2 or len(owners) == 1)):
                 uncomparable |= differs.any(0)
-        self._leave_out(step, uncomparable, "between ranks")
+        first = lowest(self._chosen_names(uncomparable) or None, self._mesh.control)
+        if first is not None:  # others may differ later
+            self._can_exchange = False
+            self._warn(step, f"{REPETITIONS_ALONE}: {join_names(first)} differ between ranks")
 
     def _of_replicas(self, of_ranks: Tensor) -> Tensor:
         """Returns ``[replicas, entries]`` from ``[data-parallel ranks, entries]``: whether any rank of a replica has
         the property."""
         return of_ranks.unflatten(0, (self._replicas, self._replica_ranks)).any(1)
 
-    def _leave_out(self, step: int, entries: Tensor, how: str) -> None:
-        """Leaves ``entries`` out of all comparisons, or of those between ranks, and warns. Collective."""
-        self._exchanges &= ~entries
-        if how != "between ranks":
-            self._repeats &= ~entries
-        names = [name for name, is_out in zip(self._names, entries.tolist(), strict=True) if is_out]
-        self._warn_of_any(step, f"differ {how} and are not compared", names)
+    def _leave_out(self, step: int, entries: Tensor) -> None:
+        """Leaves ``entries`` out of all comparisons, and warns. Collective."""
+        self._repeats &= ~entries
+        self._warn_of_any(step, "differ from pass to pass and are not compared", self._chosen_names(entries))
+
+    def _chosen_names(self, entries: Tensor) -> list[str]:
+        return [name for name, is_chosen in zip(self._names, entries.tolist(), strict=True) if is_chosen]
 
     def _warn_of_any(self, step: int, what: str, names: list[str]) -> None:
         """Warns about the names of the first rank that has any. Collective."""
@@ -511,8 +517,6 @@ class Verification:
 
     def _gradient_finding(self, values: Tensor, passes: Sequence[_Pass]) -> _Finding:
         comparable = self._repeats & self._local
-        if any(pass_.shift for pass_ in passes):
-            comparable = self._exchanges
         suspect = False
         corrected = True
         differing: set[int] = set()
@@ -526,7 +530,7 @@ class Verification:
                 suspect = True
                 findings = max(findings, ballot.findings)
                 differing |= {*(computed != computed[-1]).any(0).nonzero().flatten().tolist()}
-        names = [name for name, is_compared in zip(self._names, comparable.tolist(), strict=True) if is_compared]
+        names = self._chosen_names(comparable)
         parts = [names[index] for index in sorted(differing)]
         return _Finding(suspect, suspect and is_origin(parts), tuple(parts), findings, corrected)
 
@@ -538,7 +542,7 @@ class Verification:
         differs = (local != local[:, -1:]).any(2).any(1) if local.numel() else torch.zeros(self._dp, dtype=torch.bool)
         sums = [tuple(value) for value in local[self._mesh.dp_rank].tolist()]
         corrected = count_votes([(0, value) for value in sums]).right == sums[-1]
-        names = [name for name, is_compared in zip(self._names, comparable.tolist(), strict=True) if is_compared]
+        names = self._chosen_names(comparable)
         wrong = (local[self._mesh.dp_rank] != local[self._mesh.dp_rank, -1:]).any(0)
         parts = tuple(name for name, is_wrong in zip(names, wrong.tolist(), strict=True) if is_wrong)
         suspect = int(differs.sum()) == 1 and bool(differs[self._mesh.dp_rank])

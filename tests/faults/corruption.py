@@ -103,7 +103,7 @@ class Injection:
     @property
     def steps(self) -> int:
         """Returns the number of steps of its training."""
-        return 40 if self.kind == "rare product" else STEPS
+        return 30 if self.kind == "rare product" else STEPS
 
 
 @dataclass(frozen=True)
@@ -439,7 +439,7 @@ def train_cell(rank: int, cell: Cell, injection: Injection, steps: int | None = 
             ended = step
             break
         weights.append(hash(tuple(int(position_checksum(value)) for value in engine.named_parameters().values())))
-        if suspicions and injection.at_pass is not None:
+        if suspicions:
             break
     return Trial(tuple(suspicions), tuple(warnings), ended, tuple(weights), fault.done, fault.first)
 

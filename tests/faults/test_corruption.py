@@ -129,6 +129,15 @@ def test_updates_that_are_not_deterministic_are_left_out() -> None:
     ]
 
 
+def test_passes_that_depend_on_the_rank_are_not_exchanged() -> None:
+    """The loss compares the samples of all ranks, in the order of the ranks."""
+    cell = cell_of("custom-contrastive")
+    trial, _ = run_on_world(cell.world_size, train_without_fault, cell, 8)
+    assert (trial.suspicions, trial.ended) == ((), None)
+    (warning,) = trial.warnings
+    assert "repetitions alone prove checkpoints" in warning and warning.endswith("differ between ranks")
+
+
 def test_experts() -> None:
     """The ranks that divide the experts compute the passes of the other replica together, and are suspected
     together."""
