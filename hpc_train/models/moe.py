@@ -7,7 +7,8 @@ not depend on values, except under expert parallelism, where this number does so
 
 What depends on several tokens is defined per sequence: the capacity of an expert and the balance loss. A choice loses
 its place only to choices of earlier tokens, so a token does not depend on later ones. The results therefore depend
-neither on the other sequences of a micro-batch nor on the split of a batch. Tokens behind the last target of a sequence
+neither on the other sequences of a micro-batch nor on the split of a batch. Ranks that hold parts of the same sequences
+exchange the number of choices of each expert (``SequenceShards``). Tokens behind the last target of a sequence
 are padding: they have no effect on the loss, count in no statistic, and the experts add nothing to them.
 
 The auxiliary losses of a router are sums over the sequences, each weighted by its number of targets. Thus their sum is

@@ -1,16 +1,17 @@
 """Applies expert parallelism, which divides the experts of each layer over the ``ep`` ranks.
 
-The ranks are data-parallel ranks of a pipeline stage: each computes all other parts of a layer for its own tokens, and
-a router sends tokens to the experts of all ranks. An all-to-all brings the rows of the chosen experts to the ranks that
-hold these, and another one returns the results (Lepikhin et al. 2020, arXiv:2006.16668). A rank sends each other rank
-as many rows as its routers have chosen, so the exchange drops no token; rows without an effect, such as those above a
-capacity, are not sent. The number of rows is exchanged first, and the host waits for it.
+The ranks are consecutive ranks of a pipeline stage. Each routes its own tokens: of other samples, or under context and
+tensor parallelism other tokens of the same sequences. An all-to-all brings the rows of the chosen experts to the ranks
+that hold these, and another one returns the results (Lepikhin et al. 2020, arXiv:2006.16668). A rank sends each other
+rank as many rows as its routers have chosen, so the exchange drops no token; rows without an effect, such as those
+above a capacity, are not sent. The number of rows is exchanged first, and the host waits for it.
 
 The rows of an expert are in the order of the ranks and of their tokens, and the results return to the places that they
 have without expert parallelism. Thus the numbers are those of one process, apart from the order of some sums.
 
 The parameters of the experts become DTensors that are sharded over ``ep``. Their gradients cover the tokens of these
-ranks and are summed over the ranks that hold the same experts (``Mesh.gradient_group``).
+ranks and are summed over the ranks that hold the same experts (``Mesh.gradient_group``). If ``ep`` is 1,
+tensor-parallel ranks hold replicas of the router and of all experts, whose gradients they sum like those of norms.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hpc_train.models.moe import Experts, MixtureOfExperts, SelectedRows, SequenceShards, sort_by_expert
@@ -44,14 +44,10 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
                 module.router.shards = shards
             if mesh.expert_mesh is not None:
                 module.exchange = TokenExchange(mesh.group("ep"))
-                _divide(module.experts, mesh.expert_mesh["ep"])
-
-
-def _divide(experts: Experts, ranks: DeviceMesh) -> None:
-    """Leaves each of ``ranks`` its experts, in place."""
-    for name, parameter in experts.named_parameters():
-        shard = distribute_tensor(local_part(parameter.detach()), ranks, [Shard(0)], src_data_rank=None)
-        setattr(experts, name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+                for name, parameter in module.experts.named_parameters():
+                    whole = local_part(parameter.detach())
+                    shard = distribute_tensor(whole, mesh.expert_mesh["ep"], [Shard(0)], src_data_rank=None)
+                    setattr(module.experts, name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
 class TokenExchange:

@@ -4,7 +4,8 @@ It follows Megatron (Shoeybi et al. 2019, arXiv:1909.08053): the first matrix of
 feed-forward units) and the second by rows, with one collective per branch and direction. Between the branches the GPT
 holds shards of the sequence (Korthikanti et al. 2022, arXiv:2205.05198), so norms and dropout are not computed twice. A
 ViT has an odd number of tokens, so its hidden states are replicated. Every rank computes the same loss: in training the
-logits of a GPT stay spread over the ranks (``models/linear_head.py``), and the logits of a ViT are replicated. All
+logits of a GPT stay spread over the ranks (``models/linear_head.py``), and the logits of a ViT are replicated. Experts
+are not split: each rank routes its shard of the sequence (``experts.py``). All
 parameters become DTensors on the ``tp`` mesh, so optimizers and checkpoints handle only one type.
 """
 

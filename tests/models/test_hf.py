@@ -238,6 +238,21 @@ def test_layers_that_cannot_have_adapters_are_refused(lora: LoraConfig, message:
         build_model(model, 0)
 
 
+def test_routers_and_experts_cannot_have_adapters(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    transformers.Qwen3MoeConfig(**TEXT, **experts, mlp_only_layers=[0]).save_pretrained(tmp_path)
+    for targets, name in ((["q_proj", "gate"], "gate"), (["q_proj", "experts"], "experts"), (None, "mlp.experts")):
+        lora = LoraConfig(rank=2, targets=targets)
+        with pytest.raises(UserError, match=f"{name} is not a linear layer of this model; its routers") as refused:
+            build_model(HFModelConfig(name_or_path=str(tmp_path), task="causal_lm", pretrained=False, lora=lora), 0)
+        assert "q_proj" in refused.value.fix
+    adapted = LoraConfig(rank=2, targets=["q_proj", "o_proj"])
+    built = build_model(HFModelConfig(name_or_path=str(tmp_path), task="causal_lm", pretrained=False, lora=adapted), 0)
+    owners = {name.partition(".lora_")[0] for name, value in built.named_parameters() if value.requires_grad}
+    assert {owner.rpartition(".")[2] for owner in owners} == {"q_proj", "o_proj"}
+
+
 def test_frozen_parameters_have_neither_gradients_nor_optimizer_state(tmp_path: Path) -> None:
     """The estimates count the parameters that train, here of some layers, and of a classifier."""
     pytest.importorskip("peft")

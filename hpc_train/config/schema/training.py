@@ -46,8 +46,8 @@ class StrategyConfig:
     )
     ep: int | str = key(
         1,
-        "The number of expert-parallel ranks. They are consecutive data-parallel ranks of a pipeline stage, and each "
-        "holds a part of the experts of a layer. It must divide model.moe.experts and the data-parallel ranks. auto: "
+        "The number of expert-parallel ranks. They are consecutive ranks of a pipeline stage, and each holds a part of "
+        "the experts of a layer. It must divide model.moe.experts and the ranks of a stage, dp x cp x tp. auto: "
         "strategy=auto chooses.",
         choices=("auto",),
         at_least=1,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,9 @@ def adapt(module: Any, config: HFModelConfig, tied: Mapping[str, str]) -> None:
 
     ``module``, a model of transformers, is on ``meta``. ``tied`` maps the aliases of tied parameters to their names.
     Raises UserError if a layer does not exist or cannot have an adapter, or the model has batch statistics.
+
+    A router, and the experts that transformers stacks in one parameter, cannot have adapters: those of peft multiply
+    the matrices of all experts in each pass.
     """
     from peft import inject_adapter_in_model
 
@@ -64,12 +67,22 @@ def adapt(module: Any, config: HFModelConfig, tied: Mapping[str, str]) -> None:
             fix="model.lora.rank=null, which trains the full model",
         )
     saved = _saved_modules(module, config)
+    linear = _names_of_linear_layers(module)
+    has_experts = any(parameter.ndim == 3 and len(parameter) > 1 for parameter in module.parameters())
+    if has_experts:  # peft ignores a target that is not found if it finds another
+        for target in config.lora.targets or ():
+            if not any(f".{name}".endswith(f".{target}") for name in linear):
+                raise _not_linear(target, _linear_layers(module))
     try:
         inject_adapter_in_model(_peft_config(module, config), module, low_cpu_mem_usage=True)
     except ValueError as error:
         raise UserError(f"peft cannot add adapters: {error}", where="model.lora.targets", fix=_TARGETS) from error
     for name in saved:
         module.get_submodule(name).requires_grad_(True)
+    adapted = {name.partition(".lora_")[0] for name, _ in module.named_parameters() if _is_adapter(name)}
+    others = sorted(adapted.difference(linear))
+    if has_experts and others:  # whose parts have the names of linear layers in files
+        raise _not_linear(others[0], adapted.intersection(linear))
     shared = {*tied, *tied.values()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad and "lora_embedding_" in name:
@@ -83,6 +96,15 @@ def adapt(module: Any, config: HFModelConfig, tied: Mapping[str, str]) -> None:
             where="model.lora.targets, model.lora.modules_to_save",
             fix=_TARGETS,
         )
+
+
+def _not_linear(name: str, linear: Iterable[str]) -> UserError:
+    ends = {other.rpartition(".")[2] for other in linear}
+    return UserError(
+        f"{name} is not a linear layer of this model; its routers and experts cannot have adapters",
+        where="model.lora.targets",
+        fix=f"model.lora.targets=[{','.join(sorted(ends))}], or some of these",
+    )
 
 
 _TARGETS = "the names of linear layers, or model.lora.targets=null for all of them"
@@ -128,14 +150,17 @@ def _peft_config(module: Any, config: HFModelConfig) -> Any:
 def _linear_layers(module: Any) -> list[str]:
     """Returns the linear layers of the body by the last parts of their names, or by their full names if other modules
     have the same last parts."""
-    from transformers.pytorch_utils import Conv1D
-
     body = f"{module.base_model_prefix}."
-    kinds = (nn.Linear, Conv1D)
-    names = [name for name, part in module.named_modules() if isinstance(part, kinds) and name.startswith(body)]
+    names = [name for name in _names_of_linear_layers(module) if name.startswith(body)]
     ends = {name.rpartition(".")[2] for name in names}
     meant = {name for name, _ in module.named_modules() if name.rpartition(".")[2] in ends}
     return sorted(ends if meant == set(names) else names)
+
+
+def _names_of_linear_layers(module: Any) -> list[str]:
+    from transformers.pytorch_utils import Conv1D
+
+    return [name for name, part in module.named_modules() if isinstance(part, nn.Linear | Conv1D)]
 
 
 def exported_name(name: str) -> str:
