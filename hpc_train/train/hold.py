@@ -97,11 +97,14 @@ class Holds:
         limit = format_duration(request.limit_s)
         reason = ""
 
+        def is_asked_to_stop() -> bool:
+            return self._stop.requested or store.add("stop", 0) > 0
+
         def end_of(connection: socket.socket) -> str:
             """Returns why the hold ends; empty if it does not."""
             if time.monotonic() > until:
                 return f"its limit of {limit} has passed"
-            if self._stop.requested or store.add("stop", 0):
+            if is_asked_to_stop():
                 return "the run was asked to stop"
             with suppress(BlockingIOError):
                 if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
@@ -113,7 +116,7 @@ class Holds:
                 message = f"rank {request.rank} on {node} is held after step {step} for at most {limit}; all ranks wait"
                 path = str(listener.getsockname())
                 self._events.write("held", path=path, message=message, **head)
-                connection = accept(listener, min(until, began + CONNECT_S), lambda: self._stop.requested)
+                connection = accept(listener, min(until, began + CONNECT_S), is_asked_to_stop)
             with connection:
                 reason = look(connection, frame, message, lambda: end_of(connection))
         except OSError as error:  # no connection, or it broke

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -159,6 +162,34 @@ def test_a_rank_that_hangs_on_another_node_is_named(
     stacks = on.run / "logs" / "stacks"
     assert "trainer.py" in (stacks / f"hang-{first}-000.txt").read_text()  # of the node that waits
     assert "process state T" in (stacks / f"hang-{second}-000.txt").read_text()
+
+
+def test_a_person_looks_into_a_rank_of_another_node(cluster: Cluster, tmp_path: Path, whole: str, step: int) -> None:
+    """The command does not see the sockets of the nodes, as on another machine, and starts a step there."""
+    with tempfile.TemporaryDirectory(prefix="hold-") as sockets:
+        slow = ["model.args.seconds=2", "elastic.hang_timeout_s=60", f"+cluster.env.TMPDIR={sockets}"]
+        on = OnSlurm.submit(cluster, tmp_path, *TWO, *slow)
+        on.wait_for_step(step)
+        _, second = on.nodes_of("started")[0]
+        hide = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs hidden {sockets} && exec "$@"', "sh"]
+        command = [*hide, sys.executable, "-m", "hpc_train", "debug", str(on.run), "--rank=1", "--json"]
+        person = subprocess.Popen(
+            command,
+            env=cluster.environment,
+            cwd=tmp_path,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        held = f"rank 1 on {second} is held after step"
+        wait_for("the hold", lambda: held in cluster.hpc_train("status", str(on.run), cwd=tmp_path).stdout, 120)
+        said, _ = person.communicate("p 'step', self.step\n!import os\np os.environ['SLURMD_NODENAME']\n", timeout=240)
+        shown = json.loads(said)
+        assert (shown["rank"], shown["node"]) == (1, second)
+        assert f"('step', {shown['step']})" in shown["output"]
+        assert f"'{second}'" in shown["output"]
+        on.finished(whole)
+        assert on.reported("worker_failed") == []
 
 
 def test_a_slow_rank_on_another_node_is_named_and_left_alone(

@@ -11,13 +11,14 @@ import pytest
 
 from hpc_train.run.directory import RunDirectory
 from tests.doors import command
-from tests.slurm.cluster import Cluster, link, side_by_side
+from tests.slurm.cluster import Cluster, link, reconfigured, side_by_side
 from tests.slurm.runs import with_python
 
 CLUSTERS: dict[str, tuple[str, ...]] = {  # options of each cluster; the short form uses the first
     "cluster": (),
     "plain": ("--no-accounting",),
     "limited": ("--no-accounting", "--limit-memory"),  # kills steps that exceed their memory
+    "cloud": ("--no-accounting",),  # powers nodes down and up
     "network": ("--network", "--no-accounting"),  # its nodes are connected by a network
 }
 
@@ -50,6 +51,15 @@ def plain(clusters: dict[str, Future[Cluster]]) -> Cluster:
 @pytest.fixture(scope="session")
 def limited(clusters: dict[str, Future[Cluster]]) -> Cluster:
     return clusters["limited"].result()
+
+
+@pytest.fixture(scope="session")
+def cloud(clusters: dict[str, Future[Cluster]]) -> Iterator[Cluster]:
+    """A cluster that powers nodes down and up on request; ResumeProgram does nothing, so that a node never starts."""
+    started = clusters["cloud"].result()
+    settings = "SuspendProgram=/bin/true\nResumeProgram=/bin/true\nSuspendTime=100000\nSuspendTimeout=5\n"
+    with reconfigured(started, lambda text: f"{text}{settings}ResumeTimeout=60\n"):
+        yield started
 
 
 @pytest.fixture(scope="session")

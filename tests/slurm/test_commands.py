@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -22,7 +23,8 @@ from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.made import commit
 from tests.checkpoint.progress import LONG
 from tests.doors.command import REPOSITORY, TINY, TINY_GPT, lines_of_pages
-from tests.slurm.cluster import Cluster
+from tests.doors.recorded import recorded_run
+from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, events, every_step, job_id, steps, wait_for_step, with_python
 from tests.telemetry import mlflow_service
 from tests.telemetry.test_mlflow import real_server
@@ -189,6 +191,51 @@ def damage(run: RunDirectory, step: int) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
+
+
+@pytest.mark.long_form(90)  # tests/runs/test_diagnosis.py has the texts
+def test_a_job_whose_node_is_powered_up(cloud: Cluster, tmp_path: Path) -> None:
+    def shown(command: str) -> str:
+        done = cloud.hpc_train(command, "mine", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return " ".join(done.stdout.split())
+
+    def node() -> str:
+        return cloud.call("sinfo", "--noheader", "--Node", "--nodes=n4", "--format=%T").stdout.split()[0]
+
+    assert cloud.call("scontrol", "update", "nodename=n4", "state=power_down_force").returncode == 0
+    wait_for("n4 to be powered down", lambda: node() == "idle~", 60)
+    names = ["run.name=mine", "cluster.nodelist=n4"]
+    submitted = cloud.hpc_train(*TINY, *ONE_NODE, "+strategy=dp", *names, "launch.detach=true", "-m", cwd=tmp_path)
+    assert submitted.returncode == 0, submitted.stderr
+    run = RunDirectory(tmp_path / "outputs" / "mine")
+    job = run.record()["submissions"][-1]["job_id"]
+    cloud.wait_for_state(job, "CONFIGURING")
+    assert "configuring, its nodes start" in shown("status")
+    explained = shown("why")
+    assert "its nodes are powered up, booted or configured" in explained
+    assert "n4 allocated# (starting)" in explained
+    cloud.wait_for_state(job, "PENDING")  # after ResumeTimeout
+    assert run.newest_attempt() == -1
+    assert cloud.hpc_train("cancel", "mine", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.long_form(60)  # tests/tasks/test_evaluate.py
+@pytest.mark.timeout(900)
+def test_a_release_as_a_job_and_its_serving_command_as_another(cluster: Cluster, tmp_path: Path) -> None:
+    recorded_run(tmp_path / "outputs" / "base")
+    release = ["checkpoint", "release", "base", "--registry", "none", "--submit", "--sbatch=--time=10"]
+    serve = ["--serve", 'ls "$MODEL" > served', "--serve-sbatch=--time=5"]
+    done = cluster.hpc_train(*release, "--to", "model", *serve, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wait_for("the model to be served", (tmp_path / "served").exists, 240)
+    assert "README.md" in (tmp_path / "served").read_text()
+    (tmp_path / "served").unlink()
+    failed = cluster.hpc_train(*release, "--to", "other", "--checkpoint", "99", *serve, cwd=tmp_path)
+    assert failed.returncode == 2, failed.stdout
+    [job_id] = re.findall(r"Slurm job (\d+) begins if", failed.stderr)
+    wait_for("Slurm to remove the other job", lambda: cluster.state(job_id) in ("CANCELLED", ""), 120)
+    assert not (tmp_path / "served").exists()
 
 
 @pytest.mark.long_form(30)  # tests/checkpoint/test_commands.py
