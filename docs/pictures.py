@@ -474,39 +474,65 @@ def queue(policy: str) -> list[QueuedRun]:
     return runs
 
 
+Spans = list[tuple[float, float, int]]  # (begin, end, nodes)
+
+
 def urgent() -> Drawing:
-    """Draws the nodes of two runs and an urgent third over time."""
-    results = {policy: queue(policy) for policy in POLICIES}
-    ends = {
-        policy: ", ".join(f"{run.name} ends after {run.hours()[1]:g} h" for run in runs)
-        for policy, runs in results.items()
-    }
-    drawing = Drawing(
-        "Two runs and an urgent third on eight nodes",
-        " ".join(f"{policy}: {words}." for policy, words in ends.items()),
-        760,
-        30 + 150 * len(POLICIES),
-    )
-    hour_width = 42.0
-    for number, (policy, runs) in enumerate(results.items()):
-        top = 18 + 150 * number
-        drawing.text(16, top + 4, policy, style="bold")
-        drawing.text(744, top + 4, ends[policy], "soft", "end", "small")
-        for lane, (run, fill) in enumerate(zip(runs, ("blue", "green", "amber"), strict=True)):
-            y = top + 14 + 36 * lane
-            drawing.text(16, y + 20, run.name, "soft")
-            drawing.box(80, y, hour_width * 15.6, 32, "panel", round_by=0)
+    """Draws the nodes of two simulated runs and an urgent third over time."""
+    results: dict[str, dict[str, Spans]] = {}
+    for policy in POLICIES:
+        results[policy] = {run.name: [] for run in queue(policy)}
+        for run in queue(policy):
             first = 0
             for nodes, steps in groupby(run.history):
                 last = first + len([*steps])
-                x = 80 + hour_width * STEP_H * first
-                width = hour_width * STEP_H * (last - first)
                 if nodes:
-                    height = 8 * nodes
-                    drawing.box(x, y + 32 - height, width, height, fill, round_by=0)
+                    results[policy][run.name].append((STEP_H * first, STEP_H * last, nodes))
                 first = last
-    for hour in range(0, 16, 2):
-        drawing.text(80 + hour_width * hour, 150 * len(POLICIES) + 8, f"{hour} h", "soft", "middle", "small")
+    return nodes_of_runs("Two runs and an urgent third on eight nodes", results, "h", 42.0, 2)
+
+
+def urgent_measured() -> Drawing:
+    """Draws the nodes of a run and an urgent second, as ``benchmarks.urgent_run`` has measured them."""
+    recorded = json.loads((FOLDER / "urgent_measured.json").read_text())
+    results = {
+        policy: {
+            name: [(begin / 60, end / 60, nodes) for begin, end, nodes in spans]
+            for name, spans in result["held"].items()
+        }
+        for policy, result in recorded.items()
+    }
+    return nodes_of_runs("A long run and an urgent second on four nodes, measured", results, "min", 26.0, 4)
+
+
+def nodes_of_runs(title: str, results: dict[str, dict[str, Spans]], unit: str, unit_width: float, tick: int) -> Drawing:
+    """Draws the nodes of each run over time, under one policy above the other.
+
+    Args:
+        results: what each run holds under each policy.
+        unit_width: pixels per ``unit`` of time.
+        tick: units between two marks of the axis.
+    """
+    ends = {
+        policy: ", ".join(f"{name} ends after {spans[-1][1]:.3g} {unit}" for name, spans in runs.items())
+        for policy, runs in results.items()
+    }
+    of_policy = 42 + 36 * max(map(len, results.values()))
+    description = " ".join(f"{policy}: {words}." for policy, words in ends.items())
+    drawing = Drawing(title, description, 760, 30 + of_policy * len(results))
+    for number, (policy, runs) in enumerate(results.items()):
+        top = 18 + of_policy * number
+        drawing.text(16, top + 4, policy, style="bold")
+        drawing.text(744, top + 4, ends[policy], "soft", "end", "small")
+        for lane, ((name, spans), fill) in enumerate(zip(runs.items(), ("blue", "green", "amber"), strict=False)):
+            y = top + 14 + 36 * lane
+            drawing.text(16, y + 20, name, "soft")
+            drawing.box(80, y, 655, 32, "panel", round_by=0)
+            for begin, end, nodes in spans:
+                x = 80 + unit_width * begin
+                drawing.box(x, y + 32 - 8 * nodes, unit_width * (end - begin), 8 * nodes, fill, round_by=0)
+    for mark in range(0, int(655 / unit_width) + 1, tick):
+        drawing.text(80 + unit_width * mark, of_policy * len(results) + 8, f"{mark} {unit}", "soft", "middle", "small")
     return drawing
 
 
@@ -660,6 +686,7 @@ def pictures() -> dict[str, str]:
         "schedules": schedules(),
         "life": life(),
         "urgent": urgent(),
+        "urgent_measured": urgent_measured(),
         "dashboard": dashboard(),
         "report": report(),
         "top": screen(
