@@ -217,7 +217,7 @@ def test_a_sequence_of_changes_and_faults(cluster: Cluster, tmp_path: Path, seed
         print(f"seed {seed}, {strategy}", *sequence.log, sep="\n", flush=True)
     done = cluster.hpc_train("cancel", "run", "--save", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    wait_for("both jobs to end", lambda: not cluster.call("squeue", "-ho%i").stdout.split(), 120)
+    wait_for("both jobs to end", lambda: not cluster.call("squeue", "-ho%i").stdout.split(), 240)
     taken = every_step(run)
     last = max(taken)
     assert sorted(set(taken)) == list(range(1, last + 1))
@@ -282,7 +282,7 @@ def test_a_run_takes_idle_nodes_by_itself(cluster: Cluster, tmp_path: Path) -> N
 
     wait_for("nodes again", grows_again, 480)
     assert cluster.hpc_train("cancel", "run", cwd=tmp_path).returncode == 0
-    wait_for("both jobs to end", lambda: not joiners(cluster, "RUNNING", "COMPLETING"), 90)
+    wait_for("both jobs to end", lambda: not joiners(cluster, "RUNNING", "COMPLETING"), 240)
 
 
 @pytest.mark.timeout(600)
