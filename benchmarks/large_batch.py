@@ -43,6 +43,7 @@ ROWS = (
     [*LARGE, "optim.lr=3e-3", "optim.lr_scaling=sqrt"],
     [*LARGE, "optim.lr=3e-3", "optim.lr_scaling=linear"],
     [*LARGE, "optim=lamb", "optim.lr=1e-2", "optim.lr_scaling=sqrt"],
+    [*LARGE, "optim=lamb", "optim.lr=1e-2", "optim.lr_scaling=linear"],
     [*SMALL, "optim=sgd", "optim.lr=0.1"],
     [*LARGE, "optim=sgd", "optim.lr=0.1", "optim.lr_scaling=linear"],
     [*LARGE, "optim=lars", "optim.lr=10"],
@@ -88,10 +89,10 @@ def trained(
         if config.optim.clip_norm > 0:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm)
         optimizer.step(rate(step), torch.tensor(True))
-    last = float(total / count)
+    last = total.item() / int(count)
     with torch.no_grad():
         total, count = model(validation[0], {}, validation[1])
-    return last, float(total / count)
+    return last, total.item() / int(count)
 
 
 if __name__ == "__main__":
