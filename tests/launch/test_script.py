@@ -464,7 +464,8 @@ def every_script(job: Job) -> list[str]:
     arguments(asked)
     return [
         *map(render, (submitted, printed, array)),
-        command_job._script(["checkpoint", "verify", str(run)], config, run / "code"),
+        command_job._script(["checkpoint", "verify", str(run)], config, run / "code", None),
+        command_job._script(["checkpoint", "release"], config, run / "code", ["serve", *job.overrides]),
         measuring._script(job, ["step", *job.overrides], run / "result"),
     ]
 
