@@ -138,6 +138,7 @@ def test_passes_that_depend_on_the_rank_are_not_exchanged() -> None:
     assert "repetitions alone prove checkpoints" in warning and warning.endswith("differ between ranks")
 
 
+@pytest.mark.long_form(20)
 def test_experts() -> None:
     """The ranks that divide the experts compute the passes of the other replica together, and are suspected
     together."""
