@@ -1,8 +1,8 @@
 """Injects wrong numbers into training steps that are verified (``train.verify``), and tells what is found.
 
 ``python -m tests.faults.corruption --seed 0 --count 500 --log FILE`` draws kinds, layouts, ranks and steps, and prints
-the table of ``docs/howto/corruption.md``. ``--steps 20000`` instead trains so many steps without a fault, over all
-layouts, compiled and not, and models of users. Both continue with what FILE lacks.
+the table of ``docs/measurements/corruption.md``. ``--steps 20000`` instead trains so many steps without a fault, over
+all layouts, compiled and not, and models of users. Both continue with what FILE lacks.
 """
 
 from __future__ import annotations
