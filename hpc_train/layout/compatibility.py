@@ -835,6 +835,7 @@ OF_RUN: tuple[Exclusion, ...] = (
     Exclusion(ASYNC_TP, NO_TENSOR, "strategy.tp=2 or more"),
     Exclusion(ASYNC_TP, NO_SEQUENCE_SHARDS, "a model whose ranks hold shards of the sequence, such as a gpt"),
     Exclusion(ASYNC_TP, CPUS, "GPUs"),
+    Exclusion(ASYNC_TP, MIXTURE, "a model without `model.moe`, whose products have not been run with it"),
     Exclusion(ATTENTION, NOT_HALF, "queries in bf16 or fp16, but precision.name is {it}", ", or precision=bf16"),
     Exclusion(ATTENTION, CAPPED_SCORES, "scores without model.attention_softcap, which no kernel has"),
     Exclusion(ATTENTION, WIDE_HEADS, "heads whose widths are {it}"),

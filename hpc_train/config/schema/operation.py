@@ -111,7 +111,6 @@ class ElasticConfig:
         None,
         "The smallest number of nodes on which the run continues after it loses nodes. null requeues the job instead.",
         at_least=1,
-        unit="nodes",
         when=when("nodes"),
     )
     grow: str = key(
@@ -125,7 +124,6 @@ class ElasticConfig:
         None,
         "The number of nodes up to which the run grows.",
         at_least=1,
-        unit="nodes",
         when=unless("elastic.grow", "never"),
     )
     priority: int = key(
