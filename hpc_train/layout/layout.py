@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hpc_train.layout.orders import PipelineShape
-from hpc_train.layout.techniques import TREE, DataParallelKind, PipelineSchedule, find_kind, find_schedule
+from hpc_train.layout.techniques import TREE, DataParallelKind, PipelineSchedule, State, find_kind, find_schedule
 from hpc_train.units import counted
 
 
@@ -107,6 +107,14 @@ class Layout:
     def shards_state(self) -> bool:
         """Returns whether the ranks of dp x cp share the state of the model."""
         return self.dp_cp > 1 and bool(self.kind.shards)
+
+    @property
+    def shards_between_passes(self) -> frozenset[State]:
+        """Returns the state that is sharded between the micro-batches of a step: none in a pipeline, since torch's
+        stages keep parameters and gradients whole until the last micro-batch (``backward_maybe_with_nosync``)."""
+        if self.shards_state and self.pp == 1:
+            return self.kind.shards
+        return frozenset()
 
     @property
     def pipeline(self) -> PipelineSchedule:

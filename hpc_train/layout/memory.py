@@ -313,8 +313,7 @@ def rank_of(layout: Layout, rank: int, stages: Sequence[Stage]) -> Rank:
     gathers: Gathers = "never"
     reduces: Reduces = "after"
     if layout.shards_state:
-        # torch's stages keep parameters and gradients whole until the last micro-batch (backward_maybe_with_nosync)
-        shards = layout.kind.shards if layout.pp == 1 else ()
+        shards = layout.shards_between_passes
         gathers = "layer" if "parameters" in shards else "step"
         reduces = "each" if layout.micro_batches == 1 or "gradients" in shards else "last"
     views = layout.data_parallel == "ddp" and layout.dp_cp > 1  # DDP's gradients are views of its buckets

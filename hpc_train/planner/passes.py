@@ -273,7 +273,9 @@ class Passes:
         The first of a step's micro-batches has nothing to add to.
         """
         layout = self.layout
-        shard, expert_shard = (layout.shard, layout.expert_sizes[1]) if "gradients" in layout.kind.shards else (1, 1)
+        shard, expert_shard = 1, 1
+        if "gradients" in layout.shards_between_passes:
+            shard, expert_shard = layout.shard, layout.expert_sizes[1]
         held = (block.parameters - block.experts) / layout.tp / shard + block.experts / layout.ep / expert_shard
         added = held * (1 - 1 / layout.micro_batches)
         return 3 * self.gradient * added / self.rates.memory_bytes_per_s
@@ -316,18 +318,15 @@ class Passes:
 
 
 def fsdp_kernels(layout: Layout) -> dict[Pass, float]:
-    """Returns how many kernels start while the host runs FSDP for a layer, in each pass of a mean micro-batch.
-
-    In a pipeline, torch's stages gather parameters before the first micro-batch and scatter gradients after the last.
-    """
+    """Returns how many kernels start while the host runs FSDP for a layer, in each pass of a mean micro-batch."""
     if not layout.shards_state:
         return {"forward": 0.0, "backward": 0.0}
     once = 1 / layout.micro_batches
     forward = FSDP_HOOKS + FSDP_GATHER * once
     backward = FSDP_HOOKS + FSDP_SCATTER * once
-    if layout.pp == 1 and "gradients" in layout.kind.shards:
+    if "gradients" in layout.shards_between_passes:
         backward = FSDP_HOOKS + FSDP_SCATTER
-    if layout.pp == 1 and "parameters" in layout.kind.shards:
+    if "parameters" in layout.shards_between_passes:
         forward = FSDP_HOOKS + FSDP_GATHER
         backward += FSDP_GATHER
     return {"forward": forward, "backward": backward}

@@ -348,10 +348,10 @@ class _Step:
         busy = load(shards, rates)
         gathers = scatters = 1
         again = 0.0
-        if "parameters" in layout.kind.shards:
+        if "parameters" in layout.shards_between_passes:
             gathers = batches
             again = gathered  # a second time for the backward
-        if "gradients" in layout.kind.shards and layout.pp == 1:  # torch's stages add them up until the last one
+        if "gradients" in layout.shards_between_passes:
             scatters = batches
         exposed = gathers * uncovered(gathered, micro_batch_s / 3, blocks, rates, busy)
         exposed += scatters * uncovered(scattered + again, micro_batch_s * 2 / 3, blocks, rates, busy)

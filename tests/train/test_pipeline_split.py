@@ -107,13 +107,15 @@ def test_the_memory_of_a_stage() -> None:
 
     assert stage_bytes(config, layout("ddp", "1f1b"), 0, blocks) == 4 * 1500 * 4 + 2 * 17
     assert stage_bytes(config, layout("ddp", "gpipe"), 1, blocks) == 4 * 1500 * 4 + 8 * 17
-    assert stage_bytes(config, layout("zero3", "1f1b"), 1, blocks) == 1500 * 4 + 17
-    assert stage_bytes(config, layout("zero1", "1f1b"), 1, blocks) == 1500 * 4 * 2 + 1500 * 2 + 17
+    sharded = 1500 * 4 * 2 + 1500 * 3 + 17  # whole parameters and gradients; a quarter of three fp32 values
+    assert stage_bytes(config, layout("zero3", "1f1b"), 1, blocks) == sharded
+    assert stage_bytes(config, layout("zero1", "1f1b"), 1, blocks) == sharded
     # of four ranks, the two that hold the same experts share their state
     mixed = [BlockCost("layers.0", 1.0, 500, 7, experts=400)]
-    assert stage_bytes(config, replace(layout("zero3", "1f1b"), ep=2), 1, mixed) == 100 * 4 + 400 * 4 * 2 + 7
-    assert stage_bytes(config, replace(layout("zero3", "1f1b"), ep=4), 1, mixed) == 100 * 4 + 400 * 4 * 4 + 7
-    assert stage_bytes(config, layout("zero3", "1f1b"), 1, mixed) == 500 * 4 + 7
+    whole = 500 * 4 * 2 + 7
+    assert stage_bytes(config, replace(layout("zero3", "1f1b"), ep=2), 1, mixed) == whole + 100 * 3 + 400 * 3 * 2
+    assert stage_bytes(config, replace(layout("zero3", "1f1b"), ep=4), 1, mixed) == whole + 100 * 3 + 400 * 3 * 4
+    assert stage_bytes(config, layout("zero3", "1f1b"), 1, mixed) == whole + 500 * 3
 
 
 @pytest.mark.parametrize("ep", [1, 2])

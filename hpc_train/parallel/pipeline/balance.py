@@ -181,17 +181,21 @@ def _partition(config: Config, mesh: Mesh, blocks: Sequence[BlockCost]) -> tuple
 
 
 def stage_bytes(config: Config, layout: Layout, stage: int, blocks: Sequence[BlockCost]) -> int:
-    """Returns the peak bytes of a stage of ``blocks``: parameters, casts, gradients, optimizer state, activations."""
-    narrow = 0.5 * (config.precision.weights == "bf16")  # relative to the size of a master
-    copies = {"parameters": 1 + narrow, "gradients": 1 - narrow, "optimizer": values_per_parameter(config.optim)}
+    """Returns the peak bytes of a stage of ``blocks``: parameters, casts, gradients, optimizer state, activations.
+
+    With ZeRO, the ranks share the state of the optimizer and the parameters that it updates. The stages keep gathered
+    parameters and gradients from the first to the last micro-batch.
+    """
     width = parameter_dtype(config.precision.name).itemsize
     experts = width * sum(block.experts for block in blocks)
     others = width * sum(block.parameters for block in blocks) - experts
-    shards = layout.kind.shards if layout.shards_state else frozenset()
-    state = 0
-    for part, number in copies.items():
-        shard, expert_shard = (layout.shard, layout.expert_sizes[1]) if part in shards else (1, 1)
-        state += int(others * number) // shard + int(experts * number) // expert_shard
+    state = 2 * (others + experts)  # precision.weights=bf16 halves the gradients and adds copies of the parameters
+    updated = values_per_parameter(config.optim)
+    if layout.shards_state:
+        updated += 1
+        state += int(others * updated) // layout.shard + int(experts * updated) // layout.expert_sizes[1]
+    else:
+        state += int((others + experts) * updated)
     cast = kept_dtype(config.precision, layout)
     if cast is not None:
         state += sum(block.parameters for block in blocks) * cast.itemsize
