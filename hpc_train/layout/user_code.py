@@ -361,7 +361,11 @@ def _answer(module: str, configs: str, failed: str) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"{failed}: it took longer than {LIMIT_S:g} s"
+        raise UserError(
+            f"{failed}: the trial on this machine did not end within {LIMIT_S:g} s",
+            where="the load of this machine, or the code that the config names",
+            fix="submit again when the machine is less busy, or correct code that does not end",
+        ) from None
     if done.returncode == 0:
         return done.stdout.strip()
     return f"{failed}:\n{done.stderr.strip()[-2000:]}"
