@@ -84,9 +84,7 @@ DIVIDED = {  # whose ranks divide the experts or the sequences
     "cp2-ep2-zero3": (4, ("+strategy=cp", "strategy.ep=2")),
 }
 ALL = LAYOUTS | MORE | DIVIDED
-EXPERTS_SHORT = (  # the layouts that save and load experts
-    ("single", "single"), ("single", "zero3"), ("single", "interleaved"), ("ep2-pp2", "tp2-ep4-zero3"),
-)  # fmt: skip
+EXPERTS_SHORT = (("single", "zero3"), ("ep2-pp2", "tp2-ep4-zero3"))  # the layouts that save and load experts
 TEN = [*LAYOUTS]
 SHORT = ["single", "zero3", "interleaved", "cp2"]  # each loads what the one before has saved
 
@@ -253,7 +251,7 @@ def load_damaged(rank: int, world_size: int, folder: str, saving: Config, loadin
     return wrong
 
 
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 102), marks=pytest.mark.long_form(100))], ids=len)
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 101), marks=pytest.mark.long_form(100))], ids=len)
 def test_no_damaged_checkpoint_of_divided_experts_is_loaded(tmp_path: Path, seeds: range) -> None:
     configs = (config_of(name, "experts") for name in ("ep2-pp2", "ep2-zero3"))
     assert run_on_world(4, load_damaged, str(tmp_path), *configs, seeds, timeout=LIMIT_S) == [[]] * 4

@@ -44,29 +44,40 @@ def check_plain(of_ranks: list[Trial]) -> None:
 
 def test_replicas() -> None:
     """Three replicas with all-reduce. Steps 2 and 4 are exchanged, and step 3 is repeated."""
-    plain, product, gradient, batch, summed, lasting, weight, moment = trials(
+    plain, product, summed, lasting, weight = trials(
         "dp3",
         None,
         Injection("product", rank=1, step=2, at_pass=1),
-        Injection("gradient", rank=2, step=3, at_pass=0),
-        Injection("batch", rank=1, step=3, at_pass=1),
         Injection("sum", rank=1, step=3, at_pass=1),
         Injection("product", rank=1, step=3, at_pass=None),
         Injection("weight", rank=2, step=2),
-        Injection("moment", rank=0, step=3),
     )
     check_plain(plain)
     assert suspicion_of(product) == (GRADIENTS, (1,), True)
-    assert suspicion_of(gradient) == (GRADIENTS, (2,), True)
-    assert suspicion_of(batch) == (GRADIENTS, (1,), True)
     assert suspicion_of(summed) == (REDUCTION, (1,), True)
-    assert all(is_undisturbed(trial, plain) for trial in (product, gradient, batch, summed))
+    assert all(is_undisturbed(trial, plain) for trial in (product, summed))
     assert suspicion_of(lasting) == (GRADIENTS, (1,), False)
     assert (lasting[0].ended, lasting[0].suspicions[0].findings, lasting[0].suspicions[0].since) == (4, 2, 2)
     assert (suspicion_of(weight), weight[0].ended) == ((STATE, (2,), False), 2)
+
+
+@pytest.mark.long_form(20)  # test_replicas
+def test_gradients_batches_and_moments_of_replicas() -> None:
+    plain, gradient, batch, moment = trials(
+        "dp3",
+        None,
+        Injection("gradient", rank=2, step=3, at_pass=0),
+        Injection("batch", rank=1, step=3, at_pass=1),
+        Injection("moment", rank=0, step=3),
+    )
+    check_plain(plain)
+    assert suspicion_of(gradient) == (GRADIENTS, (2,), True)
+    assert suspicion_of(batch) == (GRADIENTS, (1,), True)
+    assert all(is_undisturbed(trial, plain) for trial in (gradient, batch))
     assert (suspicion_of(moment), moment[0].ended) == ((STATE, (0,), False), 3)
 
 
+@pytest.mark.long_form(30)  # test_updates_of_other_optimizers
 def test_shards() -> None:
     """Under zero3 a local gradient exists only until it is reduced."""
     plain, product, gradient, gathered, update, lasting = trials(

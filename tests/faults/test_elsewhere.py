@@ -70,11 +70,10 @@ def test_nothing_depends_on_equal_clocks(tmp_path: Path, whole: Path) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long_form(90)  # tests/train/test_debug.py
 def test_a_person_looks_into_a_rank_of_another_node_and_no_number_changes(tmp_path: Path) -> None:
-    """A step takes 0.1 s or more. In the long form, the hold is longer than the bound of a hang and the timeout of
-    collectives."""
-    bound_s = 20 if LONG else 120
-    held_s = 1.5 * bound_s if LONG else 0
+    """A step takes 0.1 s or more. The hold is longer than the bound of a hang and the timeout of collectives."""
+    bound_s = 20
     timeouts = (f"elastic.hang_timeout_s={bound_s}", f"elastic.collective_timeout_s={bound_s}")
     run = freeze(tmp_path / "run", 100_000, "cluster.cpu_workers=1", "telemetry.log_every=1", *timeouts)
     agents = start_on_nodes(run, [Fault("slow", 0, 0)], {}, {})
@@ -90,7 +89,7 @@ def test_a_person_looks_into_a_rank_of_another_node_and_no_number_changes(tmp_pa
         assert "rank 1 is held already" in second.stderr
         [held] = [event for event in run.read_events() if event["event"] == "held"]
         assert f"rank 1 on 127.0.0.2 is held after step {held.step} for at most" in held.message
-        until(lambda: time.monotonic() > held_at + held_s)
+        until(lambda: time.monotonic() > held_at + 1.5 * bound_s)
         person.stdin.write("p 'step', self.step\np next(self.engine.parts[0].parameters()).shape\nnext\n")
         person.stdin.close()
         shown = json.loads(person.stdout.read())

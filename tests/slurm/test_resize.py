@@ -104,19 +104,21 @@ class Sequence:
         held = [name for line in jobs.stdout.split() for name in expand(line)]
         return {*held} - self.without_agent == {*self.nodes} - self.without_agent
 
-    def other_size(self) -> int:
-        return self.random.choice([size for size in (1, 2, 3, 4) if size != len(self.nodes)])
+    def other_size(self, requested: int | None = None) -> int:
+        return self.random.choice([size for size in (1, 2, 3, 4) if size not in (len(self.nodes), requested)])
 
     def resize(self) -> None:
         resize(self.cluster, self.cwd, self.other_size())
 
-    def begin(self) -> None:
+    def begin(self) -> int:
         """Requests another size and waits until the run has accepted it; the change may be over by then."""
-        self.log.append(f"  {ask(self.run, self.other_size())}")
+        size = self.other_size()
+        self.log.append(f"  {ask(self.run, size)}")
+        return size
 
     def second_resize(self) -> None:
-        self.begin()
-        self.resize()
+        first = self.begin()
+        resize(self.cluster, self.cwd, self.other_size(first))
 
     def rank(self) -> None:
         """Kills a rank, or the store of the ranks."""
