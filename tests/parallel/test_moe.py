@@ -282,12 +282,20 @@ def test_compiled() -> None:
 
 @pytest.mark.long_form(120)  # test_divided_experts: the same code without the compiler
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("kind", ["allreduce", "zero3"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"dp": 2, "data_parallel": "allreduce"},
+        {"dp": 2, "data_parallel": "zero3"},
+        {"tp": 2},
+        {"cp": 2, "data_parallel": "zero3"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("recomputation", ["none", "full", "ops"])
-def test_compiled_layers_with_divided_experts(kind: str, recomputation: str) -> None:
+def test_compiled_layers_with_divided_experts(strategy: dict[str, Any], recomputation: str) -> None:
     train = {"compile": True, "activation_checkpointing": recomputation}
-    cell = Cell(2, "gpt-moe", strategy={"dp": 2, "ep": 2, "data_parallel": kind}, batch=STEPS, train=train)
-    check_cells([cell], timeout=900)
+    check_cells([Cell(2, "gpt-moe", strategy=strategy | {"ep": 2}, batch=STEPS, train=train)], timeout=900)
 
 
 @pytest.mark.parametrize(
