@@ -145,7 +145,7 @@ def preflight(
         events.write("preflight", **event)
         _print(event, findings, measured)
         _report_nodes(events, findings, measured, slow, actions)
-    stop_for(_broadcast(mesh, findings), actions)
+    stop_for(_broadcast(mesh, findings), actions, node)
 
 
 def actions_of(config: Config, spec: WorkerSpec, allocation: Allocation) -> dict[str, str]:
@@ -267,15 +267,19 @@ def _burn_in_numbers(ranks: Sequence[RankFacts]) -> dict[str, dict[str, list[int
     return numbers
 
 
-def stop_for(findings: Sequence[PreflightFinding], actions: Mapping[str, str]) -> None:
-    """Raises an exception for errors, as ``preflight`` describes; warnings are ignored. ``actions`` holds the action
-    for each class of finding (``preflight_actions``)."""
+def stop_for(findings: Sequence[PreflightFinding], actions: Mapping[str, str], node: str) -> None:
+    """Raises an exception for errors, as ``preflight`` describes; warnings are ignored.
+
+    Args:
+        actions: the action for each class of finding (``preflight_actions``).
+        node: the node of this rank.
+    """
     errors = [finding for finding in findings if finding.level == ERROR and actions[finding.kind] != "warn"]
     if not errors:
         return
     message = "the preflight found problems that would affect training:\n" + "\n".join(map(str, errors))
     if all(error.unfit is not None and actions[error.kind] == "exclude" for error in errors):
-        raise UnfitNode(message)
+        raise UnfitNode(message, secondary=node not in {error.unfit for error in errors})
     kinds = dict.fromkeys(error.kind for error in errors)
     raise UserError(
         message,

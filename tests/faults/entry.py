@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from hpc_train.data.sampler import Skipped
 from hpc_train.parallel.engine import StepResult
+from hpc_train.preflight import measure
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.exits import Exit
 from hpc_train.run.requests import StopFlag
@@ -27,6 +28,7 @@ from tests.faults.plan import RECOVERY, Fault, bad_windows, happened, read_plan
 SLOW_S = 0.1
 NOT_A_NUMBER = torch.tensor(float("nan"))
 ERRS = "HPC_TRAIN_TEST_ERRS"  # steps of a node: in the first, one product is wrong, and all since the second
+BURN_IN_ERRS = "HPC_TRAIN_TEST_BURN_IN_ERRS"  # whether the products of the burn-in of a node are wrong
 
 
 def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
@@ -37,6 +39,8 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
     if spec.attempt > 0:
         _inject(plan, spec, RECOVERY, stop)
     trainer.LEAST = 4
+    if os.environ.get(BURN_IN_ERRS):
+        measure._product = _wrong_product
     if spec.nodes > 1:
         step.RING_RANKS = 1  # the ranks agree as those of large worlds do
     take = Trainer._train
@@ -104,6 +108,10 @@ def _let_products_err(trainer: Trainer) -> None:
 
     if first >= 0 and not module._forward_hooks:
         module.register_forward_hook(err)
+
+
+def _wrong_product(left: torch.Tensor, right: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: torch.mm(left, right).index_fill(0, torch.tensor(0), 0.125)
 
 
 def _stand_still(run: Path) -> None:

@@ -23,7 +23,7 @@ from tests.checkpoint.tensors import assert_same_bits
 from tests.checkpoint.test_commands import everything
 from tests.doors.command import hpc_train
 from tests.faults.agent import PATIENCE, SHIFT
-from tests.faults.entry import ERRS
+from tests.faults.entry import BURN_IN_ERRS, ERRS
 from tests.faults.plan import RECOVERY, Fault, happened
 from tests.faults.surroundings import Surroundings
 from tests.faults.test_faults import until
@@ -171,6 +171,28 @@ def test_a_node_that_computes_wrong_numbers_is_left_behind(tmp_path: Path, spare
     page = (run.path / "report.html").read_text()
     suspected = "rank 2 on 127.0.0.3 is suspected"
     assert suspected in shown.stdout and suspected in page and "Wrong numbers cost" in page
+    assert_nothing_left(run)
+
+
+@pytest.mark.long_form(60)  # tests/preflight has the findings, tests/elastic what follows
+@pytest.mark.timeout(600)
+def test_a_node_that_fails_the_burn_in_never_trains(tmp_path: Path) -> None:
+    options = (
+        "batch.global_size=12", "cluster.cpu_workers=1", "elastic.spares=1", "model.dropout=0",
+        "strategy.data_parallel=allreduce", "cluster.preflight_action.slow_device=warn",
+    )  # fmt: skip
+    run = freeze(tmp_path / "run", 6, *options)
+    ends = on_nodes(run, [], {}, {}, {BURN_IN_ERRS: "1"}, {})
+    assert ends[0].code == 0, ends[0].error
+    assert ends[0].reported == [("unfit_node", 2)]
+    assert "rank 2 on 127.0.0.3 computes wrong numbers: a product in float32" in ends[0].error
+    teams = [["127.0.0.1", "127.0.0.2", "127.0.0.3"], ["127.0.0.1", "127.0.0.2", "127.0.0.4"]]
+    assert [event["nodes"] for event in ends[0].events("started")] == teams
+    whole = freeze(tmp_path / "whole", 6, *options)
+    assert [end.code for end in on_nodes(whole, [], {}, {}, {})] == [0, 0, 0]
+    assert_same_bits(run.checkpoints / "step-00000006", whole.checkpoints / "step-00000006")
+    shown = hpc_train("why", str(run.path), "--json", cwd=tmp_path)
+    assert [excluded["node"] for excluded in json.loads(shown.stdout)["excluded_nodes"]] == ["127.0.0.3"]
     assert_nothing_left(run)
 
 

@@ -206,7 +206,7 @@ def test_a_node_that_does_not_use_its_nvlink_ends_the_job() -> None:
     found = only(check_inside(ranks, {"n0", "n1", "n2"}))
     assert (found.level, found.unfit) == ("error", "n1") and "host memory (SHM) in n1" in found.message
     with pytest.raises(UserError, match=r"cluster\.visible_gpus=all") as refused:
-        stop_for([found], DEFAULT)
+        stop_for([found], DEFAULT, "n1")
     assert "cluster.preflight_action.nvlink=warn" in refused.value.fix
     everywhere = [replace(rank, transport=copied) for rank in ranks]
     assert only(check_inside(everywhere, {"n0", "n1", "n2"})).unfit is None
@@ -407,17 +407,18 @@ DEFAULT = preflight_actions(ClusterConfig())
 
 
 def test_what_stops_a_job_by_default() -> None:
-    stop_for(
-        [problem("tcp", "warning"), problem("network", unfit="n1"), problem("clock"), problem("versions")], DEFAULT
-    )
+    warned = [problem("tcp", "warning"), problem("network", unfit="n1"), problem("clock"), problem("versions")]
+    stop_for(warned, DEFAULT, "n1")
     for kind in ("tcp", "nvlink", "shared_gpu", "config"):
         with pytest.raises(UserError, match=f"a problem of {kind}: fix it") as refused:
-            stop_for([problem("clock"), problem(kind)], DEFAULT)
+            stop_for([problem("clock"), problem(kind)], DEFAULT, "n1")
         assert f"cluster.preflight_action.{kind}=warn" in refused.value.fix and "clock" not in str(refused.value)
-    with pytest.raises(UnfitNode, match="a problem of slow_device"):
-        stop_for([problem("slow_device", unfit="n1")], DEFAULT)
+    for node in ("n1", "n2"):
+        with pytest.raises(UnfitNode, match="a problem of slow_device") as unfit:
+            stop_for([problem("slow_device", unfit="n1")], DEFAULT, node)
+        assert unfit.value.secondary is (node == "n2"), "a rank of the node is the first to fail"
     with pytest.raises(UserError):
-        stop_for([problem("slow_device", unfit="n1"), problem("tcp", unfit="n2")], DEFAULT)
+        stop_for([problem("slow_device", unfit="n1"), problem("tcp", unfit="n2")], DEFAULT, "n1")
     assert RESPONSES[classify(UnfitNode("n2"))].action is Action.REPLACE
 
 
@@ -426,16 +427,16 @@ def test_the_action_of_each_class_can_be_set() -> None:
         return preflight_actions(ClusterConfig(preflight_action=value))
 
     everything = [problem(kind, unfit="n1") for kind in DEFAULT]
-    stop_for(everything, actions("warn"))
+    stop_for(everything, actions("warn"), "n1")
     with pytest.raises(UnfitNode):
-        stop_for(everything, actions("exclude"))
+        stop_for(everything, actions("exclude"), "n1")
     with pytest.raises(UserError):
-        stop_for(everything, actions("stop"))
+        stop_for(everything, actions("stop"), "n1")
     with pytest.raises(UserError):
-        stop_for([problem("clock")], actions("exclude"))  # of no node
-    stop_for([problem("tcp")], actions({"tcp": "warn"}))
+        stop_for([problem("clock")], actions("exclude"), "n1")  # of no node
+    stop_for([problem("tcp")], actions({"tcp": "warn"}), "n1")
     with pytest.raises(UserError):
-        stop_for([problem("shared_gpu")], actions({"tcp": "warn"}))
+        stop_for([problem("shared_gpu")], actions({"tcp": "warn"}), "n1")
     for wrong, fix in (({"tpc": "warn"}, "tcp"), ({"tcp": "wran"}, "warn")):
         with pytest.raises(UserError) as refused:
             actions(wrong)
