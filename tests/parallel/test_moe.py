@@ -144,7 +144,7 @@ def test_shared_sequences(form: Form) -> None:
     cells = sharing_sequences() + sharing_sequences_and_recomputed()
     keys = ("pp", "cp", "tp")  # test_divided_experts covers the kinds
     fewer_experts_than_ranks = Cell(4, "gpt-moe", strategy={"tp": 4, "ep": 2}, batch=STEPS)
-    check_cells([fewer_experts_than_ranks, *form(cells, *keys)])
+    check_cells([fewer_experts_than_ranks, *form(cells, *keys)], timeout=1200)
 
 
 def differences_of_layers(rank: int, world_size: int) -> dict[str, float]:
