@@ -113,6 +113,10 @@ class DDPReplicas:
 
     It averages the gradients. Buffers are not broadcast, since no forward pass depends on those of another rank;
     ``models/batch_norm.py`` averages statistics.
+
+    DDP sums the gradients of its first backward pass in one bucket, and then makes smaller ones, in which three or more
+    ranks add them up in another order. A backward pass of zeros comes first, so that the first step after a restart has
+    the bits of a run that did not stop. It also fixes the buckets: from the last parameter to the first.
     """
 
     compression: Compression | None = None
@@ -121,7 +125,8 @@ class DDPReplicas:
         self.loss_factor = mesh.layout.dp_cp
         self.module = module
         self._wrapped: DistributedDataParallel | None = None
-        if any(parameter.requires_grad for parameter in module.parameters()):
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if trained:
             self.module = self._wrapped = DistributedDataParallel(
                 module,
                 process_group=mesh.group("dp_cp"),
@@ -129,6 +134,12 @@ class DDPReplicas:
                 gradient_as_bucket_view=True,
                 **_KEEP_BUFFERS,
             )
+            self._wrapped.reducer.prepare_for_backward([])
+            for parameter in reversed(trained):
+                parameter.backward(torch.zeros_like(parameter))
+            for parameter in trained:
+                parameter.grad = None
+            self._wrapped.reducer._rebuild_buckets()
 
     def begin(self, step: int, backwards: int) -> None:
         pass

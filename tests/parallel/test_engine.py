@@ -88,6 +88,27 @@ def test_no_step_waits_for_the_device() -> None:
     run_on_world(2, step_without_waiting, chosen)
 
 
+def steps_of_equal_bits(rank: int, world_size: int, cell: Cell) -> bool:
+    mesh = mesh_of(cell, rank)
+    engine = build_engine(cell.config(), mesh)
+    batch = local_batch(cell, mesh.layout, mesh.dp_rank, 0)
+    sums = []
+    for _ in range(2):
+        engine.train_step(0, batch)
+        gradients = [parameter.grad for parameter in engine.named_parameters().values()]
+        sums.append(torch.cat([whole(gradient).flatten() for gradient in gradients if gradient is not None]))
+    return torch.equal(*sums)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_step_adds_up_gradients_in_the_order_of_later_steps(kind: str) -> None:
+    """A run that is resumed begins with a first step. The sum of two ranks would not depend on the order."""
+    split = {"dp": 3, "data_parallel": kind}
+    if KINDS[kind].buckets:
+        split["bucket_cap_mb"] = 0.002
+    assert all(run_on_world(3, steps_of_equal_bits, Cell(3, "gpt", "fp32", split)))
+
+
 def hand_out_transposed(rank: int, world_size: int) -> tuple[list[list[float]], bool]:
     """Returns a parameter that only the first rank had, where broadcasts accept what those of NCCL do."""
     model = nn.Linear(2, 3)

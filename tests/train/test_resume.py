@@ -31,6 +31,7 @@ def losses_and_norms(run: RunDirectory) -> list[dict[str, object]]:
 CASES = [
     pytest.param(1, ["+strategy=single", "batch.micro_size=3"], id="single"),
     pytest.param(2, ["+strategy=dp", "batch.micro_size=2"], id="dp"),
+    pytest.param(3, ["+strategy=dp", "batch.micro_size=2"], id="dp-of-three"),
     pytest.param(2, ["+strategy=dp", "strategy.data_parallel=allreduce", "optim=sgd"], id="reduce-sgd"),
     pytest.param(2, ["+strategy=zero1", "batch.micro_size=2"], id="zero1"),
     pytest.param(2, ["+strategy=zero2", "precision=fp16", "batch.global_size=7"], id="zero2-uneven-fp16"),
