@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ from tests.faults.on_slurm import (
     skip_unless_long,
     worker,
 )
+from tests.other_user import OTHER, as_other
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import events
 
@@ -165,8 +167,10 @@ def test_a_rank_that_hangs_on_another_node_is_named(
 
 
 def test_a_person_looks_into_a_rank_of_another_node(cluster: Cluster, tmp_path: Path, whole: str, step: int) -> None:
-    """The command does not see the sockets of the nodes, as on another machine, and starts a step there."""
+    """The command does not see the sockets of the nodes, as on another machine, and starts a step there. Meanwhile
+    another user reaches the rank neither by its socket nor by a step."""
     with tempfile.TemporaryDirectory(prefix="hold-") as sockets:
+        Path(sockets).chmod(0o755)
         slow = ["model.args.seconds=2", "elastic.hang_timeout_s=60", f"+cluster.env.TMPDIR={sockets}"]
         on = OnSlurm.submit(cluster, tmp_path, *TWO, *slow)
         on.wait_for_step(step)
@@ -183,6 +187,16 @@ def test_a_person_looks_into_a_rank_of_another_node(cluster: Cluster, tmp_path: 
         )
         held = f"rank 1 on {second} is held after step"
         wait_for("the hold", lambda: held in cluster.hpc_train("status", str(on.run), cwd=tmp_path).stdout, 120)
+        (path,) = [event["path"] for event in events(on.run, "held")]
+        with pytest.raises(AssertionError, match="PermissionError"):
+            as_other(lambda: socket.socket(socket.AF_UNIX).connect(path))
+        foreign_step = ["srun", "--overlap", f"--jobid={on.job}", f"--nodelist={second}", "true"]
+        refused = subprocess.run(
+            foreign_step, env=cluster.environment, user=OTHER, group=OTHER, extra_groups=[], cwd="/", check=False,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert refused.returncode != 0
+        assert "ccess/permission denied" in refused.stderr
         said, _ = person.communicate("p 'step', self.step\n!import os\np os.environ['SLURMD_NODENAME']\n", timeout=240)
         shown = json.loads(said)
         assert (shown["rank"], shown["node"]) == (1, second)
