@@ -50,6 +50,7 @@ LATER = (  # for which a visit has time only if others take less than estimated;
     Check("copies", "gpu_checks.kernels:copies", 60, expected_s=9),
     Check("profile_files", "gpu_checks.kernels:profile_files", 60, gpus=0, expected_s=15),
     Check("pictures", "gpu_checks.training:pictures", 60, gpus=0, expected_s=12),
+    Check("image_decoders", "gpu_checks.training:image_decoders", 120, gpus=0, expected_s=45),
     Check("cuda_graphs", "gpu_checks.training:cuda_graphs", 120, expected_s=40),
     Check("fp8", "gpu_checks.float8:float8", 240, gpus=0, least_s=60, expected_s=140),
 )

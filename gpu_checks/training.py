@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import shutil
 import time
+from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from gpu_checks.check import Probe
 from gpu_checks.commands import TINY, at_once, largest_difference, train
 from gpu_checks.steps import Steps, World
+from hpc_train.config.import_path import module_spec
+from hpc_train.config.schema import BatchConfig, ImagesDataConfig
+from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Batch
 from hpc_train.data.device_copy import DeviceCopy
+from hpc_train.data.feed import TrainFeed
 from hpc_train.data.images import MEAN, STD, pixel_scale
+from hpc_train.layout.layout import Layout
 from hpc_train.parallel.replicas import DDPReplicas
 
 LOSSES = 4
@@ -38,6 +47,7 @@ PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # what both have,
 }
 IMAGES = "micro-batches of images"
 APPROXIMATE = {"moments in bf16": 2e-2}
+LARGEST_LEVELS, MEAN_LEVELS = 12.0, 0.6  # differences of pixels; on CPUs LARGEST and MEAN
 
 
 def numbers(probe: Probe) -> None:
@@ -234,6 +244,72 @@ def _check_pixels(probe: Probe) -> None:
     probe.equal("of 1536 normalized pixels, those that differ", int((found.inputs.cpu() != wanted.inputs).sum()), 0)
     exact = (pixels.numpy().astype("f8") / 255 - MEAN) / STD
     probe.within("largest error of a normalized pixel", float(abs(found.inputs.cpu().numpy() - exact).max()), high=1e-6)
+
+
+def image_decoders(probe: Probe) -> None:
+    """DALI decodes JPEG files to the pixels of Pillow up to rounding, the same in every batch, and faster.
+
+    It needs Pillow, and DALI (the extra ``dali``), without which only the speed of Pillow is measured.
+    """
+    size, number = (256, 30) if probe.on_gpu else (8, 3)
+    _draw_photos(probe.folder, 4 * size)
+    steps = partial(_image_steps, probe, size)
+    rates = {"pillow": _images_per_s(probe, steps("pillow", 1), size * number)}
+    probe.within("images/s, Pillow", rates["pillow"], low=1)
+    if module_spec("nvidia.dali") is None:
+        probe.note("DALI", "not installed")
+        return
+    rates["dali"] = _images_per_s(probe, steps("dali", 1), size * number)
+    probe.note("images/s, DALI", rates["dali"])
+    pixels = {name: _first_pixels(steps(*name)) for name in (("pillow", 1), ("dali", 1), ("dali", 4))}
+    difference = (pixels["dali", 1] - pixels["pillow", 1]).abs()
+    probe.within("largest difference of a pixel, in levels of 8 bits", float(difference.max()), high=LARGEST_LEVELS)
+    probe.within("mean difference of a pixel, in levels of 8 bits", float(difference.mean()), high=MEAN_LEVELS)
+    differing_pixels = int((pixels["dali", 1] != pixels["dali", 4]).sum())
+    probe.equal("pixels that differ in micro-batches of another size", differing_pixels, 0)
+    if probe.on_gpu:
+        probe.within("images/s, DALI / Pillow", rates["dali"] / rates["pillow"], low=1.0)
+
+
+def _draw_photos(folder: Path, number: int) -> None:
+    """Writes ``number`` JPEG files of 500 x 375 pixels, smooth colors with noise, as training and validation data."""
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    (folder / "validation" / "a").mkdir(parents=True)
+    (folder / "train" / "a").mkdir(parents=True)
+    for index in range(number):
+        coarse = Image.fromarray(random.integers(0, 256, (6, 8, 3), dtype=np.uint8))
+        smooth = np.asarray(coarse.resize((500, 375), Image.Resampling.BICUBIC))
+        noisy = (smooth + random.normal(0, 4, smooth.shape)).clip(0, 255).astype(np.uint8)
+        Image.fromarray(noisy).save(folder / "train" / "a" / f"{index}.jpg", quality=90)
+
+
+def _image_steps(probe: Probe, size: int, decoder: str, micro_batches: int) -> TrainFeed:
+    """Returns the batches of ``size`` images in ``micro_batches`` micro-batches."""
+    data = ImagesDataConfig(path=str(probe.folder), n_classes=1, decoder=decoder)
+    images = build_dataset(data, "train", 0)
+    layout = Layout(1, 1, 1, 1, "ddp", "sequential", 1, micro_batches, size // micro_batches)
+    return TrainFeed(images, BatchConfig(global_size=size), layout, 0, 0, torch.device(probe.device), 0)
+
+
+def _images_per_s(probe: Probe, steps: TrainFeed, number: int) -> float:
+    """Returns the rate at which batches come to the device, after the first two."""
+    with closing(steps):
+        sizes = [len(next(steps).micro_batches[0].inputs) for _ in range(2)]
+        begin = time.perf_counter()
+        for _ in range(number // sizes[0]):
+            next(steps)
+        if probe.on_gpu:
+            torch.cuda.synchronize()
+        return number / (time.perf_counter() - begin)
+
+
+def _first_pixels(steps: TrainFeed) -> Tensor:
+    """Returns the pixels of the first step in levels of 8 bits."""
+    with closing(steps):
+        inputs = torch.cat([batch.inputs for batch in next(steps).micro_batches]).cpu()
+    return 255 * (inputs * torch.from_numpy(STD) + torch.from_numpy(MEAN))
 
 
 def _losses(world: World, *overrides: str) -> list[float]:

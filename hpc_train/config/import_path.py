@@ -23,7 +23,7 @@ from hpc_train.errors import UserError, closest, nearest
 IMPORTABLE = "package.module.Name, importable where the workers run (installed, or in the directory of the command)"
 
 _EXTRAS = {  # module -> the extra of hpc_train that installs it
-    "PIL": "images", "datasets": "datasets", "matplotlib": "plots", "mlflow": "mlflow",
+    "PIL": "images", "datasets": "datasets", "matplotlib": "plots", "mlflow": "mlflow", "nvidia.dali": "dali",
     "opentelemetry.exporter.otlp.proto.http": "otlp", "opentelemetry.sdk.metrics": "otlp", "peft": "lora",
     "prometheus_client": "prometheus", "safetensors": "hf", "tensorboard": "tensorboard",
     "tokenizers": "tokenizers", "torchao": "fp8", "torchmetrics": "metrics", "transformers": "hf",

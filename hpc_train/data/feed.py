@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hpc_train.config.schema import BatchConfig
+from hpc_train.data.dali import DaliDecoder, DecodedBatches, EncodedSamples, decoded_by_dali
 from hpc_train.data.dataset import Batch, Dataset, SampleError, leaves
 from hpc_train.data.device_copy import DeviceCopy, SentBatches
 from hpc_train.data.loader import LoadRequest, MicroBatchReader, Request, Stacked
@@ -262,7 +263,7 @@ def _pins(device: torch.device) -> bool:
 class _SentStep:
     """Holds one rank's share of a step, which may still be on its way to the device."""
 
-    sent: SentBatches
+    sent: SentBatches | DecodedBatches
     local_count: int
     ended: bool
     items: int
@@ -284,10 +285,16 @@ class _Steps:
     ) -> None:
         self._micro_batches = layout.micro_batches
         self._copy = DeviceCopy(device, dataset.scale, dataset.floats)
+        images = decoded_by_dali(dataset, device)
+        if images is not None:
+            read = EncodedSamples(images)
         self._reader = MicroBatchReader(dataset, requests, workers, 2 * layout.micro_batches, _pins(device), read)
+        self._decoder = None
+        if images is not None:  # after the loader processes were forked
+            self._decoder = DaliDecoder(images, device, layout.micro_size, max(1, workers), self._copy)
         self._collated = dataset.collate is not None
         self._pipeline = layout.pp > 1
-        self._even = dataset.lengths is None and (not self._collated or self._pipeline)
+        self._even = dataset.lengths is None and images is None and (not self._collated or self._pipeline)
         self._shapes: list[list[int]] | None = None
 
     def __iter__(self) -> Iterator[_SentStep]:
@@ -312,7 +319,8 @@ class _Steps:
                     where=where,
                     fix=fix,
                 )
-        sent = self._copy.send(Batch(*micro_batch[:3], samples=micro_batch.samples) for micro_batch in stacked)
+        batches = [Batch(*micro_batch[:3], samples=micro_batch.samples) for micro_batch in stacked]
+        sent = (self._decoder or self._copy).send(batches)
         states = tuple(micro_batch.state for micro_batch in stacked if micro_batch.state)
         targets = sum(micro_batch.target_count for micro_batch in stacked)
         items = sum(micro_batch.items for micro_batch in stacked)
@@ -320,6 +328,8 @@ class _Steps:
 
     def close(self) -> None:
         self._reader.close()
+        if self._decoder is not None:
+            self._decoder.close()
 
 
 def _order(dataset: Dataset, batch: BatchConfig, seed: int) -> Order:

@@ -79,7 +79,7 @@ class ShardsDataset(DecodedImages):
         shard, offset, size, _ = self._index[index].tolist()
         return f"{self._shards[shard]}, bytes {offset} to {offset + size}"
 
-    def _file(self, index: int) -> io.BytesIO:
+    def file(self, index: int) -> io.BytesIO:
         shard, offset, size, _ = self._index[index].tolist()
         if shard not in self._open_files:
             self._open_files[shard] = os.open(self._shards[shard], os.O_RDONLY | os.O_CLOEXEC)

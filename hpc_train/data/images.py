@@ -12,7 +12,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from hpc_train.errors import UserError
 
 MEAN = np.array([0.485, 0.456, 0.406], dtype=np.float32).reshape(3, 1, 1)  # means of ImageNet's pixels in [0, 1]
 STD = np.array([0.229, 0.224, 0.225], dtype=np.float32).reshape(3, 1, 1)
-_MODES = {1: "L", 3: "RGB"}
+MODES = {1: "L", 3: "RGB"}
 
 
 class DecodedImages(Dataset):
@@ -40,7 +40,7 @@ class DecodedImages(Dataset):
 
     def __init__(self, config: ImagesDataConfig | ShardsDataConfig, labels: Array, split: str, seed: int) -> None:
         self._bilinear = pillow().Resampling.BILINEAR
-        if config.channels not in _MODES:
+        if config.channels not in MODES:
             raise UserError(
                 f"data.channels is {config.channels}, but must be 1 or 3",
                 where="data.channels",
@@ -59,8 +59,9 @@ class DecodedImages(Dataset):
             self.scale = pixel_scale(MEAN, STD)
         else:
             self.scale = pixel_scale(MEAN.mean(), STD.mean())
-        self._size = config.image_size
-        self._channels = config.channels
+        self.decoder = config.decoder
+        self.size = config.image_size
+        self.channels = config.channels
         self._seed = seed
 
     def __len__(self) -> int:
@@ -70,22 +71,28 @@ class DecodedImages(Dataset):
         return hash_of(self._labels)
 
     @abstractmethod
-    def _file(self, index: int) -> str | BinaryIO:
+    def file(self, index: int) -> str | BinaryIO:
         """Returns the path of an image, or its bytes as a file."""
 
+    def label(self, index: int) -> Array:
+        """Returns the label of an image, a scalar array."""
+        return self._labels[index]
+
+    def crop(self, index: int, epoch: int, width: int, height: int) -> Crop:
+        """Returns the crop of an image of this size in one epoch; every decoder computes it."""
+        if not self._augment:
+            return Crop(center_box(width, height), False)
+        random = generator(self._seed, epoch, index)
+        return Crop(random_box(width, height, random), random.random() < 0.5)
+
     def sample(self, index: int, epoch: int) -> Sample:
-        random = generator(self._seed, epoch, index) if self._augment else None
-        decoded = open_image(self._file(index), self.source(index), _MODES[self._channels])
-        width, height = decoded.size
-        if random is None:
-            box = center_box(width, height)
-        else:
-            box = random_box(width, height, random)
-        scaled = decoded.resize((self._size, self._size), self._bilinear, box=box)
-        pixels = np.asarray(scaled).reshape(self._size, self._size, self._channels).transpose(2, 0, 1)
-        if random is not None:
-            pixels = flip(pixels, random)
-        return Sample(inputs=np.ascontiguousarray(pixels), targets=self._labels[index])
+        decoded = open_image(self.file(index), self.source(index), MODES[self.channels])
+        crop = self.crop(index, epoch, *decoded.size)
+        scaled = decoded.resize((self.size, self.size), self._bilinear, box=crop.box)
+        pixels = np.asarray(scaled).reshape(self.size, self.size, self.channels).transpose(2, 0, 1)
+        if crop.mirrored:
+            pixels = pixels[..., ::-1]
+        return Sample(inputs=np.ascontiguousarray(pixels), targets=self.label(index))
 
 
 class ImagesDataset(DecodedImages):
@@ -107,9 +114,9 @@ class ImagesDataset(DecodedImages):
         return hash_of(self.classes, self._labels, *self._names.parts)
 
     def source(self, index: int) -> str:
-        return self._file(index)
+        return self.file(index)
 
-    def _file(self, index: int) -> str:
+    def file(self, index: int) -> str:
         return f"{self._folders[int(self._labels[index])]}{os.sep}{self._names[index]}"
 
 
@@ -144,6 +151,13 @@ def pixel_scale(mean: Array, std: Array) -> PixelScale:
 
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
+
+
+class Crop(NamedTuple):
+    """Describes the part of an upright image that a sample shows, and whether it is mirrored left to right."""
+
+    box: Box
+    mirrored: bool
 
 
 def generator(seed: int, epoch: int, index: int, *purpose: int) -> np.random.Generator:
@@ -242,7 +256,7 @@ def open_image(file: str | BinaryIO, name: str, mode: str) -> Any:
     with library.open(file) as image:
         check_pixels(image, name)
         image.load()
-        turn = _TURNS.get(_orientation(image))
+        turn = _TURNS.get(orientation(image))
         decoded = _without_transparency(_in_8_bits(image)).convert(mode)
     if turn is None:
         return decoded
@@ -296,7 +310,7 @@ def _without_transparency(image: Any) -> Any:
     return pillow().alpha_composite(pillow().new("RGBA", colors.size, "white"), colors)
 
 
-def _orientation(image: Any) -> int:
+def orientation(image: Any) -> int:
     """Returns the EXIF orientation; 1, upright, if there is none or it cannot be read."""
     try:
         return int(image.getexif().get(_ORIENTATION, 1))

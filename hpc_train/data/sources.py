@@ -162,6 +162,12 @@ def _check_mixture(data: MixtureDataConfig) -> None:
             raise UserError(
                 f"the source {name} {problem}, which a mixture does not support", where=f"data.sources.{name}", fix=fix
             )
+        if getattr(source, "decoder", None) == "dali":
+            raise UserError(
+                f"the source {name} decodes with DALI, but Pillow decodes the images of a mixture",
+                where=f"data.sources.{name}.decoder",
+                fix=f"data.sources.{name}.decoder=pillow",
+            )
         try:
             check_keys(source, "data")
             check = source_of(source).check_inputs

@@ -439,6 +439,10 @@ NO_SEQUENCES = Condition(
     "data without sequences",
     lambda config, _: getattr(config.data, "sequence_length", None) is None and config.data.kind,
 )
+DALI = Condition(
+    "`data.decoder=dali`", lambda config, _: getattr(config.data, "decoder", None) == "dali", "data.decoder"
+)
+COLLATE = Condition("`data.collate`", lambda config, _: config.data.collate, "data.collate")
 DEBUG = _key("train.debug")
 AVERAGES = _hook("the hook `ema`", EMA, where="hooks.ema")
 EARLY_STOP = _hook("the hook `early_stopping`", EARLY_STOPPING)
@@ -630,6 +634,18 @@ OF_RUN: tuple[Exclusion, ...] = (
         STREAM,
         "train.epochs is {this:g}, but the length of a stream is not known",
         "train.epochs=null train.steps=N; data.repeat=false also ends the run where the stream ends",
+    ),
+    Exclusion(
+        DALI,
+        COLLATE,
+        "data.collate={it} gets decoded images, but DALI decodes whole micro-batches",
+        "data.decoder=pillow",
+    ),
+    Exclusion(
+        DALI,
+        REPRODUCIBLE,
+        "it was never measured whether DALI decodes an image to the same pixels on every GPU",
+        "data.decoder=pillow, or train.reproducible=null",
     ),
     Exclusion(
         LOSS_CHUNKS,

@@ -289,6 +289,8 @@ def _needed(config: Config) -> Iterator[tuple[str, ...]]:
         yield "torchao", f"precision.fp8={config.precision.fp8}", "precision.fp8=null", "fp8"
     if isinstance(config.data, ImagesDataConfig | ShardsDataConfig):
         yield "PIL", f"data={config.data.kind}", "data=cifar100, which needs no extra package"
+        if config.data.decoder == "dali":
+            yield "nvidia.dali", "data.decoder=dali", "data.decoder=pillow"
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:

@@ -463,7 +463,7 @@ def identity(config: Config) -> dict[str, Any]:
     """
     nested = {
         "model": asdict(config.model),
-        "data": asdict(config.data),
+        "data": {key: value for key, value in asdict(config.data).items() if key != "decoder"},  # only rounds pixels
         "optim": {key: value for key, value in asdict(config.optim).items() if key not in _HOW_OPTIMIZED},
         "batch": {"global_size": config.batch.global_size, "logical_micro_batches": config.batch.logical_micro_batches},
         "train": {key: getattr(config.train, key) for key in ("seed", "reproducible", "z_loss")},

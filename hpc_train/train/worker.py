@@ -21,8 +21,10 @@ from hpc_train.checkpoint.run_store import RunStore
 from hpc_train.config.schema import Config
 from hpc_train.config.values import DEBUG_STEPS, parse_profile
 from hpc_train.data.build import build_dataset
+from hpc_train.data.dali import decoded_by_dali, would_gain_by_dali
 from hpc_train.data.dataset import Dataset
 from hpc_train.data.feed import NOTHING, TrainFeed, loader_workers
+from hpc_train.data.images import DecodedImages
 from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States
 from hpc_train.errors import UserError
@@ -152,7 +154,15 @@ def _build(
         start = restored.step
         skipped = skipped_data(restored)
         states = restored_positions(restored)
-    _check_agreement(mesh, {"config": patiently(lambda: config_hash(run)), "step": start, "data": training.identity})
+    _check_agreement(
+        mesh,
+        {
+            "config": patiently(lambda: config_hash(run)),
+            "step": start,
+            "data": training.identity,
+            "dali": decoded_by_dali(training, mesh.device) is not None,
+        },
+    )
 
     def open_feed(step: int, skipped: Skipped, states: States) -> TrainFeed:
         place = (mesh.layout, mesh.dp_rank, config.train.seed, mesh.device)
@@ -219,6 +229,11 @@ def _training_data(config: Config, mesh: Mesh) -> Dataset:
     training = build_dataset(config.data, "train", config.train.seed, config.precision.name)
     if training.notice and mesh.rank == 0:
         print(f"data: {training.notice}")
+    if isinstance(training, DecodedImages) and mesh.rank == 0:
+        decoder = "Pillow in the loader processes"
+        if decoded_by_dali(training, mesh.device) is not None:
+            decoder = f"DALI in the process of each rank, on {mesh.device.type}"
+        print(f"data: images are decoded by {decoder}")
     if training.shared_file and config.batch.loader_workers == "auto" and mesh.rank == 0:
         print(
             f"data: items are read in the training process, because the constructor of the dataset opens "
@@ -278,8 +293,17 @@ def _advice_watch(config: Config, mesh: Mesh, spec: WorkerSpec, dataset: Dataset
         return None
     cores = max(1, len(os.sched_getaffinity(0)) // spec.ranks_on_cores)
     workers = loader_workers(config.batch, dataset, spec.ranks_on_cores)
-    in_job = "SLURM_JOB_ID" in os.environ
-    return AdviceWatch(SuggestedSetting(config, mesh.layout, spec.nodes, spec.local_world_size, workers, cores, in_job))
+    setting = SuggestedSetting(
+        config=config,
+        layout=mesh.layout,
+        nodes=spec.nodes,
+        workers_per_node=spec.local_world_size,
+        loader_workers=workers,
+        cores=cores,
+        in_job="SLURM_JOB_ID" in os.environ,
+        would_gain_by_dali=would_gain_by_dali(dataset, mesh.device),
+    )
+    return AdviceWatch(setting)
 
 
 def _log_settings(

@@ -108,14 +108,26 @@ class CIFAR100DataConfig(ImageKeys):
 
 
 @dataclass
-class ImagesDataConfig(ImageKeys):
+class EncodedImageKeys(ImageKeys):
+    """Holds the keys that every source of encoded images has."""
+
+    decoder: str = key(
+        "pillow",
+        "What decodes, crops and resizes images: pillow in the loader processes, or dali (NVIDIA DALI) in the rank, on "
+        "its GPU if it has one. auto is dali on an NVIDIA GPU if it is installed, else pillow.",
+        choices=("auto", "pillow", "dali"),
+    )
+
+
+@dataclass
+class ImagesDataConfig(EncodedImageKeys):
     """Image files in one directory per class under ``train/`` and ``validation/``."""
 
     kind: str = key("images", "The data source.")
 
 
 @dataclass
-class ShardsDataConfig(ImageKeys):
+class ShardsDataConfig(EncodedImageKeys):
     """Images in indexed tar shards, as ``python -m hpc_train prepare --images`` writes them."""
 
     kind: str = key("shards", "The data source.")

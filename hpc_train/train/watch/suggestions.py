@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hpc_train.config.import_path import install_extra
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
@@ -150,6 +151,7 @@ class SuggestedSetting:
         loader_workers: number of loader workers of this rank.
         cores: number of cores for this rank and its loader workers.
         in_job: whether the run is in a Slurm job, which may request more cores.
+        would_gain_by_dali: whether Pillow decodes images that DALI could decode on the GPU.
     """
 
     config: Config
@@ -159,6 +161,7 @@ class SuggestedSetting:
     loader_workers: int
     cores: int
     in_job: bool = False
+    would_gain_by_dali: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,8 @@ def _data(setting: SuggestedSetting) -> Iterator[Suggestion]:
         yield Suggestion({"batch.loader_workers": workers}, "more processes read samples")
     elif setting.in_job and setting.config.cluster.cpus_per_gpu == "auto":
         yield Suggestion({"cluster.cpus_per_gpu": 2 * setting.cores}, "more cores for processes that read samples")
+    if setting.would_gain_by_dali:
+        yield Suggestion({"data.decoder": "auto"}, f"NVIDIA DALI decodes images on the GPU; {install_extra('dali')}")
 
 
 def _communication(setting: SuggestedSetting) -> Iterator[Suggestion]:
