@@ -310,6 +310,7 @@ def begun(loader: DataLoader[Stacked | Exception]) -> Iterator[Stacked | Excepti
 
 def _init_loader_process(parent: int, number: int) -> None:
     die_with_parent(parent)
+    gc.freeze()  # what the training process has left, such as decoders with threads, is not freed here
     gc.enable()  # the training process, from which this one is forked, collects at chosen steps
     Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
     for name in _IGNORED_SIGNALS:

@@ -216,7 +216,7 @@ def _build(
             report.warning(start, message)
         trainer.resume(restored)
     if mesh.rank == 0:
-        _log_settings(config, run, events, length, restored)
+        _log_settings(config, run, events, length, restored, training, mesh)
         meter = trainer.meter
         if meter.flops is not None and meter.peak is not None:
             events.record(run, utilization=describe_utilization(meter.flops, meter.peak, "data sheet"))
@@ -229,11 +229,6 @@ def _training_data(config: Config, mesh: Mesh) -> Dataset:
     training = build_dataset(config.data, "train", config.train.seed, config.precision.name)
     if training.notice and mesh.rank == 0:
         print(f"data: {training.notice}")
-    if isinstance(training, DecodedImages) and mesh.rank == 0:
-        decoder = "Pillow in the loader processes"
-        if decoded_by_dali(training, mesh.device) is not None:
-            decoder = f"DALI in the process of each rank, on {mesh.device.type}"
-        print(f"data: images are decoded by {decoder}")
     if training.shared_file and config.batch.loader_workers == "auto" and mesh.rank == 0:
         print(
             f"data: items are read in the training process, because the constructor of the dataset opens "
@@ -307,9 +302,22 @@ def _advice_watch(config: Config, mesh: Mesh, spec: WorkerSpec, dataset: Dataset
 
 
 def _log_settings(
-    config: Config, run: RunDirectory, events: EventLog, length: Length, restored: RestoredState | None
+    config: Config,
+    run: RunDirectory,
+    events: EventLog,
+    length: Length,
+    restored: RestoredState | None,
+    training: Dataset,
+    mesh: Mesh,
 ) -> None:
-    """Prints the learning rate, the number of steps, and the checkpoint from which the run resumes."""
+    """Prints the decoder of images, the learning rate, the number of steps, and the checkpoint from which the run
+    resumes."""
+    if isinstance(training, DecodedImages):
+        decoder = "Pillow in the loader processes"
+        if decoded_by_dali(training, mesh.device) is not None:
+            decoder = f"DALI in the process of each rank, on {mesh.device.type}"
+        events.record(run, image_decoder=decoder)
+        print(f"images are decoded by {decoder}")
     size = config.batch.global_size
     events.record(run, total_steps=length.total_steps, steps_per_epoch=length.steps_per_epoch)
     print(f"learning rate: {describe_rates(config.optim, size)}")

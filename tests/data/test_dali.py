@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hpc_train.config.schema import BatchConfig, ImagesDataConfig, ShardsDataConfig
+from hpc_train.config.schema import BatchConfig, ImagesDataConfig, MixtureDataConfig, ShardsDataConfig
 from hpc_train.data.dali import EncodedSamples, decoded_by_dali, would_gain_by_dali
 from hpc_train.data.dataset import IGNORED, SampleError
 from hpc_train.data.feed import EvalFeed, LocalBatch, TrainFeed
@@ -26,6 +26,7 @@ from hpc_train.data.image_shards import ShardsDataset, make_shards
 from hpc_train.data.images import MEAN, STD, DecodedImages, ImagesDataset
 from hpc_train.data.loader import LoadRequest
 from hpc_train.data.sampler import PADDING
+from hpc_train.data.sources import MIXTURE
 from hpc_train.errors import UserError
 from hpc_train.layout.validate import validate
 from hpc_train.run.directory import RunDirectory
@@ -212,6 +213,7 @@ def frozen(path: Path, photos: Path) -> RunDirectory:
 
 
 @needs_dali
+@pytest.mark.long_form(10)  # a feed that continues, above
 def test_a_killed_run_continues_with_the_same_batches(photos: Path, tmp_path: Path) -> None:
     whole = frozen(tmp_path / "whole", photos)
     assert run_attempt(whole, 2) == [0, 0]
@@ -220,7 +222,7 @@ def test_a_killed_run_continues_with_the_same_batches(photos: Path, tmp_path: Pa
         run_attempt(run, 2, partial(in_step, 5, True))
     assert run_attempt(run, 2) == [0, 0]
     assert [event["step"] for event in run.read_events() if event["event"] == "resumed"] == [4]
-    assert "images are decoded by DALI in the process of each rank, on cpu" in (run.logs / "rank-0-001.log").read_text()
+    assert run.record()["image_decoder"] == "DALI in the process of each rank, on cpu"
     assert_same_bits(run.checkpoints / "step-00000008", whole.checkpoints / "step-00000008")
 
 
@@ -234,6 +236,14 @@ def test_dali_is_an_extra(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_auto_is_pillow_on_a_cpu(photos: Path) -> None:
     images = dataset(photos, decoder="auto")
     assert decoded_by_dali(images, CPU) is None and not would_gain_by_dali(images, CPU)
+
+
+def test_a_mixture_is_decoded_by_pillow(photos: Path) -> None:
+    source = {"kind": "images", "path": str(photos), "n_classes": 2, "image_size": 48, "decoder": "dali"}
+    mixture = MixtureDataConfig(sources={"photos": source}, image_size=48, channels=3, n_classes=2)
+    with pytest.raises(UserError, match="the source photos decodes with DALI") as error:
+        MIXTURE.check_inputs(mixture)
+    assert error.value.fix == "data.sources.photos.decoder=pillow"
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def trained(facts: RunFacts) -> Html | None:
                 ("model", _described(_group(config, "model"))),
                 ("parameters", None if parameters is None else f"{parameters:,}"),
                 ("data", _described(_group(config, "data"))),
+                ("images decoded by", facts.record.get("image_decoder")),
                 ("samples per optimizer step", _group(config, "batch").get("global_size")),
                 ("optimizer", optimizer.get("_target_") or optimizer.get("name")),
                 ("learning rate", optimizer.get("lr")),

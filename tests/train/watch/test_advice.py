@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,6 +120,15 @@ def test_the_fix_of_a_config_can_be_pasted(
     for fix in fixes(limit, asked):
         arguments: list[Any] = [f"{key}={value}" for key, value in fix.overrides.items()]
         CommandLine.parse(arguments)
+
+
+def test_dali_is_advised_where_pillow_decodes_for_a_gpu(tmp_path: Path) -> None:
+    for split in ("train", "validation"):
+        (tmp_path / split / "a").mkdir(parents=True)
+    given = setting("+strategy=dp", "data=images", f"data.path={tmp_path}", "data.n_classes=1", "model=vit_tiny")
+    assert [list(fix.overrides) for fix in fixes("data", given)] == [["batch.loader_workers"]]
+    advised = [str(fix) for fix in fixes("data", replace(given, would_gain_by_dali=True))]
+    assert len(advised) == 2 and advised[1].startswith("data.decoder=auto (NVIDIA DALI decodes images on the GPU; pip")
 
 
 def test_cores_are_only_asked_for_in_a_job_of_slurm() -> None:
