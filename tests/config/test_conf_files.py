@@ -103,6 +103,7 @@ def test_a_site_keeps_runs_on_its_scratch_space(monkeypatch: pytest.MonkeyPatch)
         "lumi": "/scratch/project_1/hpc_train",
         "leonardo_booster": "/mine/hpc_train",
         "aws_parallelcluster": "/fsx/hpc_train",
+        "lambda_1cc": "/data/hpc_train",
     }
     for site, root in roots.items():
         assert config_of(f"cluster={site}", "cluster.account=project_1").run.root == root
