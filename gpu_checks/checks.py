@@ -46,6 +46,7 @@ LATER = (  # for which a visit has time only if others take less than estimated;
     Check("compile_cache", "gpu_checks.speed:compile_cache", 120, least_s=30, expected_s=45),
     Check("attention_kernels", "gpu_checks.packing:attention_kernels", 90, gpus=0, least_s=20, expected_s=45),
     Check("rotation", "gpu_checks.kernels:rotation", 60, expected_s=15),
+    Check("ring", "gpu_checks.kernels:ring", 60, gpus=0, expected_s=8),
     Check("experts", "gpu_checks.kernels:experts", 60, gpus=0, expected_s=8),
     Check("copies", "gpu_checks.kernels:copies", 60, expected_s=9),
     Check("profile_files", "gpu_checks.kernels:profile_files", 60, gpus=0, expected_s=15),

@@ -58,6 +58,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     ),
     "hybrid": ("+strategy=zero2", "strategy.dp=fill", "strategy.pp=2", "strategy.tp=2"),
     "cp": ("+strategy=cp", "strategy.cp=2", "strategy.dp=fill"),
+    "ring": ("+strategy=cp", "strategy.context=ring", "strategy.cp=8"),
     "dualpipev": (
         "+strategy=pp", "strategy.pp=2", "strategy.dp=fill", "strategy.schedule=dualpipev",
         "strategy.stages_per_rank=2", "strategy.data_parallel=allreduce",

@@ -18,6 +18,7 @@ from hpc_train.config.schema import GPTConfig, MoEConfig
 from hpc_train.models.attention import rotary_tables, rotate
 from hpc_train.models.moe import Experts
 from hpc_train.parallel.compile import _written_apart, compile_in_turns
+from hpc_train.parallel.ring import flash, flash_backward, merge
 from hpc_train.planner.machine import OPTIONAL
 from hpc_train.train.watch.peak_rates import peak_flops
 from hpc_train.train.watch.step_clock import StepClock, make_stopwatch
@@ -55,6 +56,36 @@ def _check_attention(probe: Probe, case: str, steps: Steps) -> None:
         probe.expect(case, names, f"none of {', '.join(QUADRATIC)}", not bad)
     else:  # on the CPU a mask leads to the plain path
         probe.expect(case, names, "an operator of attention", bool(names))
+
+
+def ring(probe: Probe) -> None:
+    """Flash attention of two parts of the keys, merged as by a ring, gives the results and gradients of all keys."""
+    device = torch.device(probe.device)
+    length = 4096 if probe.on_gpu else 64
+    shapes = [(2, length, heads, 64) for heads in (8, 2, 2, 8)]
+    query, key, value, gradient = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
+    whole = [tensor.float().requires_grad_() for tensor in (query, key, value)]
+    heads = [tensor.transpose(1, 2) for tensor in whole]
+    expected = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
+    expected.backward(gradient.float())
+    wide = torch.zeros_like(query, dtype=torch.float32)
+    normalizers = query.new_full((2, 8, length), -torch.inf, dtype=torch.float32)
+    first, second = slice(0, length // 2), slice(length // 2, length)
+    blocks = [(first, first, True), (second, second, True), (second, first, False)]
+    for rows, columns, causal in blocks:
+        part = flash(query[:, rows], key[:, columns], value[:, columns], causal, 0.125)
+        merge(wide, normalizers, rows, *part)
+    sums = [torch.zeros_like(tensor) for tensor in whole]
+    for rows, columns, causal in blocks:
+        of_rows = gradient[:, rows], query[:, rows], wide.bfloat16()[:, rows], normalizers[..., rows]
+        parts = flash_backward(*of_rows, key[:, columns], value[:, columns], causal, 0.125)
+        for tensor, places, of_block in zip(sums, (rows, columns, columns), parts, strict=True):
+            tensor[:, places] += of_block
+    for name, tensor, exact in zip(("query", "key", "value"), sums, whole, strict=True):
+        assert exact.grad is not None
+        error = (tensor - exact.grad).abs().max() / exact.grad.abs().max()
+        probe.within(f"largest error of the gradient of the {name}, relative", float(error), high=0.02)
+    probe.within("largest error of the result", float((wide - expected).abs().max()), high=0.02)
 
 
 def copies(probe: Probe) -> None:

@@ -62,6 +62,7 @@ def splits(ranks: int) -> dict[str, list[str]]:
         "zero3": ["+strategy=zero3"],
         "tp": ["+strategy=tp", "strategy.tp=2", "strategy.dp=fill"],
         "cp": ["+strategy=cp", "strategy.dp=fill"],
+        "ring": ["+strategy=cp", "strategy.context=ring", "strategy.dp=fill"],
         "pp": ["+strategy=pp", "strategy.pp=2", "strategy.dp=fill"],
         "zbv": zbv,
     }

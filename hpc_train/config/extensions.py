@@ -191,7 +191,7 @@ class ModelFamily:
             is predicted.
         tensor_parallel: None refuses ``strategy.tp`` above 1.
         context_heads: the keys of the schema with the numbers of query heads and of key and value heads, if all
-            attention is ``models.attention.Attention`` and ``prepare`` follows ``Model.context_shards``. None refuses
+            attention is ``models.attention.Attention`` and ``prepare`` follows ``Model.token_shares``. None refuses
             ``strategy.cp`` above 1.
         hugging_face: None refuses ``checkpoint export --format hf``.
         chunked_loss: whether the head can compute its loss in chunks of the sequence (``train.loss_chunks``), or a

@@ -296,12 +296,17 @@ def bucket_mb(strategy: StrategyConfig, device_type: str) -> float:
     return 25.0 if device_type == "cpu" else 100.0
 
 
-def check_divides(divisor: int, number: int, key: str, what: str) -> None:
-    """Raises UserError if ``divisor``, the value of ``key``, does not divide ``number``, the value of ``what``."""
+def check_divides(divisor: int, number: int, key: str, what: str, instead: str = "") -> None:
+    """Raises UserError if ``divisor``, the value of ``key``, does not divide ``number``, the value of ``what``.
+
+    Args:
+        instead: another fix.
+    """
     if number % divisor:
         fix = f"{key}={max(n for n in range(1, divisor) if number % n == 0)}"
         if what.endswith(".sequence_length"):  # which, unlike a size of the model, is easy to change
             fix += f", or {what}={number + -number % divisor}"
+        fix += f", or {instead}" if instead else ""
         raise UserError(f"{key}={divisor} does not divide {what}={number}", where=key, fix=fix)
 
 

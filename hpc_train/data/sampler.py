@@ -300,7 +300,7 @@ class TokenBalance:
     @cached_property
     def widest(self) -> int:
         """Returns the tokens of the longest sample, rounded up to a multiple of the ranks that share its tokens."""
-        return _round_up(int(self.lengths.max()), self.layout.cp * self.layout.tp)
+        return _round_up(int(self.lengths.max()), self.layout.token_unit)
 
     def rank_batch(self, order: Order, step: int, dp_rank: int) -> list[BatchRow]:
         layout = self.layout
@@ -322,7 +322,7 @@ class TokenBalance:
         return np.where(slots == PADDING, 0, self.lengths[slots % len(self.lengths)])  # a mixture numbers its epochs
 
     def _width(self, block: Indices) -> int:
-        unit = _round_up(-(-self.widest // WIDTHS), self.layout.cp * self.layout.tp)
+        unit = _round_up(-(-self.widest // WIDTHS), self.layout.token_unit)
         return min(_round_up(max(1, int(self._sizes(block[:1])[0])), unit), self.widest)
 
     def _spread(self, slots: Indices, tokens: Indices) -> Indices:

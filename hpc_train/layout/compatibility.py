@@ -231,6 +231,12 @@ def _shards_sequence(config: Config) -> bool:
 PIPELINE = Condition("a pipeline", lambda _, layout: layout.pp > 1 and layout.pp, "strategy.pp={}")
 TENSOR = Condition("tensor parallelism", lambda _, layout: layout.tp > 1 and layout.tp, "strategy.tp={}")
 CONTEXT = Condition("context parallelism", lambda _, layout: layout.cp > 1 and layout.cp, "strategy.cp={}")
+RING = Condition(
+    "`strategy.context=ring` or `both`",
+    lambda config, layout: layout.ring > 1 and config.strategy.context,
+    "strategy.context",
+    fix="strategy.context=ulysses, or {instead}",
+)
 EXPERT = Condition("expert parallelism", lambda _, layout: layout.ep > 1 and layout.ep, "strategy.ep={}")
 NO_TENSOR = Condition("no tensor parallelism", lambda _, layout: layout.tp == 1)
 SEVERAL_RANKS = Condition("several ranks with the same parameters", lambda _, layout: layout.dp_cp > 1 and layout.dp_cp)
@@ -432,6 +438,11 @@ MIXTURE = Condition(
     lambda config, _: isinstance(config.model, GPTConfig) and config.model.moe.experts,
     "model.moe.experts={}",
 )
+CAPACITY = Condition(
+    "`model.moe.capacity_factor`",
+    lambda config, _: isinstance(config.model, GPTConfig) and config.model.moe.capacity_factor is not None,
+    "model.moe.capacity_factor",
+)
 NO_MIXTURE = Condition("a model without `model.moe`", lambda config, layout: not MIXTURE.value(config, layout), "model")
 EPOCHS = _key("train.epochs")
 STREAM = Condition("a stream", lambda config, _: isinstance(config.data, StreamDataConfig))
@@ -568,6 +579,19 @@ OF_RUN: tuple[Exclusion, ...] = (
         "model kind {it} does not support context parallelism, because nothing states how its attention could exchange "
         "heads for tokens",
         "strategy.cp=1, or model=gpt_tiny or another gpt",
+    ),
+    Exclusion(
+        RING,
+        CAPACITY,
+        "strategy.context={this} does not support model.moe.capacity_factor, which leaves places to earlier tokens: a "
+        "rank of a ring holds tokens that are not consecutive",
+        "model.moe.capacity_factor=null",
+    ),
+    Exclusion(
+        RING,
+        ATTENTION,
+        "train.attention={it} was never called by a ring",
+        "train.attention=auto",
     ),
     Exclusion(
         CONTEXT,

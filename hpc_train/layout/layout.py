@@ -25,6 +25,8 @@ class Layout:
         notes: reasons for automatic choices.
         logical_micro_batches: the logical micro-batches of a step under ``train.reproducible``; otherwise 0.
         cp: the number of ranks that share the tokens of each sample.
+        ring: the number of these ranks that pass keys and values around a ring; cp / ring consecutive ranks exchange
+            heads.
         ep: the number of consecutive ranks of a pipeline stage that share the experts of a layer; other groups of ep
             ranks replicate them.
     """
@@ -42,6 +44,7 @@ class Layout:
     logical_micro_batches: int = 0
     cp: int = 1
     ep: int = 1
+    ring: int = 1
 
     def logical_of(self, dp_rank: int) -> range:
         """Returns the logical micro-batches that a dp rank computes."""
@@ -56,6 +59,12 @@ class Layout:
     def dp_cp(self) -> int:
         """Returns the number of ranks that hold the same parameters, over which gradients are summed."""
         return self.dp * self.cp
+
+    @property
+    def token_unit(self) -> int:
+        """Returns a number that divides the tokens of each sample if cp and tp split them. A rank of a ring holds two
+        chunks."""
+        return self.cp * self.tp * (2 if self.ring > 1 else 1)
 
     @property
     def stage_ranks(self) -> int:
@@ -96,7 +105,7 @@ class Layout:
             copies, shards, _ = self.expert_sizes
             sizes_and_strides |= {(copies, self.ep * shards), (shards, self.ep)}
         links = 2 if self.pp > 2 else 0
-        apart = (self.cp > 1) + (self.ep > 1)
+        apart = (self.cp > 1) + (self.ep > 1) + 2 * (1 < self.ring < self.cp)
         return sum(size > 1 for size, _ in sizes_and_strides) + apart + links
 
     @property
@@ -149,7 +158,8 @@ class Layout:
         return PipelineShape(self.pp, self.stages_per_rank, self.micro_batches)
 
     def __str__(self) -> str:
-        context = f" x cp {self.cp}" if self.cp > 1 else ""
+        ring = f" (ring {self.ring})" if self.ring > 1 else ""
+        context = f" x cp {self.cp}{ring}" if self.cp > 1 else ""
         split = f"dp {self.dp} x pp {self.pp}{context} x tp {self.tp}" if self.world_size > 1 else "one process"
         if not self.micro_batches:
             return f"{split} (custom code)"

@@ -88,7 +88,7 @@ def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
     """
     count = family_of(config.model).activations
     assert count is not None
-    counts = count(config.model, config.data)
+    counts = _without_scores(config, layout, count(config.model, config.data))
     narrow = compute_width(config.precision)
     normed = residual_width(config.precision)
     inputs = float(counts.layer_input * normed)
@@ -123,6 +123,16 @@ def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
     return {mode: layout.micro_size * counts.tokens / layout.cp * size for mode, size in sizes.items()}
 
 
+def _without_scores(config: Config, layout: Layout, counts: Activations) -> Activations:
+    """Returns ``counts`` with attention of a ring, which keeps neither scores nor the keys and values of every query if
+    there is a soft cap."""
+    heads = family_of(config.model).context_heads
+    if layout.ring == 1 or heads is None or not counts.scores:
+        return counts
+    queries, keys = (getattr(config.model, name) for name in heads)
+    return replace(counts, scores=0, layer=counts.layer - 2 * counts.mixed * (queries - keys) // queries)
+
+
 def _exchanged(config: Config, layout: Layout, counts: Activations) -> tuple[float, float]:
     """Returns the additional results per token that a layer keeps because context-parallel ranks exchange heads:
     without recomputation, and with ``ops``.
@@ -135,7 +145,10 @@ def _exchanged(config: Config, layout: Layout, counts: Activations) -> tuple[flo
     if layout.cp == 1 or heads is None:
         return 0.0, 0.0
     queries, keys = (getattr(config.model, name) for name in heads)
-    copies = max(0, layout.cp // max(1, keys // layout.tp) - 1)
+    exchanging = layout.cp // layout.ring
+    if exchanging == 1:
+        return 0.0, 0.0
+    copies = max(0, exchanging // max(1, keys // layout.tp) - 1)
     received = counts.mixed * (2 + 2 * (1 + copies) * keys / queries)
     if counts.scores:
         return counts.mixed, received

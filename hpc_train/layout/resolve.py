@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import BatchConfig, Config, CustomModelConfig, OptimConfig, StrategyConfig, TextDataConfig
 from hpc_train.config.values import check_divides, runs_own_code
 from hpc_train.errors import UserError
@@ -122,6 +123,7 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
     notes += notices(config)
     shard = _shard(strategy, find_kind(configured), holders, ranks.per_node // ranks.tp)
     assert isinstance(strategy.ep, int)
+    exchanging = {"ulysses": ranks.cp, "ring": 1}.get(strategy.context) or _most_exchanging(config, ranks)
     layout = Layout(
         dp=dp,
         pp=pp,
@@ -136,11 +138,27 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
         logical_micro_batches=logical,
         cp=ranks.cp,
         ep=strategy.ep,
+        ring=ranks.cp // exchanging,
     )
     _check_expert_ranks(layout)
     check_compatibility(OF_LAYOUT, config, layout)
     described = (describe_recomputation(config, layout), describe_active(config.model))
     return replace(layout, notes=(*layout.notes, *(text for text in described if text is not None)))
+
+
+def _most_exchanging(config: Config, ranks: Ranks) -> int:
+    """Returns the most context-parallel ranks of a node that the heads permit to exchange heads."""
+    heads = family_of(config.model).context_heads
+    if heads is None:
+        return ranks.cp
+    queries, keys = (getattr(config.model, name) // ranks.tp for name in heads)
+    most = min(ranks.cp, max(1, ranks.per_node // ranks.tp))
+    permitted = (
+        number
+        for number in range(1, most + 1)
+        if ranks.cp % number == queries % number == 0 and (keys % number == 0 or number % max(1, keys) == 0)
+    )
+    return max(permitted)
 
 
 def _of_user_code(config: Config, ranks: Ranks, notes: list[str]) -> Layout:

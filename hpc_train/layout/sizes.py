@@ -221,6 +221,7 @@ def per_micro_batch(config: Config, layout: Layout, counts: Activations) -> PerM
     of_layer = gradients * narrow / tp + hidden
     if tp > 1:
         of_layer += counts.layer_input * narrow  # a gathered gradient
+    of_layer += _ring_bytes(config, layout, counts)
     matrix = 0.0
     if form.fused and trained_share(config.model) == 1:  # with adapters, the matrix is frozen
         matrix = counts.logits * counts.layer_input / tp * max(4, narrow)
@@ -237,6 +238,18 @@ def per_micro_batch(config: Config, layout: Layout, counts: Activations) -> PerM
         logits=tokens * counts.logits / form.chunks * narrow * (not form.fused),
         matrix=matrix,
     )
+
+
+def _ring_bytes(config: Config, layout: Layout, counts: Activations) -> float:
+    """Returns the temporary bytes per token of the backward pass of a ring: keys and values that are here and that
+    arrive, and in at least fp32 their gradients, of this rank and of the ranks before, and the gradient of queries."""
+    heads = family_of(config.model).context_heads
+    if layout.ring == 1 or heads is None:
+        return 0.0
+    narrow = compute_width(config.precision)
+    queries, keys = (getattr(config.model, name) / layout.tp for name in heads)
+    held = 2 * max(keys, float(layout.cp // layout.ring)) / queries  # keys and values, relative to the queries
+    return counts.mixed / layout.tp * (2 * held * narrow + (3 * held + 1) * max(4, narrow))
 
 
 def _float8_bytes(config: Config, layout: Layout, tokens: float, counts: Activations) -> float:

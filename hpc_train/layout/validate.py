@@ -229,6 +229,7 @@ def _check_context_parallel(config: Config, layout: Layout) -> None:
     """Raises UserError for all sizes of the model and the data that the ranks do not divide."""
     family = family_of(config.model)
     cp = layout.cp
+    exchanging = cp // layout.ring
     if cp == 1 or family.context_heads is None:
         return
     heads, shared_heads = (getattr(config.model, key) // layout.tp for key in family.context_heads)
@@ -237,16 +238,16 @@ def _check_context_parallel(config: Config, layout: Layout) -> None:
         queries, keys = (f"the heads per tensor-parallel rank of {key}" for key in (queries, keys))
     mistakes = Mistakes()
     with mistakes.collected():
-        check_divides(cp, heads, "strategy.cp", queries)
+        check_divides(exchanging, heads, "strategy.cp", queries, "strategy.context=ring")
     with mistakes.collected():
         # each rank needs the same number of key-value heads, or shares a head with the same number of ranks
-        if cp % max(1, shared_heads):
-            check_divides(cp, max(1, shared_heads), "strategy.cp", keys)
-    parts = cp
-    by = f"strategy.cp={cp}"
+        if exchanging % max(1, shared_heads):
+            check_divides(exchanging, max(1, shared_heads), "strategy.cp", keys, "strategy.context=ring")
+    parts = cp if layout.ring == 1 else 2 * cp
+    by = f"strategy.cp={cp}" if layout.ring == 1 else f"2 x strategy.cp = {parts}"
     if layout.tp > 1 and family.tensor_parallel is not None and family.tensor_parallel.shards_sequence:
-        parts = cp * layout.tp
-        by = f"strategy.cp x strategy.tp = {parts}"
+        parts = layout.token_unit
+        by = f"{'2 x ' if layout.ring > 1 else ''}strategy.cp x strategy.tp = {parts}"
     with mistakes.collected():
         for key, length in sequence_lengths(config).items():
             if length % parts:

@@ -48,9 +48,12 @@ class Attention(nn.Module):
     Attributes:
         exchange: set by context parallelism. It is called with a function that computes attention over full sequences
             for some of the heads, and with queries, keys and values of all heads for the tokens of this rank.
+        ring: set by context parallelism. It computes causal attention for tokens of this rank over those of all ranks
+            of a ring, from queries, keys, values, the document ids of whole sequences, and how scores are computed.
     """
 
     exchange: Exchange | None = None
+    ring: Callable[[Tensor, Tensor, Tensor, Tensor | None, Scores], Tensor] | None = None
     together = Together(("wq", "wk", "wv"))
 
     def __init__(
@@ -120,6 +123,8 @@ class Attention(nn.Module):
 
     def _attend(self, context: Mapping[str, Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Returns ``[micro, seq, heads, head_dim]``, the shape of ``query``."""
+        if self.ring is not None:
+            return self.ring(query, key, value, context.get("document_ids"), self.scores)
         mask = self._from(context, "attention_mask")
         boundaries = self._from(context, packed.BOUNDARIES)
         scores = self._scores_within(query.shape[1])
@@ -146,6 +151,10 @@ class Attention(nn.Module):
         """Describes the implementation of attention for sequences of ``length`` tokens, for the log. The projected
         tensors of a batch with ``context`` have ``dtype``, which autocast may have chosen."""
         scores = self._scores_within(length)
+        if self.ring is not None:
+            if "document_ids" in context or scores != Scores(scores.scale):
+                return "a ring, with plain products where documents, windows or a soft cap change scores"
+            return "a ring, with flash attention if precision and device support it"
         if scores.cap is not None:
             return f"plain operations with {length} x {length} scores per head, because no kernel has a soft cap"
         if "document_ids" not in context and scores.window is None:

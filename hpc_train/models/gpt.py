@@ -154,16 +154,18 @@ class GPT(Model):
         ``[micro, seq]`` limits attention to tokens of the same document.
         """
         local_length = hidden.shape[1] * (1 if self.stem is not None else self.sequence_shards)
-        length = local_length * self.context_shards
-        first = local_length * self.context_rank
+        shares = self.token_shares
+        length = local_length * shares.ranks
         added: dict[str, Tensor] = {}
         for name, rotary in self._rotary.items():
             if "positions" in context:
-                tables = rotary.compute(context["positions"].narrow(1, first, local_length))
+                tables = rotary.compute(shares.of_rank(context["positions"], 1))
             else:
                 cosine, sine = rotary.tables(length, hidden.device)
-                tables = cosine.narrow(0, first, local_length), sine.narrow(0, first, local_length)
+                tables = shares.of_rank(cosine, 0), shares.of_rank(sine, 0)
             added |= {f"{name}rotary_cosine": tables[0], f"{name}rotary_sine": tables[1]}
+        if shares.ring > 1:  # it limits attention by ``document_ids`` and the window, without masks of whole sequences
+            return {**context, **added}
         if "document_ids" in context:
             added |= document_context(context)
         local = local_context({**context, **added}, (len(hidden), length), hidden.device, gpt_scores(self.config, True))

@@ -7,7 +7,7 @@ states of a wrong shape would abort the workers of a pipeline in the communicati
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,46 @@ class FlopTerms:
 
     masked: float | None
     embedding: float
+
+
+@dataclass(frozen=True)
+class TokenShares:
+    """Describes which tokens of each sequence a context-parallel rank holds.
+
+    Ranks that exchange heads hold consecutive shards. Of ``2 * ring`` chunks, rank ``r`` of a ring holds the chunks
+    ``r`` and ``2 * ring - 1 - r`` (zigzag). With both, the ranks that exchange heads hold shards of these two chunks.
+
+    Attributes:
+        ranks: the number of context-parallel ranks.
+        rank: the position of this rank among them.
+        ring: the number of ranks of a ring, whose neighbors are ``ranks / ring`` apart; 1 without one.
+    """
+
+    ranks: int = 1
+    rank: int = 0
+    ring: int = 1
+
+    @property
+    def unit(self) -> int:
+        """Returns the number of which the number of tokens must be a multiple."""
+        return self.ranks * (2 if self.ring > 1 else 1)
+
+    def of_rank(self, sequences: Tensor, dim: int) -> Tensor:
+        """Returns the tokens of this rank, which are along ``dim``."""
+        exchanging = self.ranks // self.ring
+        if self.ring > 1:
+            chunks = sequences.chunk(2 * self.ring, dim)
+            first = self.rank // exchanging
+            sequences = torch.cat((chunks[first], chunks[-1 - first]), dim)
+        return sequences.chunk(exchanging, dim)[self.rank % exchanging]
+
+    def joined(self, shares: Sequence[Tensor], dim: int) -> Tensor:
+        """Returns whole sequences from the tokens of all ranks."""
+        sequences = torch.cat([*shares], dim)
+        if self.ring == 1:
+            return sequences
+        chunks = sequences.chunk(2 * self.ring, dim)
+        return torch.cat((*chunks[::2], *reversed(chunks[1::2])), dim)
 
 
 Observe = Callable[[Any, Tensor], None]  # (outputs, targets)
@@ -98,8 +138,8 @@ class Model(nn.Module):
     # whether checkpoints contain the parameters that do not train; False if their values are read from files again
     saves_frozen: bool = True
     sequence_shards: int = 1  # set by tensor parallelism: hidden states hold 1/sequence_shards of the sequence
-    context_shards: int = 1  # set by context parallelism: inputs and hidden states are 1/context_shards of the sequence
-    context_rank: int = 0  # the shard of this rank; the context of a batch covers the full sequence
+    # set by context parallelism: the tokens of inputs and hidden states; the context of a batch covers full sequences
+    token_shares: TokenShares = TokenShares()
     gather: Gather = staticmethod(alone)  # set by the engine, for a loss that compares samples
 
     @property

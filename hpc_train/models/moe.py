@@ -39,7 +39,7 @@ from hpc_train.config.schema import GPTConfig
 from hpc_train.data.dataset import IGNORED
 from hpc_train.models.gpt_sizes import expert_width
 from hpc_train.models.linear_layers import CASTS, product_dtype
-from hpc_train.models.model import canonical_name
+from hpc_train.models.model import TokenShares, canonical_name
 from hpc_train.models.transformer import PreNormLayer, widened
 
 OPERATOR = "hpc_train::grouped_product"
@@ -56,7 +56,8 @@ def routing_context(targets: Tensor) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class SequenceShards:
-    """The ranks that hold the tokens of the same sequences: equal shards, in the order of the ranks.
+    """The ranks that hold the tokens of the same sequences: equal shards of what ``tokens`` gives the ranks that share
+    them, in the order of the ranks.
 
     Attributes:
         groups: groups whose product are these ranks; neighbors are in the first.
@@ -67,10 +68,12 @@ class SequenceShards:
     groups: tuple[dist.ProcessGroup, ...]
     ranks: int
     rank: int
+    tokens: TokenShares
 
     def part(self, sequences: Tensor) -> Tensor:
         """Returns the tokens of this rank of ``[micro, seq]``."""
-        return sequences.chunk(self.ranks, 1)[self.rank]
+        shards = self.ranks // self.tokens.ranks
+        return self.tokens.of_rank(sequences, 1).chunk(shards, 1)[self.rank % shards]
 
     def gather(self, values: Tensor) -> Tensor:
         """Returns the ``values`` of all ranks, ``[ranks, ...]``. Collective."""

@@ -33,7 +33,8 @@ from torch import Tensor
 from hpc_train.data.device_copy import DOCUMENT_ENDS
 
 BOUNDARIES = "document_boundaries"  # in the context of layers: ``[1 + documents]`` int32, over all sequences
-OPERATORS = ("torch_attn::_varlen_attn", "aten::_efficient_attention_forward")
+RING_OPERATOR = "hpc_train::ring_attention"
+OPERATORS = ("torch_attn::_varlen_attn", "aten::_efficient_attention_forward", RING_OPERATOR)
 VARLEN, EFFICIENT, MASK = "varlen", "efficient", "mask"
 _HALF = (torch.float16, torch.bfloat16)
 

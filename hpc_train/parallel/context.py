@@ -1,10 +1,16 @@
 """Applies context parallelism, which splits the sequence of every sample over the ``cp`` ranks.
 
-It exchanges heads around attention, as DeepSpeed Ulysses does (Jacobs et al. 2023, arXiv:2309.14509). Each rank
-computes all layers for its tokens. Before attention an all-to-all turns these tokens of all heads into whole sequences
-of 1/cp of the heads, and after it another one turns the result back. Attention therefore sees whole sequences: causal
-masks, documents, windows and kernels stay as they are, and all ranks have equally much to compute. The ranks hold the
-same parameters and different tokens, so their gradients are summed over ``dp_cp`` like those of replicas.
+Each rank computes all layers for its tokens. The ranks hold the same parameters and different tokens, so their
+gradients are summed over ``dp_cp`` like those of replicas. There are two ways to compute attention:
+
+- The ranks exchange heads around attention, as DeepSpeed Ulysses does (Jacobs et al. 2023, arXiv:2309.14509). Before
+  attention an all-to-all turns the tokens of all heads into whole sequences of 1/cp of the heads, and after it another
+  one turns the result back. Attention therefore sees whole sequences: causal masks, documents, windows and kernels stay
+  as they are, and all ranks have equally much to compute.
+- Keys and values travel around a ring of the ranks (``parallel/ring.py``).
+
+With both, consecutive ranks exchange heads, and attention of the sequences that they hold together is that of a ring
+whose ranks are apart (Fang and Zhao 2024, arXiv:2405.07719).
 """
 
 from __future__ import annotations
@@ -25,28 +31,32 @@ from hpc_train.errors import UserError
 from hpc_train.models.attention import Attention
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh, all_gather_tensor
+from hpc_train.parallel.ring import Ring
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def apply_context_parallel(model: Model, mesh: Mesh) -> None:
-    """Lets the attention of ``model`` (whole or a stage) exchange heads with the ``cp`` ranks of ``mesh``, in place.
+    """Lets the attention of ``model`` (whole or a stage) cover the tokens of the ``cp`` ranks of ``mesh``, in place.
 
     Raises:
         UserError: the model does not support it.
     """
     if model.family is None or load_family(model.family).context_heads is None:
         raise UserError(
-            f"{type(model).__name__} has no attention whose heads context-parallel ranks can exchange",
+            f"{type(model).__name__} has no attention that context-parallel ranks can share",
             where="strategy.cp",
             fix="strategy.cp=1, or use a model whose family supports it, such as gpt",
         )
-    exchange = HeadExchange(mesh.group("cp"))
+    layout = mesh.layout
+    has_both = 1 < layout.ring < layout.cp
     for module in model.modules():
         if isinstance(module, Attention):
-            module.exchange = exchange
-    model.context_shards = mesh.layout.cp
-    model.context_rank = mesh.cp_rank
+            if layout.ring < layout.cp:
+                module.exchange = HeadExchange(mesh.group("heads" if has_both else "cp"))
+            if layout.ring > 1:
+                module.ring = Ring(mesh.group("ring" if has_both else "cp"))
+    model.token_shares = mesh.token_shares
 
 
 class HeadExchange:
@@ -106,18 +116,18 @@ def _exchanged(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def own_tokens(batch: Batch, model: Model, mesh: Mesh) -> Batch:
-    """Returns this rank's tokens of ``batch``: consecutive inputs and targets, in the order of the ranks.
+    """Returns this rank's tokens of ``batch``, inputs and targets.
 
-    The context stays whole, since attention is computed on whole sequences, and gets that of all targets.
+    The context stays whole, since attention covers whole sequences, and gets that of all targets.
 
     Raises:
-        UserError: the sequence cannot be split into equal shards.
+        UserError: the sequence cannot be split into equal shards, or has a mask that a ring does not support.
     """
     ranks = mesh.layout.cp
     if ranks == 1:
         return batch
     tokens = batch.inputs.shape[1]
-    parts = ranks * model.sequence_shards
+    parts = model.token_shares.unit * model.sequence_shards
     if tokens % parts:
         split = f" of {model.sequence_shards} tensor-parallel ranks each" if model.sequence_shards > 1 else ""
         raise UserError(
@@ -125,13 +135,19 @@ def own_tokens(batch: Batch, model: Model, mesh: Mesh) -> Batch:
             where="data, strategy.cp",
             fix=f"sequences of a multiple of {parts} tokens, by data.sequence_length or by padding in your dataset",
         )
-    inputs, targets = (full.chunk(ranks, dim=1)[mesh.cp_rank].contiguous() for full in (batch.inputs, batch.targets))
+    if mesh.layout.ring > 1 and "attention_mask" in batch.context:
+        raise UserError(
+            "the data has an attention_mask, but a ring of context-parallel ranks masks only documents and windows",
+            where="data, strategy.context",
+            fix="document_ids in the place of the mask, or strategy.context=ulysses",
+        )
+    inputs, targets = (model.token_shares.of_rank(full, 1).contiguous() for full in (batch.inputs, batch.targets))
     context = {**batch.context, **model.batch_context(batch.targets)}
     return replace(batch, inputs=inputs, targets=targets, context=context)
 
 
 def whole_sequence(outputs: Tensor, mesh: Mesh) -> Tensor:
-    """Returns ``[micro, seq, ...]`` from the shards ``[micro, seq / cp, ...]`` of all ``cp`` ranks, without gradients.
+    """Returns ``[micro, seq, ...]`` from the shares ``[micro, seq / cp, ...]`` of all ``cp`` ranks, without gradients.
 
     Collective over these ranks.
     """
@@ -140,4 +156,4 @@ def whole_sequence(outputs: Tensor, mesh: Mesh) -> Tensor:
         return outputs
     shards = outputs.new_empty(ranks * len(outputs), *outputs.shape[1:])
     all_gather_tensor(shards, outputs.contiguous(), group=mesh.group("cp"))
-    return torch.cat(shards.chunk(ranks), dim=1)
+    return mesh.token_shares.joined(shards.chunk(ranks), 1)

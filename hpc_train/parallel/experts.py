@@ -37,7 +37,8 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
     layout = mesh.layout
     axes = [axis for axis, ranks in (("tp", layout.tp), ("cp", layout.cp)) if ranks > 1]
     groups = tuple(mesh.group(axis) for axis in axes)
-    shards = SequenceShards(groups, layout.cp * layout.tp, mesh.cp_rank * layout.tp + mesh.tp_rank)
+    rank = mesh.cp_rank * layout.tp + mesh.tp_rank
+    shards = SequenceShards(groups, layout.cp * layout.tp, rank, mesh.token_shares)
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
             if groups:

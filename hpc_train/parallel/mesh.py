@@ -5,11 +5,11 @@ parameters, so the axes dp_replicate and dp_shard together arrange all ranks of 
 
 A gloo group connects each of its ranks with all others, and an NCCL group takes memory of the GPU and time to start.
 Each rank therefore joins as few groups as possible: the default group also serves an axis of all ranks, axes of the
-same ranks share a group, and axes of one rank share a group that does not communicate. ``cp`` and ``ep`` have separate
-groups: layers wait for their exchanges, which would otherwise queue behind the parameters and gradients of other
-layers. Each pair of neighbors in a pipeline of more than two ranks also has a separate group: NCCL runs the messages of
-a group one after the other, and one that waits for its sender would delay the messages of the other neighbor
-(pytorch#172668).
+same ranks share a group, and axes of one rank share a group that does not communicate. ``cp``, its two parts and ``ep``
+have separate groups: layers wait for their exchanges, which would otherwise queue behind the parameters and gradients
+of other layers. Each pair of neighbors in a pipeline of more than two ranks also has a separate group: NCCL runs the
+messages of a group one after the other, and one that waits for its sender would delay the messages of the other
+neighbor (pytorch#172668).
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
 from hpc_train.layout.layout import Layout
+from hpc_train.models.model import TokenShares
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 EXPERT_AXES = ("pp", "expert_replicate", "expert_shard", "ep")  # of the same ranks, if ep is above 1
-APART = ("cp", "ep")
+APART = ("cp", "heads", "ring", "ep")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Mesh:
 
     Attributes:
         device_mesh: the mesh with all axes of ``AXES``, including those of size 1.
-        groups: by name, the groups of ``AXES`` and ``EXPERT_AXES``, ``dp``, ``cp`` and ``dp_cp``.
+        groups: by name, the groups of ``AXES`` and ``EXPERT_AXES``, ``dp``, ``cp`` and ``dp_cp``; if some of the
+            ``cp`` ranks exchange heads and others form a ring, also ``heads`` and ``ring``.
         control: a gloo group of all ranks, for small CPU collectives other than the collectives of the training. It is
             the only group for tensors on the CPU if ``device`` is a GPU.
         timeout: the timeout of the collectives of all groups; None uses torch's default.
@@ -69,6 +71,10 @@ class Mesh:
     @property
     def cp_rank(self) -> int:
         return self.dp_cp_rank % self.layout.cp
+
+    @property
+    def token_shares(self) -> TokenShares:
+        return TokenShares(self.layout.cp, self.cp_rank, self.layout.ring)
 
     @property
     def dp_cp_rank(self) -> int:
@@ -136,6 +142,9 @@ def _axis_groups(
     apart = ranks.view(layout.pp, layout.dp, layout.cp, layout.tp)
     partitions = {"dp": _lines(apart, 1), "dp_cp": _lines(apart.flatten(1, 2), 1), "cp": _lines(apart, 2)}
     partitions |= {axis: _lines(ranks, dim) for dim, axis in enumerate(AXES)}
+    if 1 < layout.ring < layout.cp:
+        divided = apart.unflatten(2, (layout.ring, -1))
+        partitions |= {"heads": _lines(divided, 3), "ring": _lines(divided, 2)}
     if layout.ep > 1:
         of_experts = ranks.view(layout.pp, *layout.expert_sizes)
         partitions |= {axis: _lines(of_experts, dim) for dim, axis in enumerate(EXPERT_AXES)}

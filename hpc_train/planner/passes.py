@@ -1,10 +1,11 @@
 """The time of the passes of a block on one rank for one micro-batch, and of collectives. Imports no torch.
 
 A pass takes the time of its matrix products, its attention and the movement of its activations, plus the time of its
-tensor-parallel and context-parallel traffic, which nothing covers without ``strategy.async_tp``. On GPUs it takes at
-least as long as the host starts its kernels; the CUDA graph of a layer (``train.cuda_graphs``) starts like one kernel,
-and a tensor-parallel layer that is not compiled starts several times as slowly, since each operation passes DTensor.
-FSDP's hooks and collectives take the host some time for each layer, compiled or not.
+tensor-parallel and context-parallel traffic, which nothing covers without ``strategy.async_tp``, except that attention
+covers the messages of a ring. On GPUs it takes at least as long as the host starts its kernels; the CUDA graph of a
+layer (``train.cuda_graphs``) starts like one kernel, and a tensor-parallel layer that is not compiled starts several
+times as slowly, since each operation passes DTensor. FSDP's hooks and collectives take the host some time for each
+layer, compiled or not.
 On CPUs the cores run the kernels, start them and move the bytes of collectives, so nothing overlaps.
 
 In fp8 each product and each of its two gradients scales and casts both operands anew
@@ -162,7 +163,9 @@ class Passes:
         self.flops_per_s = machine.peak(config.precision.name) * share
         self.attention_per_s = machine.peak(config.precision.name) * self.rates.attention_share
         self.tensor_ranks = group_of(layout.tp, 1, machine.devices_per_node)
-        self.context_ranks = group_of(layout.cp, layout.tp, machine.devices_per_node)
+        self.exchanging = group_of(layout.cp // layout.ring, layout.tp, machine.devices_per_node)
+        stride = layout.tp * layout.cp // layout.ring
+        self.ring = group_of(layout.ring, stride, machine.devices_per_node)
         self.expert_ranks = group_of(layout.ep, 1, machine.devices_per_node)
         self.split = layout.cp * layout.tp  # the ranks that share the work of a block
         self.key_share = _key_share(config, layout)
@@ -284,7 +287,7 @@ class Passes:
         """Returns the seconds of the all-gathers and reduce-scatters of the hidden states of a layer, and the seconds
         of its exchanges of heads: two of each, of which ``again`` leaves out the last. They may overlap with
         ``products`` seconds of products. Rows travel to their experts and back, in each pass."""
-        exchanged = self._exchange(block) + 2 * self._dispatch(block)
+        exchanged = self._exchange(block) + self._passed_on(block, of) + 2 * self._dispatch(block)
         rates = self.rates
         if self.layout.tp == 1 or not block.products:
             return exchanged
@@ -311,10 +314,27 @@ class Passes:
         Queries and the result are as wide as the hidden states; with fewer key and value heads these are narrower, but
         each rank gets at least one. An all-to-all sends as much as an all-gather to the same size.
         """
-        if self.layout.cp == 1 or not block.attention:
+        if self.exchanging.ranks == 1 or not block.attention:
             return 0.0
         size = self.work.hidden * self.layout.micro_size * self.narrow / self.split
-        return sum(gather(tensors * size, self.context_ranks, self.rates) for tensors in (1 + 2 * self.key_share, 1))
+        return sum(gather(tensors * size, self.exchanging, self.rates) for tensors in (1 + 2 * self.key_share, 1))
+
+    def _passed_on(self, block: Block, of: Pass) -> float:
+        """Returns the seconds of the messages of a ring that its attention does not cover: in each round keys and
+        values, and in the backward also their gradients, in at least fp32, of which the last round covers none.
+
+        A ring through several nodes is as slow as its messages between them. As chunks are in zigzag order, each round
+        takes as long as another. On CPUs nothing covers a message.
+        """
+        if self.ring.ranks == 1 or not block.attention:
+            return 0.0
+        size = 2 * self.key_share * self.work.hidden * self.layout.micro_size / self.split
+        products = 0.0 if self.rates.cores else self._attention(block) / self.ring.ranks
+        sent = message(size * self.narrow, self.ring.spans_nodes, self.rates)
+        if of != "backward":
+            return (self.ring.ranks - 1) * max(0.0, sent - products)
+        returned = message(size * max(4, self.narrow), self.ring.spans_nodes, self.rates)
+        return (self.ring.ranks - 1) * max(0.0, sent + returned - ATTENTION_BACKWARD * products) + returned
 
 
 def fsdp_kernels(layout: Layout) -> dict[Pass, float]:
@@ -338,7 +358,7 @@ def _key_share(config: Config, layout: Layout) -> float:
     if heads is None:
         return 1.0
     queries, keys = (getattr(config.model, name) / layout.tp for name in heads)
-    return max(keys, float(layout.cp)) / queries
+    return max(keys, float(layout.cp // layout.ring)) / queries
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class Decoder:
         width = self.width
         if width is None:
             part = self.engine.parts[0]
-            shards = part.sequence_shards * part.context_shards if isinstance(part, Model) else 1
+            shards = part.sequence_shards * part.token_shares.unit if isinstance(part, Model) else 1
             width = -(-max(map(len, rows)) // shards) * shards  # rounded up
         windows = [row[-width:] for row in rows]
         inputs = torch.zeros(len(rows), width, dtype=torch.int64)

@@ -69,6 +69,9 @@ MORE = {
     "hsdp": (4, ("+strategy=hsdp", "strategy.shard=2")),
     "cp2": (2, ("+strategy=cp", "strategy.data_parallel=ddp")),
     "cp2-zero3": (4, ("+strategy=cp",)),
+    "ring2": (2, ("+strategy=cp", "strategy.context=ring", "strategy.data_parallel=zero1")),
+    "ring4": (4, ("+strategy=cp", "strategy.cp=4", "strategy.context=ring")),
+    "both4": (4, ("+strategy=cp", "strategy.cp=4", "strategy.context=both", "strategy.data_parallel=ddp")),
     "cp2-pp2": (4, ("+strategy=cp", "strategy.pp=2", "strategy.data_parallel=zero1")),
     "tp2-zero3": (4, ("+strategy=tp", "strategy.data_parallel=zero3")),
 }

@@ -46,6 +46,10 @@ TWO = [
     replace(cell(2, cp=2), loss_scale=1024.0),
     cell(2, "gpt-options", cp=2, data_parallel="ddp"),
     cell(2, cp=2, train={"activation_checkpointing": "full", "loss_chunks": 2}),
+    *(cell(2, model, cp=2, context="ring") for model in ("gpt-windows", "gpt-tied", "gpt-options")),
+    *(cell(2, "gpt-tied", cp=2, context="ring", data_parallel=kind) for kind in ("zero3", "allreduce")),
+    *(cell(2, cp=2, context="ring", train={"activation_checkpointing": mode}) for mode in ("full", "ops")),
+    *(cell(2, model, cp=2, context="ring") for model in ("gpt-moe", "gpt-moe-bias")),
 ]
 FOUR = [
     cell(4, cp=4),  # two heads of keys and values, each for two ranks
@@ -60,6 +64,14 @@ FOUR = [
     cell(4, "gpt-options", cp=2, tp=2, data_parallel="zero3"),
     cell(4, "gpt-options", cp=2, pp=2, schedule="gpipe", data_parallel="zero3"),
     cell(4, cp=2, pp=2, schedule="interleaved_1f1b", stages_per_rank=2, data_parallel="zero2"),
+    *(cell(4, model, cp=4, context=context) for model in ("gpt", "gpt-options") for context in ("ring", "both")),
+    cell(4, "gpt-windows", cp=4, context="both", data_parallel="zero2", train={"activation_checkpointing": "ops"}),
+    *(cell(4, "gpt-tied", dp=2, cp=2, context="ring", data_parallel=kind) for kind in ("ddp", "zero1", "zero3")),
+    cell(4, "gpt-windows", cp=2, tp=2, context="ring", data_parallel="zero3"),
+    cell(4, "gpt-tied", cp=2, pp=2, context="ring", schedule="zbv", stages_per_rank=2, data_parallel="allreduce"),
+    cell(4, cp=2, pp=2, context="ring", schedule="1f1b", train={"activation_checkpointing": "full"}),
+    cell(4, "gpt-moe", cp=2, tp=2, context="ring", data_parallel="zero1"),
+    cell(4, "gpt-moe", dp=2, cp=2, ep=2, context="ring", data_parallel="zero2"),
 ]
 
 
@@ -70,12 +82,14 @@ def test_a_split_sequence_trains_as_a_whole_one_does(
     cells: list[Cell], form: Form, record: Callable[..., None]
 ) -> None:
     """The short form has every model on two ranks, and each other axis beside this one."""
-    record(check_cells(form(cells, *(("model",) if cells is TWO else ("cp", "pp", "tp")))), [])
+    keys = ("model", "context") if cells is TWO else ("cp", "pp", "tp", "context")
+    record(check_cells(form(cells, *keys)), [])
 
 
 @pytest.mark.long_form(60)  # most of a minute of the C++ compiler; test_compile has the graphs
 def test_compiled_layers_exchange_heads(record: Callable[..., None]) -> None:
-    record(check_cells([cell(2, cp=2, train={"compile": True})], timeout=280), [])
+    split = [cell(2, cp=2, train={"compile": True}), cell(2, cp=2, context="ring", train={"compile": True})]
+    record(check_cells(split, timeout=280), [])
 
 
 REFUSED: list[tuple[Cell, str]] = [
@@ -83,6 +97,8 @@ REFUSED: list[tuple[Cell, str]] = [
     (cell(3, cp=3), r"strategy.cp=3 does not divide model.n_heads=4"),
     (cell(3, cp=3), r"strategy.cp=3 does not divide data.sequence_length=8"),
     (cell(8, cp=4, tp=2, data_parallel="zero1"), "heads per tensor-parallel rank of model.n_heads=2"),
+    (cell(8, cp=8, context="ring"), r"2 x strategy.cp = 16 does not divide data.sequence_length=8"),
+    (cell(2, "gpt-moe-capacity", cp=2, context="ring"), "strategy.context=ring does not support model.moe.capacity"),
 ]
 
 
@@ -174,9 +190,12 @@ LAYERS, DIM, TOKENS = 4, 64, 64
 
 
 def memory_config(layers: int, mode: str, options: dict[str, Any], ranks: int) -> Config:
+    """Returns a GPT with ``options``, of which ``context`` is that of the strategy."""
+    options = dict(options)
+    strategy = {"cp": ranks, "context": options.pop("context", "ulysses")}
     sizes = {"dim": DIM, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 4 * DIM, "vocab_size": VOCABULARY}
     sizes |= {"n_layers": layers} | options
-    return gpt_config(sizes, TOKENS, {"global_size": 2}, {"cp": ranks}, activation_checkpointing=mode)
+    return gpt_config(sizes, TOKENS, {"global_size": 2}, strategy, activation_checkpointing=mode)
 
 
 def kept_by(rank: int, world_size: int, cases: list[tuple[int, str, dict[str, Any]]]) -> list[int]:
@@ -206,8 +225,13 @@ def settled(allocations: Allocations) -> int:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"n_kv_heads": 4, "qk_norm": True}],
-    ids=["plain", "grouped"],
+    [
+        {},
+        {"n_kv_heads": 4, "qk_norm": True},
+        {"context": "ring"},
+        {"n_kv_heads": 1, "qk_norm": True, "context": "ring"},
+    ],
+    ids=["plain", "grouped", "ring", "ring-grouped"],
 )
 @pytest.mark.long_form(15)
 def test_each_rank_keeps_its_share_of_the_activations(options: dict[str, Any]) -> None:
@@ -215,7 +239,7 @@ def test_each_rank_keeps_its_share_of_the_activations(options: dict[str, Any]) -
     for ranks, by_mode in kept.items():
         for mode, held in by_mode.items():
             if mode != "ops":  # which keeps all that is exchanged
-                # without activation checkpointing, attention's result is kept before and after its exchange
+                # without activation checkpointing, attention's result is kept before and after an exchange of heads
                 assert held == pytest.approx(kept[1][mode] / ranks, rel=0.06 if mode == "none" else 0.01), (ranks, mode)
             assert held == pytest.approx(_estimated(ranks, mode, options), rel=0.05), (ranks, mode)
 

@@ -32,12 +32,16 @@ CELLS: dict[str, list[Cell]] = {
         Cell(2, "gpt-tied", strategy={"dp": 2, "data_parallel": "zero3"}),
         Cell(2, "gpt-windows", strategy={"pp": 2, "schedule": "1f1b"}),
         Cell(2, "gpt-windows", strategy={"cp": 2, "data_parallel": "zero3"}),
+        Cell(2, "gpt-windows", strategy={"cp": 2, "context": "ring"}),
     ],
     "4": [
         Cell(4, strategy={"pp": 2, "tp": 2}),
         Cell(4, strategy={"cp": 2, "tp": 2, "data_parallel": "allreduce"}),
         Cell(4, "gpt-windows", strategy={"cp": 2, "pp": 2, "schedule": "1f1b"}),
         Cell(4, strategy={"dp": 2, "cp": 2, "data_parallel": "zero2"}),
+        Cell(4, strategy={"cp": 2, "tp": 2, "context": "ring", "data_parallel": "allreduce"}),
+        Cell(4, "gpt-windows", strategy={"cp": 2, "pp": 2, "context": "ring", "schedule": "1f1b"}),
+        *(Cell(4, "gpt-options", strategy={"cp": 4, "context": context}) for context in ("ring", "both")),
     ],
     "2-more": [
         Cell(2, strategy={"dp": 2}),
@@ -93,7 +97,7 @@ def _compare(rank: int, _: int, cells: list[Cell]) -> None:
             assert found.loss == pytest.approx(loss, rel=1e-12), cell
             packed = {name: whole(parameter.grad) for name, parameter in engine.named_parameters().items()}
             assert error(packed, gradients) < 1e-10, cell
-            assert len(chosen) >= len(ends), cell
+            assert len(chosen) >= len(ends) or mesh.layout.ring > 1, cell  # a ring has plain products
             evaluated = engine.eval_step(replace(batch, micro_batches=ends))
             assert engine.reduce(evaluated).loss == pytest.approx(plain, rel=1e-12), cell
 

@@ -183,7 +183,11 @@ TWO: list[list[Case]] = [
         COPIES | {"bucket_cap_mb": 0.5, "precision": "bf16", "compression": "bf16"},
         COPIES | {"dp": 1, "pp": 2, "batches": 2},  # nothing is sent
     ],
-    [{"cp": 2, "micro": 16}, {"cp": 2, "precision": "bf16", "micro": 16, "batches": 2}],
+    [
+        {"cp": 2, "micro": 16} | numbers | {"context": context}
+        for context in ("ulysses", "ring")
+        for numbers in ({}, {"precision": "bf16", "batches": 2})
+    ],
     [
         {"dp": 2, "data_parallel": kind, "moe": moe, "dim": 128, "layers": 3, "micro": 8} | numbers
         for kind in ("ddp", "allreduce", "zero1", "zero2", "zero3")

@@ -136,6 +136,25 @@ def test_context_parallel_ranks_exchange_queries_keys_values_and_the_result_in_e
     assert free.forward(block) == pytest.approx(alone.forward(block) / 4)
 
 
+@pytest.mark.parametrize("context", ["ring", "both"])
+def test_attention_covers_the_messages_of_a_ring(context: str) -> None:
+    split = "strategy.dp=1", "strategy.data_parallel=zero1", f"strategy.context={context}"
+    config = config_of("strategy.cp=16", *split)
+    layout = resolve_layout(config, 2, 8)
+    assert layout.ring == {"ring": 16, "both": 2}[context]
+    work = count_work(config)
+    block = work.blocks[1]
+    free = {**ONLY_PRODUCTS, "fabric_latency_s": 0.0, "node_bytes_per_s": 1e30}
+    quick, slow = (Passes(config, layout, changed(**free, fabric_bytes_per_s=speed), work) for speed in (1e30, 1e6))
+    keys_and_values = 2 * 2 * 4096 * 4096 * 2 / 16 / 1e6  # of two samples, in bf16
+    covered = 2 * block.attention / 16 / layout.ring / quick.attention_per_s
+    rounds = layout.ring - 1
+    assert slow.forward(block) - quick.forward(block) == pytest.approx(rounds * (keys_and_values - covered))
+    both = 3 * keys_and_values  # and their gradients in fp32
+    left = rounds * (both - 2.5 * covered) + 2 * keys_and_values
+    assert slow.backward(block, "none") - quick.backward(block, "none") == pytest.approx(left)
+
+
 def test_a_collective_slows_the_computation_that_covers_it_by_the_bytes_it_moves() -> None:
     config = config_of("+strategy=zero3")
 

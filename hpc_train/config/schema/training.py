@@ -40,9 +40,16 @@ class StrategyConfig:
     )
     cp: int = key(
         1,
-        "The number of context-parallel ranks, which share the tokens of each sample. It must divide the attention "
-        "heads and the sequence length.",
+        "The number of context-parallel ranks, which share the tokens of each sample. It must divide the sequence "
+        "length and, with strategy.context=ulysses, the attention heads.",
         at_least=1,
+    )
+    context: str = key(
+        "ulysses",
+        "How context-parallel ranks compute attention of whole sequences. ulysses exchanges heads for tokens; ring "
+        "passes keys and values around a ring, for which twice strategy.cp must divide the sequence length; both "
+        "exchanges heads between as many ranks of a node as the heads permit, and forms rings of the others.",
+        choices=("ulysses", "ring", "both"),
     )
     ep: int | str = key(
         1,

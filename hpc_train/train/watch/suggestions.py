@@ -225,7 +225,7 @@ def _communication(setting: SuggestedSetting) -> Iterator[Suggestion]:
             {"strategy.pp": max(2, setting.nodes)}, "stages exchange activations, and replicas fewer gradients"
         )
     if layout.cp > 1:
-        why = "fewer ranks exchange heads in every layer; needs more memory"
+        why = "fewer ranks exchange heads, keys or values in every layer; needs more memory"
         yield Suggestion({"strategy.cp": layout.cp // 2}, why)
     if layout.dp_cp > 1:
         size: dict[str, Any] = {"batch.global_size": 2 * batch.global_size}
