@@ -76,10 +76,10 @@ class Cell:
     """Describes one comparison: a model under a layout.
 
     Attributes:
-        model: ``gpt``, ``gpt-tied``, ``gpt-options`` (a GPT with all ``OPTIONS``), ``gpt-windows`` (with those that
-            fused attention has), one of ``MIXTURES``, ``gpt-own-experts`` (the example of a mixture), ``vit`` or
-            ``custom`` (a module without parts), or one of these with a loss of its own: see ``OWN_LOSSES``; ``own`` is
-            the example of a model with parts.
+        model: ``gpt``, ``gpt-tied``, ``gpt-options`` (a GPT with all ``OPTIONS``), ``gpt-few-heads`` (with two heads),
+            ``gpt-windows`` (with those that fused attention has), one of ``MIXTURES``, ``gpt-own-experts`` (the example
+            of a mixture), ``vit`` or ``custom`` (a module without parts), or one of these with a loss of its own: see
+            ``OWN_LOSSES``; ``own`` is the example of a model with parts.
         strategy, batch, train, optim: the fields of the config's groups that differ from their defaults.
         loss_scale: the loss scale that ``train_step`` and ``clip_grad_norm_`` receive.
     """
@@ -142,8 +142,10 @@ class Cell:
         }
         if own is not None:
             return CustomModelConfig(_target_=f"tests.parallel.module.{own}", args=sizes)
-        if self.model in ("gpt-options", "gpt-windows"):
+        if self.model in ("gpt-options", "gpt-windows", "gpt-few-heads"):
             sizes |= OPTIONS | ({"attention_softcap": None} if self.model == "gpt-windows" else {})
+        if self.model == "gpt-few-heads":
+            sizes |= {"n_heads": 2, "n_kv_heads": 1}
         if self.model in MIXTURES:
             sizes["moe"] = MoEConfig(**MIXTURES[self.model])
             sizes["n_kv_heads"] = max(2, self.strategy.get("tp", 1))

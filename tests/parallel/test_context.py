@@ -64,8 +64,9 @@ FOUR = [
     cell(4, "gpt-options", cp=2, tp=2, data_parallel="zero3"),
     cell(4, "gpt-options", cp=2, pp=2, schedule="gpipe", data_parallel="zero3"),
     cell(4, cp=2, pp=2, schedule="interleaved_1f1b", stages_per_rank=2, data_parallel="zero2"),
-    *(cell(4, model, cp=4, context=context) for model in ("gpt", "gpt-options") for context in ("ring", "both")),
-    cell(4, "gpt-windows", cp=4, context="both", data_parallel="zero2", train={"activation_checkpointing": "ops"}),
+    *(cell(4, model, cp=4, context="ring") for model in ("gpt", "gpt-options", "gpt-few-heads")),
+    cell(4, "gpt-few-heads", cp=4, context="both"),  # two ranks exchange heads, and rings have two
+    cell(4, "gpt-few-heads", cp=4, context="both", data_parallel="zero2", train={"activation_checkpointing": "ops"}),
     *(cell(4, "gpt-tied", dp=2, cp=2, context="ring", data_parallel=kind) for kind in ("ddp", "zero1", "zero3")),
     cell(4, "gpt-windows", cp=2, tp=2, context="ring", data_parallel="zero3"),
     cell(4, "gpt-tied", cp=2, pp=2, context="ring", schedule="zbv", stages_per_rank=2, data_parallel="allreduce"),

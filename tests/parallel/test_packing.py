@@ -41,7 +41,7 @@ CELLS: dict[str, list[Cell]] = {
         Cell(4, strategy={"dp": 2, "cp": 2, "data_parallel": "zero2"}),
         Cell(4, strategy={"cp": 2, "tp": 2, "context": "ring", "data_parallel": "allreduce"}),
         Cell(4, "gpt-windows", strategy={"cp": 2, "pp": 2, "context": "ring", "schedule": "1f1b"}),
-        *(Cell(4, "gpt-options", strategy={"cp": 4, "context": context}) for context in ("ring", "both")),
+        *(Cell(4, "gpt-few-heads", strategy={"cp": 4, "context": context}) for context in ("ring", "both")),
     ],
     "2-more": [
         Cell(2, strategy={"dp": 2}),
