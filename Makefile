@@ -1,7 +1,7 @@
 # make train   the default model on the default data, four workers, on this machine
 # make test    all tests, three files at a time: those on Slurm mostly wait; ROOM=launch runs those of hpc_train/launch:
 #                its folder of tests, and the tests in one process whose imports reach it
-# make test-share  twelve minutes of the long forms, drawn by SHARE
+# make test-share  ten minutes of the long forms, drawn by SHARE
 # make test-all  the long forms as well: 500 kills in saves, 20 faults of each kind and 1,000 drawn at random, 5,000
 #                damaged checkpoints, all pairs of layouts, faults of nodes, file systems and networks on Slurm, ten
 #                minutes of attacks on the rendezvous server; hours. If interrupted, the next call skips the cases that

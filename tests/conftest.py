@@ -68,8 +68,8 @@ LONG_FORMS = {
     "tests/checkpoint/test_errors.py::": 400,
 }
 MOST_STARTS = 50  # of agents in the short form, each of which takes seconds
-SHARE_S = 700  # planned for the cases of a share
-BEGINS_S = 700  # after this time no case of a share starts
+SHARE_S = 600  # planned for the cases of a share
+BEGINS_S = 600  # after this time no case of a share starts
 CASE_S = 240  # a case that is to take longer is in no share
 LIMIT_S = 360  # a case of a share that takes longer fails
 
