@@ -287,9 +287,9 @@ def distance(training: Training, losses: list[float], expected: Mapping[str, Ten
     assert {name for held in names for name in held} == expected.keys()
     errors = {"loss": relative(tuple(losses), tuple(wanted))}
     for kind in {kind_of(name) for name in state}:
-        own = [name for name in state if kind_of(name) == kind]
         errors[kind] = error(
-            {name: state[name].double() for name in own}, {name: expected[name].double() for name in own}
+            {name: value.double() for name, value in state.items() if kind_of(name) == kind},
+            {name: value.double() for name, value in expected.items() if kind_of(name) == kind},
         )
     return errors
 
