@@ -104,7 +104,7 @@ def test_a_new_default_does_not_change_a_run_that_exists(tmp_path: Path, called:
     assert config.cluster == config_of("cluster=local", "cluster.cpu_workers=1").cluster
 
 
-@pytest.mark.long_form(30)  # above the run is frozen again, and its checkpoint read
+@pytest.mark.long_form(50)  # above the run is frozen again, and its checkpoint read
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_run_of_a_release_trains_on(version: str, tmp_path: Path) -> None:
     opened(version, tmp_path)
@@ -115,6 +115,11 @@ def test_the_run_of_a_release_trains_on(version: str, tmp_path: Path) -> None:
     shown = hpc_train("evaluate", "run", "--json", cwd=tmp_path, env=environment())
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert json.loads(shown.stdout)["step"] == 5
+    text = hpc_train("generate", "run", "1 2 3", "--tokenizer=ids", "--max-tokens=2", "--json", cwd=tmp_path)
+    assert text.returncode == 0, text.stdout + text.stderr
+    forked = hpc_train(*CONTINUED, "train.steps=6", "run.name=run", "run.fork=fork", "optim.lr=1e-4", cwd=tmp_path)
+    assert forked.returncode == 0, forked.stdout + forked.stderr
+    assert "step 6/6" in forked.stdout
 
 
 @pytest.mark.long_form(25)  # above a checkpoint of the release is read
