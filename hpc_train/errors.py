@@ -139,7 +139,7 @@ OTHER_NAMES = {
     "mixed": ("bf16",),
     "none": ("single",),
     "pipeline": ("pp",),
-    "ring_attention": ("cp",),
+    "ring_attention": ("cp", "ring"),
     "tensor": ("tp",),
     "tensor_parallel": ("tp",),
     "torchrun": ("local",),

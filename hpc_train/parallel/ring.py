@@ -367,7 +367,7 @@ def _plain(
     scores, _ = _scores(query, key, mask, scale, cap)
     normalizers = scores.logsumexp(-1)
     shares = (scores - normalizers.clamp(min=torch.finfo(scores.dtype).min).unsqueeze(-1)).exp()
-    mixed = _by_group(shares.to(value.dtype)) @ value.transpose(1, 2)
+    mixed = shares.to(value.dtype).flatten(2, 3) @ value.transpose(1, 2)
     return _rows_of(mixed, query), normalizers.flatten(1, 2)
 
 
@@ -391,10 +391,10 @@ def _plain_backward(
     of_scores = shares * (of_shares - means.unflatten(1, groups).unsqueeze(-1)) * scale
     if slopes is not None:
         of_scores = of_scores * slopes
-    products = _by_group(of_scores.to(query.dtype))
-    of_key = products.transpose(2, 3) @ _groups_of(query, key)
-    of_value = _by_group(shares.to(query.dtype)).transpose(2, 3) @ of_mixed
-    return _rows_of(products @ key.transpose(1, 2), query), of_key.transpose(1, 2), of_value.transpose(1, 2)
+    of_products = of_scores.to(query.dtype).flatten(2, 3)
+    of_key = of_products.transpose(2, 3) @ _groups_of(query, key)
+    of_value = shares.to(query.dtype).flatten(2, 3).transpose(2, 3) @ of_mixed
+    return _rows_of(of_products @ key.transpose(1, 2), query), of_key.transpose(1, 2), of_value.transpose(1, 2)
 
 
 def _scores(
@@ -417,10 +417,6 @@ def _scores(
 def _groups_of(heads: Tensor, key: Tensor) -> Tensor:
     """Returns ``[micro, rows, heads, head_dim]`` as ``[micro, kv_heads, rows of its queries, head_dim]``."""
     return heads.unflatten(2, (key.shape[2], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-
-
-def _by_group(scores: Tensor) -> Tensor:
-    return scores.flatten(2, 3)
 
 
 def _rows_of(grouped: Tensor, query: Tensor) -> Tensor:
