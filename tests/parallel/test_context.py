@@ -99,7 +99,6 @@ REFUSED: list[tuple[Cell, str]] = [
     (cell(3, cp=3), r"strategy.cp=3 does not divide data.sequence_length=8"),
     (cell(8, cp=4, tp=2, data_parallel="zero1"), "heads per tensor-parallel rank of model.n_heads=2"),
     (cell(8, cp=8, context="ring"), r"2 x strategy.cp = 16 does not divide data.sequence_length=8"),
-    (cell(2, "gpt-moe-capacity", cp=2, context="ring"), "strategy.context=ring does not support model.moe.capacity"),
 ]
 
 
