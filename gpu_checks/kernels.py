@@ -65,8 +65,8 @@ def ring(probe: Probe) -> None:
     shapes = [(2, length, heads, 64) for heads in (8, 2, 2, 8)]
     query, key, value, gradient = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
     whole = [tensor.float().requires_grad_() for tensor in (query, key, value)]
-    heads = [tensor.transpose(1, 2) for tensor in whole]
-    expected = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
+    queries, keys, values = (tensor.transpose(1, 2) for tensor in whole)
+    expected = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True).transpose(1, 2)
     expected.backward(gradient.float())
     wide = torch.zeros_like(query, dtype=torch.float32)
     normalizers = query.new_full((2, 8, length), -torch.inf, dtype=torch.float32)
