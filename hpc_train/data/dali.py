@@ -139,7 +139,8 @@ class DecodedBatches:
 class DaliDecoder:
     """Decodes the micro-batches of ``EncodedSamples`` in a thread, and sends the pixels to the device with ``copy``.
 
-    A JPEG file is decoded by the same unit of the GPU in every batch, so its pixels do not depend on the batch.
+    All JPEG files that the hardware decoder of a GPU supports go to it, so that the pixels of an image should not
+    depend on the other images of its batch; this was never measured.
 
     Args:
         micro_size: the largest number of images in a micro-batch.
@@ -198,7 +199,7 @@ def _pipeline(images: DecodedImages, device: torch.device, micro_size: int, thre
     place = "cpu"
     if device.type == "cuda":
         place = "mixed"  # the input is on the host and the output on the GPU
-    # the inputs of a step come with its call, for which DALI requires a queue of one batch
+    # `run` accepts inputs only with a queue of one batch
     pipeline = Pipeline(micro_size, threads, device.index, prefetch_queue_depth=1)
     with pipeline:
         content = fn.external_source(name="content", dtype=types.UINT8, ndim=1)
@@ -210,7 +211,7 @@ def _pipeline(images: DecodedImages, device: torch.device, micro_size: int, thre
             device=place,
             output_type=types.RGB if images.channels == 3 else types.GRAY,
             jpeg_fancy_upsampling=True,  # as Pillow
-            hw_decoder_load=1.0,  # none of the images that the hardware supports are decoded by kernels
+            hw_decoder_load=1.0,  # the default decodes some images of a batch by kernels
             affine=False,  # threads of all ranks of a node would share the first cores
         )
         scaled = fn.resize(
