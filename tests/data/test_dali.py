@@ -28,7 +28,6 @@ from hpc_train.data.loader import LoadRequest
 from hpc_train.data.sampler import PADDING
 from hpc_train.data.sources import MIXTURE
 from hpc_train.errors import UserError
-from hpc_train.layout.validate import validate
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze
 from tests.checkpoint.tensors import assert_same_bits
@@ -244,18 +243,3 @@ def test_a_mixture_is_decoded_by_pillow(photos: Path) -> None:
     with pytest.raises(UserError, match="the source photos decodes with DALI") as error:
         MIXTURE.check_inputs(mixture)
     assert error.value.fix == "data.sources.photos.decoder=pillow"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "where"),
-    [
-        (["data.collate=tests.data.collating.padded"], "data.decoder, data.collate"),
-        (["train.reproducible=any_world_size"], "data.decoder, train.reproducible"),
-    ],
-)
-def test_what_needs_pillow_is_refused(photos: Path, overrides: list[str], where: str) -> None:
-    given = [f"data.path={photos}", "model.patch_size=8", "cluster.gpus_per_node=0"]
-    config = config_of(*RUN[1:], *given, *overrides)
-    with pytest.raises(UserError, match=r"DALI") as error:
-        validate(config, 1, 2)
-    assert where in error.value.where

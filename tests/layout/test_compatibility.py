@@ -16,6 +16,7 @@ from hpc_train.config.schema import (
     CIFAR100DataConfig,
     Config,
     HFModelConfig,
+    ImagesDataConfig,
     StreamDataConfig,
     TargetConfig,
 )
@@ -120,6 +121,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "`train.epochs`": {"train.epochs": 1.0, "train.steps": None},
     "a stream": {"data": StreamDataConfig(_target_="tests.data.test_stream.Counting")},
     "data without sequences": {"data": CIFAR100DataConfig()},
+    "`data.decoder=dali`": {"data": ImagesDataConfig(path="images", n_classes=2, decoder="dali")},
+    "`data.collate`": {"data.collate": "tests.data.collating.padded"},
     "`train.debug`": {"train.debug": True},
     "the hook `ema`": {"hooks": {"ema": TargetConfig(_target_=f"{HOOKS}.ema.EMA")}},
     "the hook `early_stopping`": {"hooks": {"stop": TargetConfig(_target_=f"{HOOKS}.early_stopping.EarlyStopping")}},
