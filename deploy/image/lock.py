@@ -2,9 +2,9 @@
 
     python3.11 deploy/image/lock.py [EXTRA ...] >deploy/image/cpu.lock
 
-pip resolves them with the versions of ``constraints.txt``, for the Python and the processor on which this runs, and
-installs nothing. ``PIP_FIND_LINKS`` names the place of torch, as ``--wheels`` of ``build.sh`` does; without it, PyPI's
-torch is taken, which has CUDA.
+pip resolves them with the versions of ``constraints.txt``, for the Python and the processor on which this runs. It
+installs nothing, but may download packages (3 GB with CUDA). ``PIP_FIND_LINKS`` names the place of torch, as
+``--wheels`` of ``build.sh`` does. Without it, PyPI's torch is taken, which has CUDA.
 """
 
 from __future__ import annotations
