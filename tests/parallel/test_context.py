@@ -168,7 +168,8 @@ def outputs_of(rank: int, _: int, cells: list[Cell]) -> None:
 
 @pytest.mark.long_form(10)
 def test_the_outputs_are_those_of_the_whole_sequence() -> None:
-    run_on_world(4, outputs_of, [cell(4, cp=2, dp=2), cell(4, cp=2, tp=2, data_parallel="zero3")])
+    split = [cell(4, cp=2, dp=2), cell(4, cp=2, tp=2, data_parallel="zero3"), cell(4, cp=2, dp=2, context="ring")]
+    run_on_world(4, outputs_of, split)
 
 
 def block_costs(rank: int, _: int, one: Cell) -> list[tuple[str, int]]:
