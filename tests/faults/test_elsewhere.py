@@ -178,10 +178,10 @@ def test_a_node_that_computes_wrong_numbers_is_left_behind(tmp_path: Path, spare
 @pytest.mark.timeout(600)
 def test_a_node_that_fails_the_burn_in_never_trains(tmp_path: Path) -> None:
     options = (
-        "batch.global_size=12", "cluster.cpu_workers=1", "elastic.spares=1", "model.dropout=0",
-        "strategy.data_parallel=allreduce", "cluster.preflight_action.slow_device=warn",
+        "batch.global_size=12", "cluster.cpu_workers=1", "model.dropout=0", "strategy.data_parallel=allreduce",
+        "cluster.preflight_action.slow_device=warn",
     )  # fmt: skip
-    run = freeze(tmp_path / "run", 6, *options)
+    run = freeze(tmp_path / "run", 6, *options, "elastic.spares=1")
     ends = on_nodes(run, [], {}, {}, {BURN_IN_ERRS: "1"}, {})
     assert ends[0].code == 0, ends[0].error
     assert ends[0].reported == [("unfit_node", 2)]
