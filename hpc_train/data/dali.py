@@ -12,6 +12,7 @@ import io
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,7 +157,10 @@ class DaliDecoder:
         self._images = images
         self._copy = copy
         self._pipeline = _pipeline(images, device, micro_size, threads)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dali")
+        use_device = None  # a new thread would use GPU 0
+        if device.type == "cuda":
+            use_device = partial(torch.cuda.set_device, device)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dali", initializer=use_device)
 
     def send(self, batches: Iterable[Batch]) -> DecodedBatches:
         """Starts to decode ``batches``; the caller does not wait."""

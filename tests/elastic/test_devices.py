@@ -149,6 +149,7 @@ THREADS = {  # module: whether its threads may call CUDA
     "checkpoint/manager.py": "copies and saves tensors",
     "checkpoint/store.py": "no",
     "data/build.py": "no",
+    "data/dali.py": "decodes images, and copies pixels",
     "bench/doctor/nodes.py": "no",
     "elastic/gpu_errors.py": "no",
     "elastic/agent.py": "no",

@@ -144,10 +144,12 @@ def bind_to_one_core(spec: WorkerSpec, stop: StopFlag) -> None:
     os.sched_setaffinity(0, spec.cpus)  # as elastic.worker_process does
     SyntheticDataset.loads_cheaply = False
 
-    def note(*values: Any) -> SuggestedSetting:
-        found = f"{values[-2]} core, {values[-3]} loader, {len(multiprocessing.active_children())} process"
-        (Path(spec.run_dir) / f"loaders-{spec.rank}").write_text(found)
-        return SuggestedSetting(*values)
+    def note(**values: Any) -> SuggestedSetting:
+        setting = SuggestedSetting(**values)
+        processes = len(multiprocessing.active_children())
+        counts = f"{setting.cores} core, {setting.loader_workers} loader, {processes} process"
+        (Path(spec.run_dir) / f"loaders-{spec.rank}").write_text(counts)
+        return setting
 
     worker.SuggestedSetting = note  # type: ignore[assignment,misc]
 
