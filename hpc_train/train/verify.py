@@ -532,7 +532,8 @@ class Verification:
                 differing |= {*(computed != computed[-1]).any(0).nonzero().flatten().tolist()}
         names = self._chosen_names(comparable)
         parts = [names[index] for index in sorted(differing)]
-        return _Finding(suspect, suspect and is_origin(parts), tuple(parts), findings, corrected)
+        gets_batch = self._mesh.layout.placement[0] == self._mesh.pp_rank
+        return _Finding(suspect, suspect and is_origin(parts, gets_batch), tuple(parts), findings, corrected)
 
     def _reduction_finding(self, values: Tensor, passes: Sequence[_Pass], unequal: Tensor) -> _Finding:
         """Returns what differs between passes on this rank after a reduction. If it does on all ranks, no rank is
@@ -651,8 +652,15 @@ def count_votes(votes: Sequence[tuple[int, Value]]) -> Ballot:
     return Ballot(right, others, findings=min(2, most[0]) if others else 1)
 
 
-def is_origin(parts: Sequence[str]) -> bool:
-    """Returns whether the wrong numbers ``parts`` of a rank were not caused by what another stage has sent it."""
-    if any(part.startswith(ARRIVED) for part in parts):
+def is_origin(parts: Sequence[str], gets_batch: bool) -> bool:
+    """Returns whether the wrong numbers ``parts`` of a rank were not caused by what another stage has sent it.
+
+    Args:
+        gets_batch: whether the first part of the rank is the first stage, at which the batch arrives.
+    """
+    from_stages = [part for part in parts if part.startswith(ARRIVED)]
+    if gets_batch:
+        from_stages = [part for part in from_stages if part != f"{ARRIVED} part 0"]
+    if from_stages:
         return False
     return any(part.startswith(LEFT) for part in parts) or not any(part.startswith(GRADIENT_ARRIVED) for part in parts)

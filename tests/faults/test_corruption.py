@@ -101,17 +101,19 @@ def test_shards() -> None:
 def test_stages() -> None:
     """Of two pipelines with two stages each, the stage is named that has received right numbers and sent wrong ones.
     Between two replicas alone, a lasting error makes both suspects."""
-    plain, first, last, lasting = trials(
+    plain, first, last, batch, lasting = trials(
         "pp2dp2",
         None,
         Injection("product", rank=1, step=2, at_pass=0),
         Injection("product", rank=2, step=3, at_pass=1),
+        Injection("batch", rank=1, step=2, at_pass=0),
         Injection("product", rank=1, step=3, at_pass=None),
     )
     check_plain(plain)
     assert suspicion_of(first) == (GRADIENTS, (1,), True)
     assert suspicion_of(last) == (GRADIENTS, (2,), True)
-    assert is_undisturbed(first, plain) and is_undisturbed(last, plain)
+    assert suspicion_of(batch) == (GRADIENTS, (1,), True)
+    assert all(is_undisturbed(trial, plain) for trial in (first, last, batch))
     assert suspicion_of(lasting) == (GRADIENTS, (0, 1), False)
     assert lasting[0].suspicions[0].findings == 1
 
@@ -153,15 +155,17 @@ def test_passes_that_depend_on_the_rank_are_not_exchanged() -> None:
 def test_experts() -> None:
     """The ranks that divide the experts compute the passes of the other replica together, and are suspected
     together."""
-    plain, product, lasting = trials(
+    plain, product, batch, lasting = trials(
         "ep2dp4",
         None,
         Injection("product", rank=3, step=3, at_pass=0),
+        Injection("batch", rank=3, step=3, at_pass=1),
         Injection("product", rank=1, step=2, at_pass=None),
     )
     check_plain(plain)
     assert suspicion_of(product) == (GRADIENTS, (2, 3), True)
-    assert is_undisturbed(product, plain)
+    assert suspicion_of(batch) == (GRADIENTS, (2, 3), True)
+    assert is_undisturbed(product, plain) and is_undisturbed(batch, plain)
     assert suspicion_of(lasting) == (GRADIENTS, (0, 1, 2, 3), False)
 
 
