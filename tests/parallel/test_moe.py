@@ -139,7 +139,7 @@ def sharing_sequences_and_recomputed() -> list[Cell]:
     ]
 
 
-@in_two_forms(400)
+@in_two_forms(700)
 def test_shared_sequences(form: Form) -> None:
     cells = sharing_sequences() + sharing_sequences_and_recomputed()
     keys = ("pp", "cp", "tp")  # test_divided_experts covers the kinds
