@@ -123,7 +123,6 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
     notes += notices(config)
     shard = _shard(strategy, find_kind(configured), holders, ranks.per_node // ranks.tp)
     assert isinstance(strategy.ep, int)
-    exchanging = {"ulysses": ranks.cp, "ring": 1}.get(strategy.context) or _most_exchanging(config, ranks)
     layout = Layout(
         dp=dp,
         pp=pp,
@@ -138,12 +137,21 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
         logical_micro_batches=logical,
         cp=ranks.cp,
         ep=strategy.ep,
-        ring=ranks.cp // exchanging,
+        ring=_ring(config, ranks),
     )
     _check_expert_ranks(layout)
     check_compatibility(OF_LAYOUT, config, layout)
     described = (describe_recomputation(config, layout), describe_active(config.model))
     return replace(layout, notes=(*layout.notes, *(text for text in described if text is not None)))
+
+
+def _ring(config: Config, ranks: Ranks) -> int:
+    """Returns the number of ranks of a ring of keys and values."""
+    if ranks.cp == 1 or config.strategy.context == "ulysses":
+        return 1
+    if config.strategy.context == "ring":
+        return ranks.cp
+    return ranks.cp // _most_exchanging(config, ranks)
 
 
 def _most_exchanging(config: Config, ranks: Ranks) -> int:

@@ -57,6 +57,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CASES = [
     (["optim=sgd", "optim.betas=[0.9,0.99]"],
      "note: optim.betas=[0.9,0.99] has no effect with optim=sgd; remove it, or set optim=adamw"),
+    (["strategy.context=ring"],
+     "note: strategy.context=ring has no effect with strategy.cp=1; remove it, or set strategy.cp to another "
+     "value"),
     (["strategy.compression_rank=8", "strategy=dp"],
      "note: strategy.compression_rank=8 has no effect with strategy.compression=none; remove it, or set "
      "strategy.compression=powersgd"),

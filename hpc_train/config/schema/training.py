@@ -50,6 +50,7 @@ class StrategyConfig:
         "passes keys and values around a ring, for which twice strategy.cp must divide the sequence length; both "
         "exchanges heads between as many ranks of a node as the heads permit, and forms rings of the others.",
         choices=("ulysses", "ring", "both"),
+        when=unless("strategy.cp", 1),
     )
     ep: int | str = key(
         1,
