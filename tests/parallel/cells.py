@@ -82,6 +82,7 @@ class Cell:
             ``OWN_LOSSES``; ``own`` is the example of a model with parts.
         strategy, batch, train, optim: the fields of the config's groups that differ from their defaults.
         loss_scale: the loss scale that ``train_step`` and ``clip_grad_norm_`` receive.
+        sequence: the tokens of a sample.
     """
 
     world_size: int
@@ -92,6 +93,7 @@ class Cell:
     train: dict[str, Any] = field(default_factory=dict)
     loss_scale: float | None = None
     optim: dict[str, Any] = field(default_factory=dict)
+    sequence: int = SEQUENCE
 
     def config(self) -> Config:
         return Config(
@@ -99,7 +101,7 @@ class Cell:
             model=self._model(),
             data=SyntheticDataConfig(
                 task="tokens" if self.model.startswith("gpt") else "images",
-                sequence_length=SEQUENCE,
+                sequence_length=self.sequence,
                 vocab_size=VOCABULARY,
                 image_size=IMAGE,
                 n_classes=CLASSES,

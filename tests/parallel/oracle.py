@@ -33,7 +33,7 @@ from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.precision.dtypes import parameter_dtype
 from tests.checkpoint.progress import LONG
-from tests.parallel.cells import CLASSES, IMAGE, MIXTURES, SEQUENCE, VOCABULARY, Cell
+from tests.parallel.cells import CLASSES, IMAGE, MIXTURES, VOCABULARY, Cell
 from tests.ranks import kept, run_on_world, run_ranks
 
 STEPS = 5 if LONG else 2
@@ -246,8 +246,8 @@ def global_batch(cell: Cell, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
     size = cell.config().batch.global_size
     if cell.model.startswith("gpt"):
-        inputs = torch.randint(VOCABULARY, (size, SEQUENCE), generator=generator)
-        targets = torch.randint(VOCABULARY, (size, SEQUENCE), generator=generator)
+        inputs = torch.randint(VOCABULARY, (size, cell.sequence), generator=generator)
+        targets = torch.randint(VOCABULARY, (size, cell.sequence), generator=generator)
     else:
         inputs = torch.randn(size, 3, IMAGE, IMAGE, generator=generator, dtype=parameter_dtype(cell.precision))
         classes = torch.randint(CLASSES, (size,), generator=generator)

@@ -76,6 +76,17 @@ FOUR = [
 ]
 
 
+LONG = [  # with sequences of 32 tokens
+    cell(8, "gpt-few-heads", cp=8, context="ring"),
+    cell(8, "gpt-options", cp=8, context="both", data_parallel="zero3"),
+    cell(8, cp=4, tp=2, context="both", data_parallel="allreduce"),
+    cell(8, "gpt-few-heads", cp=4, pp=2, context="both", schedule="1f1b"),
+    cell(8, "gpt-few-heads", cp=4, pp=2, context="both", schedule="zbv", stages_per_rank=2, data_parallel="zero1"),
+    cell(8, "gpt-few-heads", cp=4, dp=2, context="both", data_parallel="zero2"),
+    cell(8, "gpt-moe", cp=4, tp=2, context="both", data_parallel="zero1"),
+]
+
+
 @pytest.mark.long_form(15, cases=["4-short"])  # two ranks in the short form
 @in_two_forms(100)
 @pytest.mark.parametrize("cells", [TWO, FOUR], ids=["2", "4"])
@@ -85,6 +96,12 @@ def test_a_split_sequence_trains_as_a_whole_one_does(
     """The short form has every model on two ranks, and each other axis beside this one."""
     keys = ("model", "context") if cells is TWO else ("cp", "pp", "tp", "context")
     record(check_cells(form(cells, *keys)), [])
+
+
+@pytest.mark.long_form(120)
+def test_rings_of_eight_ranks_train_as_one_process_does(record: Callable[..., None]) -> None:
+    """Some of the ranks exchange heads, beside stages and ranks that divide layers."""
+    record(check_cells([replace(cell, sequence=32) for cell in LONG], timeout=280), [])
 
 
 @pytest.mark.long_form(60)  # most of a minute of the C++ compiler; test_compile has the graphs
