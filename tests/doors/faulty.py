@@ -50,6 +50,23 @@ class Slow(Faulty):
         return super().forward(inputs) + torch.zeros(())
 
 
+class Erring(Faulty):
+    """Gives a wrong number on ``node`` in training pass ``once``, and in all passes from pass ``since`` on."""
+
+    def __init__(self, node: str = "n2", once: int = 5, since: int = 12, vocab_size: int = 256) -> None:
+        super().__init__(how="never", vocab_size=vocab_size)
+        self.node, self.once, self.since = node, once, since
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = super().forward(inputs)
+        errs = self.training and (self.calls == self.once or self.calls >= self.since)
+        if not errs or os.environ.get("SLURMD_NODENAME") != self.node:
+            return logits
+        wrong = torch.zeros_like(logits)
+        wrong.view(-1)[0] = 0.125
+        return logits + wrong
+
+
 def paced(step: int, seconds: float) -> float:
     """Returns a constant factor of the learning rate. One of several ranks first waits ``seconds``, so that a fast
     machine does not take more steps.

@@ -8,9 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.checkpoint.tensors import assert_same_bits
 from tests.doors.command import REPOSITORY
 from tests.slurm.cluster import Cluster, wait_for
-from tests.slurm.runs import FAULTY, SLOW, TWO_BY_TWO, detail, events, job_id, why, with_python
+from tests.slurm.runs import FAULTY, SLOW, TWO_BY_TWO, detail, events, job_id, losses, why, with_python
 
 GROWS = "import time; held = b'x' * (500 << 20); time.sleep(600)"
 
@@ -42,6 +43,32 @@ def test_a_failing_rank_of_the_second_node(cluster: Cluster, tmp_path: Path, how
         assert [node["state"].rstrip("*") for node in report["slurm"]["nodes"]]
         assert report["advice"][0].startswith("fix the error shown in the traceback")
         assert f"job {job_id(run)}" in cluster.hpc_train("why", "run", cwd=tmp_path).stdout
+
+
+@pytest.mark.long_form(60)  # tests/faults/test_elsewhere.py
+@pytest.mark.timeout(900)
+def test_a_node_that_computes_wrong_numbers_is_left_behind(cluster: Cluster, tmp_path: Path) -> None:
+    """It errs once, which is corrected, and later always: Slurm starts the job again on other nodes."""
+    asked = [
+        *FAULTY, "model._target_=tests.doors.faulty.Erring", "cluster.nodes=3", "cluster.cpu_workers=1",
+        "batch.global_size=12", "train.steps=16", "train.verify.every=1", "checkpoint.every=2",
+        "strategy.data_parallel=allreduce",
+    ]  # fmt: skip
+    for name, node in (("whole", "none"), ("run", "n2")):
+        done = cluster.hpc_train(*asked, f"+model.args.node={node}", f"run.name={name}", "-m", cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    run, whole = (tmp_path / "outputs" / name for name in ("run", "whole"))
+    assert events(whole, "corruption") == []
+    first, *later = events(run, "corruption")
+    assert (first["node"], first["steps"], first["final"]) == ("n2", 1, False)
+    assert {event["node"] for event in later} == {"n2"} and later[-1]["final"]
+    assert [event["nodes"] for event in events(run, "started")] == [["n1", "n2", "n3"], ["n1", "n3", "n4"]]
+    assert [event["exclude"] for event in events(run, "requeued")] == [["n2"]]
+    assert detail(cluster, job_id(run), "Restarts") == "1"
+    assert losses(run) == losses(whole)
+    last = Path("checkpoints", "step-00000016")
+    assert_same_bits(run / last, whole / last)
+    assert [excluded["node"] for excluded in why(cluster, tmp_path)["excluded_nodes"]] == ["n2"]
 
 
 @pytest.mark.long_form(25)  # tests/elastic/test_agent.py
