@@ -81,7 +81,7 @@ def runs(folder: Path) -> list[list[str]]:
          "telemetry.prometheus.port=auto", "telemetry.profile.steps=1", "data.packing=true",
          "checkpoint.every=2", "telemetry.wandb.mode=offline", "strategy.compression=powersgd"],
         ["+strategy=zero2", *TINY, *two, "+hooks=ema", "+metrics=f1", "checkpoint.keep_best=val_f1",
-         "precision=fp16", "optim.lr_scaling=linear", "optim.schedule=wsd",
+         "precision=fp16", "optim.lr_scaling=linear", "optim.schedule=wsd", "strategy.cp=2",
          "run.name=base"],
         ["+strategy=dp", *vit, *pictures, *two, "optim=sgd", "train.reproducible=any_world_size"],
         ["+strategy=dp", *custom, *pictures, *two, "+model.args.n_classes=10", "strategy.compression=topk",
