@@ -26,6 +26,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import first_file, started_first
 from hpc_train.schedulers.slurm import client
+from hpc_train.schedulers.slurm.site import read_site
 
 
 def submit_joiner(run: RunDirectory, nodes: str, target: str, minutes: str, excluded: str, nice: str) -> str:
@@ -38,6 +39,11 @@ def submit_joiner(run: RunDirectory, nodes: str, target: str, minutes: str, excl
     started = started_first(run, first_file(run, len(submissions) - 1))
     alternative = jobs.index(started) if started in jobs else 0
     config = with_alternative(load(run), alternative)
+    fewest, _, most = nodes.partition("-")
+    if most:  # Slurm refuses a range that ends above the limit of the partition
+        partition = read_site().partition(config.cluster.partition)
+        if partition is not None and partition.max_nodes is not None:
+            nodes = f"{fewest}-{min(int(most), partition.max_nodes)}"
     exclude = ",".join(filter(None, [config.cluster.exclude, excluded]))
     cluster = replace(config.cluster, nodes=nodes, exclude=exclude, nodelist=None, time_min=None, first=[])
     config = replace(config, cluster=cluster, elastic=replace(config.elastic, spares=0, min_nodes=None))

@@ -359,6 +359,10 @@ def test_a_joiner_has_the_resources_of_the_job_of_first_that_has_started(slurm: 
         script = (tmp_path / "script").read_text()
         assert f'agent --alternative={number} --join=41.0.0:2 "$RUN"' in script
         assert "for step in 1; do" in script, "its agents record no end, and a step that they leave is over"
+    command(slurm, "scontrol", '[ "$3" != partition ] || echo "PartitionName=gpu MaxNodes=4 TotalNodes=8"')
+    for most, requested in ((3, 3), (7, 4)):
+        submit_joiner(job.run, f"1-{most}", "41.0.0:2", "", "n1,n2", "0")
+        assert f"--nodes=1-{requested} " in calls(tmp_path)[-1], "at most MaxNodes"
 
 
 def test_the_cost_is_that_of_the_most_expensive_job_of_first(slurm: Path, tmp_path: Path) -> None:
