@@ -250,8 +250,8 @@ def _no_layout(config: Config, nodes: int, per_node: int, predicted: list[Candid
             f"least memory, {format_bytes(nearest.prediction.needed_bytes)} of the "
             f"{format_bytes(nearest.prediction.device_bytes)} of a device ({machine.device})",
             where="strategy, cluster.nodes",
-            fix="more nodes, a shorter data.sequence_length, strategy.offload=optimizer, or fewer keys of strategy, "
-            "batch and train that are set",
+            fix="more nodes, a shorter data.sequence_length, strategy.cp=2, strategy.offload=optimizer, or fewer keys "
+            "of strategy, batch and train that are set",
         )
     refused = refusal(config, nodes, per_node, {name for name, _, _ in keys(config)} - {*open_keys(config)})
     if refused is not None:

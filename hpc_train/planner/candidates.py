@@ -33,6 +33,7 @@ FURTHER: Mapping[str, tuple[Any, ...]] = {  # keys that are compared only if the
     "strategy.compression": ("none", "bf16"),
     "strategy.schedule": ("1f1b", *(name for name in SCHEDULES if name not in ("1f1b", "sequential"))),
     COMPILE: (False, True),
+    "strategy.cp": (1, 2, 4, 8, 16, 32),
 }
 _FIRST = FURTHER["strategy.schedule"][0]
 MICRO_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -62,7 +63,7 @@ class Candidate:
         """Orders layouts that are equally fast: those with fewer techniques come first."""
         layout = self.layout
         ckpt = str(self.values["train.activation_checkpointing"])
-        split = (layout.pp > 1) + (layout.tp > 1) + (layout.ep > 1)
+        split = (layout.pp > 1) + (layout.tp > 1) + (layout.cp > 1) + (layout.ep > 1)
         kind = KINDS.index(layout.data_parallel) if layout.data_parallel in KINDS else 0
         again = CHECKPOINTING.index(ckpt) if ckpt in CHECKPOINTING else len(CHECKPOINTING)
         return (split, kind, again)
@@ -218,6 +219,8 @@ def _choices(
             continue
         if chosen["strategy.tp"] > 1 and chosen["strategy.data_parallel"] == "ddp" and kind_is_open:
             chosen["strategy.data_parallel"] = "allreduce"
+        if chosen.get("strategy.cp", 1) > 1:
+            chosen["strategy.context"] = "both"  # rings only where the heads or the node do not suffice
         derived = {name: value for name, value in DERIVED.items() if name not in open_values}
         chosen |= derived
         if machine.rates.cores:
@@ -256,6 +259,7 @@ def _is_sensible(chosen: Values, devices: int, per_node: int, fixed: Collection[
         return False
     dp = devices // (tp * pp)
     differs = {
+        "strategy.cp": dp % chosen.get("strategy.cp", 1) == 0,
         "strategy.ep": devices // pp % chosen["strategy.ep"] == 0,
         "strategy.compression": chosen.get("strategy.compression", "none") == "none" or dp > 1,
         "strategy.schedule": chosen.get("strategy.schedule", _FIRST) == _FIRST or pp > 1,

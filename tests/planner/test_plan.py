@@ -314,6 +314,17 @@ def test_offload_is_compared_if_nothing_fits_or_it_is_asked_for(capsys: pytest.C
         assert config.strategy.compression == row["settings"]["strategy.compression"]
 
 
+def test_ranks_share_sequences_if_nothing_fits_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    long = ["model=llama_7b", "data=synthetic", "data.sequence_length=524288", "precision=bf16", "batch.global_size=2"]
+    fixed = ["train.activation_checkpointing=full", "strategy.pp=1", "strategy.ep=1", "batch.micro_size=1"]
+    rows = rows_of(capsys, *long, *fixed, "train.steps=10", "--gpus=32", "--machine=h100")
+    assert {row["settings"]["strategy.context"] for row in rows} == {"both"}
+    for row in rows:
+        config = typed(compose(shlex.split(row["command"])[3:-1]))
+        assert str(resolve_layout(config, row["nodes"], 8)) == row["layout"]
+        assert config.strategy.cp == row["settings"]["strategy.cp"] > 1
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["--by", "2099-01-01"], ["--within", "2 days"], ["--gpus", "16..8"], ["--gpus", "0"],

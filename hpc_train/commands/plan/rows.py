@@ -50,6 +50,7 @@ ROWS = 10
 NOISE = 0.02  # layouts closer than this are equally fast; the simplest of them is first
 ORDERS = ("time", "gpus", "gpu-hours", "cost")
 _OFFLOAD = "strategy.offload"
+_IF_NOTHING_FITS = (_OFFLOAD, "strategy.cp")
 
 
 class PlannedTraining:
@@ -269,16 +270,20 @@ class Search:
     def find(self, training: PlannedTraining) -> tuple[list[Row], int]:
         """Returns the rows, the best first, equally many per number of GPUs, and how many layouts were compared.
 
-        The optimizer state is offloaded only if nothing fits without it, unless ``also`` or the user names the key. If
-        compiled layers are compared with others, the others have a row too.
+        The optimizer state is offloaded only if nothing fits without it, and sequences are shared by ranks only if
+        nothing fits even so, unless ``also`` or the user names the key. If compiled layers are compared with others,
+        the others have a row too.
 
         Raises:
             UserError: no layout is possible, or none fits.
         """
         layouts = self._candidates(training, self.also)
-        fits = any(layout.prediction.fits for layout in layouts)
-        if layouts and not fits and _OFFLOAD not in {*training.fixed, *self.also}:
-            layouts = self._candidates(training, self.also | {_OFFLOAD})
+        also = self.also
+        for name in _IF_NOTHING_FITS:
+            fits = any(layout.prediction.fits for layout in layouts)
+            if not fits and name not in {*training.fixed, *also}:
+                also |= {name}
+                layouts = self._candidates(training, also)
         share = max(1, self.rows // len(self.gpus))
         rows = []
         for count in self.gpus:
