@@ -197,7 +197,8 @@ def test_kernels_that_are_not_deterministic_are_left_out() -> None:
 
 @pytest.mark.long_form(130)  # the tests above train most of these layouts, not compiled
 def test_no_layout_raises_a_false_alarm() -> None:
-    for layout in (*LAYOUTS, *OF_USERS):
+    comparing = "custom-contrastive"  # test_passes_that_depend_on_the_rank_are_not_exchanged has its warning
+    for layout in sorted({*LAYOUTS, *OF_USERS} - {comparing}):
         check_plain(trials(layout, None)[0])
     for layout in COMPILED:
         cell = cell_of(layout, compile=True)
