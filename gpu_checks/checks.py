@@ -53,6 +53,7 @@ LATER = (  # for which a visit has time only if others take less than estimated;
     Check("pictures", "gpu_checks.training:pictures", 60, gpus=0, expected_s=12),
     Check("image_decoders", "gpu_checks.training:image_decoders", 120, gpus=0, expected_s=45),
     Check("cuda_graphs", "gpu_checks.training:cuda_graphs", 120, expected_s=40),
+    Check("corruption", "gpu_checks.training:corruption", 560, gpus=0, least_s=120, expected_s=420),
     Check("fp8", "gpu_checks.float8:float8", 240, gpus=0, least_s=60, expected_s=140),
 )
 TOGETHER = (

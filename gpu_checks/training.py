@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from contextlib import closing
@@ -244,6 +245,21 @@ def _check_pixels(probe: Probe) -> None:
     probe.equal("of 1536 normalized pixels, those that differ", int((found.inputs.cpu() != wanted.inputs).sum()), 0)
     exact = (pixels.numpy().astype("f8") / 255 - MEAN) / STD
     probe.within("largest error of a normalized pixel", float(abs(found.inputs.cpu().numpy() - exact).max()), high=1e-6)
+
+
+def corruption(probe: Probe) -> None:
+    """``train.verify`` compares the passes of real kernels for minutes, and suspects none of them."""
+    size = ["model=gpt_124m", "data.vocab_size=50257", "data.sequence_length=1024", "train.steps=4000"]
+    given = size if probe.on_gpu else [*TINY, "train.steps=6"]
+    cases = {"bf16": ["precision=bf16"], "bf16, compiled": ["precision=bf16", "train.compile=true"]}
+    for name, overrides in cases.items():
+        run = train(probe, re.sub(r"\W+", "_", name), *given, "train.verify.every=2", *overrides)
+        probe.equal(f"{name}: suspicions", [event["message"] for event in run.events("corruption")], [])
+        probe.note(f"{name}: warnings", [event["message"] for event in run.events("warning")])
+        lines = run.metrics()
+        verified_s = sum(line.get("verify_s") or 0.0 for line in lines)
+        probe.within(f"{name}: seconds of verification", verified_s, low=1e-3)
+        probe.note(f"{name}: their share of the time", verified_s / (lines[-1]["time"] - lines[0]["time"]))
 
 
 def image_decoders(probe: Probe) -> None:
