@@ -249,13 +249,17 @@ class StepBatch:
     """Holds the batch of one rank for one step.
 
     Attributes:
-        micro_batches: the micro-batches; their number and shapes are the same on every rank.
+        micro_batches: the micro-batches; their number and shapes are the same on every rank, but ``batch.balance``
+            changes the number.
         target_count: the number of targets that count in the *global* batch, over all ranks; the denominator of the
             mean of a built-in loss.
+        numbers: the numbers of the micro-batches in the global batch, from which their random numbers follow; empty
+            without ``batch.balance``, where these follow from the rank.
     """
 
     micro_batches: tuple[Batch, ...]
     target_count: int
+    numbers: tuple[int, ...] = ()
 
 
 SPLITS = ("train", "validation")

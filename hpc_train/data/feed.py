@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import count
@@ -39,12 +39,14 @@ class LocalBatch:
         local_count: the number of targets that count in them, which the host knows without a synchronization.
         ended: whether a stream had no more items for this rank.
         items: the number of items of a stream in them; 0 for other data.
+        numbers: see ``StepBatch``.
     """
 
     micro_batches: tuple[Batch, ...]
     local_count: int
     ended: bool = False
     items: int = 0
+    numbers: tuple[int, ...] = ()
 
 
 def loader_workers(batch: BatchConfig, dataset: Dataset, local_ranks: int) -> int:
@@ -94,6 +96,7 @@ class TrainFeed:
         local_ranks: see ``loader_workers``.
         skipped: the windows of batches to skip.
         states: where the shards of a stream continue; see ``state``.
+        counts: the micro-batches of each replica under ``batch.balance``; see ``Layout.micro_batches_of``.
 
     Raises:
         UserError: the dataset is too small for one global batch; ``next`` also raises it for invalid data.
@@ -112,6 +115,7 @@ class TrainFeed:
         local_ranks: int = 1,
         skipped: Skipped = NOTHING,
         states: States | None = None,
+        counts: Sequence[int] = (),
     ) -> None:
         self._dataset = dataset
         self._skipped = skipped
@@ -125,8 +129,10 @@ class TrainFeed:
             self._steps = _Steps(dataset, order.requests(steps), layout, workers, device, read)
         else:
             self._order = _order(dataset, batch, seed)
-            requests = _requests(self._order, layout, dp_rank, steps, _balance(dataset, layout))
-            self._steps = _Steps(dataset, requests, layout, workers, device)
+            held = layout.micro_batches_of(dp_rank, counts)
+            requests = _requests(self._order, layout, held, steps, _balance(dataset, layout))
+            numbers = tuple(rank * layout.micro_batches + number for rank, number in held) if counts else ()
+            self._steps = _Steps(dataset, requests, layout, workers, device, numbers=numbers)
         self._ahead: _SentStep | Exception | None = None
         self._loaded = start_step
         self._states: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=STATES_RETAINED)
@@ -242,7 +248,8 @@ class EvalFeed:
 
     def __iter__(self) -> Iterator[LocalBatch]:
         balance = _balance(self.dataset, self._layout)
-        requests = _requests(self._order, self._layout, self._dp_rank, iter(range(len(self))), balance)
+        held = self._layout.micro_batches_of(self._dp_rank)
+        requests = _requests(self._order, self._layout, held, iter(range(len(self))), balance)
         steps = _Steps(self.dataset, requests, self._layout, self._workers, self._device)
         try:
             ahead = next(steps)
@@ -268,9 +275,10 @@ class _SentStep:
     ended: bool
     items: int
     states: tuple[str, ...]
+    numbers: tuple[int, ...]
 
     def receive(self) -> LocalBatch:
-        return LocalBatch(self.sent.receive(), self.local_count, self.ended, self.items)
+        return LocalBatch(self.sent.receive(), self.local_count, self.ended, self.items, self.numbers)
 
 
 class _Steps:
@@ -282,8 +290,10 @@ class _Steps:
         workers: int,
         device: torch.device,
         read: Callable[[Any], Stacked] | None = None,
+        numbers: tuple[int, ...] = (),
     ) -> None:
-        self._micro_batches = layout.micro_batches
+        self._micro_batches = len(numbers) or layout.micro_batches
+        self._numbers = numbers
         self._copy = DeviceCopy(device, dataset.scale, dataset.floats)
         images = decoded_by_dali(dataset, device)
         if images is not None:
@@ -324,7 +334,8 @@ class _Steps:
         states = tuple(micro_batch.state for micro_batch in stacked if micro_batch.state)
         targets = sum(micro_batch.target_count for micro_batch in stacked)
         items = sum(micro_batch.items for micro_batch in stacked)
-        return _SentStep(sent, targets, all(micro_batch.ended for micro_batch in stacked), items, states)
+        ended = all(micro_batch.ended for micro_batch in stacked)
+        return _SentStep(sent, targets, ended, items, states, self._numbers)
 
     def close(self) -> None:
         self._reader.close()
@@ -339,17 +350,24 @@ def _order(dataset: Dataset, batch: BatchConfig, seed: int) -> Order:
 
 
 def _requests(
-    order: Order, layout: Layout, dp_rank: int, steps: Iterator[int], balance: TokenBalance | None
+    order: Order, layout: Layout, held: Sequence[tuple[int, int]], steps: Iterator[int], balance: TokenBalance | None
 ) -> Iterator[LoadRequest]:
+    """Yields the requests of the micro-batches ``held`` of each step; see ``Layout.micro_batches_of``."""
     for step in steps:
         template = order.template(step)
         epoch = order.epoch_of(step)
-        if balance is None:
-            for slots in order.rank_batch(step, layout, dp_rank):
-                yield LoadRequest(tuple(slots.tolist()), template, epoch)
-        else:
-            for row in balance.rank_batch(order, step, dp_rank):
-                yield LoadRequest(tuple(row.slots.tolist()), template, epoch, row.width)
+        rows: dict[int, list[LoadRequest]] = {}  # data-parallel rank -> its micro-batches if all have equally many
+        for rank in {rank for rank, _ in held}:
+            if balance is None:
+                batch = order.rank_batch(step, layout, rank)
+                rows[rank] = [LoadRequest(tuple(slots.tolist()), template, epoch) for slots in batch]
+            else:
+                rows[rank] = [
+                    LoadRequest(tuple(row.slots.tolist()), template, epoch, row.width)
+                    for row in balance.rank_batch(order, step, rank)
+                ]
+        for rank, number in held:
+            yield rows[rank][number]
 
 
 def _balance(dataset: Dataset, layout: Layout) -> TokenBalance | None:

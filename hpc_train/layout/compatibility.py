@@ -8,7 +8,7 @@ are not in this table: the module that computes with the numbers checks them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -181,6 +181,17 @@ def _other_task(config: Config, _: Layout) -> str:
     return "" if task == "causal_lm" else f"model.task={task}"
 
 
+def _fixed_micro_batches(config: Config, layout: Layout) -> int:
+    """Returns the number of micro-batches of a replica if it is too small for any of them to move."""
+    return 0 if len(layout.possible_counts()) > 1 else layout.micro_batches
+
+
+def _keeps_more(config: Config, layout: Layout) -> Any:
+    """Returns the schedule if a stage keeps the activations of more micro-batches if a replica computes more."""
+    most = replace(layout, micro_batches=layout.possible_counts()[-1])
+    return SCHEDULE.value(config, layout) if most.in_flight(0) > layout.in_flight(0) else None
+
+
 def _comparing_loss(config: Config, _: Layout) -> str:
     """Returns the loss of a custom model if its source has the parameter ``gather``. The workers check other models."""
     target = config.model._target_ if isinstance(config.model, CustomModelConfig) else ""
@@ -261,6 +272,15 @@ SCHEDULE = Condition("a pipeline schedule", lambda _, layout: layout.pp > 1 and 
 TWO_PART_BACKWARD = _schedule("a schedule that is not compiled", lambda row: not row.compiles)
 NO_STORED_RESULTS = _schedule("a schedule that recomputes in two parts", lambda row: not row.ops_checkpointing)
 REPRODUCIBLE = _key("train.reproducible")
+BALANCE = Condition(
+    "`batch.balance`",
+    lambda config, layout: layout.dp > 1 and config.batch.balance,
+    "batch.balance",
+    message="batch.balance is true, but {reason}",
+    fix="{instead}, or batch.balance=false",
+)
+FIXED_BATCHES = Condition("too few micro-batches", _fixed_micro_batches, "batch.micro_batches")
+LARGER_WITH_MORE = Condition("a schedule that keeps all micro-batches", _keeps_more, "strategy.schedule")
 
 # Data parallelism
 UNSUPPORTED_KIND = Condition(
@@ -280,6 +300,16 @@ UNORDERED_KIND = Condition(
         not find_kind(config.strategy.data_parallel).reproducible and find_kind(config.strategy.data_parallel).name
     ),
     "strategy.data_parallel",
+)
+ONE_REPLICA = Condition(
+    "`zero2` or `zero3` over all data-parallel ranks",
+    lambda _, layout: layout.replica_ranks == layout.dp and layout.kind.name,
+    "strategy.data_parallel",
+)
+SHARDED_STAGES = Condition(
+    "ZeRO with several stages of a pipeline on a rank",
+    lambda _, layout: layout.stages_per_rank > 1 and layout.shards_state and layout.kind.name,
+    "strategy.data_parallel, strategy.stages_per_rank",
 )
 CUSTOM_KIND = Condition(
     "a custom kind",
@@ -375,6 +405,11 @@ ATTENTION = Condition(
     fix="train.attention=auto{instead}",
 )
 COMPILED = _key("train.compile")
+COMPILED_EXCHANGE = Condition(
+    "`train.compile` with tensor or context parallelism",
+    lambda config, layout: layout.tp * layout.cp > 1 and config.train.compile,
+    "train.compile",
+)
 INTERPRETED = Condition("no `train.compile`", lambda config, _: not config.train.compile)
 CUDA_GRAPHS = Condition(
     "`train.cuda_graphs`",
@@ -453,6 +488,7 @@ NO_SEQUENCES = Condition(
 DALI = Condition(
     "`data.decoder=dali`", lambda config, _: getattr(config.data, "decoder", None) == "dali", "data.decoder"
 )
+SHARED_BUFFERS = _other_than("refuse", "train.buffers", "`train.buffers=rank0` or `mean`")
 COLLATE = Condition("`data.collate`", lambda config, _: config.data.collate, "data.collate")
 DEBUG = _key("train.debug")
 AVERAGES = _hook("the hook `ema`", EMA, where="hooks.ema")
@@ -562,10 +598,80 @@ OF_LAYOUT: tuple[Exclusion, ...] = (
         "train.reproducible determines the micro-batches, but batch.micro_size or batch.micro_batches is set too",
         "batch.micro_size=auto and batch.micro_batches=auto; set batch.logical_micro_batches instead",
     ),
+    Exclusion(
+        BALANCE,
+        REPRODUCIBLE,
+        "train.reproducible={it} fixes which rank computes a micro-batch",
+        "train.reproducible=null",
+    ),
 )
 
 # Rows that are checked before a submission
 OF_RUN: tuple[Exclusion, ...] = (
+    Exclusion(
+        BALANCE,
+        FIXED_BATCHES,
+        "the {it} micro-batches of a step on a replica are too few: it keeps at least one, or one for each stage of a "
+        "pipeline",
+        "batch.micro_size=auto and a larger batch.micro_batches",
+    ),
+    Exclusion(
+        BALANCE,
+        ONE_REPLICA,
+        "strategy.data_parallel={it} exchanges parameters or gradients between all ranks in each micro-batch, so all "
+        "compute equally many",
+        "strategy.data_parallel=allreduce or zero1, or a smaller strategy.shard",
+    ),
+    Exclusion(
+        BALANCE,
+        CUDA_GRAPHS,
+        "train.cuda_graphs was never run with a number of micro-batches that changes",
+        "train.cuda_graphs=false",
+    ),
+    Exclusion(
+        BALANCE,
+        COMPRESSION,
+        "the error of strategy.compression={it} depends on the rank that computes a micro-batch",
+        "strategy.compression=none",
+    ),
+    Exclusion(
+        BALANCE,
+        EXPERT,
+        "the ranks of strategy.ep={it} exchange tokens in each micro-batch",
+        "strategy.ep=1",
+    ),
+    Exclusion(
+        BALANCE,
+        CUSTOM_KIND,
+        "strategy.data_parallel={it} is not known to reduce gradients of different numbers of micro-batches",
+        f"strategy.data_parallel={' or '.join(name for name, row in KINDS.items() if not row.shards)}",
+    ),
+    Exclusion(
+        BALANCE,
+        SHARDED_STAGES,
+        "the order in which strategy.data_parallel={it} gathers the stages of a rank depends on the number of "
+        "micro-batches",
+        "strategy.data_parallel=allreduce",
+    ),
+    Exclusion(
+        BALANCE,
+        LARGER_WITH_MORE,
+        "the schedule {it.name} keeps the activations of all micro-batches, so more of them may not fit into memory",
+        "strategy.schedule=1f1b",
+    ),
+    Exclusion(
+        BALANCE,
+        COMPILED_EXCHANGE,
+        "the waits of a rank cannot be measured inside of compiled layers",
+        "train.compile=false",
+    ),
+    Exclusion(BALANCE, STREAM, "a rank reads its own items of a stream", "data that has indices"),
+    Exclusion(
+        BALANCE,
+        SHARED_BUFFERS,
+        "with train.buffers={it}, buffers depend on the rank that computes a micro-batch",
+        "train.buffers=refuse",
+    ),
     Exclusion(PIPELINE, UNCUT_MODEL, "{it}", _WITHOUT_STAGES),
     Exclusion(
         TENSOR,

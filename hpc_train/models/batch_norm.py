@@ -97,6 +97,12 @@ def has_batch_statistics(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
+def has_statistics(model: nn.Module) -> bool:
+    """Returns whether ranks exchange the statistics of the samples that they compute."""
+    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    return any(isinstance(norm, _BatchNorm) or norm.track_running_stats for norm in norms)
+
+
 def check_batch(batch: BatchConfig, data: DataConfig, layout: Layout) -> None:
     """Checks that no step contains padding, which would enter the batch statistics; raises UserError if the global
     batch does not divide over the ranks, or the last batches of an epoch or of a stream are padded."""

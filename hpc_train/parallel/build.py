@@ -10,7 +10,7 @@ from torch import nn
 
 from hpc_train.config.schema import Config, HFModelConfig
 from hpc_train.errors import UserError
-from hpc_train.layout.compatibility import BALANCED_EXPERTS, COMPARED_SAMPLES, refusals
+from hpc_train.layout.compatibility import BALANCE, BALANCED_EXPERTS, COMPARED_SAMPLES, refusals
 from hpc_train.models import batch_norm
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
@@ -49,8 +49,7 @@ def build_engine(
     described = check_use(model, config.precision, mesh.device, config.train.compile)
     if described is not None and mesh.rank == 0:
         print(described)
-    if batch_norm.has_batch_statistics(model):
-        batch_norm.check_batch(config.batch, config.data, mesh.layout)
+    _check_micro_batches(config, mesh, model)
     if model.mixes_samples:
         owner = model.head if isinstance(model, Model) else model
         assert owner is not None, "a whole model has a head"
@@ -81,6 +80,25 @@ def build_engine(
     from hpc_train.parallel.pipeline.engine import PipelineEngine  # torch's pipelining takes a second to import
 
     return PipelineEngine(config, mesh, whole, layers, restored)
+
+
+def _check_micro_batches(config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
+    """Raises UserError if the ranks exchange something in each micro-batch and these are padded or move."""
+    if batch_norm.has_batch_statistics(model):
+        batch_norm.check_batch(config.batch, config.data, mesh.layout)
+    if not BALANCE.value(config, mesh.layout):
+        return
+    reason = ""
+    if batch_norm.has_statistics(model):
+        reason = "has batch or running statistics"
+    if isinstance(model, WrappedModel) and mesh.layout.replica_ranks > 1:
+        reason = f"has no stem, layers and head, so its ranks compare what {mesh.layout.data_parallel} gathers"
+    if reason:
+        raise UserError(
+            f"the model {reason} in each micro-batch: all ranks compute equally many, but batch.balance is true",
+            where="batch.balance, model",
+            fix="batch.balance=false, or a model without batch statistics and strategy=dp",
+        )
 
 
 def _check_z_loss(model: Model | WrappedModel) -> None:

@@ -282,12 +282,17 @@ def seed_step(seed: int, step: int, mesh: Mesh, sequence_shards: bool = False) -
     ``sequence_shards``, the tensor-parallel ranks. Other tensor-parallel ranks share one seed, so that they drop the
     same elements of replicated tensors.
     """
-    parts: list[object] = [mesh.dp_rank, mesh.pp_rank]
+    parts = [mesh.dp_rank, mesh.pp_rank, *_ranks_of_tokens(mesh, sequence_shards)]
+    _seed_all(stream_seed("step", seed, step, *parts), mesh.device)
+
+
+def _ranks_of_tokens(mesh: Mesh, sequence_shards: bool) -> list[object]:
+    parts: list[object] = []
     if mesh.layout.cp > 1:
         parts += [mesh.cp_rank]
     if sequence_shards:
         parts += [f"tp{mesh.tp_rank}"]
-    _seed_all(stream_seed("step", seed, step, *parts), mesh.device)
+    return parts
 
 
 def has_sequence_shards(engine: Engine) -> bool:
@@ -298,6 +303,32 @@ def has_sequence_shards(engine: Engine) -> bool:
 def seed_micro_batch(seed: int, step: int, logical: int, device: torch.device) -> None:
     """Seeds the default generators for a logical micro-batch, independently of the rank that computes it."""
     _seed_all(stream_seed("micro-batch", seed, step, logical), device)
+
+
+class MicroBatchSeeds:
+    """Seeds the default generators before each micro-batch under ``batch.balance``, independently of the replica that
+    computes it.
+
+    Args:
+        sequence_shards: see ``seed_step``.
+    """
+
+    def __init__(self, seed: int, mesh: Mesh, sequence_shards: bool) -> None:
+        self._seed = seed
+        self._parts = _ranks_of_tokens(mesh, sequence_shards)
+        self._device = mesh.device
+        self._step = 0
+        self._numbers: tuple[int, ...] = ()
+
+    def begin(self, step: int, batch: StepBatch) -> None:
+        self._step = step
+        self._numbers = batch.numbers
+
+    def __call__(self, index: int, *stage: int) -> None:
+        """Seeds for the micro-batch at ``index`` of the step; does nothing if the batch has no ``numbers``."""
+        if self._numbers:
+            parts = (self._numbers[index], *stage, *self._parts)
+            _seed_all(stream_seed("balanced", self._seed, self._step, *parts), self._device)
 
 
 def _seed_all(value: int, device: torch.device) -> None:

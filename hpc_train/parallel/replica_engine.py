@@ -22,8 +22,10 @@ from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.compression import Compression
 from hpc_train.parallel.context import own_tokens, whole_sequence
 from hpc_train.parallel.engine import (
+    MicroBatchSeeds,
     StepNumbers,
     StepResult,
+    has_sequence_shards,
     reduce_result,
     refusing_wrong_targets,
     seed_micro_batch,
@@ -64,6 +66,7 @@ class ReplicaEngine:
         self._statistics = batch_norm.RunningStatistics([self._model])
         self._routers = Routers([self._model], mesh.group("dp_cp"), mesh.group("tp"))
         self._buffers = SharedBuffers([self._model], config.train.buffers, mesh.group("dp_cp"))
+        self._seeds = MicroBatchSeeds(config.train.seed, mesh, has_sequence_shards(self))
         self._graphed = compiler_mode(config) == CompilerMode.CUDA_GRAPHS
         # CUDA graphs read parameters where they are, but would copy the casts of each step
         casts = None if self._graphed else kept_dtype(config.precision, mesh.layout)
@@ -111,6 +114,7 @@ class ReplicaEngine:
         factor = self._replicas.loss_factor / max(1, batch.target_count)
         self._routers.begin(factor, loss_scale)
         self._replicas.begin(step, len(batch.micro_batches))
+        self._seeds.begin(step, batch)
         with self._casts.step():
             sums = self._accumulate(batch.micro_batches, factor, loss_scale)
         if self._graphed:
@@ -134,6 +138,7 @@ class ReplicaEngine:
         """Adds the gradients of all micro-batches and returns the sum of losses and the count of each."""
         sums: list[tuple[Tensor, Tensor]] = []
         for index, micro in enumerate(micro_batches):
+            self._seeds(index)
             with self._replicas.micro_batch(last=index == len(micro_batches) - 1):
                 loss_sum, count, *_ = self._forward(self._replicas.module, micro)
                 loss = loss_sum * factor

@@ -71,7 +71,7 @@ _NAMES = {  # the fields of each type
     "count or null": "rank step",
     "true or false": "final free with_optimizer rolled_back cache_loaded",
     "list": "ranks bad_steps skipped_windows overrides layers blocks stage_s findings changes left_out copy_gb_per_s "
-    "gemm_tflops",
+    "gemm_tflops counts micro_batch_s",
     "list of texts": "nodes parts gpus partners instead_of without exclude devices networks",
     "object": "ledger predicted expected_gb_per_s pairs_gb_per_s clock_offset_s versions burn_in",
     "object or null": "record even",
@@ -286,6 +286,10 @@ EVENTS = {
     "straggler": EventKind(
         "The other ranks often wait for one rank.", "share late_s message",
         level=Level.MARK, counter="stragglers", node_slow="slow",
+    ),
+    "micro_batches_moved": EventKind(
+        "`batch.balance` has changed how many micro-batches of a step each replica computes; `micro_batch_s`: the "
+        "seconds that each takes for one.", "message! counts! micro_batch_s!", level=Level.REACTION,
     ),
     "corruption": EventKind(
         "`train.verify` found wrong numbers; `ranks` on `node` are the suspects, `parts`: what differs, `reason`: the "

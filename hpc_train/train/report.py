@@ -30,6 +30,7 @@ from hpc_train.telemetry.progress import speed, spent_line
 from hpc_train.train.step import Replay, SkippedSteps
 from hpc_train.train.verify import Suspicion
 from hpc_train.train.watch.memory import MemoryReport
+from hpc_train.train.watch.replica_balance import Move
 from hpc_train.train.watch.suggestions import AdviceWatch
 from hpc_train.units import format_duration, format_metric
 
@@ -79,6 +80,20 @@ class Report:
         if advice is not None:
             print(advice.message)
             self.events.write("advice", step=line["step"], **advice.details())
+
+    def uneven_replicas(self, step: int, cost: float) -> None:
+        """Advises ``batch.balance`` once if uneven replicas cost a large share of the time."""
+        advice = self.advice.on_replicas(cost) if self.advice is not None else None
+        if advice is not None and self.metrics is not None:
+            print(advice.message)
+            self.events.write("advice", step=step, **advice.details())
+
+    def moved(self, step: int, move: Move) -> None:
+        """Reports that micro-batches move between replicas."""
+        if self.metrics is not None:
+            details = move.details()
+            print(details["message"])
+            self.events.write("micro_batches_moved", step=step, **details)
 
     def rolled_back(self, bad: range, to_step: int, skipped: Skipped, reason: str) -> None:
         """Reports a rollback to ``to_step`` after the steps ``bad``.

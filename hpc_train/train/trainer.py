@@ -60,6 +60,7 @@ from hpc_train.train.step import (
 from hpc_train.train.watch.measures import Measures, Meter
 from hpc_train.train.watch.memory import report_memory
 from hpc_train.train.watch.profiler import Profiler
+from hpc_train.train.watch.replica_balance import ReplicaBalance
 
 NO_TARGETS = (
     "no target counts in {}, so its loss is 0; targets of -100 do not count. Check the data, for example for prompts "
@@ -90,6 +91,7 @@ class Trainer:
     length: Length
     meter: Meter
     measures: Measures
+    balance: ReplicaBalance
     profiler: Profiler
     report: Report
     schedule: SaveSchedule
@@ -112,6 +114,7 @@ class Trainer:
     _bad_end: Divergence | None = field(default=None, init=False)
     _save_due: bool = field(default=False, init=False)
     _saved: int | None = field(default=None, init=False)  # the step of the newest checkpoint if it is not proved
+    _has_moved: bool = field(default=False, init=False)  # micro-batches, from the step after the next one on
     _is_first_step: bool = field(default=True, init=False)
     _evaluated: tuple[int, dict[str, float | None]] = field(default=(-1, {}), init=False)  # step, metrics
     _saved_hooks: Mapping[str, Any] = field(default_factory=dict, init=False)  # states in the loaded checkpoint
@@ -265,6 +268,8 @@ class Trainer:
         """Returns the batch of the next step; None at the end of the run, which a stream may shorten."""
         if self.step + 1 >= self._end:
             return None
+        if self._has_moved:  # the batch of this step was read and announced before
+            self._open_feed(self.step + 1, {})
         batch = self._next_batch()
         if not has_ended(self.feed, batch, self.step + 1, self.mesh):
             return batch
@@ -277,7 +282,7 @@ class Trainer:
         """Takes a step; returns the next batch after a rollback, otherwise None."""
         began = time.monotonic()
         step = self.step
-        step_batch = StepBatch(batch.micro_batches, agreement.target_count)
+        step_batch = StepBatch(batch.micro_batches, agreement.target_count, batch.numbers)
         with self._going_back(), self.measures.step():
             outcome = self.take_step(step, step_batch)
         if self.take_step.verification is not None:
@@ -426,12 +431,18 @@ class Trainer:
         self.skipped = skipped  # the checkpoint does not include this rollback
         self.rollbacks = rollbacks
         self._begin_hooks()
-        self.feed.close()
-        self.feed = self.open_feed(self.step, skipped, restored_positions(restored))
+        self._open_feed(self.step, restored_positions(restored))
         self.report.rolled_back(bad, self.step, skipped, reason)
         batch = self._next_batch()
         self._announce(batch)
         return batch
+
+    def _open_feed(self, step: int, states: States) -> None:
+        """Opens the feed again, with the micro-batches that this replica computes from ``step`` on."""
+        self._has_moved = False
+        self.balance.begin(step)
+        self.feed.close()
+        self.feed = self.open_feed(step, self.skipped, states)
 
     def _begin_line(self, outcome: StepOutcome) -> None:
         """Begins the line of metrics of a step. The loss covers only this step, so a resume does not change it.
@@ -474,6 +485,7 @@ class Trainer:
         line |= self.meter.read()
         self.last_save.warn_of_slow_steps(step, line["step_s"])
         line |= self.measures.over_ranks(self.meter.interval)
+        self._balance_replicas(step)
         if evaluates:
             self._evaluate(line, skipped)
         else:
@@ -482,6 +494,19 @@ class Trainer:
         self._bad_end = None
         if step == self._end:
             self._bad_end = self.watch.at_end(step, loss, line["val_loss"], skipped.in_a_row, "loss_scale" in line)
+
+    def _balance_replicas(self, step: int) -> None:
+        """Moves micro-batches between replicas if that makes the steps shorter, or advises it."""
+        seconds = self.balance.look(step, self.measures.rows)
+        if seconds is None:
+            return
+        if not self.balance.moves:
+            self.report.uneven_replicas(step, self.balance.cost(seconds))
+            return
+        move = self.balance.decide(seconds)
+        if move is not None:
+            self._has_moved = True
+            self.report.moved(step, move)
 
     def _rescue_line(self) -> None:
         """Writes the pending line after an error, without the metrics of other ranks, which may not exist any more."""

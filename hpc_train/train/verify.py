@@ -174,6 +174,7 @@ class Verification:
             f"their devices are {join_names(sorted(devices))}": len(devices) > 1,
             "train.reproducible is set": config.train.reproducible is not None,
             "each holds other experts": self._replicas == 1,
+            "batch.balance changes the number of their micro-batches": mesh.layout.dp > 1 and config.batch.balance,
         }
         hindering = [reason for reason, holds in reasons.items() if holds]
         self._can_exchange = self._dp > 1 and not hindering

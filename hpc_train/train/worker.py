@@ -64,6 +64,7 @@ from hpc_train.train.watch.measures import Measures, make_meter
 from hpc_train.train.watch.memory import explained
 from hpc_train.train.watch.pipeline_watch import PipelineWatch
 from hpc_train.train.watch.profiler import Profiler
+from hpc_train.train.watch.replica_balance import ReplicaBalance
 from hpc_train.train.watch.suggestions import AdviceWatch, SuggestedSetting
 from hpc_train.train.watch.utilization import FORMULA, describe_utilization, precision_notes
 
@@ -164,9 +165,22 @@ def _build(
         },
     )
 
+    balance = ReplicaBalance(mesh.layout, moves=mesh.layout.dp > 1 and config.batch.balance)
+
     def open_feed(step: int, skipped: Skipped, states: States) -> TrainFeed:
-        place = (mesh.layout, mesh.dp_rank, config.train.seed, mesh.device)
-        return TrainFeed(training, config.batch, *place, step, spec.ranks_on_cores, skipped, states)
+        return TrainFeed(
+            training,
+            config.batch,
+            mesh.layout,
+            mesh.dp_rank,
+            config.train.seed,
+            mesh.device,
+            step,
+            spec.ranks_on_cores,
+            skipped,
+            states,
+            balance.counts if balance.moves else (),
+        )
 
     feed = open_feed(start, skipped, states)
     length = run_length(config, feed)
@@ -197,6 +211,7 @@ def _build(
         length=trained,
         meter=make_meter(config, mesh, training),
         measures=Measures(config, mesh, first_of_node=spec.local_rank == 0),
+        balance=balance,
         profiler=Profiler(parse_profile(config.telemetry.profile), run, mesh, events),
         report=report,
         schedule=save_schedule(config, run, mesh),

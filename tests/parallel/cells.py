@@ -83,6 +83,7 @@ class Cell:
         strategy, batch, train, optim: the fields of the config's groups that differ from their defaults.
         loss_scale: the loss scale that ``train_step`` and ``clip_grad_norm_`` receive.
         sequence: the tokens of a sample.
+        counts: the micro-batches of each replica in each step, in turn; empty if all have equally many.
     """
 
     world_size: int
@@ -94,6 +95,7 @@ class Cell:
     loss_scale: float | None = None
     optim: dict[str, Any] = field(default_factory=dict)
     sequence: int = SEQUENCE
+    counts: tuple[tuple[int, ...], ...] = ()
 
     def config(self) -> Config:
         return Config(
@@ -120,6 +122,7 @@ class Cell:
         groups = self.train | self.batch | self.optim
         extras = [f"{key}={value}" for key, value in groups.items() if key != "global_size"]
         extras += [f"loss_scale={self.loss_scale:g}"] if self.loss_scale else []
+        extras += [f"counts={self.counts}"] if self.counts else []
         split = " ".join(f"{key}={value}" for key, value in self.strategy.items())
         return f"{self.model} {self.precision} [{split or 'single'}] {' '.join(extras)}".rstrip()
 

@@ -259,13 +259,17 @@ def global_batch(cell: Cell, step: int) -> tuple[Tensor, Tensor]:
 
 
 def local_batch(cell: Cell, layout: Layout, dp_rank: int, step: int) -> StepBatch:
-    """Returns the share of ``dp_rank``, with the padding that the feed would add."""
+    """Returns the share of ``dp_rank``, with the padding that the feed would add. Only training moves micro-batches."""
     inputs, targets = global_batch(cell, step)
     size, target_count = inputs.shape[0], int((targets != IGNORED).sum())
     inputs = torch.cat((inputs, inputs.new_zeros(1, *inputs.shape[1:])))  # PADDING, -1, selects the last row
     targets = torch.cat((targets, targets.new_full((1, *targets.shape[1:]), IGNORED)))
-    slots = torch.from_numpy(Order(size, size, drop_last=True, seed=None).rank_batch(0, layout, dp_rank))
-    return StepBatch(tuple(Batch(inputs[row], targets[row]) for row in slots), target_count)
+    order = Order(size, size, drop_last=True, seed=None)
+    counts = cell.counts[step % len(cell.counts)] if cell.counts and step < STEPS else ()
+    held = layout.micro_batches_of(dp_rank, counts)
+    slots = [torch.from_numpy(order.rank_batch(0, layout, rank)[number]) for rank, number in held]
+    numbers = tuple(rank * layout.micro_batches + number for rank, number in held) if counts else ()
+    return StepBatch(tuple(Batch(inputs[row], targets[row]) for row in slots), target_count, numbers)
 
 
 def train_plainly(cell: Cell) -> Record:

@@ -386,6 +386,12 @@ class BatchConfig:
         "Whether the incomplete batch at the end of an epoch is dropped instead of padded.",
         when=unless("data.kind", "stream"),
     )
+    balance: bool = key(
+        False,
+        "Whether slow replicas hand whole micro-batches of a step to others, by measured times. Dropout then depends "
+        "on the micro-batch instead of the rank.",
+        when=when("replicas"),
+    )
     loader_workers: int | str = key(
         "auto", "Data loader processes per rank.", choices=("auto",), at_least=0, when=NOT_DEBUGGED
     )

@@ -30,7 +30,14 @@ from hpc_train.models.wrapped import evaluating
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.compression import Compression
 from hpc_train.parallel.context import own_tokens
-from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result, refusing_wrong_targets, with_routers
+from hpc_train.parallel.engine import (
+    MicroBatchSeeds,
+    StepNumbers,
+    StepResult,
+    reduce_result,
+    refusing_wrong_targets,
+    with_routers,
+)
 from hpc_train.parallel.gradient_norm import UpdatesInBackward
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import parallelize
@@ -111,10 +118,13 @@ class PipelineEngine:
             for stage in reversed(held)
         }
         dtype = hidden_dtype(config.precision)
+        sequence_shards = any(part.sequence_shards > 1 for part in models.values())
+        self._seeds = MicroBatchSeeds(config.train.seed, mesh, sequence_shards)
         self._parts = []
         for stage, part in models.items():
             replicas = self._replicas[stage]
-            self._parts.append(Part(stage, part, replicas.module, self._precision, dtype, replicas.backward_done))
+            calls = (self._seeds, replicas.backward_done)
+            self._parts.append(Part(stage, part, replicas.module, self._precision, dtype, *calls))
         self._statistics = batch_norm.RunningStatistics(self.parts)
         self._routers = Routers(self.parts, mesh.group("dp_cp"), mesh.group("tp"))
         self._buffers = SharedBuffers(self.parts, config.train.buffers, mesh.group("dp_cp"))
@@ -153,6 +163,7 @@ class PipelineEngine:
         self._routers.begin(factor / max(1, batch.target_count), loss_scale)
         for replicas in self._replicas.values():
             replicas.begin(step, len(micro_batches))
+        self._seeds.begin(step, batch)
         with refusing_wrong_targets(self._parts[-1].model, batch.micro_batches), self._casts.step():
             schedule.step(micro_batches)
         result = with_routers(self._result(self._loss.sums, self._loss.counts), self._routers)

@@ -45,6 +45,7 @@ class Part:
         module: the module that the schedule calls: ``model`` or its DDP wrapper.
         precision: the precision of the config.
         dtype: the dtype of hidden states between stages.
+        begin_forward: called before a forward pass with the index of its micro-batch in the step and the stage.
         backward_done: called when a micro-batch has added to the gradients of all parameters.
     """
 
@@ -53,6 +54,7 @@ class Part:
     module: nn.Module
     precision: str
     dtype: torch.dtype
+    begin_forward: Callable[[int, int], None]
     backward_done: Callable[[], None]
 
     def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
@@ -115,6 +117,10 @@ class _Stage(PipelineStage):
         if not self._links:
             return ops
         return [dist.P2POp(op.op, op.tensor, op.peer, self._links.get(op.group_peer, self.group), op.tag) for op in ops]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._part.begin_forward(fwd_chunk_id, self._part.stage)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with autocast(self._part.precision, self.device):

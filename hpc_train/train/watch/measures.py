@@ -40,6 +40,9 @@ class Measures:
 
     Args:
         first_of_node: whether this rank reads the counters of the NICs of its node.
+
+    Attributes:
+        rows: the measurements of all ranks at the last log step, the same on every rank.
     """
 
     def __init__(self, config: Config, mesh: Mesh, first_of_node: bool) -> None:
@@ -52,6 +55,7 @@ class Measures:
         self._gpu = GpuUtilization(mesh.device)
         self._first_of_node = first_of_node
         self._traffic = self._read_traffic()
+        self.rows: list[RankTimes] = []
         self._watch: tuple[SlowRankWatch, EventLog] | None = None
 
     @contextmanager
@@ -90,8 +94,9 @@ class Measures:
             rdma_received=passed.rdma_received,
             net_sent=passed.net_sent,
             net_received=passed.net_received,
+            steps_s=times.steps_s,
         )
-        rows = _gathered(measured, self._mesh)
+        self.rows = rows = _gathered(measured, self._mesh)
         if self._watch is not None:
             watch, events = self._watch
             straggler = watch.look(rows)

@@ -40,10 +40,12 @@ class StepTimes:
     Attributes:
         communication_s: time in which computation waited for a collective, including the wait for its slowest rank.
         bubble_s: time in which a pipeline schedule ran and no stage of this rank computed.
+        steps_s: the time of the steps, with these waits.
     """
 
     communication_s: float
     bubble_s: float
+    steps_s: float
 
 
 class StepClock:
@@ -51,8 +53,8 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._watches = [make_stopwatch(device) for _ in range(3)]
-        self._communication, self._pass, self._work = self._watches
+        self._watches = [make_stopwatch(device) for _ in range(4)]
+        self._communication, self._pass, self._work, self._steps = self._watches
         self._waiting = self._communication  # the stopwatch that currently counts waits
         self._counts = False
         self._is_cut = False
@@ -62,7 +64,7 @@ class StepClock:
     @property
     def stretches(self) -> int:
         """Returns the number of intervals timed since the start, which determines the cost of measuring."""
-        return sum(watch.stretches for watch in self._watches)
+        return sum(watch.stretches for watch in self._watches if watch is not self._steps)
 
     @contextmanager
     def watching(self, replicated: Iterable[nn.Module] = (), pipeline: bool = False) -> Iterator[None]:
@@ -107,9 +109,11 @@ class StepClock:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Counts the waits in this context, which encloses one step."""
+        begun = self._steps.begin()
         self._counts = True
         yield
         self._counts = False
+        self._steps.end(begun)
         for watch in self._watches:
             watch.collect()
 
@@ -124,8 +128,8 @@ class StepClock:
         if not self._is_cut:
             self.cut()
         self._is_cut = False
-        communication, passed, work = (watch.take() for watch in self._watches)
-        return StepTimes(communication, max(0.0, passed - work))
+        communication, passed, work, steps = (watch.take() for watch in self._watches)
+        return StepTimes(communication, max(0.0, passed - work), steps)
 
     def _waits(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:

@@ -76,7 +76,7 @@ class RankTimes:
     Attributes:
         seconds: elapsed time without pauses for evaluation and saves.
         data_s: time spent waiting for the next batch.
-        communication_s, bubble_s: see ``step_clock.StepTimes``.
+        communication_s, bubble_s, steps_s: see ``step_clock.StepTimes``.
         memory_bytes: peak memory since the start.
         gpu_util: share of the time in which a kernel ran on its GPU.
         rdma_sent, rdma_received, net_sent, net_received: the traffic of its node in bytes; only on the first rank of a
@@ -94,6 +94,7 @@ class RankTimes:
     rdma_received: int | None = None
     net_sent: int | None = None
     net_received: int | None = None
+    steps_s: float | None = None
 
     @property
     def busy_s(self) -> float:

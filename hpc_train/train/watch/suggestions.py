@@ -30,6 +30,7 @@ RATIOS = {  # limit -> (metric, largest acceptable ratio of a rank to the mean)
     "imbalance": ("compute_imbalance", 1.25),
     "memory": ("memory_imbalance", 1.3),
 }
+LEAST_COST = 0.05  # share of the time that uneven replicas cost
 LEAST_SHARE = 0.1  # smallest share that can be a limit
 LEAST_PEAK_RATIO = 2.0  # of the peak in bf16 to the peak in the precision of the run
 WORDS = {
@@ -39,6 +40,7 @@ WORDS = {
     "bubble": "the pipeline's bubble takes {:.0%} of the time",
     "host": "the GPUs wait for the host {:.0%} of the time",
     "imbalance": "one rank computes {:.2f} times as long as the mean of all",
+    "replicas": "the replicas wait for the slowest one {:.0%} of the time",
     "memory": "one rank holds {:.2f} times as much memory as the mean of all",
     "experts": "{:.0f} experts had no token in the last " + f"{IDLE_LINES} logged steps",
 }
@@ -96,6 +98,13 @@ class AdviceWatch:
             key, _ = (SHARES | RATIOS)[limit]
             value = line[key]
         return Advice(limit, value, tuple(fixes(limit, self.setting)))
+
+    def on_replicas(self, cost: float) -> Advice | None:
+        """Returns advice, once, if uneven replicas cost more than ``LEAST_COST``, a share of the time."""
+        if cost <= LEAST_COST or "replicas" in self._limits.confirmed:
+            return None
+        self._limits.confirmed.add("replicas")
+        return Advice("replicas", cost, tuple(fixes("replicas", self.setting)))
 
     def _unused_experts(self, line: Mapping[str, Any]) -> Advice | None:
         """Returns advice, once, if experts had no token in the last ``IDLE_LINES`` lines."""
@@ -263,6 +272,15 @@ def _imbalance(setting: SuggestedSetting) -> Iterator[Suggestion]:
         yield BALANCED
 
 
+def _replicas(setting: SuggestedSetting) -> Iterator[Suggestion]:
+    layout = setting.layout
+    why = "slow replicas hand micro-batches to others"
+    yield Suggestion({"batch.balance": True}, why)
+    if layout.micro_size > 1:
+        more = {"batch.micro_batches": 2 * layout.micro_batches, "batch.micro_size": "auto"}
+        yield Suggestion({"batch.balance": True} | more, f"{why}, in smaller parts")
+
+
 def _memory(setting: SuggestedSetting) -> Iterator[Suggestion]:
     if setting.layout.pp > 1:
         yield BALANCED
@@ -289,6 +307,7 @@ LIMITS: dict[str, Callable[[SuggestedSetting], Iterator[Suggestion]]] = {
     "bubble": _bubble,
     "host": _host,
     "imbalance": _imbalance,
+    "replicas": _replicas,
     "memory": _memory,
     "experts": _experts,
 }

@@ -44,6 +44,20 @@ def setting(*arguments: str, nodes: int = 1, workers: int = 4, cores: int = 4, i
     return SuggestedSetting(config, validate(config, nodes, workers), nodes, workers, 1, cores, in_job)
 
 
+def test_uneven_replicas_are_advised_to_balance_once() -> None:
+    watch = AdviceWatch(setting("+strategy=dp", "batch.micro_size=4"))
+    assert watch.on_replicas(0.04) is None
+    advice = watch.on_replicas(0.2)
+    assert advice is not None and advice.message.startswith("the replicas wait for the slowest one 20% of the time")
+    overrides = advice.details()["overrides"]
+    assert overrides == [
+        ["batch.balance=true"],
+        ["batch.balance=true", "batch.micro_batches=4", "batch.micro_size=auto"],
+    ]
+    assert watch.on_replicas(0.2) is None
+    assert not fixes("replicas", setting("+strategy=zero3"))
+
+
 def test_advice_comes_after_several_lines_and_once() -> None:
     watch = AdviceWatch(setting("+strategy=zero3", "batch.micro_size=4"))
     slow, reported = {**GOOD, "comm_share": 0.5}, list[Advice | None]()
