@@ -81,8 +81,8 @@ class Layout:
         moved = [(other, number) for other, count in enumerate(counts) for number in range(count, self.micro_batches)]
         before = sum(max(0, count - self.micro_batches) for count in counts[:replica])
         taken = moved[before : before + max(0, counts[replica] - self.micro_batches)]
-        kept = [(replica, number) for number in range(min(counts[replica], self.micro_batches))]
-        return [(other * self.replica_ranks + place, number) for other, number in kept + taken]
+        first = [(replica, number) for number in range(min(counts[replica], self.micro_batches))]
+        return [(other * self.replica_ranks + place, number) for other, number in first + taken]
 
     @property
     def world_size(self) -> int:

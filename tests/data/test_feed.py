@@ -87,6 +87,28 @@ def test_4_2_1_3_4_ranks_mid_epoch_go_on_in_the_same_order(workers: int) -> None
     assert len(epoch) == 96 and set(epoch.values()) == {1}
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_other_counts_only_change_the_owner_of_a_micro_batch(workers: int) -> None:
+    config = BatchConfig(global_size=8, loader_workers=workers)
+
+    def by_number(*counts: int) -> list[dict[int, list[int]]]:
+        ranks = [TrainFeed(Numbers(50), config, replicas(2, 8, 4), rank, 5, CPU, 0, counts=counts) for rank in (0, 1)]
+        steps = []
+        for _ in range(8):  # into the second epoch
+            batches = [next(rank) for rank in ranks]
+            assert [len(batch.micro_batches) for batch in batches] == [*counts]
+            numbers = [number for batch in batches for number in batch.numbers]
+            micro_batches = [micro.targets[:, 0].tolist() for batch in batches for micro in batch.micro_batches]
+            steps.append(dict(zip(numbers, micro_batches, strict=True)))
+        for rank in ranks:
+            rank.close()
+        return steps
+
+    even = by_number(4, 4)
+    assert [sorted(step) for step in even] == [[*range(8)]] * 8
+    assert by_number(7, 1) == even and by_number(3, 5) == even
+
+
 def test_micro_batches_are_equally_many_and_equally_shaped_with_padding() -> None:
     ranks = [feed(Numbers(10), global_size=7, dp=3, rank=rank, drop_last=False) for rank in range(3)]
     for _ in range(4):  # two epochs of a whole and a short batch

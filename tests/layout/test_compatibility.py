@@ -61,7 +61,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "`train.reproducible`": {"train.reproducible": "any_world_size"},
     "`batch.balance`": {"batch.balance": True, "batch.micro_batches": 4},
     "too few micro-batches": {"batch.micro_batches": 1},
-    "a schedule that keeps all micro-batches": {"strategy.pp": 2, "strategy.schedule": "gpipe"},
+    "a schedule that keeps all micro-batches": {
+        "strategy.pp": 2,
+        "strategy.schedule": "gpipe",
+        "strategy.stages_per_rank": 1,
+    },
     "`zero2` or `zero3` over all data-parallel ranks": {"strategy.data_parallel": "zero3"},
     "ZeRO with several stages of a pipeline on a rank": ZBV,
     "`train.compile` with tensor or context parallelism": {"strategy.cp": 2, "train.compile": True},

@@ -111,11 +111,11 @@ class ReplicaBalance:
 
     def cost(self, seconds: Sequence[float]) -> float:
         """Returns the share of the time of a step that would be saved if work could be divided at will."""
-        return 1 - 1 / (max(seconds) * fmean(1 / each for each in seconds))
+        return 1 - 1 / (max(seconds) * fmean(1 / replica_s for replica_s in seconds))
 
     def _step_s(self, counts: Sequence[int], seconds: Sequence[float]) -> float:
         idle = _idle_micro_batches(self.layout)
-        return max((count + idle) * each for count, each in zip(counts, seconds, strict=True))
+        return max((count + idle) * replica_s for count, replica_s in zip(counts, seconds, strict=True))
 
     def _replica_of(self, rank: int) -> int:
         dp_rank = rank // (self.layout.cp * self.layout.tp) % self.layout.dp
@@ -139,7 +139,10 @@ def best_counts(seconds: Sequence[float], layout: Layout) -> tuple[int, ...]:
     idle = _idle_micro_batches(layout)
     counts = [possible.start] * len(seconds)
     while sum(counts) < layout.micro_batches * len(seconds):
-        ends = [((count + possible.step + idle) * each, count) for count, each in zip(counts, seconds, strict=True)]
+        ends = [
+            ((count + possible.step + idle) * replica_s, count)
+            for count, replica_s in zip(counts, seconds, strict=True)
+        ]
         counts[ends.index(min(ends))] += possible.step
     return tuple(counts)
 

@@ -61,12 +61,12 @@ def lines(balance: ReplicaBalance, step: int, *work: float, steps: int = 10, of_
 
 
 def rows(counts: Sequence[int], work: Sequence[float], steps: int) -> list[RankTimes]:
-    busy = [count * each for count, each in zip(counts, work, strict=True)]
+    busy = [count * seconds for count, seconds in zip(counts, work, strict=True)]
     return [
         RankTimes(
-            max(busy) * steps, steps, 0.0, 1, communication_s=(max(busy) - each) * steps, steps_s=max(busy) * steps
+            max(busy) * steps, steps, 0.0, 1, communication_s=(max(busy) - rank_s) * steps, steps_s=max(busy) * steps
         )
-        for each in busy
+        for rank_s in busy
     ]
 
 
@@ -92,8 +92,8 @@ def test_a_decision_needs_several_lines_and_steps() -> None:
     for steps in (1, 100):
         balance = ReplicaBalance(EVEN, moves=True)
         balance.look(0, rows(balance.counts, (1.0, 1.0), steps))
-        found = [balance.look(steps * line, rows(balance.counts, (1.0, 1.0), steps)) for line in range(1, 30)]
-        assert found.index((1.0, 1.0)) == max(LEAST_STEPS // steps, LEAST_LINES) - 1
+        decided = [balance.look(steps * line, rows(balance.counts, (1.0, 1.0), steps)) for line in range(1, 30)]
+        assert decided.index((1.0, 1.0)) == max(LEAST_STEPS // steps, LEAST_LINES) - 1
     unknown = [replace(row, communication_s=None) for row in rows((4, 4), (1.0, 1.0), 100)]
     assert balance.look(3000, unknown) is None
 
