@@ -298,7 +298,7 @@ class _Steps:
         images = decoded_by_dali(dataset, device)
         if images is not None:
             read = EncodedSamples(images)
-        self._reader = MicroBatchReader(dataset, requests, workers, 2 * layout.micro_batches, _pins(device), read)
+        self._reader = MicroBatchReader(dataset, requests, workers, 2 * self._micro_batches, _pins(device), read)
         self._decoder = None
         if images is not None:  # after the loader processes were forked
             self._decoder = DaliDecoder(images, device, layout.micro_size, max(1, workers), self._copy)

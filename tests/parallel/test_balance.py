@@ -19,41 +19,52 @@ from tests.parallel.oracle import check_cells, local_batch, mesh_of
 from tests.ranks import run_on_world
 
 FOUR = {"micro_batches": 4, "global_size": 15, "balance": True}
-UNEVEN = ((7, 1), (1, 7))
+UNEVEN = ((7, 1), (1, 7))  # of the first and the second step
 ALLREDUCE, ZERO1 = "allreduce", "zero1"
+STAGES: dict[str, Any] = {"dp": 2, "pp": 2, "schedule": "1f1b"}
 ON_TWO = [
     Cell(2, "gpt-tied", strategy={"dp": 2, "bucket_cap_mb": 0.001}, batch=FOUR, counts=UNEVEN),
-    Cell(2, "gpt-moe", strategy={"dp": 2, "data_parallel": ALLREDUCE}, batch=FOUR, counts=((3, 5), (6, 2))),
     Cell(2, "custom-weighted", strategy={"dp": 2, "data_parallel": ALLREDUCE}, batch=FOUR, counts=UNEVEN),
-    Cell(2, "vit", strategy={"dp": 2, "data_parallel": ZERO1}, batch=FOUR, counts=UNEVEN),
-    Cell(2, "custom", strategy={"dp": 2, "data_parallel": ZERO1}, batch=FOUR, counts=((5, 3), (1, 7))),
+    Cell(2, "vit", strategy={"dp": 2, "data_parallel": ZERO1}, batch=FOUR, counts=((5, 3), (2, 6))),
 ]
 ON_FOUR = [
     Cell(4, strategy={"dp": 4, "data_parallel": "zero3", "shard": 2}, batch=FOUR, counts=UNEVEN),
-    Cell(4, "vit", strategy={"dp": 4, "data_parallel": "zero2", "shard": 2}, batch=FOUR, counts=((3, 5), (6, 2))),
     Cell(4, strategy={"dp": 2, "tp": 2, "data_parallel": ALLREDUCE}, batch=FOUR, counts=UNEVEN),
-    Cell(4, strategy={"dp": 2, "cp": 2, "data_parallel": "ddp"}, batch=FOUR, counts=UNEVEN),
-    Cell(4, strategy={"dp": 2, "pp": 2, "schedule": "1f1b"}, batch=FOUR, counts=((6, 2), (2, 6))),
-    Cell(4, strategy={"dp": 2, "pp": 2, "schedule": "1f1b", "data_parallel": "zero2"}, batch=FOUR, counts=((3, 5),)),
+    Cell(4, strategy=STAGES, batch=FOUR, counts=((6, 2), (2, 6))),
+]
+MORE_ON_TWO = [
+    Cell(2, "gpt-moe", strategy={"dp": 2, "data_parallel": ALLREDUCE}, batch=FOUR, counts=((3, 5), (6, 2))),
+    Cell(2, "custom", strategy={"dp": 2, "data_parallel": ZERO1}, batch=FOUR, counts=((5, 3), (1, 7))),
+]
+MORE_ON_FOUR = [
+    Cell(4, "vit", strategy={"dp": 4, "data_parallel": "zero2", "shard": 2}, batch=FOUR, counts=((3, 5), (6, 2))),
+    Cell(4, strategy={"dp": 2, "cp": 2}, batch=FOUR, counts=UNEVEN),
+    Cell(4, strategy=STAGES | {"data_parallel": "zero2"}, batch=FOUR, counts=((3, 5), (5, 3))),
     Cell(
         4,
         "gpt-tied",
-        strategy={"dp": 2, "pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2, "data_parallel": ALLREDUCE},
+        strategy=STAGES | {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "data_parallel": ALLREDUCE},
         batch=FOUR | {"micro_batches": 6, "global_size": 24},
         counts=((4, 8), (8, 4)),
     ),
     Cell(
         4,
-        strategy={"dp": 2, "pp": 2, "schedule": "dualpipev", "stages_per_rank": 2, "data_parallel": ALLREDUCE},
+        strategy=STAGES | {"schedule": "dualpipev", "stages_per_rank": 2, "data_parallel": ALLREDUCE},
         batch=FOUR | {"micro_batches": 5, "global_size": 20},
         counts=((4, 6), (6, 4)),
     ),
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_uneven_replicas_train_as_one_process_does(world_size: int, record: Callable[..., None]) -> None:
-    record(check_cells({2: ON_TWO, 4: ON_FOUR}[world_size]), [])
+@pytest.mark.parametrize("cells", [ON_TWO, ON_FOUR], ids=["two", "four"])
+def test_uneven_replicas_train_as_one_process_does(cells: list[Cell], record: Callable[..., None]) -> None:
+    record(check_cells(cells), [])
+
+
+@pytest.mark.long_form(20)  # the kinds and the splits above
+@pytest.mark.parametrize("cells", [MORE_ON_TWO, MORE_ON_FOUR], ids=["two", "four"])
+def test_other_uneven_replicas(cells: list[Cell], record: Callable[..., None]) -> None:
+    record(check_cells(cells), [])
 
 
 def losses_and_norms(rank: int, _: int, cells: list[Cell], counts: list[tuple[int, int]]) -> list[list[list[float]]]:

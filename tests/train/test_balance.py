@@ -17,7 +17,7 @@ from hpc_train.train.trainer import Trainer
 from hpc_train.train.watch.replica_balance import Move
 from tests.train.runs import frozen, run_attempt
 
-SLOWER = 10  # times the duration of a forward pass, which the slow rank sleeps in each micro-batch
+SLOWER = 3  # times the duration of a forward pass, which the slow rank sleeps in each micro-batch
 
 
 def slow_until_moved(spec: WorkerSpec, stop: StopFlag) -> None:

@@ -51,8 +51,8 @@ def test_uneven_replicas_are_advised_to_balance_once() -> None:
     assert advice is not None and advice.message.startswith("the replicas wait for the slowest one 20% of the time")
     overrides = advice.details()["overrides"]
     assert overrides == [
-        ["batch.balance=true"],
-        ["batch.balance=true", "batch.micro_batches=4", "batch.micro_size=auto"],
+        ["batch.balance=True"],
+        ["batch.balance=True", "batch.micro_batches=4", "batch.micro_size=auto"],
     ]
     assert watch.on_replicas(0.2) is None
     assert not fixes("replicas", setting("+strategy=zero3"))
