@@ -19,7 +19,7 @@ from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.requests import StopFlag
 from tests.train.runs import frozen, run_attempt
 
-MICRO_BATCH_S = (0.2, 0.4)  # of each rank
+MICRO_BATCH_S = (0.5, 1.0)  # of each rank
 
 
 def main() -> None:
@@ -32,9 +32,12 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for micro_batches in given.micro_batches:
         options = ["+strategy=dp", "batch.balance=true", "batch.global_size=16", f"batch.micro_batches={micro_batches}"]
-        run = frozen(given.out / micro_batches, *options, f"train.steps={given.steps}", "checkpoint.every=0")
+        options += ["model.n_layers=1", "checkpoint.every=0"]
+        run = frozen(given.out / micro_batches, *options, f"train.steps={given.steps}")
         run_attempt(run, 2, sleep_in_micro_batches, timeout=3600)
         moves = [event for event in run.read_events() if event["event"] == "micro_batches_moved"]
+        if not moves:
+            raise SystemExit(f"no micro-batch has moved in {given.steps} steps; is the machine busy?")
         moved_at = [event["step"] for event in moves] + [given.steps]
         step_s = {line.step: line["step_s"] for line in run.read_metrics()}
         before = median(step_s[step] for step in range(2, moved_at[0] + 1))

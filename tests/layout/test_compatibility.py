@@ -60,7 +60,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "a schedule that recomputes in two parts": ZBV,
     "`train.reproducible`": {"train.reproducible": "any_world_size"},
     "`batch.balance`": {"batch.balance": True, "batch.micro_batches": 4},
-    "too few micro-batches": {"batch.micro_batches": 1},
+    "too few micro-batches": {"batch.micro_batches": "auto"},
     "a schedule that keeps all micro-batches": {
         "strategy.pp": 2,
         "strategy.schedule": "gpipe",
