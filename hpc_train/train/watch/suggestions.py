@@ -100,10 +100,12 @@ class AdviceWatch:
         return Advice(limit, value, tuple(fixes(limit, self.setting)))
 
     def on_replicas(self, cost: float) -> Advice | None:
-        """Returns advice, once, if uneven replicas cost more than ``LEAST_COST``, a share of the time."""
-        if cost <= LEAST_COST or "replicas" in self._limits.confirmed:
+        """Returns advice if uneven replicas cost more than ``LEAST_COST``, a share of the time, and no imbalance was
+        reported before."""
+        alike = {"replicas", "imbalance"}
+        if cost <= LEAST_COST or alike & self._limits.confirmed:
             return None
-        self._limits.confirmed.add("replicas")
+        self._limits.confirmed |= alike
         return Advice("replicas", cost, tuple(fixes("replicas", self.setting)))
 
     def _unused_experts(self, line: Mapping[str, Any]) -> Advice | None:
@@ -270,6 +272,7 @@ def _host(setting: SuggestedSetting) -> Iterator[Suggestion]:
 def _imbalance(setting: SuggestedSetting) -> Iterator[Suggestion]:
     if setting.layout.pp > 1:
         yield BALANCED
+    yield from _replicas(setting)
 
 
 def _replicas(setting: SuggestedSetting) -> Iterator[Suggestion]:

@@ -116,7 +116,8 @@ CASES: list[tuple[str, Callable[[], SuggestedSetting], list[str]]] = [
     ),
     ("host", partial(setting, "+strategy=single", "batch.micro_size=8"), ["train.compile=true", "batch.micro_size=16"]),
     ("host", partial(setting, "+strategy=single", "train.compile=true"), []),
-    ("imbalance", partial(setting, "+strategy=dp"), []),
+    ("imbalance", partial(setting, "+strategy=dp", "batch.micro_batches=4"),
+     ["batch.balance=true", "batch.balance=true batch.micro_batches=8 batch.micro_size=auto"]),
     ("imbalance", partial(setting, "+strategy=pp"), ["strategy.pp_split=measured"]),
     ("memory", partial(setting, "+strategy=hybrid"), ["strategy.pp_split=measured", "strategy.tp=2"]),
 ]  # fmt: skip
