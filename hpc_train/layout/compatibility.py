@@ -36,6 +36,7 @@ from hpc_train.layout.techniques import (
     schedules_where,
     supports,
 )
+from hpc_train.units import counted
 
 EARLY_STOPPING = "hpc_train.train.hooks.early_stopping.EarlyStopping"
 SAMPLES = "hpc_train.train.hooks.samples.Samples"
@@ -181,9 +182,11 @@ def _other_task(config: Config, _: Layout) -> str:
     return "" if task == "causal_lm" else f"model.task={task}"
 
 
-def _fixed_micro_batches(config: Config, layout: Layout) -> int:
+def _fixed_micro_batches(_: Config, layout: Layout) -> str:
     """Returns the number of micro-batches of a replica if it is too small for any of them to move."""
-    return 0 if len(layout.possible_counts()) > 1 else layout.micro_batches
+    if len(layout.possible_counts()) > 1:
+        return ""
+    return counted(layout.micro_batches, "micro-batch", "micro-batches")
 
 
 def _keeps_more(config: Config, layout: Layout) -> Any:
@@ -611,8 +614,8 @@ OF_RUN: tuple[Exclusion, ...] = (
     Exclusion(
         BALANCE,
         FIXED_BATCHES,
-        "the {it} micro-batches of a step on a replica are too few: it keeps at least one, or one for each stage of a "
-        "pipeline",
+        "a replica computes {it} of a step and keeps at least one, or one for each stage of a pipeline, so none can "
+        "move",
         "batch.micro_size=auto and a larger batch.micro_batches",
     ),
     Exclusion(
