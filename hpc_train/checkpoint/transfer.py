@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,20 @@ from hpc_train.checkpoint.writer import SaveFailed, write_tensors
 from hpc_train.config.extensions import family_of
 from hpc_train.config.hf_config import CONFIG, number
 from hpc_train.config.import_path import install_extra
-from hpc_train.config.schema import CustomModelConfig, GPTConfig, ModelConfig, TokensDataConfig
+from hpc_train.config.schema import (
+    CustomModelConfig,
+    GPTConfig,
+    HFModelConfig,
+    LoraConfig,
+    ModelConfig,
+    TokensDataConfig,
+)
 from hpc_train.data.tokens import read_meta
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
+from hpc_train.models.hf.family import exported_config, other_files
+from hpc_train.models.hf.family import hf_name as hf_parameter
+from hpc_train.models.hf.lora import MergedWeights, check_base
 from hpc_train.models.hf_names import OUTPUT, gpt_config, hf_name
 from hpc_train.run.directory import CheckpointDirectory, RunDirectory
 from hpc_train.run.files import make_directory, refuse_existing, write_json
@@ -77,7 +87,8 @@ def export(
 
     Args:
         step: the step of the checkpoint; None selects the newest.
-        format: ``hf`` or ``pt``; None takes ``hf`` if ``transformers`` has the model, and run.entry is not set.
+        format: ``hf``, ``merged`` (the base model with merged adapters) or ``pt``; None takes ``hf`` if
+            ``transformers`` has the model, and run.entry is not set.
         dtype: torch's name for the dtype of the written tensors; None keeps the stored one.
         weights: the name of a hook whose tensors to write instead of the parameters, such as ema.
 
@@ -109,6 +120,8 @@ def export(
         with bar("exporting", size) as advance:
             if format == "hf":
                 export_hf(stored, model, to, positions=positions, dtype=kind, advance=advance, others=others)
+            elif format == "merged":
+                export_merged(stored, model, to, extra=manifest.extra, dtype=kind, advance=advance)
             else:
                 export_pt(stored, model, to, dtype=kind, advance=advance)
         return {"step": checkpoint.step, "path": str(to), "format": format, "bytes": size}
@@ -224,6 +237,57 @@ def export_hf(
         if others is not None and GENERATION in others:
             write_json(folder / GENERATION, others[GENERATION])
         for other in hugging_face.other_files(model) if hugging_face.other_files is not None else ():
+            shutil.copyfile(other, folder / other.name)
+
+
+def export_merged(
+    stored: StoredTensors,
+    model: ModelConfig,
+    to: Path,
+    *,
+    extra: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    advance: Advance,
+) -> None:
+    """Writes the directory ``to`` with the base model of ``stored``, into which its adapters are merged, as files of
+    the base model; ``from_pretrained`` of transformers reads it.
+
+    Args:
+        extra: what the manifest of the checkpoint has in addition, with the identity of the base model.
+        dtype: the dtype of the weights; None keeps the dtype of each tensor in the files of the base model.
+
+    Raises:
+        UserError: the model has no adapters, or files of the base model have changed or hold an adapted weight as a
+            part of another tensor.
+    """
+    if not isinstance(model, HFModelConfig) or model.lora.rank is None:
+        raise UserError(
+            "the model has no adapters that could be merged", where="--format", fix="--format hf, or --format pt"
+        )
+    check_base(model, extra, "--format merged")
+    name_of = {hf_parameter(name): name for name in stored.model()}
+
+    def read(name: str) -> Tensor:
+        tensor = stored.read(MODEL + name_of[name])
+        advance(_bytes(stored.shapes[MODEL + name_of[name]]))
+        return tensor
+
+    save_file = _import_save_file()
+    with _atomic_output(to) as folder:
+        folder.mkdir()
+        index: dict[str, str] = {}
+        total = 0
+        kind = dtype
+        for file, tensors in MergedWeights(model, name_of, read, dtype).files():
+            kind = kind or next(value.dtype for value in tensors.values() if value.is_floating_point())
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+            index |= dict.fromkeys(tensors, file)
+            total += sum(value.nbytes for value in tensors.values())
+        if len({*index.values()}) > 1:
+            write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+        whole = replace(model, lora=LoraConfig())
+        write_json(folder / CONFIG, exported_config(whole, 0, str(kind).removeprefix("torch.")))
+        for other in other_files(model):
             shutil.copyfile(other, folder / other.name)
 
 

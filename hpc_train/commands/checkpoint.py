@@ -107,8 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     exported.add_argument(
         "--format",
-        choices=["hf", "pt"],
-        help="default: pt for a PATH that ends in .pt or a model that transformers does not have, otherwise hf",
+        choices=["hf", "merged", "pt"],
+        help="merged: adapters merged into their base model (default: pt for a PATH that ends in .pt or a model that "
+        "transformers does not have, otherwise hf)",
     )
     exported.add_argument("--dtype", choices=DTYPES, help="dtype of the exported tensors (default: as stored)")
     exported.add_argument(

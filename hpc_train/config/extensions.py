@@ -184,6 +184,7 @@ class ModelFamily:
             half of the parameters outside the layers, or all of them if the schema has ``tied_embeddings`` and it is
             true.
         trained_parameters: the number of parameters that train, if checkpoints contain only these; None: all.
+        quantized_parameters: the number of parameters of the layers that are held in NF4; None: none.
         activations: takes the configs of model and data.
         flops_per_sample: takes the config and the shape of a sample's inputs; forward and backward pass.
         linear_layers: the linear layers of one layer, grouped by input, in the order of the forward pass. With None, or
@@ -219,6 +220,7 @@ class ModelFamily:
     linear_layers: Callable[[Any], Sequence[LinearLayers] | None] | None = None
     stem_parameters: Callable[[Any], int | None] | None = None
     trained_parameters: Callable[[Any], int | None] | None = None
+    quantized_parameters: Callable[[Any], int | None] | None = None
     why_not_stages: Callable[[Any], str] | None = None
     check: Callable[[Any, Any], None] | None = None
 

@@ -27,7 +27,7 @@ from hpc_train.layout.recomputation import compute_width, residual_width
 from hpc_train.users import user_cache
 from hpc_train.version import __version__
 
-_FORMAT = 3
+_FORMAT = 4
 _PACKAGES = ("torch", "transformers")  # their versions may change the counts
 _SHAPES = (("channels", "image_size", "image_size"), ("sequence_length",))  # keys with the sizes of a sample
 
@@ -38,7 +38,8 @@ class Block:
 
     Attributes:
         parameters, trained: the number of parameters, and the number of parameters that train.
-        narrow: the number of frozen parameters that are held in the compute type, if it is bf16 or fp16.
+        narrow: the number of frozen parameters that are held in the compute type, if it is bf16 or fp16, or in NF4.
+        quantized: the number of parameters that are held in NF4.
         products: FLOPs of the forward in matrix products and convolutions with weights.
         attention: FLOPs of the forward in products of activations, not halved for a causal mask.
         backward: FLOPs of the backward.
@@ -52,6 +53,7 @@ class Block:
     parameters: int
     trained: int
     narrow: int
+    quantized: int
     products: float
     attention: float
     backward: float
@@ -248,6 +250,7 @@ COUNTED_FAMILY = ModelFamily(
     layer_parameters=lambda model: sum(block.parameters for block in model.layers) // max(1, model.n_layers),  # a mean
     stem_parameters=lambda model: model.counts.blocks[0].parameters,
     trained_parameters=lambda model: sum(block.trained for block in model.counts.blocks),
+    quantized_parameters=lambda model: sum(block.quantized for block in model.counts.blocks),
     activations=_activations,
     flops_per_sample=lambda model, _: sum(block.total for block in model.counts.blocks),
     tensor_parallel=None,

@@ -503,12 +503,14 @@ class _Step:
         yield Change("parameters", (stem + head) * per.gathered)
         yield Change("parameters", (stem + head) * per.gathered, moment=True)  # the buffer of the collective
         if self.rank.gathers == "step":
-            yield Change("parameters", stage.layers * layer * per.gathered)
+            yield Change("parameters", stage.layers * layer * per.of_layer)
 
     def _one_layer(self, layer: float) -> Iterator[Change]:
-        """Holds a gathered layer, and the buffer in which the next one arrives."""
+        """Holds a gathered layer, the buffer in which the next one arrives, and an unpacked matrix."""
+        per = self.sizes.per_parameter
         buffers = {"never": 0, "step": 1, "layer": 2}[self.rank.gathers]
-        yield Change("parameters", buffers * layer * self.sizes.per_parameter.gathered, moment=True)
+        unpacked = self.sizes.parameters.matrix * per.unpacked
+        yield Change("parameters", buffers * layer * per.of_layer + unpacked, moment=True)
 
     def _inputs(self, number: int) -> Iterator[Change]:
         """Computes only the gradients of inputs. No activation is freed, and the gradients of results are kept."""
@@ -593,7 +595,7 @@ class _Step:
         held = self.sizes.activations
         matrix = self.sizes.parameters.matrix
         recomputed = held.recomputed(mode)
-        gathered = 2 * layer * per.gathered * (self.rank.gathers == "layer")
+        gathered = 2 * layer * per.of_layer * (self.rank.gathers == "layer") + matrix * per.unpacked
         adds_copy = number in self.summed and per.fresh != per.whole  # to a gradient of another type
         block = matrix
         fresh = matrix * (per.whole + per.fresh * adds_copy)
@@ -690,7 +692,7 @@ class _Step:
             yield from self._gradient(number, stem + joined, stem + joined)
         if self._reshards(number):
             layers = stage.layers * (self.rank.gathers == "step")
-            yield Change("parameters", -(stem + head + layers * layer) * per.gathered)
+            yield Change("parameters", -(stem + head) * per.gathered - layers * layer * per.of_layer)
 
 
 def peak_of(sizes: Sizes, rank: Rank) -> Memory:

@@ -19,6 +19,7 @@ from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.layout.optimizers import averages_of_weights, held_whole, values_per_parameter
 from hpc_train.layout.recomputation import compute_width, layer_bytes, moved_by_mode, residual_width
 
+NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # per weight: its code, and its share of a scale and of a factor
 MATRIX_SHARE = 0.25  # the share of a layer's parameters in its largest matrix; 0.33 in a ViT, 0.22 in a Llama
 
 
@@ -34,6 +35,7 @@ class Parameters:
         table: the parameters of this shared table; 0 without one.
         matrix: the parameters of the largest matrix of a layer.
         trained: the share of parameters that train.
+        quantized: the share of the parameters of the layers that is held in NF4.
     """
 
     stem: float
@@ -43,6 +45,7 @@ class Parameters:
     table: float
     matrix: float
     trained: float
+    quantized: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,9 @@ class PerParameter:
         held: the shard of the parameters and their masters.
         optimizer, hooks: the state of the optimizer, and the state of the hooks.
         cast: the copy in the compute type that a step keeps; 0 without one.
-        gathered: the full copy that ZeRO gathers; 0 without ZeRO.
+        gathered: the full copy of stem and head that ZeRO gathers; 0 without ZeRO.
+        of_layer: the full copy of a layer that ZeRO gathers.
+        unpacked: a weight of NF4 while its matrix is multiplied: in fp32, and then in the compute type.
         fresh: a gradient in the type in which the backward computes it.
         whole: a gradient in the type in which micro-batches are summed.
         shard: a gradient after ZeRO has reduced it; 0 without ZeRO.
@@ -65,6 +70,8 @@ class PerParameter:
     hooks: float
     cast: float
     gathered: float
+    of_layer: float
+    unpacked: float
     fresh: float
     whole: float
     shard: float
@@ -173,6 +180,7 @@ def parameters_of(config: Config, layout: Layout) -> Parameters:
         table=stem / tp * tied,
         matrix=largest,
         trained=trained_share(model),
+        quantized=quantized_count(model) / max(1, model.n_layers * layer),
     )
 
 
@@ -193,12 +201,17 @@ def per_parameter(config: Config, layout: Layout) -> PerParameter:
     weight = narrow if masters else width
     of_masters = trained * width * masters / shard * (offload == "none")
     rounded = narrow_share(config.model)
+    quantized = quantized_count(config.model) / max(1, parameter_count(config.model) or 0)
+    of_layers = parameters_of(config, layout).quantized if quantized else 0.0
+    held = weight - rounded * (weight - narrow) - quantized * (narrow - NF4_BYTES)
     return PerParameter(
-        held=(weight - rounded * (weight - narrow)) / shard * on_device + of_masters,
+        held=held / shard * on_device + of_masters,
         optimizer=trained * moments / shard * (offload == "none"),
         hooks=trained * width * averages_of_weights(config) / shard * on_device,
         cast=narrow * (1 - rounded) * (narrow < weight and not sharded),
         gathered=narrow * sharded,
+        of_layer=(narrow - of_layers * (narrow - NF4_BYTES)) * sharded,
+        unpacked=(4 + narrow) * (quantized > 0),
         fresh=trained * narrow,
         whole=trained * (width if sharded else weight),  # FSDP sums the gradients of micro-batches in fp32
         shard=trained * weight / shard * on_device * sharded,
@@ -355,6 +368,12 @@ def narrow_share(model: ModelConfig) -> float:
     if isinstance(model, CountedModel):
         return sum(block.narrow for block in model.counts.blocks) / max(1, parameter_count(model) or 0)
     return 1 - trained_share(model)
+
+
+def quantized_count(model: ModelConfig) -> int:
+    """Returns the number of parameters that are held in NF4. All of them are in the layers."""
+    count = family_of(model).quantized_parameters
+    return 0 if count is None else count(model) or 0
 
 
 def trained_count(model: ModelConfig) -> int | None:

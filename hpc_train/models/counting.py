@@ -12,7 +12,7 @@ import pickle
 import resource
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -39,6 +39,7 @@ from hpc_train.errors import UserError
 from hpc_train.layout.counted import Block, Counts, file_hash, has_own_samples, sample_shape, versions
 from hpc_train.layout.layout import Layout
 from hpc_train.models.build import build_model
+from hpc_train.models.hf.nf4 import NF4Linear
 from hpc_train.models.linear_layers import calls_of, products_of
 from hpc_train.models.model import Model, keep_shared
 from hpc_train.models.wrapped import WrappedModel
@@ -322,7 +323,8 @@ def _counts(config: Config, model: Model | WrappedModel, batch: Batch) -> Counts
     rounded = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     if model.saves_frozen:
         rounded = {parameter for parameter in rounded if parameter.itemsize == 2}
-    for parameter in rounded:
+    packed = {part.packed: part.weights for part in model.modules() if isinstance(part, NF4Linear)}
+    for parameter in rounded.difference(packed):
         parameter.data = parameter.data.float()  # for the passes in fp32
     wide, narrow = _traces(config, model, batch)
     is_model = isinstance(model, Model)
@@ -339,7 +341,7 @@ def _counts(config: Config, model: Model | WrappedModel, batch: Batch) -> Counts
         if id(parameter) not in seen:
             owned[inside or outside].append(parameter)
         seen.add(id(parameter))
-    blocks = [_block(wide.blocks[name], narrow.blocks[name], owned[name], rounded) for name in wide.blocks]
+    blocks = [_block(wide.blocks[name], narrow.blocks[name], owned[name], rounded, packed) for name in wide.blocks]
     hidden = wide.blocks[wide.names[0]].hidden // SAMPLES if wide.names else 0
     inputs = batch.inputs
     is_tokens = isinstance(inputs, Tensor) and inputs.ndim == 2 and not inputs.is_floating_point()
@@ -351,13 +353,19 @@ def _counts(config: Config, model: Model | WrappedModel, batch: Batch) -> Counts
 
 
 def _block(
-    wide: _Block, narrow: _Block, parameters: Sequence[nn.Parameter], rounded: Collection[nn.Parameter]
+    wide: _Block,
+    narrow: _Block,
+    parameters: Sequence[nn.Parameter],
+    rounded: Collection[nn.Parameter],
+    packed: Mapping[nn.Parameter, int],
 ) -> Block:
     largest = max(wide.kept, default=(0, 0), key=lambda entry: entry[0])
+    counts = {parameter: packed.get(parameter, parameter.numel()) for parameter in parameters}
     return Block(
-        parameters=sum(parameter.numel() for parameter in parameters),
-        trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        narrow=sum(parameter.numel() for parameter in parameters if parameter in rounded),
+        parameters=sum(counts.values()),
+        trained=sum(counts[parameter] for parameter in parameters if parameter.requires_grad),
+        narrow=sum(counts[parameter] for parameter in parameters if parameter in rounded),
+        quantized=sum(counts[parameter] for parameter in parameters if parameter in packed),
         products=wide.products / SAMPLES,
         attention=wide.attention / SAMPLES,
         backward=wide.backward / SAMPLES,

@@ -249,7 +249,9 @@ def materialize(
 
 def _fill(model: Model | HFWhole, name: str, parameter: Tensor, seed: int, device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(parameter_seed(seed, name))
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    dtype = parameter.dtype
+    if dtype.is_floating_point:
+        dtype = torch.promote_types(dtype, torch.float32)
     if not isinstance(parameter, DTensor):
         if parameter.dtype == dtype:
             model.init_parameter(name, parameter, generator)

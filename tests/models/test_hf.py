@@ -29,11 +29,14 @@ from hpc_train.config.schema import (
 )
 from hpc_train.errors import UserError
 from hpc_train.layout.memory import estimate, state_bytes
-from hpc_train.layout.sizes import parameter_count, sizes_of
+from hpc_train.layout.sizes import NF4_BYTES, parameter_count, sizes_of
 from hpc_train.layout.validate import validate
 from hpc_train.models.build import build_model
 from hpc_train.models.hf import family, sizes
 from hpc_train.models.hf.decoder import HFDecoder
+from hpc_train.models.hf.lora import AdapterValues
+from hpc_train.models.hf.nf4 import GROUP, LEVELS, ROW, NF4Linear, pack, pairs_of_levels, unpack
+from hpc_train.models.hf.pretrained import WeightFiles
 from hpc_train.models.wrapped import WrappedModel, find_blocks
 from hpc_train.parallel.parallelize import materialize
 from hpc_train.run.directory import RunDirectory
@@ -388,3 +391,60 @@ def test_the_config_needs_neither_torch_nor_transformers() -> None:
         [sys.executable, "-c", code, "torch", "transformers"], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["False", "False"]
+
+
+CPU = torch.device("cpu")
+
+
+def test_four_bits_are_the_nearest_levels_of_each_block() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(150, 300) * torch.logspace(-4, 1, 150).unsqueeze(1)  # 2.7 groups
+    weight[0, :64] = 0
+    packed = pack(weight.flatten())
+    assert packed.shape == (3, ROW) and pytest.approx(NF4_BYTES) == ROW / GROUP
+    rounded = unpack(packed, pairs_of_levels(CPU), (150, 300), torch.float32)
+    blocks, given = rounded.flatten()[: 2 * GROUP].view(2, 256, 64), weight.flatten()[: 2 * GROUP].view(2, 256, 64)
+    largest = given.abs().amax(2)
+    scales = packed[:2, GROUP // 2 : -4] * packed[:2, -4:].contiguous().view(torch.float32)
+    step = largest.amax(1, keepdim=True) / 255
+    assert ((scales - largest).abs() <= step * 0.501).logical_or(scales < 1.01 * step).all()
+    levels = torch.tensor(LEVELS) * scales.unsqueeze(2).unsqueeze(3)
+    assert torch.equal((given - blocks).abs(), (given.unsqueeze(3) - levels).abs().amin(3))
+    assert not blocks[0, 0].any()
+    normal = torch.randn(2 * GROUP)
+    error = unpack(pack(normal), pairs_of_levels(CPU), (2, GROUP), torch.float32).flatten() - normal
+    assert error.norm() / normal.norm() == pytest.approx(0.092, abs=1e-3)  # as torchao and bitsandbytes
+
+
+def test_a_rank_packs_its_rows_as_one_process_packs_the_matrix(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**TEXT | {"hidden_size": 200, "intermediate_size": 250})
+    module = transformers.AutoModelForCausalLM.from_config(config)
+    module.save_pretrained(tmp_path)
+    values = AdapterValues(module, WeightFiles(tmp_path, module))
+    name = "model.layers.1.mlp.up_proj"
+    weight = module.get_parameter(f"{name}.weight").detach()
+    whole = pack(weight.flatten())
+    assert len(whole) == 4, "three full rows and one that is not"
+    for infix in (".", ".base_layer."):
+        assert torch.equal(values.read(f"{name}{infix}packed", (0, 0), (4, ROW)), whole)
+    for begin, rows in ((0, 1), (1, 2), (3, 1), (2, 2)):
+        assert torch.equal(values.read(f"{name}.packed", (begin, 0), (rows, ROW)), whole[begin : begin + rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_layer_of_four_bits_multiplies_by_its_rounded_matrix(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(130, 70).requires_grad_(False).to(dtype)
+    layer = NF4Linear(plain)
+    layer.packed.copy_(pack(plain.weight.flatten()))
+    plain.weight.copy_(unpack(layer.packed, layer.pairs, (70, 130), dtype))
+    inputs = torch.randn(2, 5, 130, dtype=dtype, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: saved.append(value) or value, lambda value: value):
+        result = layer(inputs)
+    assert sum(value.nbytes for value in saved) == layer.packed.nbytes + layer.pairs.nbytes, "and not the matrix"
+    gradient = torch.randn_like(result)
+    (given,) = torch.autograd.grad(result, inputs, gradient)
+    expected = plain(inputs)
+    assert torch.equal(result, expected)
+    torch.testing.assert_close(given, torch.autograd.grad(expected, inputs, gradient)[0])

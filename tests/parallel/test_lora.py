@@ -12,19 +12,22 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hpc_train.checkpoint.listing import choose, verified_manifest
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.reader import StoredTensors
 from hpc_train.checkpoint.run_store import RunStore
-from hpc_train.checkpoint.transfer import export_hf
+from hpc_train.checkpoint.transfer import export_hf, export_merged
 from hpc_train.config.schema import Config, HFModelConfig, LoraConfig, OptimConfig, PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.sizes import parameter_count, per_parameter
 from hpc_train.models.build import build_model
 from hpc_train.models.hf.family import hf_name
-from hpc_train.models.hf.lora import BASE, exported_name
+from hpc_train.models.hf.lora import BASE, MergedWeights, exported_name
+from hpc_train.models.hf.nf4 import pack, pairs_of_levels, unpack
 from hpc_train.models.hf.sizes import trained_parameters
 from hpc_train.parallel import parallelize
 from hpc_train.parallel.build import build_engine
@@ -44,14 +47,17 @@ transformers = pytest.importorskip("transformers")
 # The functions import peft: every process that collects the tests would take two seconds for it.
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 
+CPU = torch.device("cpu")
 STEPS, MIDDLE, LR, MAX_NORM, SEED = 4, 2, 1e-2, 0.05, 3
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2}
 TEXT = {**SMALL, "vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 2 * SEQUENCE}
-TASKS = {"llama": "causal_lm", "vit": "image_classification", "qwen3_moe": "causal_lm"}
+TASKS = {"llama": "causal_lm", "vit": "image_classification", "qwen3_moe": "causal_lm", "nf4": "causal_lm"}
 CLASS_OF = {"causal_lm": "AutoModelForCausalLM", "image_classification": "AutoModelForImageClassification"}
 LORA = LoraConfig(rank=3, alpha=6)
+WIDE = {"hidden_size": 192, "intermediate_size": 400}  # several groups of quantized weights, the last one not full
 THEIRS = {
     "llama": {"target_modules": "all-linear"},
+    "nf4": {"target_modules": "all-linear"},
     "vit": {
         "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2"],
         "modules_to_save": ["classifier"],
@@ -69,6 +75,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     configs = {
         "llama": transformers.LlamaConfig(**TEXT, tie_word_embeddings=True),
+        "nf4": transformers.LlamaConfig(**TEXT | WIDE, tie_word_embeddings=False),
         "vit": transformers.ViTConfig(**SMALL, image_size=IMAGE, patch_size=4, num_labels=CLASSES),
         "qwen3_moe": transformers.Qwen3MoeConfig(
             **TEXT, head_dim=4, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2
@@ -86,7 +93,8 @@ def cell_of(model: str, strategy: dict[str, Any], **fields: Any) -> Cell:
 
 def model_of(model: str, saved: Path) -> HFModelConfig:
     config = {"experts_implementation": "eager"} if model == "qwen3_moe" else {}  # the default has no kernel for fp64
-    return HFModelConfig(name_or_path=str(saved / model), task=TASKS[model], lora=LORA, config=config)
+    lora = replace(LORA, base="nf4" if model == "nf4" else "compute")
+    return HFModelConfig(name_or_path=str(saved / model), task=TASKS[model], lora=lora, config=config)
 
 
 def config_of(model: str, cell: Cell, saved: Path) -> Config:
@@ -95,7 +103,19 @@ def config_of(model: str, cell: Cell, saved: Path) -> Config:
 
 def base(model: str, saved: Path) -> Any:
     options = model_of(model, saved).config
-    return getattr(transformers, CLASS_OF[TASKS[model]]).from_pretrained(saved / model, **options).double()
+    loaded = getattr(transformers, CLASS_OF[TASKS[model]]).from_pretrained(saved / model, **options)
+    if model == "nf4":
+        round_to_nf4(loaded.model)
+    return loaded.double()
+
+
+@torch.no_grad()
+def round_to_nf4(body: torch.nn.Module) -> None:
+    """Replaces the weights of linear layers by the weights that four bits hold."""
+    for part in body.modules():
+        if isinstance(part, torch.nn.Linear):
+            shape = part.out_features, part.in_features
+            part.weight.copy_(unpack(pack(part.weight.flatten()), pairs_of_levels(CPU), shape, torch.float32))
 
 
 def bare_model(model: str, saved: Path) -> Any:
@@ -165,7 +185,9 @@ def train(rank: int, world_size: int, cases: list[tuple[str, Cell]], saved: Path
         trained.steps(0, STEPS)
         found.append(trained.found())
     splits = (ZERO3, HSDP) if world_size == 4 else (ON_TWO, {"dp": 2})
-    return [*found, resumed(rank, saved, folder, *(cell_of("llama", split) for split in splits))]
+    for model in RESUMED:
+        found.append(resumed(model, rank, saved, folder / model, *(cell_of(model, split) for split in splits)))
+    return found
 
 
 def manager_of(trained: Trained, config: Config, mesh: Mesh, folder: Path) -> CheckpointManager:
@@ -176,12 +198,12 @@ def manager_of(trained: Trained, config: Config, mesh: Mesh, folder: Path) -> Ch
     return CheckpointManager(store, trained.engine, trained.optimizer, mesh, mesh.layout.world_size)
 
 
-def resumed(rank: int, saved: Path, folder: Path, before: Cell, after: Cell) -> Any:
-    config, mesh = config_of("llama", before, saved), mesh_of(before, rank)
+def resumed(model: str, rank: int, saved: Path, folder: Path, before: Cell, after: Cell) -> Any:
+    config, mesh = config_of(model, before, saved), mesh_of(before, rank)
     first = Trained(config, mesh, before)
     first.steps(0, MIDDLE)
     manager_of(first, config, mesh, folder).save(MIDDLE, {"tokens": 0}, final=True)
-    config, mesh = config_of("llama", after, saved), mesh_of(after, rank)
+    config, mesh = config_of(model, after, saved), mesh_of(after, rank)
     second = Trained(config, mesh, after)
     restored = manager_of(second, config, mesh, folder).restore()
     assert restored is not None and restored.step == MIDDLE
@@ -190,6 +212,10 @@ def resumed(rank: int, saved: Path, folder: Path, before: Cell, after: Cell) -> 
     manager_of(second, config, mesh, folder).save(STEPS, {"tokens": 0}, final=True)
     other = replace(config, model=replace(config.model, name_or_path=str(saved / "vit")))
     with pytest.raises(UserError, match=r"trained on another base model: config\.json, model\.safetensors of"):
+        manager_of(second, other, mesh, folder).restore()
+    lora = replace(config.model.lora, base="compute" if model == "nf4" else "nf4")
+    other = replace(config, model=replace(config.model, lora=lora))
+    with pytest.raises(UserError, match=r"trained on another base model: model\.lora\.base of"):
         manager_of(second, other, mesh, folder).restore()
     return second.found()
 
@@ -207,10 +233,17 @@ def cases() -> list[tuple[str, Cell]]:
         ("vit", cell_of("vit", HSDP)),
         ("qwen3_moe", cell_of("qwen3_moe", {"dp": 4, "data_parallel": "allreduce"}, **accumulated)),
         ("qwen3_moe", cell_of("qwen3_moe", ZERO3, **checkpointed)),
+        ("nf4", cell_of("nf4", {"dp": 4})),
+        ("nf4", cell_of("nf4", {"dp": 4, "data_parallel": "allreduce"}, **accumulated)),
+        ("nf4", cell_of("nf4", {"dp": 4, "data_parallel": "zero1"}, **accumulated)),
+        ("nf4", cell_of("nf4", {"dp": 4, "data_parallel": "zero2"}, **accumulated)),
+        ("nf4", cell_of("nf4", ZERO3, **checkpointed)),
+        ("nf4", cell_of("nf4", HSDP)),
     ]
 
 
-SHORT = [("vit", cell_of("vit", ON_TWO, batch={"micro_batches": 2}))]  # and a decoder that resumes
+SHORT = [("vit", cell_of("vit", ON_TWO, batch={"micro_batches": 2}))]  # and decoders that resume
+RESUMED = ("llama", "nf4")
 
 
 @pytest.mark.long_form(22, cases=["short"], every_share=True)  # test_hf.py compares the layouts without adapters
@@ -224,7 +257,7 @@ def test_every_layout_trains_as_a_bare_loop_of_peft(
 
     expected = {model: bare_loop(model, saved) for model in TASKS}
     ranks = run_on_world(chosen[0][1].world_size, train, chosen, saved, tmp_path / "run", imports=HUGGING_FACE)
-    for (model, cell), *results in zip([*chosen, ("llama", "resumed")], *ranks, strict=True):
+    for (model, cell), *results in zip([*chosen, *((each, "resumed") for each in RESUMED)], *ranks, strict=True):
         module, losses, norms = expected[model]
         parameters = peft.get_peft_model_state_dict(module)
         for found_losses, found_norms, found in results:
@@ -233,29 +266,66 @@ def test_every_layout_trains_as_a_bare_loop_of_peft(
             assert set(found) == set(parameters), (model, cell)
             tensors = {name: torch.from_numpy(value) for name, value in found.items()}
             assert error(tensors, parameters) < 1e-10, (model, cell)
-    check_checkpoint(RunDirectory(tmp_path / "run"), expected["llama"][0], saved, tmp_path / "out")
+    for model in RESUMED:
+        run = RunDirectory(tmp_path / "run" / model)
+        check_checkpoint(model, run, expected[model][0], saved, tmp_path / model)
 
 
-def check_checkpoint(run: RunDirectory, trained: Any, saved: Path, to: Path) -> None:
+def check_checkpoint(model: str, run: RunDirectory, trained: Any, saved: Path, to: Path) -> None:
     """Compares the newest checkpoint of ``run`` and its export with the model that peft has trained."""
     import peft
 
     checkpoint = choose(run, STEPS)
     manifest = verified_manifest(checkpoint, lambda _: None)
-    assert set(manifest.extra[BASE]) == {"config.json", "model.safetensors"}
-    stored, config = StoredTensors(checkpoint.path, manifest), model_of("llama", saved)
+    expected = {"config.json", "model.safetensors"} | ({"model.lora.base"} if model == "nf4" else set())
+    assert set(manifest.extra[BASE]) == expected
+    stored, config = StoredTensors(checkpoint.path, manifest), model_of(model, saved)
     assert stored.model() and all(".lora_" in name for name in stored.shapes)
     assert sum(torch.Size(shape.shape).numel() for shape in stored.model().values()) == trained_parameters(config)
     export_hf(stored, config, to, positions=SEQUENCE, dtype=None, advance=lambda _: None)
-    assert json.loads((to / "adapter_config.json").read_text())["base_model_name_or_path"] == str(saved / "llama")
+    assert json.loads((to / "adapter_config.json").read_text())["base_model_name_or_path"] == str(saved / model)
     assert (to / "adapter_model.safetensors").exists() and not (to / "model.safetensors").exists()
-    loaded = peft.PeftModel.from_pretrained(base("llama", saved), to).eval()
-    tokens, logits = global_batch(cell_of("llama", {}), STEPS)[0], dict[str, Tensor]()
+    loaded = peft.PeftModel.from_pretrained(base(model, saved), to).eval()
+    tokens, logits = global_batch(cell_of(model, {}), STEPS)[0], dict[str, Tensor]()
     with torch.no_grad():
         logits = {name: each(tokens).logits for name, each in (("loaded", loaded), ("trained", trained.eval()))}
-        plain = base("llama", saved)(tokens).logits
+        plain = base(model, saved)(tokens).logits
     torch.testing.assert_close(logits["loaded"], logits["trained"], rtol=0, atol=1e-10)
     assert (plain - logits["loaded"]).abs().max() > 1e-3, "the adapter changes the function"
+    merged = to.with_name(f"{to.name}-merged")
+    export_merged(stored, config, merged, extra=manifest.extra, dtype=torch.float64, advance=lambda _: None)
+    whole_model = transformers.AutoModelForCausalLM.from_pretrained(merged).double()
+    torch.testing.assert_close(whole_model(tokens).logits, logits["trained"], rtol=0, atol=1e-5)
+    assert names_in(merged) == names_in(saved / model)
+
+
+@pytest.mark.long_form(9)  # the short form of test_hf.py packs and unpacks; merging itself is a sum
+@pytest.mark.parametrize("model", ["vit", "qwen3_moe", "nf4"])
+def test_merged_files_are_those_of_peft(model: str, saved: Path, tmp_path: Path) -> None:
+    """Also of a mixture, whose experts are separate tensors in files, and of a classifier that trains in full."""
+    import peft
+
+    theirs = peft.get_peft_model(base(model, saved).float(), peft.LoraConfig(r=3, lora_alpha=6, **THEIRS[model]))
+    torch.manual_seed(5)
+    state = {name: torch.randn_like(value) for name, value in peft.get_peft_model_state_dict(theirs).items()}
+    peft.set_peft_model_state_dict(theirs, state)
+    config = model_of(model, saved)
+    names = [name for name, value in build_model(config, SEED).named_parameters() if value.requires_grad]
+    trained = {hf_name(name): state[exported_name(hf_name(name))] for name in names}
+    for file, tensors in MergedWeights(config, trained, trained.__getitem__, None).files():
+        save_file(tensors, tmp_path / file, metadata={"format": "pt"})
+    assert names_in(tmp_path) == names_in(saved / model)
+    (tmp_path / "config.json").write_text((saved / model / "config.json").read_text())
+    loaded = getattr(transformers, CLASS_OF[TASKS[model]]).from_pretrained(tmp_path)
+    expected = theirs.merge_and_unload().state_dict()
+    assert expected.keys() == loaded.state_dict().keys()
+    for name, value in loaded.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def names_in(folder: Path) -> set[str]:
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return {*file.keys()}
 
 
 LLAMA_8B = {
@@ -272,18 +342,20 @@ LLAMA_8B = {
 
 
 @pytest.mark.long_form(8)  # imports peft; the short form of test_masters.py has the dtypes of other frozen weights
-def test_the_base_of_8_billion_parameters_takes_16_gb(tmp_path: Path) -> None:
+def test_the_base_of_8_billion_parameters_takes_16_gb_or_6_in_nf4(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    model = HFModelConfig(name_or_path=str(tmp_path), task="causal_lm", pretrained=False, lora=LoraConfig(rank=16))
-    built: Any = build_model(model, SEED)
-    sharded = Cell(8, strategy=ZERO3 | {"dp": 8})
-    for precision, gigabytes in {"fp32": 32.1, "bf16": 16.1}.items():
+    for precision, base, gigabytes in (("fp32", "compute", 32.1), ("bf16", "compute", 16.1), ("bf16", "nf4", 5.7)):
+        lora = LoraConfig(rank=16, base=base)
+        model = HFModelConfig(name_or_path=str(tmp_path), task="causal_lm", pretrained=False, lora=lora)
+        built: Any = build_model(model, SEED)
+        sharded = Cell(8, strategy=ZERO3 | {"dp": 8})
         set_hidden_dtype(built, PrecisionConfig(name=precision))
         set_parameter_dtypes(built, PrecisionConfig(name=precision), is_sharded=False)
         held = dict.fromkeys((True, False), 0)
         for parameter in built.parameters():
             held[parameter.requires_grad] += parameter.nbytes
         assert held[False] == pytest.approx(gigabytes * 1e9, rel=0.01)
+        assert base == "compute" or sum(held.values()) < 6e9
         for cell in (Cell(1), sharded):
             config = replace(cell.config(), model=model, precision=PrecisionConfig(name=precision))
             layout = cell.layout()

@@ -221,6 +221,13 @@ class LoraConfig:
         "module of a language model.",
         when=unless("model.lora.rank", None),
     )
+    base: str = key(
+        "compute",
+        "The format of the fixed weights: compute, the format of precision; or nf4 for the linear layers except those "
+        "of the head, 4.127 bits per weight (QLoRA, arXiv:2305.14314).",
+        choices=("compute", "nf4"),
+        when=unless("model.lora.rank", None),
+    )
 
 
 @dataclass

@@ -168,6 +168,7 @@ HF_FAMILY = ModelFamily(
     builder="hpc_train.models.hf.decoder:build",
     parameters=sizes.parameters,
     trained_parameters=sizes.trained_parameters,
+    quantized_parameters=sizes.quantized_parameters,
     layer_parameters=sizes.layer_parameters,
     stem_parameters=sizes.stem_parameters,
     linear_layers=sizes.products,

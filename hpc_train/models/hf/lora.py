@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,12 @@ from hpc_train.config.hf_config import CONFIG
 from hpc_train.config.schema import HFModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import has_batch_statistics
-from hpc_train.models.hf.pretrained import FirstValues, skeleton, weights_folder
+from hpc_train.models.hf.nf4 import GROUP, NF4Linear, pack, pairs_of_levels
+from hpc_train.models.hf.pretrained import FirstValues, WeightFiles, skeleton, weights_folder
+from hpc_train.models.model import aliases
 
 _ADAPTER = (".lora_A.default.", ".lora_B.default.")
+_PACKED = ".packed"  # the end of the name of a weight in four bits
 _BASE = ".base_layer."  # peft's name of the layer to which an adapter is added
 _TASKS = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS"}  # names in peft; other tasks have none
 
@@ -34,15 +37,46 @@ class AdapterValues(FirstValues):
     def read(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
         if _is_adapter(name):
             return None
-        return super().read(name.replace(_BASE, "."), begin, size)
+        if name.endswith(_PACKED):
+            return self._read_packed(base_name(name), begin[0], size[0])
+        return super().read(base_name(name), begin, size)
+
+    def _read_packed(self, name: str, begin: int, size: int) -> Tensor | None:
+        """Returns ``size`` rows of the packed matrix ``name`` from ``begin``; of the files it reads only the rows of
+        the matrix in which these weights are."""
+        shape = self._skeleton.get_parameter(name).shape
+        width = shape[1]
+        first = begin * GROUP
+        last = min(first + size * GROUP, shape.numel())
+        above = first // width
+        rows = super().read(name, (above, 0), (math.ceil(last / width) - above, width))
+        if rows is None:
+            return None
+        return pack(rows.flatten()[first - above * width : last - above * width])
 
     def fill(self, name: str, value: Tensor, generator: torch.Generator) -> None:
-        if not _is_adapter(name):
-            super().fill(name.replace(_BASE, "."), value, generator)
+        if name.endswith(_PACKED):
+            packed = self.read(name, (0,) * value.ndim, tuple(value.shape))
+            if packed is None:
+                packed = pack(self._drawn(base_name(name), generator.initial_seed()).flatten())
+            value.copy_(packed)
+        elif not _is_adapter(name):
+            super().fill(base_name(name), value, generator)
         elif _ADAPTER[0] in name:
             nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
         else:
             value.zero_()
+
+    def fill_buffers(self, module: nn.Module, path: str, device: torch.device) -> None:
+        for part in module.modules():
+            if isinstance(part, NF4Linear):
+                part.pairs = pairs_of_levels(device)
+        super().fill_buffers(module, path, device)
+
+
+def base_name(name: str) -> str:
+    """Returns the name in the base model of the fixed parameter ``name``."""
+    return name.replace(_BASE, ".").removesuffix(_PACKED) + ".weight" * name.endswith(_PACKED)
 
 
 def _is_adapter(name: str) -> bool:
@@ -95,6 +129,28 @@ def adapt(module: Any, config: HFModelConfig, tied: Mapping[str, str]) -> None:
             f"{what}, but adapters are only supported for linear layers that own their weight",
             where="model.lora.targets, model.lora.modules_to_save",
             fix=_TARGETS,
+        )
+    if config.lora.base == "nf4":
+        _quantize(module, shared)
+
+
+def _quantize(module: Any, shared: Collection[str]) -> None:
+    """Replaces the linear layers of the body that do not train, whether they have adapters or not.
+
+    The experts that transformers stacks in one parameter are no linear layers, nor are the layers of GPT-2, which hold
+    transposed weights.
+    """
+    quantized = 0
+    for name, layer in [*module.named_modules()]:
+        in_body = name.startswith(f"{module.base_model_prefix}.") and f"{name.replace(_BASE, '.')}.weight" not in shared
+        if in_body and type(layer) is nn.Linear and not layer.weight.requires_grad:
+            module.set_submodule(name, NF4Linear(layer))
+            quantized += 1
+    if not quantized:
+        raise UserError(
+            f"{type(module).__name__} has no frozen torch.nn.Linear whose weights model.lora.base=nf4 can hold",
+            where="model.lora.base",
+            fix="model.lora.base=compute",
         )
 
 
@@ -179,6 +235,80 @@ def exported_config(config: HFModelConfig) -> dict[str, Any]:
     return {key: sorted(value) if isinstance(value, set) else value for key, value in adapter_config.to_dict().items()}
 
 
+class MergedWeights:
+    """Merges adapters into the weight files of their base model.
+
+    The sum of weight and adapter is computed in fp32 and rounded once. Weights that the run held in NF4 are the values
+    of NF4, beside which the adapters were trained.
+
+    Args:
+        trained: the names in transformers of the parameters that train.
+        read: returns one of these parameters.
+        dtype: the dtype of the weights; None keeps the dtype of each tensor in the files.
+
+    Raises:
+        UserError: the files contain a changed weight only as a part of another tensor.
+    """
+
+    def __init__(
+        self, config: HFModelConfig, trained: Iterable[str], read: Callable[[str], Tensor], dtype: torch.dtype | None
+    ) -> None:
+        from transformers.pytorch_utils import Conv1D
+
+        module = skeleton(config)
+        module.tie_weights()
+        self._transposed = {name for name, part in module.named_modules() if isinstance(part, Conv1D)}
+        self._files = WeightFiles(weights_folder(config), module)
+        with torch.device("meta"):
+            adapt(module, config, aliases(module.named_parameters(remove_duplicate=False)))
+        self._alpha = config.lora.alpha
+        self._read = read
+        self._dtype = dtype
+        self._layers: dict[str, str] = {}  # stored tensor -> the layer with the adapter
+        self._replaced: dict[str, str] = {}  # stored or new tensor -> the parameter that trains
+        for name in trained:
+            layer, is_adapter, _ = name.partition(_ADAPTER[0])
+            if is_adapter:
+                self._layers[self._stored_name(f"{layer}.weight")] = layer
+            elif not _is_adapter(name):
+                self._replaced[self._stored_name(name)] = name
+        self._quantized = {
+            self._stored_name(base_name(f"{name}{_PACKED}")): part
+            for name, part in module.named_modules()
+            if isinstance(part, NF4Linear)
+        }
+
+    def _stored_name(self, name: str) -> str:
+        return self._files.stored_name(name) or name
+
+    def files(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yields the name and the tensors of each file; the last also gets those that the base model lacks."""
+        missing = {*self._replaced}
+        *_, last = self._files.by_file
+        for file, names in self._files.by_file.items():
+            missing -= {*names}
+            yield file, {name: self._tensor(name) for name in (*names, *(missing if file == last else ()))}
+
+    def _tensor(self, stored: str) -> Tensor:
+        if stored in self._replaced:
+            weight = self._read(self._replaced[stored])
+        else:
+            weight = self._files.stored_whole(stored)
+        dtype = weight.dtype
+        if self._dtype is not None and weight.is_floating_point():
+            dtype = self._dtype
+        if stored in self._quantized:
+            weight = self._quantized[stored].rounded(weight)
+        if stored in self._layers:
+            layer = self._layers[stored]
+            down, up = (self._read(f"{layer}{part}weight").float() for part in _ADAPTER)
+            product = up @ down
+            if layer in self._transposed:
+                product = product.t()
+            weight = weight.float() + self._alpha / len(down) * product
+        return weight.to(dtype).contiguous()
+
+
 def base_identity(model: Any) -> dict[str, Any] | None:
     """Returns the identity of the files of the frozen weights of ``model``, the config of any model; None without
     adapters.
@@ -189,7 +319,10 @@ def base_identity(model: Any) -> dict[str, Any] | None:
         return None
     folder: Path = weights_folder(model)
     sizes = {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
-    return {CONFIG: hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest(), **sizes}
+    identity: dict[str, Any] = {CONFIG: hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest(), **sizes}
+    if model.lora.base != "compute":
+        identity["model.lora.base"] = model.lora.base
+    return identity
 
 
 def check_base(model: Any, extra: Mapping[str, Any], where: str) -> None:
@@ -204,7 +337,7 @@ def check_base(model: Any, extra: Mapping[str, Any], where: str) -> None:
         f"the adapter of the checkpoint was trained on another base model: {', '.join(changed)} of "
         f"{model.name_or_path} changed since",
         where=f"model.name_or_path, {where}",
-        fix="restore the files of the base model, or start with another run.name",
+        fix="restore the files of the base model and model.lora.base, or start with another run.name",
     )
 
 

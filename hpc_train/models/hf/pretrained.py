@@ -187,6 +187,36 @@ class WeightFiles:
         used = {stored for source in self._stored.values() for row in source.grid for stored in row}
         self.unused = [stored for stored in self._file_of if stored not in used]
 
+    @property
+    def by_file(self) -> dict[str, list[str]]:
+        """Returns file -> the names of its stored tensors."""
+        files: dict[str, list[str]] = {}
+        for stored, file in self._file_of.items():
+            files.setdefault(file, []).append(stored)
+        return files
+
+    def stored_whole(self, name: str) -> Tensor:
+        """Returns the stored tensor ``name`` as it is in its file."""
+        whole: Tensor = self._open(name).get_tensor(name)
+        return whole
+
+    def stored_name(self, name: str) -> str | None:
+        """Returns the name of the stored tensor that is the tensor ``name`` of the model; None if there is none.
+
+        Raises:
+            UserError: the files contain it as a part of another tensor, or in several tensors.
+        """
+        source = self._stored.get(name)
+        if source is None:
+            return None
+        if source.stacked or source.parts > 1 or len(source.grid[0]) > 1:
+            raise UserError(
+                f"the files of the model do not contain {name} as one tensor",
+                where="--format merged",
+                fix="--format hf, which exports the adapters, and merge_and_unload of peft",
+            )
+        return source.grid[0][0]
+
     def __contains__(self, name: str) -> bool:
         return name in self._stored
 

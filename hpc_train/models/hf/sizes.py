@@ -32,6 +32,7 @@ class Sizes:
         tokens: the tokens of a sample; None for the length of the sequence.
         logits: the logits of a token.
         adapter: the parameters of the adapters of a layer.
+        quantized: the parameters of a layer that are held in NF4.
         classifier: the parameters outside the layers that train in addition to adapters.
     """
 
@@ -48,6 +49,7 @@ class Sizes:
     tokens: int | None
     logits: int
     adapter: int = 0
+    quantized: int = 0
     classifier: int = 0
 
 
@@ -172,8 +174,9 @@ def _with_adapters(counts: Sizes | None, model: HFModelConfig) -> Sizes | None:
     sums = (width + query, width + key_value, width + key_value, query + width, *[width + ffn] * 3)
     chosen = _LINEAR if lora.targets is None else lora.targets
     adapter = sum(lora.rank * size for name, size in zip(_LINEAR, sums, strict=True) if name in chosen)
+    quantized = (2 * width * (query + key_value) + 3 * width * ffn) * (lora.base == "nf4")
     classifier = 0 if model.task == "causal_lm" else counts.head - width  # without the last norm
-    return replace(counts, adapter=adapter, classifier=classifier)
+    return replace(counts, adapter=adapter, quantized=quantized, classifier=classifier)
 
 
 def _encoder_layer(width: int, ffn: int, query_bias: bool = True) -> int:
@@ -221,6 +224,13 @@ def trained_parameters(model: HFModelConfig) -> int | None:
     if counts is None or model.lora.rank is None:
         return parameters(model)
     return counts.layers * counts.adapter + counts.classifier
+
+
+def quantized_parameters(model: HFModelConfig) -> int | None:
+    counts = sizes(model)
+    if counts is None:
+        return None
+    return counts.layers * counts.quantized
 
 
 def layer_parameters(model: HFModelConfig) -> int | None:

@@ -54,10 +54,16 @@ def narrow_weights(model: nn.Module) -> None:
     values = {name: local_part(value.detach()).float() for name, value in trained.items()}
     with keep_shared(model):
         # buffers stay as they are, and FSDP takes over the new shards
-        model._apply(lambda value: value.to(torch.bfloat16) if isinstance(value, nn.Parameter) else value)
+        model._apply(_narrowed)
     for name, parameter in model.named_parameters():
         if name in values:
             keep_master(parameter, values[name])
+
+
+def _narrowed(value: Tensor) -> Tensor:
+    if isinstance(value, nn.Parameter) and value.is_floating_point():
+        return value.to(torch.bfloat16)
+    return value
 
 
 def keep_master(parameter: nn.Parameter, local: Tensor) -> None:

@@ -19,7 +19,9 @@ from hpc_train.layout.memory import Memory, Rank, estimate, peak_of, ranks_of
 from hpc_train.layout.sizes import PerParameter, Sizes, sizes_of
 
 Row = Mapping[str, str]
-IN_BF16 = PerParameter(held=2, optimizer=0, hooks=0, cast=0, gathered=0, fresh=2, whole=2, shard=0, updated=0)
+IN_BF16 = PerParameter(
+    held=2, optimizer=0, hooks=0, cast=0, gathered=0, of_layer=0, unpacked=0, fresh=2, whole=2, shard=0, updated=0
+)
 
 
 @dataclass(frozen=True)
