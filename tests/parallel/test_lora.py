@@ -24,11 +24,12 @@ from hpc_train.checkpoint.transfer import export_hf, export_merged
 from hpc_train.config.schema import Config, HFModelConfig, LoraConfig, OptimConfig, PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.sizes import parameter_count, per_parameter
+from hpc_train.models import counting
 from hpc_train.models.build import build_model
 from hpc_train.models.hf.family import hf_name
 from hpc_train.models.hf.lora import BASE, MergedWeights, exported_name
 from hpc_train.models.hf.nf4 import pack, pairs_of_levels, unpack
-from hpc_train.models.hf.sizes import trained_parameters
+from hpc_train.models.hf.sizes import quantized_parameters, trained_parameters
 from hpc_train.parallel import parallelize
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
@@ -361,6 +362,16 @@ def test_the_base_of_8_billion_parameters_takes_16_gb_or_6_in_nf4(tmp_path: Path
             layout = cell.layout()
             estimated = per_parameter(config, layout).held * (parameter_count(model) or 0) * layout.shard
             assert estimated == pytest.approx(sum(held.values()), rel=0.01)
+
+
+@pytest.mark.long_form(8)  # the short form of test_traced.py counts frozen weights in bf16
+def test_a_base_in_four_bits_has_the_counts_of_its_family(saved: Path) -> None:
+    config = config_of("nf4", cell_of("nf4", {"dp": 1}), saved)
+    blocks = counting.count(config).blocks
+    assert sum(block.parameters for block in blocks) == parameter_count(config.model)
+    assert sum(block.trained for block in blocks) == trained_parameters(config.model)
+    quantized = sum(block.quantized for block in blocks)
+    assert quantized == quantized_parameters(config.model) == 2 * (2 * 192 * (192 + 96) + 3 * 192 * 400)
 
 
 def in_both_dtypes(rank: int, world_size: int, saved: Path) -> list[float]:

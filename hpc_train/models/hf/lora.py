@@ -137,8 +137,8 @@ def adapt(module: Any, config: HFModelConfig, tied: Mapping[str, str]) -> None:
 def _quantize(module: Any, shared: Collection[str]) -> None:
     """Replaces the linear layers of the body that do not train, whether they have adapters or not.
 
-    The experts that transformers stacks in one parameter are no linear layers, nor are the layers of GPT-2, which hold
-    transposed weights.
+    The experts that transformers stacks in one parameter, and the layers of GPT-2, whose weights are transposed, keep
+    the compute dtype. Raises UserError if no layer can be replaced.
     """
     quantized = 0
     for name, layer in [*module.named_modules()]:

@@ -6,9 +6,10 @@ factor in fp32. A weight takes ``4 + 8 / 64 + 32 / (64 * 256) = 4.127`` bits.
 
 Here the 16,384 weights of a factor are one row of bytes, so that a matrix is one tensor that is sharded like any other:
 a rank reads and rounds only the weights of its rows, the rows of all ranks are those of one process, and ZeRO gathers
-four bits. The formats of torchao 0.18 and bitsandbytes 0.50 need the mean of all scales of a matrix, which no rank that
-reads its own rows knows, and neither computes in fp64. On a CPU, torchao takes 13 s to round 17 million weights,
-bitsandbytes 1.3 s, and ``pack`` 0.5 s.
+four bits. The formats of torchao 0.18 and bitsandbytes 0.50 subtract the mean of all scales of a matrix, which a rank
+that reads only its rows does not know, and torchao's splits a matrix only at multiples of its groups. The errors of the
+three are equal (9.2 % of normal weights). To round 100 million weights, one core takes 3.5 s here, 3.7 s with
+bitsandbytes and 17 s with torchao.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class NF4Linear(nn.Module):
     Attributes:
         weights: the number of weights.
         packed: the bytes ``[rows, ROW]``.
-        pairs: ``pairs_of_levels``. It is no buffer, since it is the same in every model.
+        pairs: ``pairs_of_levels``, which ``AdapterValues`` moves to the device; buffers get the values of the base
+            model instead.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
