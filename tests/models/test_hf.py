@@ -231,11 +231,16 @@ def test_what_cannot_have_adapters_is_refused_at_submission(tmp_path: Path, monk
         (LoraConfig(rank=2, targets=["embed_tokens"]), "model.embed_tokens is an embedding"),
         (LoraConfig(rank=2, targets=["lm_head"]), "lm_head.weight is shared by two layers"),
         (LoraConfig(rank=2, modules_to_save=["head"]), "the model has no module head"),
+        (LoraConfig(rank=2, base="nf4"), "GPT2LMHeadModel has no frozen torch.nn.Linear"),
     ],
 )
 def test_layers_that_cannot_have_adapters_are_refused(lora: LoraConfig, message: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    DECODERS["llama" if "shared" in message else "qwen2"]().save_pretrained(tmp_path)
+    if "GPT2" in message:
+        make = OTHERS["gpt2"][0]
+    else:
+        make = DECODERS["llama" if "shared" in message else "qwen2"]
+    make().save_pretrained(tmp_path)
     model = HFModelConfig(name_or_path=str(tmp_path), task="causal_lm", pretrained=False, lora=lora)
     with pytest.raises(UserError, match=message):
         build_model(model, 0)

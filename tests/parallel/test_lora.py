@@ -311,6 +311,10 @@ def test_merged_files_are_those_of_peft(model: str, saved: Path, tmp_path: Path)
     state = {name: torch.randn_like(value) for name, value in peft.get_peft_model_state_dict(theirs).items()}
     peft.set_peft_model_state_dict(theirs, state)
     config = model_of(model, saved)
+    whole_model: Any = replace(config, lora=LoraConfig())
+    nothing: Any = None
+    with pytest.raises(UserError, match="the model has no adapters"):
+        export_merged(nothing, whole_model, tmp_path, extra={}, dtype=None, advance=lambda _: None)
     names = [name for name, value in build_model(config, SEED).named_parameters() if value.requires_grad]
     trained = {hf_name(name): state[exported_name(hf_name(name))] for name in names}
     for file, tensors in MergedWeights(config, trained, trained.__getitem__, None).files():

@@ -238,8 +238,8 @@ def exported_config(config: HFModelConfig) -> dict[str, Any]:
 class MergedWeights:
     """Merges adapters into the weight files of their base model.
 
-    The sum of weight and adapter is computed in fp32 and rounded once. Weights that the run held in NF4 are the values
-    of NF4, beside which the adapters were trained.
+    The sum of weight and adapter is computed in fp32 and rounded once. The weights that the run held in NF4 are
+    rounded to NF4 first, since the adapters were trained with the rounded weights.
 
     Args:
         trained: the names in transformers of the parameters that train.
