@@ -48,7 +48,7 @@ SECONDS = {  # of the long form of each page on two cores
     "docs/howto/exec.md": 60,
     "docs/howto/failures.md": 40,
     "docs/howto/hooks.md": 30,
-    "docs/howto/huggingface.md": 120,
+    "docs/howto/huggingface.md": 140,
     "docs/howto/measure.md": 90,
     "docs/howto/memory.md": 60,
     "docs/howto/model.md": 90,
