@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=lambda text: text.split(","), default=["2", "4", "8"])
     parser.add_argument("--steps", type=int, default=40, help="of each run; default: %(default)s")
     given = parser.parse_args()
-    print("| micro-batches | step | moved to | step | throughput | if work could be divided at will |")
+    print("| micro-batches | step | moved to | step | throughput | by the sleeps alone |")
     print("|---|---|---|---|---|---|")
     for micro_batches in given.micro_batches:
         options = ["+strategy=dp", "batch.balance=true", "batch.global_size=16", f"batch.micro_batches={micro_batches}"]
@@ -42,10 +42,11 @@ def main() -> None:
         step_s = {line.step: line["step_s"] for line in run.read_metrics()}
         before = median(step_s[step] for step in range(2, moved_at[0] + 1))
         after = median(step_s[step] for step in range(moved_at[0] + 3, moved_at[1] + 1))
-        ideal = max(MICRO_BATCH_S) * sum(1 / seconds for seconds in MICRO_BATCH_S) / len(MICRO_BATCH_S)
+        slept = max(count * seconds for count, seconds in zip(moves[0]["counts"], MICRO_BATCH_S, strict=True))
+        expected = int(micro_batches) * max(MICRO_BATCH_S) / slept
         counts = " and ".join(map(str, moves[0]["counts"]))
         even = f"{micro_batches} and {micro_batches}"
-        ratio = f"x {before / after:.2f} | x {ideal:.2f}"
+        ratio = f"x {before / after:.2f} | x {expected:.2f}"
         print(f"| {even} | {before:.2f} s | {counts} | {after:.2f} s | {ratio} |", flush=True)
 
 
