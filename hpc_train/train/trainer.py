@@ -269,8 +269,11 @@ class Trainer:
         if self.step + 1 >= self._end:
             return None
         if self._has_moved:  # the batch of this step was read and announced before
-            self._open_feed(self.step + 1, {})
-        batch = self._next_batch()
+            with self.heartbeat.during(Phase.FIRST_STEP, self.step):  # the loaders start again, which may take long
+                self._open_feed(self.step + 1, {})
+                batch = self._next_batch()
+        else:
+            batch = self._next_batch()
         if not has_ended(self.feed, batch, self.step + 1, self.mesh):
             return batch
         self.length = replace(self.length, total_steps=self.step + 1)
