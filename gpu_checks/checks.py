@@ -48,6 +48,7 @@ LATER = (  # for which a visit has time only if others take less than estimated;
     Check("rotation", "gpu_checks.kernels:rotation", 60, expected_s=15),
     Check("ring", "gpu_checks.kernels:ring", 60, gpus=0, expected_s=8),
     Check("experts", "gpu_checks.kernels:experts", 60, gpus=0, expected_s=8),
+    Check("four_bits", "gpu_checks.kernels:four_bits", 60, gpus=0, expected_s=8),
     Check("copies", "gpu_checks.kernels:copies", 60, expected_s=9),
     Check("profile_files", "gpu_checks.kernels:profile_files", 60, gpus=0, expected_s=15),
     Check("pictures", "gpu_checks.training:pictures", 60, gpus=0, expected_s=12),

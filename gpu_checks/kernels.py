@@ -16,6 +16,7 @@ from gpu_checks.models import CYCLES_PER_S
 from gpu_checks.steps import Steps, World, profiled, trace_of
 from hpc_train.config.schema import GPTConfig, MoEConfig
 from hpc_train.models.attention import rotary_tables, rotate
+from hpc_train.models.hf.nf4 import NF4Linear, pack, pairs_of_levels
 from hpc_train.models.moe import Experts
 from hpc_train.parallel.compile import _written_apart, compile_in_turns
 from hpc_train.parallel.ring import flash, flash_backward, merge
@@ -207,6 +208,29 @@ def experts(probe: Probe) -> None:
         probe.note(f"TFLOP/s, forward and backward: {name}", operations / value / 1e12)
     share = seconds["dense"] / seconds["experts"]
     probe.within("rate of experts / dense branch", share, low=OPTIONAL["grouped_share"].value if probe.on_gpu else 0.0)
+
+
+def four_bits(probe: Probe) -> None:
+    """A linear layer of NF4 computes what the CPU computes from the same bytes; its time beside a layer in bf16."""
+    tokens, width = (8192, 4096) if probe.on_gpu else (16, 256)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(width, width, bias=False)
+    quantized = NF4Linear(layer)
+    quantized.packed.data.copy_(pack(layer.weight.detach().flatten()))
+    exact = quantized.rounded(layer.weight.detach())
+    device = torch.device(probe.device)
+    quantized.to(device).pairs = pairs_of_levels(device)
+    eye = torch.eye(width, device=device)
+    probe.equal("weights that differ from those of the CPU", int((quantized(eye).t().cpu() != exact).sum()), 0)
+    whole = layer.to(device, torch.bfloat16).requires_grad_(False)
+    inputs = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    calls = {name: partial(_forward_backward, module, inputs) for name, module in (("nf4", quantized), ("bf16", whole))}
+    seconds = {name: per_call(call) if probe.on_gpu else timeit(call, number=3) / 3 for name, call in calls.items()}
+    probe.note("time of forward and backward, NF4 / bf16", seconds["nf4"] / seconds["bf16"])
+
+
+def _forward_backward(module: torch.nn.Module, inputs: torch.Tensor) -> None:
+    module(inputs).backward(inputs.detach())
 
 
 def rotation(probe: Probe) -> None:
