@@ -1,4 +1,4 @@
-"""The loss of the default task with each compression against dense gradients, as CSV and as a plot.
+"""The loss of the default task with each compression and with local steps against dense gradients, as CSV and a plot.
 
     make bench-compression
     python -m benchmarks.compression_convergence [--out FOLDER] [--steps N] [--runs none,topk,…] [OVERRIDE ...]
@@ -24,6 +24,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "powersgd": (),
     "topk": (),
     "zero2-bf16": ("strategy.data_parallel=zero2", "strategy.compression=bf16"),
+    "local": ("strategy.local_steps=20", "strategy.shard=1"),
 }
 
 

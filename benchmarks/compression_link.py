@@ -1,4 +1,4 @@
-"""Bytes on the wire and seconds per step of every compression, over a slow link and over a fast one.
+"""Bytes on the wire and seconds per step of every compression and of local steps, over a slow link and a fast one.
 
     python -m benchmarks.compression_link --rate 100mbit --out FOLDER        (as root)
 
@@ -23,7 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-TECHNIQUES = ("none", "fp16", "bf16", "powersgd", "topk")
+TECHNIQUES = ("none", "fp16", "bf16", "powersgd", "topk", "local")
+LOCAL_STEPS = 10  # of the technique ``local``; a multiple of it should be measured
 NAMES = ("hpc-train-a", "hpc-train-b")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 WARMUP = 2  # steps
@@ -54,8 +55,13 @@ def work(rank: int, address: str, device: str, steps: int) -> dict[str, Any]:
     mesh = join_mesh(resolve_layout(config, 1, 2), rank, torch.device("cpu"))
     found: dict[str, Any] = {}
     for technique in TECHNIQUES:
-        chosen = replace(config, strategy=replace(config.strategy, compression=technique))
-        found[technique] = _train(chosen, mesh, device, steps)
+        if technique == "local":
+            chosen = replace(config, strategy=replace(config.strategy, local_steps=LOCAL_STEPS, shard=1))
+            apart = join_mesh(resolve_layout(chosen, 1, 2), rank, torch.device("cpu"))
+            found[technique] = _train(chosen, apart, device, steps)
+        else:
+            chosen = replace(config, strategy=replace(config.strategy, compression=technique))
+            found[technique] = _train(chosen, mesh, device, steps)
     measured = compression_seconds(config, mesh)
     assert measured is not None
     found["advised"] = {"technique": advised(measured), "seconds": measured}
@@ -70,10 +76,13 @@ def _train(config: Any, mesh: Any, device: str, steps: int) -> dict[str, Any]:
     from hpc_train.data.dataset import Batch, StepBatch
     from hpc_train.parallel.build import build_engine
     from hpc_train.train.optimizers.optimizer import Optimizer
+    from hpc_train.train.optimizers.outer import OuterSteps
     from hpc_train.train.step import TrainStep
 
     engine = build_engine(config, mesh)
-    take_step = TrainStep(config, mesh, engine, Optimizer(config.optim, engine.named_parameters()), 1000)
+    optimizer = Optimizer(config.optim, engine.named_parameters())
+    outer = None if config.strategy.local_steps is None else OuterSteps(config.strategy, mesh, engine, optimizer)
+    take_step = TrainStep(config, mesh, engine, optimizer, 1000, outer=outer)
     tokens = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(mesh.rank))
     batch = StepBatch((Batch(tokens[:, :-1], tokens[:, 1:]),), 2 * 2 * 32)
     seconds = []

@@ -117,7 +117,7 @@ def _elapsed(steps: Steps, save: Callable[..., object] | None = None, *arguments
 def _check_host_memory(probe: Probe, manager: CheckpointManager, steps: Steps, grown: int, pinned: int) -> None:
     copies = manager._copies
     size = copies.bytes_of(saved_state(steps.engine, steps.optimizer, steps.mesh))
-    estimated = host_copy_bytes(steps.config, 1, 1)
+    estimated = host_copy_bytes(steps.config, steps.mesh.layout, 1)
     assert estimated is not None
     probe.note("bytes of the copies", size)
     probe.within("their estimate / bytes", estimated / size, 0.9, 1.1)

@@ -98,7 +98,8 @@ class FakeWorld:
         groups = {axis: _group(ranks, dim) for dim, axis in enumerate(AXES)}
         device_mesh = DeviceMesh.from_group([*groups.values()], self.device.type, mesh=ranks, mesh_dim_names=AXES)
         groups |= {"dp": _group(apart, 1), "cp": _group(apart, 2), "dp_cp": _group(apart.flatten(1, 2), 1)}
-        return Mesh(layout, 0, self.device, device_mesh, groups, _group(ranks.view(1, -1), 1))
+        groups["replica"] = everyone = _group(ranks.view(1, -1), 1)
+        return Mesh(layout, 0, self.device, device_mesh, groups, everyone)
 
 
 def _group(ranks: Tensor, dim: int) -> dist.ProcessGroup:

@@ -29,6 +29,7 @@ from hpc_train.checkpoint.state import (
     SHOWN,
     ModelState,
     OptimizerState,
+    OuterState,
     Ranks,
     kept_until_update,
     saved_state,
@@ -111,6 +112,7 @@ class CheckpointManager:
         raises: whether each failed save raises ``SaveFailed``, of an asynchronous save in the next call; otherwise only
             the last one does.
         ranks_of_node: the ranks that share the host memory of this rank's node.
+        outer: the outer steps of ``strategy.local_steps``; None without them.
         durable_s: seconds from the request of the last save to its commit; None before the first.
         copied_s: seconds from the request of the last asynchronous save to the end of its copies from a GPU; the next
             update of the optimizer may have waited that long.
@@ -122,6 +124,7 @@ class CheckpointManager:
     mesh: Ranks
     ranks_of_node: int
     raises: bool = False
+    outer: OuterState | None = None
     durable_s: float | None = field(default=None, init=False)
     copied_s: float = field(default=0.0, init=False)
     _saved_step: int | None = field(default=None, init=False)
@@ -213,7 +216,8 @@ class CheckpointManager:
 
     def _state(self, step: int, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Returns the tensors that this rank saves. Collective."""
-        return saved_state(self.engine, self.optimizer, self.mesh) | dict(tensors or {}) | self._extra_state(step)
+        state = saved_state(self.engine, self.optimizer, self.mesh, self.outer)
+        return state | dict(tensors or {}) | self._extra_state(step)
 
     def _extra_state(self, step: int) -> dict[str, Tensor]:
         """Returns the extra state that this rank saves. Collective.
@@ -230,8 +234,7 @@ class CheckpointManager:
 
     def _compare_replicas(self, step: int) -> None:
         local = digests(self.engine.parts)
-        layout = self.mesh.layout
-        by_stage = [from_rank(stage * layout.stage_ranks, local, self._group) for stage in range(layout.pp)]
+        by_stage = [from_rank(first, local, self._group) for first in self.mesh.layout.first_ranks]
         first = by_stage[self.mesh.pp_rank]
         differing = sorted(key for key in local if first.get(key) != local[key])
         differing = lowest(differing or None, self._group)
@@ -318,7 +321,8 @@ class CheckpointManager:
         return self.load(self.run_store.newest())
 
     def load(self, checkpoint: OpenCheckpoint | None) -> RestoredState | None:
-        """Loads ``checkpoint``; with None, it only checks whether the model's state can be saved.
+        """Loads ``checkpoint``; with None, it only checks whether the model's state can be saved, and begins with equal
+        replicas.
 
         Raises:
             UserError: the checkpoint does not match the model or optimizer, or checkpoints cannot hold the model's
@@ -326,8 +330,10 @@ class CheckpointManager:
         """
         self._check_extra_state()
         if checkpoint is None:
+            if self.outer is not None:
+                self.outer.begin()
             return None
-        restored, self._load_hook = restore(checkpoint, self.engine, self.optimizer, self.mesh, self._group)
+        restored, self._load_hook = restore(checkpoint, self.engine, self.optimizer, self.mesh, self._group, self.outer)
         if restored.missing:
             missing = ", ".join(restored.missing[:SHOWN])
             message = f"the checkpoint lacks the state {missing} of the model, which keeps its initial value"

@@ -28,6 +28,7 @@ from hpc_train.checkpoint.state import (
     CompressionLoad,
     ModelState,
     OptimizerState,
+    OuterState,
     Ranks,
     TensorShape,
     check_match,
@@ -124,6 +125,7 @@ def restore(
     optimizer: OptimizerState,
     mesh: Ranks,
     group: Group,
+    outer: OuterState | None = None,
 ) -> tuple[RestoredState, LoadHook]:
     """Loads the checkpoint ``source``; also returns how a hook loads its tensors from it.
 
@@ -147,7 +149,10 @@ def restore(
     compression = CompressionLoad(engine, stored if with_optimizer else {})
     check_match(required(stored), required_shapes, where=str(path))
     extra_state = ExtraLoad(engine.parts, source.stored)
-    load_tensors(state | compression.targets | extra_state.targets, source.reader, mesh, group)
+    targets = state if outer is None else outer.targets(state, stored)
+    load_tensors(targets | compression.targets | extra_state.targets, source.reader, mesh, group)
+    if outer is not None:
+        outer.loaded(stored)
     compression.finish()
     round_to_weights(engine.named_parameters().values())
     optimizer.loaded()

@@ -7,6 +7,9 @@ canonical name in the unsplit model. A rank holds a part of the names, and of ea
 the slots matters: under another layout the old slot s is added to the new slot (s modulo their number), so no gradient
 is lost or counted twice. ``compression.NAME.basis`` is shared by all replicas.
 
+With ``strategy.local_steps`` the state of one of the replicas is under ``replica.RANK.NAME``, and the momentum of the
+outer steps under ``outer.NAME``; see ``train/optimizers/outer.py``.
+
 ``hooks.HOOK.KEY`` is a tensor of a hook's state. ``extra.KEY`` and ``extra_tensor.KEY.PATH`` are further entries of the
 model's state dict; see ``extra_state.py``.
 """
@@ -14,7 +17,7 @@ model's state dict; see ``extra_state.py``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -66,6 +69,22 @@ class OptimizerState(Protocol):
         """Calls ``action`` once, before the next update changes a parameter or the state."""
 
 
+class OuterState(Protocol):
+    """Interface of the outer steps of ``strategy.local_steps``, whose replicas have different weights."""
+
+    def begin(self) -> None:
+        """Gives all replicas the initial values of the first. Collective."""
+
+    def saved(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the tensors that this rank saves for its ``state``, by their names in a checkpoint."""
+
+    def targets(self, state: Mapping[str, Tensor], stored: Collection[str]) -> dict[str, Tensor]:
+        """Returns the tensors into which a checkpoint with the names ``stored`` is loaded instead of ``state``."""
+
+    def loaded(self, stored: Collection[str]) -> None:
+        """Applies loaded values; called after a load into ``targets``."""
+
+
 class Ranks(Protocol):
     """Interface of the ranks that save and load together; a ``Mesh`` implements it.
 
@@ -112,13 +131,16 @@ def training_state(engine: ModelState, optimizer: OptimizerState) -> dict[str, T
     return state
 
 
-def saved_state(engine: ModelState, optimizer: OptimizerState, mesh: Ranks) -> dict[str, Tensor]:
-    """Returns the tensors that this rank saves. Buffers may differ between replicas, so one replica saves them."""
+def saved_state(
+    engine: ModelState, optimizer: OptimizerState, mesh: Ranks, outer: OuterState | None = None
+) -> dict[str, Tensor]:
+    """Returns the tensors that this rank saves. Buffers may differ between data-parallel ranks, so one of them saves
+    them."""
     state = training_state(engine, optimizer) | compression_state(engine)
-    if mesh.dp_cp_rank == 0 and mesh.tp_rank == 0:
-        return state
-    buffers = {f"model.{name}" for name in engine.named_buffers()}
-    return {name: tensor for name, tensor in state.items() if name not in buffers}
+    if mesh.dp_cp_rank % mesh.layout.replica.dp_cp != 0 or mesh.tp_rank != 0:
+        buffers = {f"model.{name}" for name in engine.named_buffers()}
+        state = {name: tensor for name, tensor in state.items() if name not in buffers}
+    return state if outer is None else outer.saved(state)
 
 
 def kept_until_update(engine: ModelState, state: Iterable[str]) -> set[str]:
@@ -154,7 +176,7 @@ def stored_shapes(metadata: Metadata) -> dict[str, TensorShape]:
 def gather_shapes(local_shapes: Mapping[str, TensorShape], mesh: Ranks, group: Group) -> dict[str, TensorShape]:
     """Collects the shapes from one rank per stage, since replicas and tensor-parallel ranks hold the same names."""
     gathered: dict[str, TensorShape] = {}
-    for first in range(0, mesh.layout.world_size, mesh.layout.stage_ranks):
+    for first in mesh.layout.first_ranks:
         gathered |= from_rank(first, local_shapes, group)
     return gathered
 
@@ -206,6 +228,8 @@ def _loads_into(stored: TensorShape, needed: TensorShape, converts: bool) -> boo
 
 PREFIX = "compression."
 HOOKS = "hooks."
+LOCAL = "replica."
+OUTER = "outer."
 EXTRA = ("extra.", "extra_tensor.")
 _SLOT = re.compile(r"(compression\..+)\.(\d+)")
 _Value = TypeVar("_Value")
@@ -222,9 +246,10 @@ def compression_state(engine: ModelState) -> dict[str, Tensor]:
 
 
 def required(stored: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Returns what a run with this model and optimizer must load; compression, hooks and extra state may have
+    """Returns what a run with this model and optimizer must load; compression, hooks, replicas and extra state may have
     changed."""
-    return {name: value for name, value in stored.items() if not name.startswith((PREFIX, HOOKS, *EXTRA))}
+    optional = (PREFIX, HOOKS, LOCAL, OUTER, *EXTRA)
+    return {name: value for name, value in stored.items() if not name.startswith(optional)}
 
 
 def weights_of_hook(stored: Mapping[str, object], hook: str) -> dict[str, str]:

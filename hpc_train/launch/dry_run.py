@@ -235,7 +235,7 @@ def _memory(job: Job) -> list[str]:
         setting = f"train.activation_offload={config.train.activation_offload}"
         lines.append(f"  host memory: activations take about {format_bytes(offloaded)} per node ({setting})")
     if saves_asynchronously(config.checkpoint, job.gpus > 0):
-        copied = host_copy_bytes(config, job.layout.dp_cp, nodes)
+        copied = host_copy_bytes(config, job.layout, nodes)
         if copied is not None:
             setting = f"checkpoint.asynchronous={str(config.checkpoint.asynchronous).lower()}"
             lines.append(f"  host memory: saves copy about {format_bytes(copied)} per node ({setting})")

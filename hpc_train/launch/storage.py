@@ -44,7 +44,7 @@ class Checkpoints:
         for checkpoint in CheckpointStore(job.run.checkpoints).committed():
             with suppress(BadCheckpoint, OSError):
                 sizes.append(checkpoint.manifest().size)
-        size = sizes[-1] if sizes else state_bytes(job.config, job.layout.dp_cp)
+        size = sizes[-1] if sizes else state_bytes(job.config, job.layout.dp_cp, job.layout.replicas)
         return None if size is None else cls(int(size * MARGIN), job.layout.world_size + 3, sum(sizes))
 
 

@@ -314,6 +314,13 @@ SHARDED_STAGES = Condition(
     lambda _, layout: layout.stages_per_rank > 1 and layout.shards_state and layout.kind.name,
     "strategy.data_parallel, strategy.stages_per_rank",
 )
+LOCAL = Condition(
+    "`strategy.local_steps`",
+    lambda config, _: config.strategy.local_steps,
+    "strategy.local_steps",
+    message="strategy.local_steps does not support {reason}",
+    fix="strategy.local_steps=null{instead}",
+)
 CUSTOM_KIND = Condition(
     "a custom kind",
     lambda _, layout: is_import_path(layout.data_parallel) and layout.data_parallel,
@@ -483,6 +490,7 @@ CAPACITY = Condition(
 )
 NO_MIXTURE = Condition("a model without `model.moe`", lambda config, layout: not MIXTURE.value(config, layout), "model")
 EPOCHS = _key("train.epochs")
+VERIFIED = _key("train.verify.every")
 STREAM = Condition("a stream", lambda config, _: isinstance(config.data, StreamDataConfig))
 NO_SEQUENCES = Condition(
     "data without sequences",
@@ -759,6 +767,43 @@ OF_RUN: tuple[Exclusion, ...] = (
         "optim.in_backward computes the norm of gradients that every rank holds whole, and a rank holds only some "
         "experts",
         "optim.in_backward=false, or strategy.ep=1",
+    ),
+    Exclusion(
+        LOCAL,
+        REPRODUCIBLE,
+        "train.reproducible: the number of replicas changes what is computed",
+        ", or train.reproducible=null",
+    ),
+    Exclusion(
+        LOCAL,
+        COMPRESSION,
+        "strategy.compression={it}, whose state checkpoints have for one replica only",
+        ", or strategy.compression=none",
+    ),
+    Exclusion(
+        LOCAL,
+        BALANCE,
+        "batch.balance, which would move samples from one replica to another",
+        ", or batch.balance=false",
+    ),
+    Exclusion(LOCAL, FP16, "precision=fp16: each replica would have another loss scale", ", or precision=bf16"),
+    Exclusion(
+        LOCAL,
+        OFFLOAD,
+        "strategy.offload={it}: the outer step exchanges weights on devices",
+        ", or strategy.offload=none",
+    ),
+    Exclusion(
+        LOCAL,
+        VERIFIED,
+        "train.verify, which compares ranks that have equal weights",
+        ", or train.verify.every=null",
+    ),
+    Exclusion(
+        LOCAL,
+        AVERAGES,
+        "hooks.ema: each replica would average its weights, and checkpoints have the averages of one",
+        ", or no hook that averages weights",
     ),
     Exclusion(CUDA_GRAPHS, MIXTURE, "experts, which were never run as CUDA graphs"),
     Exclusion(FP8, MIXTURE, "precision.fp8 does not support the products of experts", "model.moe.experts=null"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from hpc_train.layout.orders import PipelineShape
@@ -15,7 +15,7 @@ from hpc_train.units import counted
 @dataclass(frozen=True)
 class Layout:
     """Describes the effective layout of one attempt. The global rank is ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp
-    + tp_rank.
+    + tp_rank. With ``strategy.local_steps`` this is the rank in a replica, and the ranks of a replica are consecutive.
 
     In a step each rank computes ``micro_batches`` micro-batches of ``micro_size`` samples. If dp x micro_batches x
     micro_size exceeds the global batch, the rest is padding. For custom code (``run.entry``, ``run.command``) the
@@ -31,6 +31,8 @@ class Layout:
             heads.
         ep: the number of consecutive ranks of a pipeline stage that share the experts of a layer; other groups of ep
             ranks replicate them.
+        replicas: the number of equal parts of dp, each of which trains a copy of the model, and which exchange weights
+            in outer steps only (``strategy.local_steps``); otherwise 1.
     """
 
     dp: int
@@ -47,6 +49,18 @@ class Layout:
     cp: int = 1
     ep: int = 1
     ring: int = 1
+    replicas: int = 1
+
+    @property
+    def replica(self) -> Layout:
+        """Returns the layout of one of ``replicas``."""
+        return replace(self, dp=self.dp // self.replicas, replicas=1)
+
+    @property
+    def first_ranks(self) -> range:
+        """Returns the first rank at each position of the pipeline of the first replica."""
+        replica = self.replica
+        return range(0, replica.world_size, replica.stage_ranks)
 
     def logical_of(self, dp_rank: int) -> range:
         """Returns the logical micro-batches that a dp rank computes."""
@@ -90,7 +104,7 @@ class Layout:
 
     @property
     def dp_cp(self) -> int:
-        """Returns the number of ranks that hold the same parameters, over which gradients are summed."""
+        """Returns the number of ranks that hold the same parameters. Gradients are summed over those of a replica."""
         return self.dp * self.cp
 
     @property
@@ -101,7 +115,7 @@ class Layout:
 
     @property
     def stage_ranks(self) -> int:
-        """Returns the number of ranks at one position of the pipeline. They are consecutive."""
+        """Returns the number of ranks at one position of the pipeline. Those of a replica are consecutive."""
         return self.dp_cp * self.tp
 
     @property
@@ -125,17 +139,20 @@ class Layout:
     @property
     def communicators(self) -> int:
         """Returns how many process groups of more than one rank a rank joins (``parallel/mesh.py``)."""
+        replica = self.replica
         sizes_and_strides = {
             (self.world_size, 1),
-            (self.pp, self.stage_ranks),
-            (self.dp, self.cp * self.tp),
-            (self.dp_cp, self.tp),
-            (self.dp_cp // self.shard, self.shard * self.tp),
+            (self.replicas, replica.world_size),
+            (replica.world_size, 1),
+            (self.pp, replica.stage_ranks),
+            (replica.dp, self.cp * self.tp),
+            (replica.dp_cp, self.tp),
+            (replica.dp_cp // self.shard, self.shard * self.tp),
             (self.shard, self.tp),
             (self.tp, 1),
         }
         if self.ep > 1:
-            copies, shards, _ = self.expert_sizes
+            copies, shards, _ = replica.expert_sizes
             sizes_and_strides |= {(copies, self.ep * shards), (shards, self.ep)}
         links = 2 if self.pp > 2 else 0
         apart = (self.cp > 1) + (self.ep > 1) + 2 * (1 < self.ring < self.cp)
@@ -201,6 +218,8 @@ class Layout:
             kinds.append(f"ep {self.ep}")
         if self.pp > 1:
             kinds.append(self.schedule)
+        if self.replicas > 1:
+            kinds.append(f"{self.replicas} local replicas")
         batches = f"{counted(self.micro_batches, 'micro-batch', 'micro-batches')} of {self.micro_size}"
         return f"{split} ({', '.join(kinds)}), {batches}" if kinds else f"{split}, {batches}"
 

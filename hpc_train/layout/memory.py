@@ -89,13 +89,14 @@ def _tells_sizes(config: Config) -> bool:
     return not runs_own_code(config) and parameter_count(config.model) is not None
 
 
-def state_bytes(config: Config, replicas: int = 1) -> int | None:
+def state_bytes(config: Config, replicas: int = 1, local_replicas: int = 1) -> int | None:
     """Returns the bytes of a checkpoint; None if unknown.
 
     A checkpoint contains the trained parameters, the optimizer state of each, and the averages that hooks keep.
 
     Args:
         replicas: the number of replicas. Each adds the residual of its compressed gradients, if there is one.
+        local_replicas: ``Layout.replicas``, of which each adds its weights and optimizer state.
     """
     config = counted(config)
     parameters = None if runs_own_code(config) else trained_count(config.model)
@@ -105,17 +106,19 @@ def state_bytes(config: Config, replicas: int = 1) -> int | None:
     moment = 2 if config.optim.moments == "bf16" else width
     values = width + moment * values_per_parameter(config.optim)
     values += width * averages_of_weights(config)
+    if config.strategy.local_steps is not None:
+        values = values * local_replicas + 2 * width  # the anchors and the momentum of the outer steps
     if replicas > 1 and config.strategy.compression in CARRYING:
         values += width * replicas
     return int(parameters * values)
 
 
-def host_copy_bytes(config: Config, replicas: int, nodes: int) -> float | None:
+def host_copy_bytes(config: Config, layout: Layout, nodes: int) -> float | None:
     """Returns the bytes of host memory per node that the copies of an asynchronous save take; None if unknown.
 
     Each byte of a checkpoint is copied on the rank that writes it, and the plan of a save distributes the bytes evenly.
     """
-    size = state_bytes(config, replicas)
+    size = state_bytes(config, layout.dp_cp, layout.replicas)
     if size is None:
         return None
     return size / nodes

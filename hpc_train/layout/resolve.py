@@ -121,7 +121,9 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
         kind = TREE.name
         logical, micro_batches, micro_size = _divide(config, dp)
     notes += notices(config)
-    shard = _shard(strategy, find_kind(configured), holders, ranks.per_node // ranks.tp)
+    shard, replicas = _shard(strategy, find_kind(configured), holders, ranks)
+    if strategy.local_steps is not None and replicas == 1:
+        notes.append("there is one replica, so outer steps (strategy.local_steps) average nothing")
     assert isinstance(strategy.ep, int)
     layout = Layout(
         dp=dp,
@@ -138,6 +140,7 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
         cp=ranks.cp,
         ep=strategy.ep,
         ring=_ring(config, ranks),
+        replicas=replicas,
     )
     _check_expert_ranks(layout)
     check_compatibility(OF_LAYOUT, config, layout)
@@ -183,6 +186,12 @@ def _of_user_code(config: Config, ranks: Ranks, notes: list[str]) -> Layout:
             where="strategy.pp",
             fix="strategy.pp=N",
         )
+    if strategy.local_steps is not None:
+        raise UserError(
+            "strategy.local_steps is set, but custom code takes its steps itself",
+            where="strategy.local_steps, run.entry or run.command",
+            fix="strategy.local_steps=null",
+        )
     if config.run.roles:  # one process on each node of the job, which starts the roles
         strategy = replace(strategy, dp="fill")
     dp = _data_parallel(strategy, ranks, pp, notes)
@@ -191,7 +200,7 @@ def _of_user_code(config: Config, ranks: Ranks, notes: list[str]) -> Layout:
         dp=dp,
         pp=pp,
         tp=ranks.tp,
-        shard=_shard(strategy, kind, dp * ranks.cp, ranks.per_node // ranks.tp),
+        shard=_shard(strategy, kind, dp * ranks.cp, ranks)[0],
         data_parallel=strategy.data_parallel,
         schedule=strategy.schedule,
         stages_per_rank=1,
@@ -309,28 +318,43 @@ def _used_kind(config: Config, configured: str, notes: list[str]) -> str:
     return configured
 
 
-def _shard(strategy: StrategyConfig, kind: DataParallelKind, holders: int, per_node: int) -> int:
-    if not kind.shards:
-        return 1
+def _shard(strategy: StrategyConfig, kind: DataParallelKind, holders: int, ranks: Ranks) -> tuple[int, int]:
+    """Returns the number of the ``holders`` of the same parameters that shard them, and the number of replicas that
+    ``strategy.local_steps`` trains. Raises UserError if ``strategy.shard`` does not fit."""
+    is_local = strategy.local_steps is not None
+    if not kind.shards and not is_local:
+        return 1, 1
     shard: int | str = strategy.shard
+    if shard == "fill" and is_local and holders > 1:
+        raise UserError(
+            f"strategy.local_steps is {strategy.local_steps}, but strategy.shard=fill makes all ranks one replica",
+            where="strategy.local_steps, strategy.shard",
+            fix="strategy.shard=node, or the number of data-parallel ranks of a replica",
+        )
     if shard == "fill":
         shard = holders
     elif shard == "node":
-        shard = min(holders, max(1, per_node))
+        shard = min(holders, max(1, ranks.per_node // ranks.tp))
     if not isinstance(shard, int) or shard < 1 or holders % shard:
         raise UserError(
             f"strategy.shard is {strategy.shard!r}, which does not divide {holders} data-parallel ranks",
             where="strategy.shard",
             fix=f"fill, node, or a divisor of {holders}",
         )
-    return shard
+    if is_local and shard % ranks.cp:
+        raise UserError(
+            f"strategy.shard is {strategy.shard!r}, but {ranks.cp} context-parallel ranks share each sample",
+            where="strategy.shard, strategy.cp",
+            fix=f"a multiple of {ranks.cp}",
+        )
+    return shard if kind.shards else 1, holders // shard if is_local else 1
 
 
 def _check_expert_ranks(layout: Layout) -> None:
     """Raises UserError unless ``ep`` divides the ranks of a stage, and so that the ranks which share the ZeRO state of
     a layer hold whole copies of the experts, or a part of one."""
     ep = layout.ep
-    check_divides(ep, layout.stage_ranks, "strategy.ep", "the number of ranks of a pipeline stage")
+    check_divides(ep, layout.replica.stage_ranks, "strategy.ep", "the number of ranks of a pipeline stage")
     sharing = layout.shard * layout.tp
     if layout.shards_state and max(ep, sharing) % min(ep, sharing):
         raise UserError(

@@ -193,6 +193,8 @@ def per_parameter(config: Config, layout: Layout) -> PerParameter:
     shard = layout.shard if sharded else 1
     trained = trained_share(config.model)
     moments = values_per_parameter(config.optim) * (2 if config.optim.moments == "bf16" else width)
+    if config.strategy.local_steps is not None:
+        moments += 2 * width  # the anchors and the momentum of the outer steps
     if (sharded or layout.tp > 1) and held_whole(config.optim):
         # the owner has a full copy of each parameter, and of some at a time full gradients and what undoes an update
         moments += 2 * width

@@ -83,13 +83,16 @@ def _torus_order(nodes: Sequence[re.Match[str]]) -> tuple[int, ...]:
 def mapping(layout: Layout, nodes: Sequence[str], workers_per_node: int) -> list[str]:
     """Describes for each node (in rank order) its ranks and their positions in the layout."""
     lines = []
+    replica = layout.replica
     for position, node in enumerate(nodes):
         ranks = range(position * workers_per_node, min((position + 1) * workers_per_node, layout.world_size))
         if not ranks:
             continue
         axes = {
-            "pp": {rank // layout.stage_ranks for rank in ranks},
-            "dp": {rank // (layout.cp * layout.tp) % layout.dp for rank in ranks},
+            "pp": {rank % replica.world_size // replica.stage_ranks for rank in ranks},
+            "dp": {
+                rank // replica.world_size * replica.dp + rank // (layout.cp * layout.tp) % replica.dp for rank in ranks
+            },
             **({"cp": {rank // layout.tp % layout.cp for rank in ranks}} if layout.cp > 1 else {}),
             "tp": {rank % layout.tp for rank in ranks},
         }
@@ -148,7 +151,7 @@ def has_blocks(environment: Mapping[str, str] = os.environ) -> bool:
 def group_nodes(layout: Layout, workers_per_node: int) -> int:
     """Returns the nodes of a group of ranks that exchange the most: those that shard one copy of the state or, without
     sharding, those of a pipeline stage."""
-    ranks = layout.stage_ranks
+    ranks = layout.replica.stage_ranks
     if layout.shard > 1:
         ranks = layout.shard * layout.tp
     return -(-ranks // workers_per_node)
@@ -197,8 +200,10 @@ def judge(network: Network, layout: Layout, workers_per_node: int, *, blocks: bo
 def _straddling(network: Network, layout: Layout, workers_per_node: int) -> list[str]:
     """Returns a line for each data-parallel group that is on several switches, although one switch could hold it."""
     problems = []
-    for stage in range(layout.pp):
-        first, last = stage * layout.stage_ranks, (stage + 1) * layout.stage_ranks - 1
+    ranks = layout.replica.stage_ranks
+    for first in range(0, layout.world_size, ranks):
+        last = first + ranks - 1
+        stage = first // ranks % layout.pp
         group = network.switches[first // workers_per_node : last // workers_per_node + 1]
         names = list(dict.fromkeys(group))
         if len(names) > 1 and len(group) <= network.size and layout.dp_cp > 1:

@@ -11,6 +11,7 @@ from torch import nn
 from hpc_train.config.schema import Config, HFModelConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.compatibility import BALANCE, BALANCED_EXPERTS, COMPARED_SAMPLES, refusals
+from hpc_train.layout.layout import Layout
 from hpc_train.models import batch_norm
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
@@ -28,7 +29,7 @@ from hpc_train.parallel.replica_engine import ReplicaEngine, ReproducibleEngine
 def build_engine(
     config: Config, mesh: Mesh, layers: Sequence[range] | None = None, restored: Collection[str] = ()
 ) -> Engine:
-    """Builds the model on ``meta`` and the engine for ``mesh.layout``. Collective.
+    """Builds the model on ``meta`` and the engine for ``mesh.layout``, which sums gradients over a replica. Collective.
 
     Args:
         layers: the layers of each pipeline stage from ``balance.plan_split``; None follows ``strategy.pp_split``.
@@ -37,6 +38,8 @@ def build_engine(
     Raises:
         UserError: the model cannot be distributed as the layout requires.
     """
+    layout = mesh.layout
+    mesh = mesh.replica
     needs_values = mesh.dp_cp_rank == 0 or sharder_of(mesh.layout) is None
     model = build_model(config.model, config.train.seed, needs_values)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -49,7 +52,7 @@ def build_engine(
     described = check_use(model, config.precision, mesh.device, config.train.compile)
     if described is not None and mesh.rank == 0:
         print(described)
-    _check_micro_batches(config, mesh, model)
+    _check_micro_batches(config, layout, model)
     if model.mixes_samples:
         owner = model.head if isinstance(model, Model) else model
         assert owner is not None, "a whole model has a head"
@@ -82,17 +85,17 @@ def build_engine(
     return PipelineEngine(config, mesh, whole, layers, restored)
 
 
-def _check_micro_batches(config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
+def _check_micro_batches(config: Config, layout: Layout, model: Model | WrappedModel) -> None:
     """Raises UserError if the ranks exchange something in each micro-batch and these are padded or move."""
     if batch_norm.has_batch_statistics(model):
-        batch_norm.check_batch(config.batch, config.data, mesh.layout)
-    if not BALANCE.value(config, mesh.layout):
+        batch_norm.check_batch(config.batch, config.data, layout)
+    if not BALANCE.value(config, layout):
         return
     reason = ""
     if batch_norm.has_statistics(model):
         reason = "has batch or running statistics"
-    if isinstance(model, WrappedModel) and mesh.layout.replica_ranks > 1:
-        reason = f"has no stem, layers and head, so its ranks compare what {mesh.layout.data_parallel} gathers"
+    if isinstance(model, WrappedModel) and layout.replica_ranks > 1:
+        reason = f"has no stem, layers and head, so its ranks compare what {layout.data_parallel} gathers"
     if reason:
         raise UserError(
             f"the model {reason} in each micro-batch: all ranks compute equally many, but batch.balance is true",

@@ -90,9 +90,10 @@ class Engine(Protocol):
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         """Runs forward and backward pass over all micro-batches, from cleared gradients.
 
-        Afterwards every parameter's ``.grad`` is the gradient of the mean loss over the *global* batch, times
-        ``loss_scale`` if given. The mean is the sum of losses divided by the sum of the counts that the loss returned,
-        which is ``batch.target_count`` for a built-in loss. If ``updates`` has begun a step, it has used the gradients
+        Afterwards every parameter's ``.grad`` is the gradient of the mean loss over the *global* batch, or with
+        ``strategy.local_steps`` over the part of this rank's replica, times ``loss_scale`` if given. The mean is the
+        sum of losses divided by the sum of the counts that the loss returned, which is ``batch.target_count`` for a
+        built-in loss. If ``updates`` has begun a step, it has used the gradients
         instead, and every ``.grad`` is None.
         """
 
@@ -214,7 +215,7 @@ def with_routers(result: StepResult, routers: Routers) -> StepResult:
 
 
 def reduce_result(result: StepResult, mesh: Mesh) -> StepNumbers:
-    """Adds up ``result`` over all ranks and waits for the numbers. Collective."""
+    """Adds up ``result`` over all ranks, those of other replicas included, and waits for the numbers. Collective."""
     return step_numbers(*add_up(result, mesh).tolist())
 
 
@@ -231,7 +232,7 @@ def add_up(result: StepResult, mesh: Mesh) -> Tensor:
     values = [result.loss_sum, result.target_count]
     values += [torch.zeros_like(result.loss_sum)] * 2 if correct is None else [correct, torch.ones_like(correct)]
     sums = torch.stack([value.to(mesh.device, torch.float64) for value in values]) * counts
-    if mesh.layout.world_size > 1:
+    if dist.get_world_size() > 1:
         dist.all_reduce(sums)
     return sums
 

@@ -99,7 +99,8 @@ def _global_norm(
             stacked = stacked * inverse_scale.to(stacked.device)
         total += (1.0 if alone else weight) * stacked.square().sum().to(total.device)
     if not alone:
-        work = dist.all_reduce(total, async_op=True)  # on NCCL's stream, to separate waiting from computing in traces
+        # on NCCL's stream, to separate waiting from computing in traces
+        work = dist.all_reduce(total, group=mesh.group("replica"), async_op=True)
         assert work is not None
         work.wait()
     return total.sqrt()

@@ -3,6 +3,9 @@
 Ranks of ``dp`` read different samples, and ranks of ``cp`` different tokens of the same samples. Both hold the same
 parameters, so the axes dp_replicate and dp_shard together arrange all ranks of dp x cp, the group ``dp_cp``.
 
+With ``strategy.local_steps`` all these groups are those of one replica, and the group ``replicas`` connects the ranks
+at the same position in all replicas.
+
 A gloo group connects each of its ranks with all others, and an NCCL group takes memory of the GPU and time to start.
 Each rank therefore joins as few groups as possible: the default group also serves an axis of all ranks, axes of the
 same ranks share a group, and axes of one rank share a group that does not communicate. ``cp``, its two parts and ``ep``
@@ -15,7 +18,7 @@ neighbor (pytorch#172668).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -38,9 +41,10 @@ class Mesh:
     """Holds the parallel state of this process. It is passed as a value and never stored globally.
 
     Attributes:
-        device_mesh: the mesh with all axes of ``AXES``, including those of size 1.
-        groups: by name, the groups of ``AXES`` and ``EXPERT_AXES``, ``dp``, ``cp`` and ``dp_cp``; if some of the
-            ``cp`` ranks exchange heads and others form a ring, also ``heads`` and ``ring``.
+        device_mesh: the mesh of this rank's replica with all axes of ``AXES``, including those of size 1.
+        groups: by name, the groups of ``AXES`` and ``EXPERT_AXES``, ``dp``, ``cp``, ``dp_cp``, ``replica`` and
+            ``replicas``; if some of the ``cp`` ranks exchange heads and others form a ring, also ``heads`` and
+            ``ring``.
         control: a gloo group of all ranks, for small CPU collectives other than the collectives of the training. It is
             the only group for tensors on the CPU if ``device`` is a GPU.
         timeout: the timeout of the collectives of all groups; None uses torch's default.
@@ -61,8 +65,21 @@ class Mesh:
     expert_mesh: DeviceMesh | None = None
 
     @property
+    def replica(self) -> Mesh:
+        """Returns the mesh of the ranks that sum gradients in each step: all ranks, or with ``strategy.local_steps``
+        those of this rank's replica."""
+        layout = self.layout.replica
+        return replace(self, layout=layout, rank=self.rank % layout.world_size)
+
+    @property
+    def replica_rank(self) -> int:
+        """Returns the position of this rank's replica among ``layout.replicas``."""
+        return self.rank // self.layout.replica.world_size
+
+    @property
     def pp_rank(self) -> int:
-        return self.rank // self.layout.stage_ranks
+        layout = self.layout.replica
+        return self.rank % layout.world_size // layout.stage_ranks
 
     @property
     def dp_rank(self) -> int:
@@ -79,7 +96,8 @@ class Mesh:
     @property
     def dp_cp_rank(self) -> int:
         """Returns the position of this rank among those that hold the same parameters."""
-        return self.rank // self.layout.tp % self.layout.dp_cp
+        layout = self.layout.replica
+        return self.replica_rank * layout.dp_cp + self.rank // layout.tp % layout.dp_cp
 
     @property
     def tp_rank(self) -> int:
@@ -87,7 +105,8 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Returns the process group of this rank along ``pp``, ``dp``, ``cp``, ``dp_cp``, ``dp_replicate``,
-        ``dp_shard``, ``tp``, or with ``ep`` above 1 an axis of ``EXPERT_AXES``.
+        ``dp_shard``, ``tp``, or with ``ep`` above 1 an axis of ``EXPERT_AXES``, within its replica; ``replica``, all
+        ranks of its replica; or ``replicas``, the ranks at the same position in all replicas.
 
         Ranks of ``dp`` read different samples. Gradients are summed over ``dp_cp``, which is ``dp`` x ``cp``, but those
         of experts over ``expert_replicate`` and ``expert_shard``. The group of an axis of one rank does not
@@ -108,20 +127,24 @@ def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelt
     Args:
         timeout: the timeout of the collectives of the new groups; None uses torch's default.
     """
-    sizes = (layout.pp, layout.dp_cp // layout.shard, layout.shard, layout.tp)
+    replica = layout.replica
+    sizes = (layout.replicas, layout.pp, replica.dp_cp // layout.shard, layout.shard, layout.tp)
     ranks = torch.arange(layout.world_size, device="cpu").view(sizes)
     groups = _axis_groups(layout, ranks, device, timeout)
     # All ranks are in this group: with a GPU bound to the default group, the ranks outside a gloo group would wait for
     # its members to split NCCL's communicator, which they do not.
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
-    device_mesh = DeviceMesh.from_group([groups[axis] for axis in AXES], device.type, mesh=ranks, mesh_dim_names=AXES)
-    links = _links(ranks.flatten(1).t().tolist(), rank, device, timeout) if layout.pp > 2 else {}
+    of_replica = ranks[rank // replica.world_size]
+    device_mesh = DeviceMesh.from_group(
+        [groups[axis] for axis in AXES], device.type, mesh=of_replica, mesh_dim_names=AXES
+    )
+    links = _links(_lines(ranks, 1), rank, device, timeout) if layout.pp > 2 else {}
     expert_mesh = None
     if layout.ep > 1:
         expert_mesh = DeviceMesh.from_group(
             [groups[axis] for axis in EXPERT_AXES],
             device.type,
-            mesh=ranks.view(layout.pp, *layout.expert_sizes),
+            mesh=of_replica.view(layout.pp, *replica.expert_sizes),
             mesh_dim_names=EXPERT_AXES,
         )
     return Mesh(layout, rank, device, device_mesh, groups, control, timeout, links, expert_mesh)
@@ -130,24 +153,24 @@ def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelt
 def _axis_groups(
     layout: Layout, ranks: torch.Tensor, device: torch.device, timeout: timedelta | None
 ) -> dict[str, dist.ProcessGroup]:
-    """Returns the groups of this rank along ``dp``, ``cp``, ``dp_cp``, ``AXES`` and, with experts that ranks share,
-    ``EXPERT_AXES``. Collective.
+    """Returns the groups of ``Mesh``. Collective.
 
     Args:
-        ranks: the global ranks, of the shape of the mesh.
+        ranks: the global ranks ``[replicas, ...]``, of the shape of the mesh of each replica.
     """
     rank = dist.get_rank()
     world = dist.group.WORLD
     assert world is not None, "init_process_group was called"
-    apart = ranks.view(layout.pp, layout.dp, layout.cp, layout.tp)
-    partitions = {"dp": _lines(apart, 1), "dp_cp": _lines(apart.flatten(1, 2), 1), "cp": _lines(apart, 2)}
-    partitions |= {axis: _lines(ranks, dim) for dim, axis in enumerate(AXES)}
+    apart = ranks.view(layout.replicas, layout.pp, -1, layout.cp, layout.tp)
+    partitions = {"dp": _lines(apart, 2), "dp_cp": _lines(apart.flatten(2, 3), 2), "cp": _lines(apart, 3)}
+    partitions |= {axis: _lines(ranks, dim) for dim, axis in enumerate(AXES, 1)}
     if 1 < layout.ring < layout.cp:
-        divided = apart.unflatten(2, (layout.ring, -1))
-        partitions |= {"heads": _lines(divided, 3), "ring": _lines(divided, 2)}
+        divided = apart.unflatten(3, (layout.ring, -1))
+        partitions |= {"heads": _lines(divided, 4), "ring": _lines(divided, 3)}
     if layout.ep > 1:
-        of_experts = ranks.view(layout.pp, *layout.expert_sizes)
-        partitions |= {axis: _lines(of_experts, dim) for dim, axis in enumerate(EXPERT_AXES)}
+        of_experts = ranks.view(layout.replicas, layout.pp, *layout.replica.expert_sizes)
+        partitions |= {axis: _lines(of_experts, dim) for dim, axis in enumerate(EXPERT_AXES, 1)}
+    partitions |= {"replica": _lines(ranks.flatten(1), 1), "replicas": _lines(ranks, 0)}
     silent = _silent_group(rank) if layout.world_size > 1 else world
     made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(layout.world_size)): world}
     groups: dict[str, dist.ProcessGroup] = {}

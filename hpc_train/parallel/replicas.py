@@ -301,12 +301,12 @@ def finish_own_count(
 
 @torch.no_grad()
 def divide_by_count_(parameters: Iterable[nn.Parameter], mesh: Mesh, own_count: Tensor, target_count: int) -> None:
-    """Divides gradients by the sum of ``own_count`` over all ranks instead of ``target_count``. Collective.
+    """Divides gradients by the sum of ``own_count`` over the replica instead of ``target_count``. Collective.
 
     Tensor-parallel ranks have the same count, so only the count of the first is added. A sum of zero divides by 1.
     """
     count = own_count.to(mesh.device, torch.float64) * (mesh.tp_rank == 0)
     if mesh.layout.world_size > 1:
-        dist.all_reduce(count)
+        dist.all_reduce(count, group=mesh.group("replica"))
     ratio = max(1, target_count) / torch.where(count == 0, 1.0, count)
     multiply_([local_part(parameter.grad) for parameter in parameters if parameter.grad is not None], ratio)

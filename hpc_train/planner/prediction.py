@@ -214,7 +214,7 @@ class _Step:
     def predict(self, simulated: bool) -> Prediction:
         layout = self.layout
         busy, waiting = self._passes(simulated)
-        communication = self._exposed(busy)
+        communication = self._exposed(busy) + self._outer_steps()
         optimizer = self._optimizer()
         samples = self.config.batch.global_size / (busy + waiting + communication + optimizer)
         peak = self.machine.peak(self.config.precision.name) * layout.world_size
@@ -248,7 +248,7 @@ class _Step:
         if not simulated or layout.pipeline.order is None:
             return busy, busy * layout.bubble_share / (1 - layout.bubble_share)
         size = self.work.hidden * layout.micro_size * self.narrow / (layout.cp * layout.tp)
-        sent = message(size, layout.stage_ranks >= self.machine.devices_per_node, self.rates)
+        sent = message(size, layout.replica.stage_ranks >= self.machine.devices_per_node, self.rates)
         messages = [0.0 if a == b else sent for a, b in pairwise(layout.placement)]
         simulated_s = step_seconds(layout, forwards, backwards, messages)
         ranks = min(layout.world_size, self.machine.devices_per_node)
@@ -290,7 +290,7 @@ class _Step:
         Experts that expert-parallel ranks share have groups of fewer ranks; their traffic is covered by as large a part
         of the passes as they are of the parameters.
         """
-        layout = self.layout
+        layout = self.layout.replica
         strides = layout.tp, layout.ep
         parts = zip(self._parameters(), self._shards(), strides, strict=True)
         total = sum(self._parameters())
@@ -301,15 +301,25 @@ class _Step:
                 exposed += self._exposed_of(parameters, ranks, busy * parameters / total)
         return exposed
 
+    def _outer_steps(self) -> float:
+        """Returns the time in which replicas exchange their weights, per step (``strategy.local_steps``)."""
+        replicas = self.layout.replicas
+        local_steps = self.config.strategy.local_steps
+        if replicas == 1 or local_steps is None:
+            return 0.0
+        held = sum(parameters / shard for parameters, shard in zip(self._parameters(), self._shards(), strict=True))
+        group = group_of(replicas, self.layout.replica.world_size, self.machine.devices_per_node)
+        return all_reduce(held * self.width, group, self.rates) / local_steps
+
     def _shards(self) -> tuple[int, int]:
         """Returns how many ranks share the ZeRO state of a parameter, and of an expert; 1 without ZeRO."""
-        layout = self.layout
+        layout = self.layout.replica
         if not layout.shards_state:
             return 1, 1
         return layout.shard, layout.expert_sizes[1]
 
     def _exposed_of(self, parameters: float, ranks: Holders, busy: float) -> float:
-        layout = self.layout
+        layout = self.layout.replica
         blocks = max(1, len(self.work.blocks) // layout.pp)
         # of the passes of one micro-batch, a third is the forward
         micro_batch_s = busy / layout.micro_batches

@@ -95,7 +95,7 @@ def check_user_code(
     if config.train.debug:  # the debug mode checks each step and names values that are not finite
         rehearsal.not_compared = "train.debug=true"
     elif not mesh.layout.logical_micro_batches and not engine.compressions():
-        rehearsal = rehearse(config, mesh, engine, example_micro_batch(training, mesh.layout, mesh.device))
+        rehearsal = rehearse(config, mesh.replica, engine, example_micro_batch(training, mesh.layout, mesh.device))
     if rehearsal.attributes:
         warnings.append(
             f"the forward pass changes attributes that are neither parameters nor buffers: "

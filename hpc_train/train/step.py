@@ -46,6 +46,7 @@ from hpc_train.train.debug import join_names
 from hpc_train.train.kept_state import kept_state
 from hpc_train.train.optimizers.learning_rate import learning_rates
 from hpc_train.train.optimizers.optimizer import Optimizer
+from hpc_train.train.optimizers.outer import OuterSteps
 from hpc_train.train.verify import Verification
 
 
@@ -103,6 +104,7 @@ class TrainStep:
     Attributes:
         optimizer: the optimizer of the engine's parameters.
         verification: verifies steps (``train.verify``); None without it.
+        outer: the outer steps of ``strategy.local_steps``; None without them.
         loss_scale: the loss scale for precision fp16; otherwise None.
     """
 
@@ -114,6 +116,7 @@ class TrainStep:
         optimizer: Optimizer,
         total_steps: int,
         verification: Verification | None = None,
+        outer: OuterSteps | None = None,
     ) -> None:
         self._config = config
         self._mesh = mesh
@@ -121,6 +124,8 @@ class TrainStep:
         self._sequence_shards = has_sequence_shards(engine)
         self.optimizer = optimizer
         self.verification = verification
+        self.outer = outer
+        self._total_steps = total_steps
         self._trains = {name: parameter.requires_grad for name, parameter in engine.named_parameters().items()}
         self._rate = learning_rates(config.optim, config.batch.global_size, total_steps)
         self._skipped = torch.zeros(2, dtype=torch.int64, device=mesh.device)  # (in_a_row, since_last)
@@ -160,6 +165,8 @@ class TrainStep:
             self.loss_scale.update(finite)
         self._skipped[0] = torch.where(finite, 0, self._skipped[0] + 1)
         self._skipped[1] += ~finite
+        if self.outer is not None:
+            self.outer.after(step + 1, last=step + 1 == self._total_steps)
         return StepOutcome(result, norm, learning_rate, scale)
 
     def replay(self, step: int, batch: StepBatch, outcome: StepOutcome) -> Replay:
@@ -169,7 +176,9 @@ class TrainStep:
         Raises:
             Corrupted, UnfitNode: the passes of replicas differ (``train.verify``).
         """
-        if self._engine.updates is not None or bool(outcome.grad_norm.isfinite()):
+        # a replica may have updated its weights where another has skipped the step
+        is_updated = self._engine.updates is not None or self.outer is not None
+        if is_updated or bool(outcome.grad_norm.isfinite()):
             return Replay(UNKNOWN, CHANGED)
         engine = self._engine
         while isinstance(engine, WrappedEngine):  # wrappers that observe training would count the replay
@@ -193,18 +202,25 @@ class TrainStep:
         )
 
     def take_skipped(self) -> Tensor:
-        """Returns the values of ``SkippedSteps``, ``[2]`` int64 on the device, and resets ``since_last``."""
-        values = self._skipped.clone()
+        """Returns the values of ``SkippedSteps``, ``[2]`` int64 on the device, and resets ``since_last``. Collective;
+        of several replicas these are the largest values."""
+        values = self._skipped_anywhere()
         self._skipped[1] = 0
+        return values
+
+    def _skipped_anywhere(self) -> Tensor:
+        values = self._skipped.clone()
+        if self._mesh.layout.replicas > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._mesh.group("replicas"))
         return values
 
     @property
     def skipped_in_a_row(self) -> int:
-        """Returns the number of consecutive skipped steps up to now; waits for the device."""
-        return int(self._skipped[0].item())
+        """Returns the number of consecutive skipped steps up to now; waits for the device. Collective."""
+        return int(self._skipped_anywhere()[0].item())
 
     def state(self) -> dict[str, Any]:
-        """Returns the state to save in a checkpoint; waits for the device."""
+        """Returns the state to save in a checkpoint; waits for the device. Collective."""
         scale = self.loss_scale.state() if self.loss_scale is not None else None
         return {"loss_scale": scale, "skipped_steps": self.skipped_in_a_row}
 
@@ -262,7 +278,7 @@ class Agreement:
 
     Attributes:
         stop: whether a rank has received a stop request.
-        target_count: the number of targets that count in the announced global batch.
+        target_counts: the number of targets that count in the announced global batch, for each replica.
         save: whether to save a checkpoint after the announced step.
         end: whether a hook of any rank has requested that the announced step is the last one.
         items: the number of stream items in the announced global batch; 0 for other data.
@@ -270,11 +286,16 @@ class Agreement:
     """
 
     stop: bool
-    target_count: int
+    target_counts: tuple[int, ...]
     save: bool
     end: bool
     items: int
     holds: int
+
+    @property
+    def target_count(self) -> int:
+        """Returns the number of targets that count in the announced global batch."""
+        return sum(self.target_counts)
 
 
 SLOW_S = 5.0  # seconds between two messages; a synchronous all-reduce on the hosts takes much less time
@@ -295,7 +316,9 @@ class Control:
         self._rounds: ThreadPoolExecutor | None = None
         if mesh.layout.world_size > RING_RANKS:
             self._rounds = ThreadPoolExecutor(1, "agreement")
-        self._counts = mesh.pp_rank == mesh.cp_rank == mesh.tp_rank == 0  # one rank per replica reports its targets
+        self._replicas = mesh.layout.replicas
+        self._replica_rank = mesh.replica_rank
+        self._counts = mesh.pp_rank == mesh.cp_rank == mesh.tp_rank == 0  # one rank per batch reports its targets
         self._pending: tuple[Tensor, Callable[[], object]] | None = None  # the message and what waits for its sum
         self._posted = deque[float](maxlen=2)  # time.monotonic() of the newest messages
 
@@ -323,8 +346,12 @@ class Control:
         # the duration of a step is unknown for the first two messages, which precede the end of the first step
         is_slow = len(self._posted) < 2 or now - self._posted[-1] > SLOW_S
         self._posted.append(now)
-        counts = (local_count, items) if self._counts else (0, 0)
-        message = torch.tensor([int(stop), *counts, int(save), int(end), int(hold), int(is_slow)])
+        counts = [0] * self._replicas
+        if self._counts:
+            counts[self._replica_rank] = local_count
+        else:
+            items = 0
+        message = torch.tensor([int(stop), items, int(save), int(end), int(hold), int(is_slow), *counts])
         self._pending = message, self._sum(message)
 
     def read(self, flag: StopFlag | None = None) -> Agreement:
@@ -338,12 +365,12 @@ class Control:
         message, wait = self._pending
         self._pending = None
         wait()
-        stop, target_count, items, save, end, holds, slow = message.tolist()
+        stop, items, save, end, holds, slow, *counts = message.tolist()
         if flag is not None and slow and not stop:
             late = torch.tensor([int(flag.requested)])
             self._sum(late)()
             stop = late.item()
-        return Agreement(stop > 0, target_count, save > 0, end > 0, items, holds)
+        return Agreement(stop > 0, tuple(counts), save > 0, end > 0, items, holds)
 
     def _sum(self, message: Tensor) -> Callable[[], object]:
         """Starts to sum ``message`` over all ranks in place, and returns the function that waits for the sum."""

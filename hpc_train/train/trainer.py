@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -285,7 +285,8 @@ class Trainer:
         """Takes a step; returns the next batch after a rollback, otherwise None."""
         began = time.monotonic()
         step = self.step
-        step_batch = StepBatch(batch.micro_batches, agreement.target_count, batch.numbers)
+        target_count = agreement.target_counts[self.mesh.replica_rank]
+        step_batch = StepBatch(batch.micro_batches, target_count, batch.numbers)
         with self._going_back(), self.measures.step():
             outcome = self.take_step(step, step_batch)
         if self.take_step.verification is not None:
@@ -528,7 +529,13 @@ class Trainer:
         began = time.monotonic()
         control = Control(self.mesh, NESTED) if self.step < self._end else None
         self.report.evaluation_started(self.step)
-        with self.meter.pausing(), self.heartbeat.during(Phase.EVALUATION, self.step), self.hooks.evaluating(self.step):
+        outer = self.take_step.outer
+        with (
+            self.meter.pausing(),
+            self.heartbeat.during(Phase.EVALUATION, self.step),
+            nullcontext() if outer is None else outer.anchored(),
+            self.hooks.evaluating(self.step),
+        ):
             metrics = self.evaluation.run(self.engine, control, self.stop)
             line |= (metrics or {}) | {"eval_s": time.monotonic() - began}
             self.report.line(line, skipped)

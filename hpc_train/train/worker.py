@@ -54,6 +54,7 @@ from hpc_train.train.hold import Holds
 from hpc_train.train.hooks import HookContext, Hooks
 from hpc_train.train.optimizers.learning_rate import describe_rates
 from hpc_train.train.optimizers.optimizer import Optimizer, check_groups
+from hpc_train.train.optimizers.outer import OuterSteps
 from hpc_train.train.processes import answer_requests, join, leave
 from hpc_train.train.report import Report, open_report
 from hpc_train.train.saving import LastSave, save_schedule
@@ -146,7 +147,8 @@ def _build(
     check_groups(config.optim, engine, mesh)
     optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
 
-    checkpoints = CheckpointManager(store, engine, optimizer, mesh, spec.local_world_size)
+    outer = None if config.strategy.local_steps is None else OuterSteps(config.strategy, mesh, engine, optimizer)
+    checkpoints = CheckpointManager(store, engine, optimizer, mesh, spec.local_world_size, outer=outer)
     restored = checkpoints.load(checkpoint)
     start = 0
     skipped = NOTHING
@@ -203,6 +205,7 @@ def _build(
             optimizer,
             length.total_steps,
             _verification(config, mesh, engine, optimizer, report, heartbeat),
+            outer,
         ),
         feed=feed,
         evaluation=evaluation,
@@ -222,8 +225,9 @@ def _build(
         holds=Holds(run, spec, stop, heartbeat, events),
         artifacts=artifacts,
     )
-    state = (engine, optimizer, mesh)
-    hooks.context = HookContext(start, length.total_steps, {}, *state, config, run, hooks.request_end, report.text)
+    hooks.context = HookContext(
+        start, length.total_steps, {}, engine, optimizer, mesh, config, run, hooks.request_end, report.text
+    )
     if spec.nodes > 1:
         trainer.measures.watch_nodes(events)  # the agent watches the ranks of a single node
     if restored is not None:
@@ -282,7 +286,7 @@ def _build_engine(
     if config.train.debug:
         engine = DebuggedEngine(engine, mesh.rank, mesh.layout.tp == mesh.layout.ep == 1)
     if is_user_code(config, engine):
-        engine = CheckedWrites(engine, mesh)
+        engine = CheckedWrites(engine, mesh.replica)
     return engine
 
 

@@ -24,6 +24,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.freeze import load
 from hpc_train.train.optimizers.optimizer import Optimizer
+from hpc_train.train.optimizers.outer import OuterSteps
 from hpc_train.train.step import Control, TrainStep
 from tests.parallel.oracle import kept_mesh
 
@@ -37,6 +38,7 @@ class Training:
     engine: Engine
     optimizer: Optimizer
     manager: CheckpointManager
+    outer: OuterSteps | None = None
 
     @classmethod
     def of(cls, run: RunDirectory, config: Config, mesh: Mesh, restored: Collection[str] = ()) -> Training:
@@ -46,8 +48,9 @@ class Training:
         events = EventLog.open(run, f"rank-{mesh.rank}", 0, mesh.rank)
         ranks = mesh.layout.world_size
         store = RunStore(run, config, events, mesh.control)
-        manager = CheckpointManager(store, engine, optimizer, mesh, ranks)
-        return cls(config, mesh, engine, optimizer, manager)
+        outer = None if config.strategy.local_steps is None else OuterSteps(config.strategy, mesh, engine, optimizer)
+        manager = CheckpointManager(store, engine, optimizer, mesh, ranks, outer=outer)
+        return cls(config, mesh, engine, optimizer, manager, outer)
 
     @classmethod
     def resumed(cls, run: RunDirectory, config: Config, mesh: Mesh) -> Training:
@@ -67,12 +70,14 @@ class Training:
         data = build_dataset(config.data, "train", seed)
         assert total is not None
         feed = TrainFeed(data, config.batch, mesh.layout, mesh.dp_rank, seed, mesh.device, start)
-        take_step, control = TrainStep(config, mesh, self.engine, self.optimizer, total), Control(mesh)
+        take_step = TrainStep(config, mesh, self.engine, self.optimizer, total, outer=self.outer)
+        control = Control(mesh)
         losses = []
         for step in range(start, end):
             batch = next(feed)
             control.post(False, batch.local_count)
-            outcome = take_step(step, StepBatch(batch.micro_batches, control.read().target_count))
+            target_count = control.read().target_counts[mesh.replica_rank]
+            outcome = take_step(step, StepBatch(batch.micro_batches, target_count))
             losses.append(self.engine.reduce(outcome.result).loss)
         return losses
 

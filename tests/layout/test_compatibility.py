@@ -19,6 +19,7 @@ from hpc_train.config.schema import (
     ImagesDataConfig,
     StreamDataConfig,
     TargetConfig,
+    VerifyConfig,
 )
 from hpc_train.errors import UserError, UserErrors
 from hpc_train.layout.compatibility import OF_LAYOUT, OF_RUN, Exclusion
@@ -75,6 +76,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "`ddp`": {"strategy.data_parallel": "ddp"},
     "a kind that cannot compress": OWN_KIND,
     "a custom kind": OWN_KIND,
+    "`strategy.local_steps`": {"strategy.local_steps": 2, "strategy.shard": 1},
     "a kind that cannot update in the backward": OWN_KIND,
     "a kind that cannot offload": {"strategy.data_parallel": "tests.layout.test_compatibility:ON_DEVICE"},
     "any other layout than `zero2` or `zero3` on several ranks": {"strategy.data_parallel": "zero1"},
@@ -130,6 +132,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "`output_router_logits` of `model=hf`": {"model": EXPERTS},
     "`train.z_loss`": {"train.z_loss": 1e-4},
     "`train.epochs`": {"train.epochs": 1.0, "train.steps": None},
+    "`train.verify.every`": {"train.verify": VerifyConfig(every=10)},
     "a stream": {"data": StreamDataConfig(_target_="tests.data.test_stream.Counting")},
     "data without sequences": {"data": CIFAR100DataConfig()},
     "`data.decoder=dali`": {"data": ImagesDataConfig(path="images", n_classes=2, decoder="dali")},

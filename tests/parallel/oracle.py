@@ -161,7 +161,7 @@ def mesh_of(cell: Cell, rank: int) -> Mesh:
 
 def kept_mesh(layout: Layout, rank: int) -> Mesh:
     """Returns the mesh of ``layout``; those of one shape share their process groups, which have threads. Collective."""
-    shape = (layout.dp, layout.pp, layout.cp, layout.tp, layout.shard, layout.ep, layout.ring)
+    shape = (layout.dp, layout.pp, layout.cp, layout.tp, layout.shard, layout.ep, layout.ring, layout.replicas)
     mesh: Mesh = kept(shape, lambda: join_mesh(layout, rank, torch.device("cpu")))
     return replace(mesh, layout=layout)
 

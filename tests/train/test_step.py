@@ -23,10 +23,10 @@ def agree(rank: int, world_size: int, steps: int) -> None:
         control.post(rank == number, rank + number, save=rank == number + 1, items=rank)
         nested = step.Control(mesh, step.NESTED)
         nested.post(False, 1, end=True)
-        assert nested.read() == step.Agreement(False, world_size, False, True, 0, 0)
+        assert nested.read() == step.Agreement(False, (world_size,), False, True, 0, 0)
         items = sum(range(world_size))
         stop, save = number < world_size, number + 1 < world_size
-        assert control.read() == step.Agreement(stop, items + world_size * number, save, False, items, 0)
+        assert control.read() == step.Agreement(stop, (items + world_size * number,), save, False, items, 0)
     if rank == 1:
         os._exit(0)
     control.post(False, 0)

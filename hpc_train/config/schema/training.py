@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_train.config.schema.key import NOT_DEBUGGED, group, key, required, unless, when
+from hpc_train.config.schema.key import NOT_DEBUGGED, any_of, group, key, required, unless, when
 
 ADAMW = (when("optim.name", "adamw"), when("optim._target_", None))
 
@@ -72,11 +72,31 @@ class StrategyConfig:
     )
     shard: int | str = key(
         "fill",
-        "The number of ranks over which ZeRO shards its state. fill uses all of dp x cp; node uses the ranks of a "
-        "node. auto: strategy=auto chooses.",
+        "The number of ranks over which ZeRO shards its state, and with strategy.local_steps of a replica. fill uses "
+        "all of dp x cp; node uses the ranks of a node. auto: strategy=auto chooses.",
         choices=("fill", "node", "auto"),
         at_least=1,
-        when=when("shards"),
+        when=any_of(when("shards"), unless("strategy.local_steps", None)),
+    )
+    local_steps: int | None = key(
+        None,
+        "The number of steps after which replicas of strategy.shard ranks exchange their weights (DiLoCo). Between "
+        "these outer steps each replica trains by itself on its part of the batch. null sums gradients over all ranks "
+        "in each step.",
+        at_least=1,
+    )
+    outer_lr: float = key(
+        0.7,
+        "The learning rate of the outer step. 1 with strategy.outer_momentum=0 averages the weights.",
+        above=0,
+        when=unless("strategy.local_steps", None),
+    )
+    outer_momentum: float = key(
+        0.9,
+        "The Nesterov momentum of the outer step.",
+        at_least=0,
+        below=1,
+        when=unless("strategy.local_steps", None),
     )
     schedule: str = key(
         "1f1b", "The pipeline schedule: auto, a built-in schedule or package.module:ROW.", when=when("pipeline")

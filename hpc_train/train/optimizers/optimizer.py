@@ -83,7 +83,7 @@ class Optimizer:
         """
         repeated = self._repeated(turn) if turn is not None else {}
         differing: dict[str, bool] = {}
-        self._prepare()
+        self.prepare()
         flag: HostFlag | None = None
         on_device: Tensor | None = finite
         if self._offload:
@@ -154,13 +154,14 @@ class Optimizer:
     def step_some(self, learning_rate: float, parameters: Sequence[nn.Parameter], finite: Tensor) -> None:
         """Updates ``parameters`` like ``step``. This rank holds the full parameters, in the memory that the engine
         uses."""
-        self._prepare()
+        self.prepare()
         for part in self._parts:
             part.begin(learning_rate)
             part.update(parameters, finite)
             part.end()
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
+        """Calls the actions of ``before_next_update``, before parameters change."""
         while self._before_update:
             self._before_update.pop()()
 
@@ -439,6 +440,5 @@ def check_groups(optim: OptimConfig, engine: Engine, mesh: Mesh) -> None:
     if not groups:
         return
     trained = [name for name, parameter in engine.named_parameters().items() if parameter.requires_grad]
-    first_ranks = range(0, mesh.layout.world_size, mesh.layout.stage_ranks)
-    names = [name for rank in first_ranks for name in from_rank(rank, trained, mesh.control)]
+    names = [name for rank in mesh.layout.first_ranks for name in from_rank(rank, trained, mesh.control)]
     check_matches(groups, list(dict.fromkeys(names)))

@@ -150,7 +150,7 @@ def over_ranks(rows: Sequence[RankTimes], layout: Layout) -> dict[str, float]:
 
 def stages(layout: Layout) -> list[tuple[int, int]]:
     """Returns (begin, end) of the ranks at each position in the pipeline. These ranks do the same work."""
-    ranks = layout.stage_ranks
+    ranks = layout.replica.stage_ranks
     return [(begin, begin + ranks) for begin in range(0, layout.world_size, ranks)]
 
 
