@@ -96,7 +96,7 @@ def runs(folder: Path) -> list[list[str]]:
          "optim._target_=torch.optim.RMSprop", "model.moe.experts=4", "model.moe.bias_rate=0.1",
          "model.moe.capacity_factor=1"],
         ["+strategy=single", *gpt, "data=stream", "data._target_=tests.doors.custom_data.Counted", "data.shards=2",
-         "model.vocab_size=16", "precision=fp8", "precision.weights=bf16"],
+         "model.vocab_size=16", "precision=fp8", "precision.weights=bf16", "strategy.local_steps=1"],
         ["+strategy=dp", "cluster=local", "run.command=[python,--version]", "run.per=node"],
         ["script", "+strategy=dp", *TINY],
         ["plan", *TINY, "--machine=cpu", "--gpus=1", "cluster.price.purchase=9000", "cluster.price.spot=1"],

@@ -117,19 +117,25 @@ class OnSlurm:
         return min(first for first in firsts if first > injected) - injected
 
     def finished(self, whole: str) -> None:
-        """Checks that the run completed with weights ``whole``, left nothing behind and reported its last failure."""
+        """Checks ``completed``, and that the run has the weights ``whole`` and equal losses for repeated steps."""
+        losses = self.completed()
+        assert weights(self.run) == whole
+        assert max(map(len, losses.values())) == 1, "a repeated step has a different loss"
+
+    def completed(self) -> dict[int, set[float]]:
+        """Checks that the run took all steps, left nothing behind and reported its last failure; returns the losses of
+        each step in all attempts."""
         if self.submitter is not None:
             output, _ = self.submitter.communicate(timeout=PATIENCE_S)
             assert self.submitter.returncode == 0, output
         assert self.ended() == "COMPLETED"
-        assert weights(self.run) == whole
         losses = defaultdict(set)
         for line in RunDirectory(self.run).read_all_metrics():
             losses[line["step"]].add(line["loss"])
         assert sorted(losses) == list(range(1, STEPS + 1)), "the metrics lack steps"
-        assert max(map(len, losses.values())) == 1, "a repeated step has a different loss"
         self.nothing_left()
         self.last_failure_told()
+        return losses
 
     def stopped(self) -> None:
         """Asks the run to stop, as a user does, and checks that it stops."""

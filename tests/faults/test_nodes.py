@@ -106,3 +106,24 @@ def test_three_nodes_at_once(cluster: Cluster, tmp_path: Path, whole: str, step:
     on.finished(whole)
     assert len(events(on.run, "restarted")) == 1, "one decision"
     times.note("three of four nodes lost at once: first step", on.first_step_after(killed))
+
+
+LOCAL_STEPS = 5
+LOCAL = [
+    f"strategy.local_steps={LOCAL_STEPS}", "strategy.shard=node", "train.reproducible=null", "cluster.nodes=3",
+    "elastic.min_nodes=1", ASKED,
+]  # fmt: skip
+
+
+@pytest.mark.long_form(80)  # tests/parallel/test_local_steps.py resumes with fewer replicas
+def test_the_replicas_that_are_left_go_on(cluster: Cluster, tmp_path: Path, step: int, times: Times) -> None:
+    """Each of three nodes is a replica that exchanges weights every ``LOCAL_STEPS`` steps."""
+    on = OnSlurm.submit(cluster, tmp_path, *LOCAL)
+    on.wait_for_step(step)
+    nodes = on.nodes_of("started")[0]
+    killed = kill_node(cluster, nodes[2])
+    on.completed()
+    assert on.nodes_of("started") == [nodes, nodes[:2]]
+    (resumed,) = events(on.run, "resumed")
+    assert resumed["step"] % LOCAL_STEPS == 0 and resumed["step"] >= step - LOCAL_STEPS
+    times.note("replica lost, the others go on: first step", on.first_step_after(killed))

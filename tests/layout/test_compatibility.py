@@ -76,7 +76,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "`ddp`": {"strategy.data_parallel": "ddp"},
     "a kind that cannot compress": OWN_KIND,
     "a custom kind": OWN_KIND,
-    "`strategy.local_steps`": {"strategy.local_steps": 2, "strategy.shard": 1},
+    "`strategy.local_steps`": {"strategy.local_steps": 2, "strategy.shard": 2},
     "a kind that cannot update in the backward": OWN_KIND,
     "a kind that cannot offload": {"strategy.data_parallel": "tests.layout.test_compatibility:ON_DEVICE"},
     "any other layout than `zero2` or `zero3` on several ranks": {"strategy.data_parallel": "zero1"},

@@ -289,3 +289,30 @@ def test_a_run_goes_on_with_the_replicas_that_are_left(tmp_path: Path) -> None:
 def test_the_ranks_of_a_replica_must_be_known(strategy: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Cell(4, strategy=strategy).layout()
+
+
+def values_after(rank: int, world_size: int, folder: str, overrides: list[str]) -> list[dict[str, Any]]:
+    """The parameters and buffers of this rank after an outer step, and after one more step."""
+    config = config_of(*overrides)
+    training = Training.of(RunDirectory(Path(folder, str(rank))), config, join_again(config, rank, world_size))
+    training.manager.load(None)
+    found = []
+    for first, last in ((0, 3), (3, 4)):
+        training.steps(first, last)
+        values = {**training.engine.named_parameters(), **training.engine.named_buffers()}
+        found.append({name: whole(value).tolist() for name, value in values.items()})
+    return found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["precision=bf16", "precision.weights=bf16"],
+        ["model.moe.experts=4", "model.moe.top_k=2", "model.moe.router=sigmoid", "model.moe.bias_rate=0.1"],
+    ],
+    ids=["masters", "buffers"],
+)
+def test_all_replicas_have_equal_values_after_an_outer_step(tmp_path: Path, overrides: list[str]) -> None:
+    first, second = run_on_world(2, values_after, str(tmp_path), [*LOCAL, *overrides])
+    assert first[0] == second[0]
+    assert first[1] != second[1]

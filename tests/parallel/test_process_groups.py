@@ -27,10 +27,8 @@ ESTABLISHED, LISTENING = "01", "0A"  # states in /proc/net/tcp
 CPU = torch.device("cpu")
 
 
-def layout(
-    dp: int = 1, pp: int = 1, tp: int = 1, shard: int = 1, kind: str = "ddp", cp: int = 1, ep: int = 1
-) -> Layout:
-    return Layout(dp, pp, tp, shard, kind, "1f1b", 1, 1, 1, cp=cp, ep=ep)
+def layout(dp: int = 1, pp: int = 1, tp: int = 1, shard: int = 1, kind: str = "ddp", **fields: int) -> Layout:
+    return Layout(dp, pp, tp, shard, kind, "1f1b", 1, 1, 1, **fields)  # type: ignore[arg-type]
 
 
 # by world size: a layout and the sizes of its groups besides those of all ranks
@@ -144,6 +142,7 @@ def test_gloo_connects_on_demand() -> None:
 MANY = {
     8: layout(dp=8),
     24: layout(dp=4, pp=3, tp=2),
+    48: layout(dp=6, pp=2, tp=4, replicas=3),
     64: layout(dp=8, pp=2, tp=4),
     512: layout(dp=512, shard=8, kind="zero3"),
     8192: layout(dp=128, pp=8, tp=8, shard=16, kind="zero2"),
@@ -187,6 +186,12 @@ def groups_of(_: int, __: int, world_size: int, rank: int) -> dict[str, Any]:
     [
         (8, 7, [], {"dp": 8, "pp": 1, "dp_replicate": 8, "dp_shard": 1, "tp": 1}),
         (24, 9, [6, 8, 12, 8, 8, 8], {"dp": 4, "pp": 3, "dp_replicate": 4, "dp_shard": 1, "tp": 2}),
+        (
+            48,
+            29,
+            [24, 24, 12, 3, 16],
+            {"dp": 2, "pp": 2, "dp_replicate": 2, "dp_shard": 1, "tp": 4, "replica": 16, "replicas": 3},
+        ),
         (64, 0, [8, 32, 16], {"dp": 8, "pp": 2, "dp_replicate": 8, "dp_shard": 1, "tp": 4}),
         (512, 511, [8, 64], {"dp": 512, "pp": 1, "dp_replicate": 64, "dp_shard": 8, "tp": 1}),
         (
@@ -218,10 +223,13 @@ def test_the_groups_of_a_rank_on_gpus(world_size: int, rank: int, splits: list[i
     # with three stages a link has two of them, and the ranks of the third make no communicator
     assert found["splits"] == [(groups, world_size) for groups in axes] + [(groups, 16) for groups in links]
     assert len(found["links"]) == (2 if MANY[world_size].pp > 2 else 0)
-    assert {axis: len(ranks) for axis, ranks in found["ranks"].items()} == {"cp": 1, "dp_cp": sizes["dp"], **sizes}
+    others = {"cp": 1, "dp_cp": sizes["dp"], "replica": world_size, "replicas": 1}
+    assert {axis: len(ranks) for axis, ranks in found["ranks"].items()} == others | sizes
     assert all(rank in ranks for ranks in found["ranks"].values())
     one = MANY[world_size]
     assert one.communicators == 1 + len(splits) - (one.pp > 2 and one.pp % 2), "an odd ring has a third round of links"
+    one = one.replica
+    rank %= one.world_size
     assert found["coordinate"] == [
         rank // one.stage_ranks, rank // (one.shard * one.tp) % (one.dp_cp // one.shard),
         rank // one.tp % one.shard, rank % one.tp,

@@ -117,11 +117,11 @@ class StrategyConfig:
     )
     bucket_cap_mb: float | None = key(
         None,
-        "The size of a gradient bucket of ddp and allreduce. null is 25 on CPUs and 100 on GPUs. `bench step` measures "
-        "sizes.",
+        "The size of a gradient bucket of ddp and allreduce, and of the messages of an outer step. null is 25 on CPUs "
+        "and 100 on GPUs. `bench step` measures sizes.",
         above=0,
         unit="MB",
-        when=when("buckets"),
+        when=any_of(when("buckets"), unless("strategy.local_steps", None)),
     )
     comm: str = key(
         "default",
