@@ -306,7 +306,7 @@ UNORDERED_KIND = Condition(
 )
 ONE_REPLICA = Condition(
     "`zero2` or `zero3` over all data-parallel ranks",
-    lambda _, layout: layout.replica_ranks == layout.dp and layout.kind.name,
+    lambda _, layout: layout.lockstep_ranks == layout.dp and layout.kind.name,
     "strategy.data_parallel",
 )
 SHARDED_STAGES = Condition(

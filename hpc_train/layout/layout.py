@@ -68,7 +68,7 @@ class Layout:
         return range(dp_rank * logical // self.dp, (dp_rank + 1) * logical // self.dp)
 
     @property
-    def replica_ranks(self) -> int:
+    def lockstep_ranks(self) -> int:
         """Returns the number of consecutive data-parallel ranks that share collectives inside a micro-batch, so that
         they compute equally many: one, or those that exchange shards of parameters or gradients."""
         if self.shards_between_passes & {"parameters", "gradients"}:
@@ -78,7 +78,7 @@ class Layout:
     def possible_counts(self) -> range:
         """Returns the numbers of micro-batches that a replica may compute in a step with ``batch.balance``: at least
         one, or as many as the schedule of a pipeline needs."""
-        replicas = self.dp // self.replica_ranks
+        replicas = self.dp // self.lockstep_ranks
         least = self.stages if self.pp > 1 else 1
         step = self.pp if self.pp > 1 and self.pipeline.micro_batches == "multiple_of_ranks" else 1
         return range(least, replicas * self.micro_batches - (replicas - 1) * least + 1, step)
@@ -90,13 +90,13 @@ class Layout:
             counts: the number of micro-batches of each replica. A replica with fewer than ``micro_batches`` hands its
                 last ones to the others; empty if all have ``micro_batches``.
         """
-        counts = counts or (self.micro_batches,) * (self.dp // self.replica_ranks)
-        replica, place = divmod(dp_rank, self.replica_ranks)
+        counts = counts or (self.micro_batches,) * (self.dp // self.lockstep_ranks)
+        replica, place = divmod(dp_rank, self.lockstep_ranks)
         moved = [(other, number) for other, count in enumerate(counts) for number in range(count, self.micro_batches)]
         before = sum(max(0, count - self.micro_batches) for count in counts[:replica])
         taken = moved[before : before + max(0, counts[replica] - self.micro_batches)]
         first = [(replica, number) for number in range(min(counts[replica], self.micro_batches))]
-        return [(other * self.replica_ranks + place, number) for other, number in first + taken]
+        return [(other * self.lockstep_ranks + place, number) for other, number in first + taken]
 
     @property
     def world_size(self) -> int:

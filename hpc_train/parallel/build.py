@@ -94,7 +94,7 @@ def _check_micro_batches(config: Config, layout: Layout, model: Model | WrappedM
     reason = ""
     if batch_norm.has_statistics(model):
         reason = "has batch or running statistics"
-    if isinstance(model, WrappedModel) and layout.replica_ranks > 1:
+    if isinstance(model, WrappedModel) and layout.lockstep_ranks > 1:
         reason = f"has no stem, layers and head, so its ranks compare what {layout.data_parallel} gathers"
     if reason:
         raise UserError(

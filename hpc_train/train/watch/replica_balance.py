@@ -68,7 +68,7 @@ class ReplicaBalance:
     _lines: deque[tuple[int, tuple[float, ...]]] = field(default_factory=deque, init=False)  # (steps, seconds)
 
     def __post_init__(self) -> None:
-        replicas = self.layout.dp // self.layout.replica_ranks
+        replicas = self.layout.dp // self.layout.lockstep_ranks
         self.counts = (self.layout.micro_batches,) * replicas
 
     def begin(self, step: int) -> None:
@@ -119,7 +119,7 @@ class ReplicaBalance:
 
     def _replica_of(self, rank: int) -> int:
         dp_rank = rank // (self.layout.cp * self.layout.tp) % self.layout.dp
-        return dp_rank // self.layout.replica_ranks
+        return dp_rank // self.layout.lockstep_ranks
 
 
 def _listed(values: Sequence[object]) -> str:

@@ -41,10 +41,10 @@ def test_counts_by_time(layout: Layout, seconds: tuple[float, ...], counts: tupl
     "layout", [EVEN, replace(EVEN, dp=4, shard=2, data_parallel="zero3"), replace(EVEN, dp=4, cp=2)]
 )
 def test_each_micro_batch_has_one_owner(layout: Layout) -> None:
-    replicas = layout.dp // layout.replica_ranks
+    replicas = layout.dp // layout.lockstep_ranks
     counts = (7, *(4,) * (replicas - 2), 1)
     held = [layout.micro_batches_of(rank, counts) for rank in range(layout.dp)]
-    assert [len(of_rank) for of_rank in held] == [counts[rank // layout.replica_ranks] for rank in range(layout.dp)]
+    assert [len(of_rank) for of_rank in held] == [counts[rank // layout.lockstep_ranks] for rank in range(layout.dp)]
     every = [(rank, number) for rank in range(layout.dp) for number in range(layout.micro_batches)]
     assert sorted(micro for of_rank in held for micro in of_rank) == every
     assert [layout.micro_batches_of(rank, (4,) * replicas) for rank in range(layout.dp)] == [
