@@ -68,7 +68,8 @@ def test_a_metric_that_the_loss_lacks_is_refused(name: str, loss: str) -> None:
 
 
 def test_a_model_without_trained_parameters_is_refused() -> None:
-    mesh: Any = SimpleNamespace(dp_cp_rank=0, layout=replicas(1, 4))
+    layout = replicas(1, 4)
+    mesh: Any = SimpleNamespace(layout=layout, replica=SimpleNamespace(dp_cp_rank=0, layout=layout))
     with pytest.raises(UserError, match="no parameters that are trained: all have requires_grad=False"):
         build_engine(config(*CUSTOM, "+model.args.trains=false"), mesh)
     with pytest.raises(UserError, match="it has no parameters"):

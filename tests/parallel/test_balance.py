@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,7 +108,7 @@ class Normalized(nn.Module):
 def test_models_whose_ranks_exchange_something_in_each_micro_batch_are_refused(cell: Cell, normalizes: bool) -> None:
     model: Any = Normalized() if normalizes else build_model(cell.config().model, 0)
     assert normalizes or isinstance(model, WrappedModel)
-    mesh: Any = SimpleNamespace(layout=cell.layout())
+    layout = cell.layout()
     with pytest.raises(UserError, match="all ranks compute equally many"):
-        _check_micro_batches(cell.config(), mesh, model)
-    _check_micro_batches(replace(cell, batch=cell.batch | {"balance": False}).config(), mesh, model)
+        _check_micro_batches(cell.config(), layout, model)
+    _check_micro_batches(replace(cell, batch=cell.batch | {"balance": False}).config(), layout, model)
