@@ -66,6 +66,8 @@ TOGETHER = (
     Check("compiled_replicas", "gpu_checks.several:compiled_replicas", 120, gpus=2, expected_s=90),
     Check("async_tp", "gpu_checks.several:async_tp", 180, gpus=2, expected_s=80),
     Check("algorithms", "gpu_checks.several:algorithms", 120, gpus=2, expected_s=60),
+    Check("local_steps", "gpu_checks.several:local_steps", 120, gpus=2, expected_s=30),
+    Check("balance", "gpu_checks.several:balance", 120, gpus=2, expected_s=30),
     Check("overlap", "gpu_checks.several:overlap", 120, gpus=2, expected_s=45),
 )
 

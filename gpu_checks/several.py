@@ -74,6 +74,25 @@ def splits(ranks: int) -> dict[str, list[str]]:
     return found
 
 
+def local_steps(probe: Probe) -> None:
+    """Replicas whose weights are averaged after each step of SGD train as synchronous ones do."""
+    plain = ["+strategy=dp", "optim=sgd", "optim.clip_norm=0", *TINY]
+    averaged = ["strategy.shard=1", "strategy.local_steps=1", "strategy.outer_lr=1", "strategy.outer_momentum=0"]
+    reference = train(probe, "synchronous", *plain, ranks=probe.place.ranks).losses()
+    found = train(probe, "local", *plain, *averaged, ranks=probe.place.ranks).losses()
+    probe.within("losses, local steps against synchronous", largest_difference(found, reference), high=SAME)
+
+
+def balance(probe: Probe) -> None:
+    """``batch.balance`` changes no loss, whether micro-batches move or not."""
+    plain = ["+strategy=dp", *TINY, f"batch.global_size={8 * probe.place.ranks}", "batch.micro_batches=4"]
+    plain += ["train.steps=40", "telemetry.log_every=5"]
+    reference = train(probe, "even", *plain, ranks=probe.place.ranks).losses()
+    run = train(probe, "balanced", *plain, "batch.balance=true", ranks=probe.place.ranks)
+    probe.within("losses, with the key against without", largest_difference(run.losses(), reference), high=SAME)
+    probe.note("moves", [event["message"] for event in run.events("micro_batches_moved")])
+
+
 def _series(run: Run, key: str) -> dict[int, float]:
     return {line["step"]: line[key] for line in run.metrics()}
 
