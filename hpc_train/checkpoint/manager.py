@@ -148,7 +148,8 @@ class CheckpointManager:
         side = SideStream(self.mesh.device) if on_gpu and self._asynchronous else None
         self._copies = HostCopies(self.mesh.device, side)
         if self._asynchronous and self._group is not None:
-            self._group = dist.new_group(backend="gloo", timeout=SLOWEST_WRITE)
+            ranks = dist.get_process_group_ranks(self._group)
+            self._group = dist.new_group(ranks, SLOWEST_WRITE, backend="gloo", use_local_synchronization=True)
         self._writer = TensorWriter(self._group)
         aliases = dict(getattr(self.engine, "aliases", {}))  # the state of a custom loop has none
         self._facts = self.run_store.facts() if self.mesh.rank == 0 else {}

@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -230,6 +230,15 @@ class EvalFeed:
     @property
     def samples(self) -> int:
         return self._order.samples
+
+    def for_rank(self, layout: Layout, dp_rank: int) -> EvalFeed:
+        """Returns a feed of the same data for a rank of a layout with another number of replicas, whose micro-batches
+        have the same size."""
+        feed = copy(self)
+        feed._layout = layout
+        feed._dp_rank = dp_rank
+        feed._order = replace(self._order, global_size=self._order.global_size * layout.dp // self._layout.dp)
+        return feed
 
     def limited(self, samples: int) -> EvalFeed:
         """Returns a feed that reads at most ``samples`` samples, evenly spaced over the dataset.

@@ -149,6 +149,8 @@ class Agent:
         if self.holds is not None and (request := self.holds.new(now)) is not None:
             client.send_hold_request(request)
         self.watch.hold_requested = client.hold_requested
+        self.watch.lost_replicas = client.lost_replicas(self._attempt)
+        self._report_losses(client)
         if self.growth is not None and self._spec is not None:
             self._change_nodes(self.growth, self._spec, client, now)
         if self.looks is not None and (changed := self.looks.new(now)) is not None:
@@ -170,6 +172,12 @@ class Agent:
             self._stop_reported = True
             if not self._replaced:
                 self._events().write("stop_requested", reason=reason)
+
+    def _report_losses(self, client: RendezvousClient) -> None:
+        while self.stores is not None and not client.losses.empty():
+            details = client.losses.get()
+            self._events().write("replica_lost", **details)
+            print(f"{details['message']}; the other replicas go on", file=sys.stderr, flush=True)
 
     def _change_nodes(self, growth: Growth, spec: AttemptSpec, client: RendezvousClient, now: float) -> None:
         """Answers requests for another number of nodes, and asks for more nodes if the run grows by itself."""

@@ -250,7 +250,9 @@ class Attempts:
         now = set(start.nodes)
         added, gone = [[node.name for node in nodes] for nodes in (now - before, before - now)]
         if start.resize is not None or start.cause is None:
-            reason = "a joiner ends" if start.resize is None else start.resize.reason
+            reason = "a joiner ends" if gone else "lost replicas are replaced"
+            if start.resize is not None:
+                reason = start.resize.reason
             self._report_resize(start, reason, gone, events)
         if start.cause is None:
             return

@@ -205,6 +205,7 @@ class Watch:
     stragglers: StragglerWatch = field(default_factory=StragglerWatch)
     stacks_requested: int = 0  # number of the newest request for stacks
     hold_requested: HoldRequest | None = None  # the newest request to hold a rank
+    lost_replicas: frozenset[int] = frozenset()  # without which the attempt goes on (``strategy.local_steps``)
     of_command: bool = False  # ``run.command``, whose phases and steps are not known
     _events: EventLog | None = field(default=None, init=False)
     _slow_reported_at: deque[float] = field(default_factory=lambda: deque(maxlen=SLOW_STEPS), init=False)
@@ -249,6 +250,7 @@ class Watch:
         self._timeout_reported = self._hang_saved = False
         self._workers = None
         self._others = others
+        self.lost_replicas = frozenset()
 
     def check(self, workers: Workers) -> None:
         """Checks the workers; adds a hang to the failures of ``workers``. Call it a few times per second."""
@@ -271,17 +273,23 @@ class Watch:
                     self._timeout_reported = True
                     self._report_timeout(failure, collect(workers, self.node))
                     break
-        hold = self.hold_requested
-        if hold is not None and hold != self._passed_on:
-            for worker in workers.alive:
-                if worker.rank == hold.rank and isinstance(worker.block, SharedBlock):
-                    worker.block.hold_requested = hold.time
-                    self._passed_on = hold
+        self._pass_on(workers)
         if self.stacks_requested != self._answered and workers.alive:
             self._answered = number = self.stacks_requested
             text = "\n".join(item.text() for item in collect(workers, self.node))
             path = self.run.logs / "stacks" / "answers"
             self._write(path, lambda: answer_stacks_request(self.run, number, self.node, text), len(text))
+
+    def _pass_on(self, workers: Workers) -> None:
+        """Passes a request to hold a rank, and the lost replicas, on to the workers."""
+        hold = self.hold_requested
+        for worker in workers.alive:
+            if isinstance(worker.block, SharedBlock):
+                if hold is not None and hold != self._passed_on and worker.rank == hold.rank:
+                    worker.block.hold_requested = hold.time
+                    self._passed_on = hold
+                if self.lost_replicas:
+                    worker.block.lost_replicas = self.lost_replicas
 
     def _ends_attempt(self, silence: Silence, workers: Workers, now: float) -> bool:
         """Examines silent workers; returns whether they hang or have ended."""

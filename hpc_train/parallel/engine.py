@@ -26,6 +26,7 @@ from hpc_train.models.moe import Routers
 from hpc_train.models.own_loss import check_global_count
 from hpc_train.parallel.compression import Compression
 from hpc_train.parallel.gradient_norm import UpdatesInBackward
+from hpc_train.parallel.local_replicas import sum_over_replicas
 from hpc_train.parallel.mesh import Mesh
 
 
@@ -115,7 +116,7 @@ class Engine(Protocol):
         """
 
     def reduce(self, result: StepResult) -> StepNumbers:
-        """Returns the same numbers on every rank. Collective; call it at log steps only, since the host waits here."""
+        """Returns the same numbers on every rank of a replica. Collective; the host waits here."""
 
     def clip_grad_norm_(self, max_norm: float, loss_scale: Tensor | None = None) -> Tensor:
         """Divides the gradients by ``loss_scale`` and clips them to ``max_norm`` (0 disables it).
@@ -214,13 +215,26 @@ def with_routers(result: StepResult, routers: Routers) -> StepResult:
     return replace(result, loss_sum=result.loss_sum + loss, choices=choices)
 
 
+def over_replicas(result: StepResult, mesh: Mesh) -> StepResult:
+    """Returns the sums of ``result`` over the ranks at the same position in all replicas. Collective.
+
+    Raises:
+        ReplicaLost: see ``across_replicas``.
+    """
+    loss_sum = result.loss_sum.clone()
+    target_count = result.target_count.clone()
+    correct = None if result.correct is None else result.correct.clone()
+    sum_over_replicas([loss_sum, target_count] + ([] if correct is None else [correct]), mesh)
+    return replace(result, loss_sum=loss_sum, target_count=target_count, correct=correct)
+
+
 def reduce_result(result: StepResult, mesh: Mesh) -> StepNumbers:
-    """Adds up ``result`` over all ranks, those of other replicas included, and waits for the numbers. Collective."""
+    """Adds up ``result`` over all ranks of ``mesh`` and waits for the numbers. Collective."""
     return step_numbers(*add_up(result, mesh).tolist())
 
 
 def add_up(result: StepResult, mesh: Mesh) -> Tensor:
-    """Adds up ``result`` over all ranks on the training backend; a GPU's host does not wait for it. Collective.
+    """Adds up ``result`` over all ranks. A GPU's host waits for it only if there are several replicas. Collective.
 
     Ranks without the head hold zeros. Tensor-parallel ranks hold equal sums, so only those of the first are added.
 
@@ -232,9 +246,19 @@ def add_up(result: StepResult, mesh: Mesh) -> Tensor:
     values = [result.loss_sum, result.target_count]
     values += [torch.zeros_like(result.loss_sum)] * 2 if correct is None else [correct, torch.ones_like(correct)]
     sums = torch.stack([value.to(mesh.device, torch.float64) for value in values]) * counts
-    if dist.get_world_size() > 1:
-        dist.all_reduce(sums)
+    sum_over_ranks(sums, mesh)
     return sums
+
+
+def sum_over_ranks(values: Tensor, mesh: Mesh) -> None:
+    """Sums ``values``, on the device, over all ranks in place. Collective.
+
+    Raises:
+        ReplicaLost: see ``across_replicas``.
+    """
+    if mesh.layout.replica.world_size > 1:
+        dist.all_reduce(values, group=mesh.group("replica"))
+    sum_over_replicas([values], mesh)
 
 
 def add_up_choices(result: StepResult, layers: int, experts: int, mesh: Mesh) -> Tensor:
@@ -243,8 +267,7 @@ def add_up_choices(result: StepResult, layers: int, experts: int, mesh: Mesh) ->
     choices = torch.zeros(layers, experts + 1, dtype=torch.int64, device=mesh.device)
     for layer, counts in result.choices.items():
         choices[layer] = counts
-    if mesh.layout.world_size > 1:
-        dist.all_reduce(choices)
+    sum_over_ranks(choices, mesh)
     return choices
 
 

@@ -4,7 +4,8 @@ Ranks of ``dp`` read different samples, and ranks of ``cp`` different tokens of 
 parameters, so the axes dp_replicate and dp_shard together arrange all ranks of dp x cp, the group ``dp_cp``.
 
 With ``strategy.local_steps`` all these groups are those of one replica, and the group ``replicas`` connects the ranks
-at the same position in all replicas.
+at the same position in all replicas. The groups of several replicas use gloo, also between GPUs: their links are slow,
+and a group of NCCL that loses a rank would end the processes of the others.
 
 A gloo group connects each of its ranks with all others, and an NCCL group takes memory of the GPU and time to start.
 Each rank therefore joins as few groups as possible: the default group also serves an axis of all ranks, axes of the
@@ -17,9 +18,13 @@ neighbor (pytorch#172668).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -34,6 +39,40 @@ from hpc_train.models.model import TokenShares
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 EXPERT_AXES = ("pp", "expert_replicate", "expert_shard", "ep")  # of the same ranks, if ep is above 1
 APART = ("cp", "heads", "ring", "ep")
+REPLICA_CONTROL = "replica_control"
+
+
+class Connections:
+    """Holds the TCP connections of process groups on the hosts, which gloo opens when it creates a group."""
+
+    def __init__(self) -> None:
+        self._sockets: dict[int, str] = {}  # file descriptor -> name of its socket
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Adds the connections that this process opens inside the block."""
+        before = _sockets()
+        yield
+        self._sockets |= dict(_sockets().items() - before.items())
+
+    def cut(self) -> None:
+        """Ends the connections, so that collectives of these groups fail here and on the other side."""
+        for descriptor, name in self._sockets.items():
+            if _sockets().get(descriptor) != name:  # it was closed
+                continue
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.getpeername()  # fails for a listening socket, whose end gloo does not survive
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> dict[int, str]:
+    sockets = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            name = str(entry.readlink())
+            if name.startswith("socket:"):
+                sockets[int(entry.name)] = name
+    return sockets
 
 
 @dataclass(frozen=True)
@@ -42,9 +81,9 @@ class Mesh:
 
     Attributes:
         device_mesh: the mesh of this rank's replica with all axes of ``AXES``, including those of size 1.
-        groups: by name, the groups of ``AXES`` and ``EXPERT_AXES``, ``dp``, ``cp``, ``dp_cp``, ``replica`` and
-            ``replicas``; if some of the ``cp`` ranks exchange heads and others form a ring, also ``heads`` and
-            ``ring``.
+        groups: by name, the groups of ``AXES`` and ``EXPERT_AXES``, ``dp``, ``cp``, ``dp_cp`` and ``replica``; if some
+            of the ``cp`` ranks exchange heads and others form a ring, also ``heads`` and ``ring``; and with several
+            replicas ``replicas`` and ``REPLICA_CONTROL``, a gloo group of the ranks of this replica.
         control: a gloo group of all ranks, for small CPU collectives other than the collectives of the training. It is
             the only group for tensors on the CPU if ``device`` is a GPU.
         timeout: the timeout of the collectives of all groups; None uses torch's default.
@@ -52,6 +91,8 @@ class Mesh:
             three ranks, which have one neighbor.
         expert_mesh: the mesh with all axes of ``EXPERT_AXES``, on which the parameters of experts are; None if every
             rank of ``dp`` holds all experts of its layers.
+        numbers: the numbers of the replicas, in the order of ranks, as counted at the start of the attempt.
+        connections: of the groups of several replicas.
     """
 
     layout: Layout
@@ -63,6 +104,8 @@ class Mesh:
     timeout: timedelta | None = None
     links: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
     expert_mesh: DeviceMesh | None = None
+    numbers: tuple[int, ...] = (0,)
+    connections: Connections = field(default_factory=Connections)
 
     @property
     def replica(self) -> Mesh:
@@ -106,7 +149,7 @@ class Mesh:
     def group(self, axis: str) -> dist.ProcessGroup:
         """Returns the process group of this rank along ``pp``, ``dp``, ``cp``, ``dp_cp``, ``dp_replicate``,
         ``dp_shard``, ``tp``, or with ``ep`` above 1 an axis of ``EXPERT_AXES``, within its replica; ``replica``, all
-        ranks of its replica; or ``replicas``, the ranks at the same position in all replicas.
+        ranks of its replica; or ``replicas``, the ranks at the same position in all replicas, on their hosts.
 
         Ranks of ``dp`` read different samples. Gradients are summed over ``dp_cp``, which is ``dp`` x ``cp``, but those
         of experts over ``expert_replicate`` and ``expert_shard``. The group of an axis of one rank does not
@@ -133,7 +176,13 @@ def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelt
     groups = _axis_groups(layout, ranks, device, timeout)
     # All ranks are in this group: with a GPU bound to the default group, the ranks outside a gloo group would wait for
     # its members to split NCCL's communicator, which they do not.
-    control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
+    connections = Connections()
+    with connections.recorded():
+        control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
+        if layout.replicas > 1:
+            groups["replicas"] = _host_group(_lines(ranks, 0), timeout, "replicas")
+    if layout.replicas > 1:
+        groups[REPLICA_CONTROL] = _host_group(_lines(ranks.flatten(1), 1), timeout, REPLICA_CONTROL)
     of_replica = ranks[rank // replica.world_size]
     device_mesh = DeviceMesh.from_group(
         [groups[axis] for axis in AXES], device.type, mesh=of_replica, mesh_dim_names=AXES
@@ -147,7 +196,45 @@ def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelt
             mesh=of_replica.view(layout.pp, *replica.expert_sizes),
             mesh_dim_names=EXPERT_AXES,
         )
-    return Mesh(layout, rank, device, device_mesh, groups, control, timeout, links, expert_mesh)
+    numbers = tuple(range(layout.replicas))
+    return Mesh(layout, rank, device, device_mesh, groups, control, timeout, links, expert_mesh, numbers, connections)
+
+
+def _host_group(lines: list[list[int]], timeout: timedelta | None, description: str) -> dist.ProcessGroup:
+    made = [dist.new_group(line, timeout=timeout, backend="gloo", group_desc=description) for line in lines]
+    return next(group for group in made if isinstance(group, dist.ProcessGroup))
+
+
+def join_replicas(mesh: Mesh, numbers: Sequence[int]) -> Mesh:
+    """Returns the mesh of some of the replicas, which include this one. Collective over their ranks.
+
+    Args:
+        numbers: see ``Mesh.numbers``.
+    """
+    size = mesh.layout.replica.world_size
+    place = mesh.rank % size
+    layout = replace(mesh.layout, dp=mesh.layout.replica.dp * len(numbers), replicas=len(numbers))
+    connections = Connections()
+
+    def join(ranks: list[int], description: str) -> dist.ProcessGroup:
+        group = dist.new_group(
+            ranks, mesh.timeout, backend="gloo", use_local_synchronization=True, group_desc=description
+        )
+        assert isinstance(group, dist.ProcessGroup), "this rank is in it"
+        return group
+
+    with connections.recorded():
+        control = join([size * number + other for number in numbers for other in range(size)], "control")
+        replicas = join([size * number + place for number in numbers], "replicas")
+    return replace(
+        mesh,
+        layout=layout,
+        rank=size * numbers.index(mesh.numbers[mesh.replica_rank]) + place,
+        control=control,
+        groups={**mesh.groups, "replicas": replicas},
+        numbers=tuple(numbers),
+        connections=connections,
+    )
 
 
 def _axis_groups(
@@ -170,7 +257,7 @@ def _axis_groups(
     if layout.ep > 1:
         of_experts = ranks.view(layout.replicas, layout.pp, *layout.replica.expert_sizes)
         partitions |= {axis: _lines(of_experts, dim) for dim, axis in enumerate(EXPERT_AXES, 1)}
-    partitions |= {"replica": _lines(ranks.flatten(1), 1), "replicas": _lines(ranks, 0)}
+    partitions["replica"] = _lines(ranks.flatten(1), 1)
     silent = _silent_group(rank) if layout.world_size > 1 else world
     made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(layout.world_size)): world}
     groups: dict[str, dist.ProcessGroup] = {}

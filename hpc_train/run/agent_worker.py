@@ -65,6 +65,7 @@ _BEAT = struct.Struct("@qqdqd")  # step, phase, since, arrived_step, arrived
 _QUESTION = struct.Struct("@qqq")  # number of the newest question (agent); length and number of the answer (worker)
 _QUESTION_AT = 512
 _HOLD_AT = 768  # the time of the newest request to hold this rank
+_LOST_AT = 1024  # one bit for each replica, to the end of the page
 
 
 class Phase(IntEnum):
@@ -188,6 +189,18 @@ class SharedBlock:
     @hold_requested.setter
     def hold_requested(self, requested: float) -> None:
         struct.pack_into("@d", self.page, _HOLD_AT, requested)
+
+    @property
+    def lost_replicas(self) -> frozenset[int]:
+        """The numbers of the replicas that are lost (``strategy.local_steps``), as counted at the start of the
+        attempt."""
+        bits = int.from_bytes(self.page[_LOST_AT:PAGE], "little")
+        return frozenset(number for number in range(bits.bit_length()) if bits >> number & 1)
+
+    @lost_replicas.setter
+    def lost_replicas(self, numbers: frozenset[int]) -> None:
+        bits = sum(1 << number for number in numbers)
+        self.page[_LOST_AT:PAGE] = bits.to_bytes(PAGE - _LOST_AT, "little")
 
     def clear_stacks(self) -> None:
         """Truncates the stacks, so that the next ones start at the beginning; agent and worker share the file's

@@ -250,6 +250,10 @@ EVENTS = {
         "The agent of a node has ended or does not answer.", "class message traceback gpus",
         level=Level.FAILURE, state="restarting", counter="failures", node_failed="lost",
     ),
+    "replica_lost": EventKind(
+        "Replicas of `strategy.local_steps` are lost with `nodes`; the others go on without a restart.",
+        "class! message! nodes!", level=Level.REACTION, node_failed="lost",
+    ),
     "hang_detected": EventKind(
         "The ranks do not progress; their stacks were saved, and they are killed.",
         "phase seconds message stacks ranks gpus", level=Level.FAILURE, state="restarting", node_failed="hung",

@@ -258,6 +258,11 @@ class CollectiveFailure(Exception):
         self.secondary = secondary
 
 
+class ReplicaLost(Exception):
+    """Raised on all ranks of a replica (``strategy.local_steps``) when a collective with other replicas has failed on
+    any of them."""
+
+
 class UnfitNode(CollectiveFailure):
     """Raised when a node is slow or broken. The event log records it, and the run continues without the node."""
 
@@ -342,6 +347,7 @@ _TYPES: dict[type[BaseException], Failure] = {
     FloatingPointError: Failure.NAN,
     UnfitNode: Failure.UNFIT_NODE,
     Corrupted: Failure.CORRUPTION,
+    ReplicaLost: Failure.COMMUNICATION,
 }
 # cudaError_t. Code 3 (initialization error) is absent: it usually means a fork after CUDA was initialized.
 _CUDA_CODES: dict[Failure, frozenset[int]] = {

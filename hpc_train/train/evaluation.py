@@ -13,7 +13,7 @@ from hpc_train.config.schema import Config, TrainConfig
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import EvalFeed, LocalBatch
-from hpc_train.parallel.engine import Engine, StepNumbers, StepResult
+from hpc_train.parallel.engine import Engine, StepNumbers, StepResult, over_replicas
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.metrics import MetricSums
@@ -28,12 +28,19 @@ class Evaluation:
 
     Attributes:
         feeds: the data of each set by its name; ``MAIN`` is the validation split of ``data``.
+        mesh: the ranks that evaluate together.
         without_targets: the sets without any target that counts, in the last ``run``.
     """
 
     feeds: Mapping[str, EvalFeed]
     metrics: MetricSums
+    mesh: Mesh
     without_targets: list[str] = field(default_factory=list, init=False)
+
+    def go_on(self, mesh: Mesh) -> Evaluation:
+        """Returns the evaluation by the replicas that are left, which ``mesh`` has."""
+        feeds = {name: feed.for_rank(mesh.layout, mesh.dp_rank) for name, feed in self.feeds.items()}
+        return replace(self, feeds=feeds, metrics=self.metrics.go_on(mesh), mesh=mesh)
 
     def limited(self, train: TrainConfig, trained: int) -> Evaluation:
         """Returns the evaluation of a run that trains on ``trained`` samples, limited by ``train.eval_samples``."""
@@ -64,7 +71,7 @@ class Evaluation:
         self.without_targets.clear()
         for name, feed in self.feeds.items():
             with self.metrics.watching(engine.parts):
-                numbers = evaluate(engine, feed, control, stop)
+                numbers = evaluate(engine, feed, control, stop, self.mesh)
             if numbers is None:
                 return None
             if numbers.target_count == 0:
@@ -88,11 +95,15 @@ def build_evaluation(config: Config, mesh: Mesh, local_ranks: int) -> Evaluation
     for name, data in sets.items():
         dataset = build_dataset(data, "validation", config.train.seed, config.precision.name)
         feeds[name] = EvalFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, mesh.device, local_ranks)
-    return Evaluation(feeds, MetricSums(config.metrics, mesh))
+    return Evaluation(feeds, MetricSums(config.metrics, mesh), mesh)
 
 
 def evaluate(
-    engine: Engine, feed: Iterable[LocalBatch], control: Control | None = None, stop: StopFlag | None = None
+    engine: Engine,
+    feed: Iterable[LocalBatch],
+    control: Control | None = None,
+    stop: StopFlag | None = None,
+    mesh: Mesh | None = None,
 ) -> StepNumbers | None:
     """Computes the exact mean loss (and accuracy) over all targets of ``feed`` on all ranks. Collective.
 
@@ -102,6 +113,7 @@ def evaluate(
     Args:
         control: lets the ranks agree on a stop request after each batch; None ignores stop requests.
         stop: the stop flag of this rank.
+        mesh: all ranks, if there are several replicas.
 
     Returns:
         The means, or None if a stop request interrupted the evaluation.
@@ -123,4 +135,6 @@ def evaluate(
             return None
     if total is None:
         raise ValueError("the evaluation set has no batches")
+    if mesh is not None:
+        total = over_replicas(total, mesh)
     return engine.reduce(total)

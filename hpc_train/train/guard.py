@@ -45,7 +45,7 @@ from hpc_train.models.model import Model, canonical_name
 from hpc_train.models.own_loss import place
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.collectives import broadcast_plain
-from hpc_train.parallel.engine import Engine, StepResult, WrappedEngine, seed_micro_batch
+from hpc_train.parallel.engine import Engine, StepResult, WrappedEngine, over_replicas, seed_micro_batch
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.writes import REFUSE, checksum, written_in_lookups
 from hpc_train.run.code import frozen_code
@@ -487,7 +487,7 @@ class _Check:
         return self._engine.eval_step(StepBatch(micro_batches, 1))
 
     def _global(self, result: StepResult) -> Sums:
-        numbers = self._engine.reduce(result)
+        numbers = self._engine.reduce(over_replicas(result, self._mesh))
         return numbers.loss * (numbers.target_count or 1.0), numbers.target_count
 
 

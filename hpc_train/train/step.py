@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -40,6 +41,7 @@ from hpc_train.parallel.engine import (
     has_sequence_shards,
     seed_step,
 )
+from hpc_train.parallel.local_replicas import across_replicas, sum_over_replicas
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.debug import join_names
@@ -201,6 +203,12 @@ class TrainStep:
             HARDWARE, f"its replay from the same weights, inputs and seeds differs{who}, so the hardware erred", nodes
         )
 
+    def go_on(self, mesh: Mesh) -> TrainStep:
+        """Returns the steps of the replicas that are left, which ``mesh`` has."""
+        left = copy(self)
+        left._mesh = mesh
+        return left
+
     def take_skipped(self) -> Tensor:
         """Returns the values of ``SkippedSteps``, ``[2]`` int64 on the device, and resets ``since_last``. Collective;
         of several replicas these are the largest values."""
@@ -210,8 +218,7 @@ class TrainStep:
 
     def _skipped_anywhere(self) -> Tensor:
         values = self._skipped.clone()
-        if self._mesh.layout.replicas > 1:
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._mesh.group("replicas"))
+        sum_over_replicas([values], self._mesh, operation=dist.ReduceOp.MAX)
         return values
 
     @property
@@ -311,7 +318,7 @@ class Control:
     """
 
     def __init__(self, mesh: Mesh, tag: int = 0) -> None:
-        self._group = mesh.control
+        self._mesh = mesh
         self._tag = tag
         self._rounds: ThreadPoolExecutor | None = None
         if mesh.layout.world_size > RING_RANKS:
@@ -360,23 +367,28 @@ class Control:
         Args:
             flag: the stop flag of this rank, which is read again after the first step and after slow steps. It must be
                 None on all ranks or on none.
+
+        Raises:
+            ReplicaLost: see ``across_replicas``.
         """
         assert self._pending is not None, "nothing was posted"
         message, wait = self._pending
         self._pending = None
-        wait()
+        with across_replicas(self._mesh):
+            wait()
         stop, items, save, end, holds, slow, *counts = message.tolist()
         if flag is not None and slow and not stop:
             late = torch.tensor([int(flag.requested)])
-            self._sum(late)()
+            with across_replicas(self._mesh):
+                self._sum(late)()
             stop = late.item()
         return Agreement(stop > 0, tuple(counts), save > 0, end > 0, items, holds)
 
     def _sum(self, message: Tensor) -> Callable[[], object]:
         """Starts to sum ``message`` over all ranks in place, and returns the function that waits for the sum."""
         if self._rounds is not None:
-            return self._rounds.submit(sum_in_rounds, message, self._group, self._tag).result
-        work = dist.all_reduce(message, group=self._group, async_op=True)
+            return self._rounds.submit(sum_in_rounds, message, self._mesh.control, self._tag).result
+        work = dist.all_reduce(message, group=self._mesh.control, async_op=True)
         assert work is not None
         return work.wait
 

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import median
 from typing import Any, NoReturn
 
@@ -32,8 +31,10 @@ from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
 from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States
 from hpc_train.models.moe import load_metrics
+from hpc_train.parallel.collectives import gather_plain
 from hpc_train.parallel.compile import KeptArtifacts
 from hpc_train.parallel.engine import Engine, add_up, add_up_choices
+from hpc_train.parallel.local_replicas import across_replicas
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.exits import Corrupted, Diverged, Exit, UnfitNode
@@ -74,10 +75,13 @@ class Trainer:
 
     Attributes:
         open_feed: (first step, data to skip, positions of streams) -> feed.
+        open_checkpoints: mesh -> the checkpoints of the run, for its ranks. Collective.
         artifacts: the graphs of torch.compile that later attempts reuse; None without torch.compile.
         tokens: the number of targets that counted since step 0, over all ranks.
         missing: the number of samples since step 0 that are missing because a stream had no more items.
         skipped: the data that is skipped after rollbacks.
+        has_begun: whether the hooks have been started.
+        left_out: the samples of each step that lost replicas would have computed (``go_on``).
     """
 
     config: Config
@@ -98,6 +102,7 @@ class Trainer:
     heartbeat: Heartbeat
     last_save: LastSave
     open_feed: Callable[[int, Skipped, States], TrainFeed]
+    open_checkpoints: Callable[[Mesh], CheckpointManager]
     hooks: Hooks
     holds: Holds
     artifacts: KeptArtifacts | None
@@ -106,6 +111,8 @@ class Trainer:
     missing: int = 0
     skipped: Skipped = NOTHING
     rollbacks: int = 0
+    has_begun: bool = False
+    left_out: int = 0
     _line: Line | None = field(default=None, init=False)
     _divergence: tuple[int, Divergence] | None = field(default=None, init=False)  # (step, divergence)
     _not_finite: int | None = field(default=None, init=False)  # a logged step that was skipped and not replayed yet
@@ -118,6 +125,7 @@ class Trainer:
     _is_first_step: bool = field(default=True, init=False)
     _evaluated: tuple[int, dict[str, float | None]] = field(default=(-1, {}), init=False)  # step, metrics
     _saved_hooks: Mapping[str, Any] = field(default_factory=dict, init=False)  # states in the loaded checkpoint
+    _uncounted: Agreement | None = field(default=None, init=False)  # of a step that was taken, before it is counted
 
     def __post_init__(self) -> None:
         self.watch = DivergenceWatch(self.config.train, self.config.precision.name)
@@ -154,12 +162,70 @@ class Trainer:
         if extra.get("bad_end") is not None:
             self._bad_end = Divergence(self.step, extra["bad_end"], fatal=False)
 
+    @property
+    def can_go_on(self) -> bool:
+        """Returns whether training can continue without a restart after other replicas are lost. The positions of a
+        stream would be lost with them, and the last save of a run is not repeated."""
+        return not self.feed.may_end and self.step < self._end
+
+    def go_on(self, mesh: Mesh) -> Trainer:
+        """Returns the trainer of the replicas of ``mesh``, which continues after others were lost. Collective.
+
+        The replicas agree on the furthest step. One that was a step behind leaves it out.
+        """
+        with suppress(RuntimeError):  # of a save in the background, whose group is broken
+            self.checkpoints.wait()
+        if self._uncounted is not None:
+            self.step += 1
+            self.tokens += self._uncounted.target_count
+        state = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "missing": self.missing,
+            "losses": self.watch.state(),
+            "best": self.best.state(),
+            "end": self._end,
+        }
+        furthest = max(gather_plain(state, mesh.control), key=lambda state: state["step"])
+        step = furthest["step"]
+        if self.take_step.outer is not None:
+            self.take_step.outer.go_on(mesh, step, last=step == furthest["end"])
+        share = self.config.batch.global_size // self.mesh.layout.replicas
+        left = replace(
+            self,
+            mesh=mesh,
+            take_step=self.take_step.go_on(mesh),
+            feed=self.open_feed(step, self.skipped, {}),
+            evaluation=self.evaluation.go_on(mesh),
+            checkpoints=self.open_checkpoints(mesh),
+            measures=self.measures.go_on(mesh),
+            balance=ReplicaBalance(mesh.layout, moves=False),
+            last_save=replace(self.last_save, mesh=mesh),
+            step=step,
+            tokens=furthest["tokens"],
+            missing=furthest["missing"],
+            left_out=self.left_out + share * (self.mesh.layout.replicas - mesh.layout.replicas),
+        )
+        if self.hooks.context is not None:
+            self.hooks.context = replace(self.hooks.context, mesh=mesh)
+        self.report.world_size = mesh.layout.world_size
+        if self.meter.peak is not None:
+            self.meter.peak = self.meter.peak.times(mesh.layout.world_size / self.mesh.layout.world_size)
+        left.watch.load_state(furthest["losses"])
+        left.best.load_state(furthest["best"])
+        left._end = furthest["end"]
+        left._saved_hooks = self._saved_hooks
+        left._is_first_step = self._is_first_step
+        left._save_due = self._save_due or self.schedule.falls_on(step)
+        return left
+
     def run(self) -> Exit:
         """Trains to the end (``DONE``) or until a stop request (``STOPPED``) and saves a checkpoint in both cases.
 
         Raises:
             Diverged: the run has diverged, or its final result is not finite; raised on every rank.
             SaveFailed: the last save failed; raised on every rank.
+            ReplicaLost: see ``across_replicas``; ``go_on`` continues.
         """
         if self.step >= self._end:
             if self._bad_end is not None:
@@ -181,7 +247,8 @@ class Trainer:
             self.report.nothing_to_do(self.step, self._weights_sha256(), None)
             return Exit.DONE
         self._announce(first)
-        name_attention(self.config, self.mesh, self.engine, first)
+        if self._is_first_step:
+            name_attention(self.config, self.mesh, self.engine, first)
         phase = Phase.FIRST_STEP
         batch: LocalBatch | None = first
         while batch is not None:
@@ -213,6 +280,10 @@ class Trainer:
             batch = self._train(batch, agreement) or following
             if self.step >= self._end:
                 break
+        return self._finish()
+
+    def _finish(self) -> Exit:
+        """Saves the last checkpoint of the run and reports its result."""
         self.heartbeat.enter(Phase.STEP, self.step)
         self._control.read()  # completes the last all-reduce before any rank exits
         self.profiler.end(self.step, self.meter.waited_s, last=True)
@@ -287,6 +358,7 @@ class Trainer:
         step = self.step
         target_count = agreement.target_counts[self.mesh.replica_rank]
         step_batch = StepBatch(batch.micro_batches, target_count, batch.numbers)
+        self._uncounted = agreement  # only the outer step, which follows the update, may lose a replica
         with self._going_back(), self.measures.step():
             outcome = self.take_step(step, step_batch)
         if self.take_step.verification is not None:
@@ -304,6 +376,7 @@ class Trainer:
         self._replay_if_due(step, step_batch, outcome)
         rolled_back = self._roll_back()
         if rolled_back is not None:  # the step was taken with weights that had diverged
+            self._uncounted = None
             return rolled_back
         self._count(outcome, agreement)
         self.profiler.end(self.step, self.meter.waited_s)
@@ -365,8 +438,10 @@ class Trainer:
     def _count(self, outcome: StepOutcome, agreement: Agreement) -> None:
         """Counts a step that was taken, and logs, evaluates and saves if due."""
         before = self._samples
+        self._uncounted = None
         self.step += 1
         self.tokens += agreement.target_count
+        self.missing += self.left_out
         if self.feed.may_end:
             self.missing += self.length.global_size - agreement.items
         self.meter.count(self._samples - before, agreement.target_count)
@@ -564,7 +639,10 @@ class Trainer:
             )
 
     def _begin_hooks(self) -> None:
-        """Starts the hooks with the weights and states of the loaded checkpoint, if any."""
+        """Starts the hooks with the weights and states of the loaded checkpoint, if any, unless they have been."""
+        if self.has_begun:
+            return
+        self.has_begun = True
         for message in self.hooks.begin(self.step, self._saved_hooks, self.checkpoints.load_hook):
             self.report.warning(self.step, message)
 
@@ -590,7 +668,11 @@ class Trainer:
             metrics = {}
             if self._evaluated[0] == self.step:
                 metrics = {name: value for name, value in self._evaluated[1].items() if value is not None}
-            save = partial(self.checkpoints.save, self.step, extra, metrics, tensors=self.hooks.tensors)
+
+            def save(**how: bool) -> None:
+                with across_replicas(self.mesh):
+                    self.checkpoints.save(self.step, extra, metrics, tensors=self.hooks.tensors, **how)
+
             if final:
                 self.report.data_seen(self.step, self.feed.seen(self.step))
                 self.last_save.run(lambda again: save(final=True, again=again), self.step)

@@ -35,14 +35,15 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.collectives import broadcast_plain
 from hpc_train.parallel.compile import kept_artifacts
 from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.local_replicas import LostReplicas
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.pipeline.balance import plan_split
 from hpc_train.preflight.run import nccl_log, preflight
-from hpc_train.run.agent_worker import Heartbeat, Phase, WorkerSpec
+from hpc_train.run.agent_worker import Heartbeat, Phase, SharedBlock, WorkerSpec
 from hpc_train.run.code import check_imports
 from hpc_train.run.directory import RunDirectory, rank_writer
 from hpc_train.run.event_log import EventLog
-from hpc_train.run.exits import Exit
+from hpc_train.run.exits import Exit, ReplicaLost
 from hpc_train.run.files import patiently
 from hpc_train.run.freeze import config_hash, load
 from hpc_train.run.requests import StopFlag
@@ -93,12 +94,9 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
             with explained(config, mesh):
                 trainer = _build(config, run, mesh, events, stop, spec, heartbeat)
                 check_imports(run)  # by now, the user's model and data have been imported
-                try:
-                    code = trainer.run()
-                finally:
-                    trainer.feed.close()
+                trainer, code = _run(trainer, spec)
             heartbeat.enter(Phase.STOPPING, trainer.step)
-            leave(mesh)
+            leave(trainer.mesh)
 
             def give_up() -> bool:
                 heartbeat.enter(Phase.STOPPING, trainer.step)  # removing checkpoints may take long
@@ -107,6 +105,25 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
             trainer.checkpoints.close(give_up)
             trainer.report.close()
             return code
+
+
+def _run(trainer: Trainer, spec: WorkerSpec) -> tuple[Trainer, Exit]:
+    """Trains, and continues without replicas that are lost (``strategy.local_steps``). Returns the last trainer."""
+    lost = LostReplicas(None if spec.heartbeat is None else SharedBlock(spec.heartbeat), trainer.mesh)
+    while True:
+        try:
+            try:
+                return trainer, trainer.run()
+            finally:
+                trainer.feed.close()
+        except ReplicaLost as failure:
+            if not trainer.can_go_on:
+                raise
+            trainer.heartbeat.enter(Phase.STARTING, trainer.step)
+            mesh = lost.mesh_without(trainer.mesh, failure)
+            trainer = trainer.go_on(mesh)
+            if mesh.rank == 0:
+                print(f"{mesh.layout.replicas} replicas go on after step {trainer.step}")
 
 
 def frozen_config(spec: WorkerSpec, run: RunDirectory) -> Config:
@@ -141,14 +158,17 @@ def _build(
     store = RunStore(run, config, events, mesh.control)
     checkpoint = store.newest()
     engine = _build_engine(config, mesh, store, checkpoint, training)
-    names = [name for part in engine.parts for name in parts_in_evaluation(part)]
-    if names and mesh.rank == 0:
-        print(f"modules that stay in evaluation mode, which their constructor has set: {join_names(names)}")
     check_groups(config.optim, engine, mesh)
     optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
 
     outer = None if config.strategy.local_steps is None else OuterSteps(config.strategy, mesh, engine, optimizer)
-    checkpoints = CheckpointManager(store, engine, optimizer, mesh, spec.local_world_size, outer=outer)
+
+    def open_checkpoints(mesh: Mesh) -> CheckpointManager:
+        store = RunStore(run, config, events, mesh.control)
+        with mesh.connections.recorded():  # those of the group for saves in the background
+            return CheckpointManager(store, engine, optimizer, mesh, spec.local_world_size, outer=outer)
+
+    checkpoints = open_checkpoints(mesh)
     restored = checkpoints.load(checkpoint)
     start = 0
     skipped = NOTHING
@@ -221,6 +241,7 @@ def _build(
         heartbeat=heartbeat,
         last_save=LastSave(mesh, heartbeat, stop, report, config.checkpoint.wait_for_room_s, spec.stop_grace_s),
         open_feed=open_feed,
+        open_checkpoints=open_checkpoints,
         hooks=hooks,
         holds=Holds(run, spec, stop, heartbeat, events),
         artifacts=artifacts,
@@ -285,6 +306,9 @@ def _build_engine(
         engine = PipelineWatch(engine, mesh, plan, store.events)
     if config.train.debug:
         engine = DebuggedEngine(engine, mesh.rank, mesh.layout.tp == mesh.layout.ep == 1)
+    names = [name for part in engine.parts for name in parts_in_evaluation(part)]
+    if names and mesh.rank == 0:
+        print(f"modules that stay in evaluation mode, which their constructor has set: {join_names(names)}")
     if is_user_code(config, engine):
         engine = CheckedWrites(engine, mesh.replica)
     return engine

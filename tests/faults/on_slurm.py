@@ -122,9 +122,13 @@ class OnSlurm:
         assert weights(self.run) == whole
         assert max(map(len, losses.values())) == 1, "a repeated step has a different loss"
 
-    def completed(self) -> dict[int, set[float]]:
+    def completed(self, may_lack: int = 0) -> dict[int, set[float]]:
         """Checks that the run took all steps, left nothing behind and reported its last failure; returns the losses of
-        each step in all attempts."""
+        each step in all attempts.
+
+        Args:
+            may_lack: the number of steps that the metrics may lack.
+        """
         if self.submitter is not None:
             output, _ = self.submitter.communicate(timeout=PATIENCE_S)
             assert self.submitter.returncode == 0, output
@@ -132,7 +136,7 @@ class OnSlurm:
         losses = defaultdict(set)
         for line in RunDirectory(self.run).read_all_metrics():
             losses[line["step"]].add(line["loss"])
-        assert sorted(losses) == list(range(1, STEPS + 1)), "the metrics lack steps"
+        assert max(losses) == STEPS and len(losses) >= STEPS - may_lack, "the metrics lack steps"
         self.nothing_left()
         self.last_failure_told()
         return losses

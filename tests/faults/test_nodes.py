@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.progress import LONG
 from tests.faults.measured import Times
-from tests.faults.on_slurm import ASKED, OnSlurm, kill_agent, kill_node, skip_unless_long
+from tests.faults.on_slurm import ASKED, OnSlurm, kill_agent, kill_node, skip_unless_long, worker
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import events
+from tests.slurm.runs import events, steps
 
 TWO = ["cluster.nodes=2", ASKED]
 SPARE = [*TWO, "elastic.spares=1", "elastic.min_nodes=1"]
@@ -115,15 +116,36 @@ LOCAL = [
 ]  # fmt: skip
 
 
-@pytest.mark.long_form(80)  # tests/parallel/test_local_steps.py resumes with fewer replicas
+@pytest.mark.long_form(80)  # tests/parallel/test_local_steps.py loses a replica of processes
 def test_the_replicas_that_are_left_go_on(cluster: Cluster, tmp_path: Path, step: int, times: Times) -> None:
     """Each of three nodes is a replica that exchanges weights every ``LOCAL_STEPS`` steps."""
     on = OnSlurm.submit(cluster, tmp_path, *LOCAL)
     on.wait_for_step(step)
     nodes = on.nodes_of("started")[0]
+    left = worker(cluster, nodes[1])
     killed = kill_node(cluster, nodes[2])
-    on.completed()
-    assert on.nodes_of("started") == [nodes, nodes[:2]]
-    (resumed,) = events(on.run, "resumed")
-    assert resumed["step"] % LOCAL_STEPS == 0 and resumed["step"] >= step - LOCAL_STEPS
-    times.note("replica lost, the others go on: first step", on.first_step_after(killed))
+    on.wait_for_event("replica_lost")
+    on.wait_for_step(max(steps(on.run)) + 2)
+    assert left.is_running()
+    on.completed(may_lack=2)  # of the steps in which the replicas notice the loss
+    assert on.nodes_of("started") == [nodes]
+    assert on.nodes_of("replica_lost") == [[nodes[2]]]
+    assert steps(on.run) == sorted(set(steps(on.run))), "no step is repeated"
+    lines = RunDirectory(on.run).read_all_metrics()
+    first = next(line["time"] for line in lines if line["world_size"] == 2)
+    times.note("replica lost, the others go on: first step", first - killed)
+
+
+@pytest.mark.long_form(80)
+def test_a_killed_worker_joins_the_other_replicas_again(
+    cluster: Cluster, tmp_path: Path, step: int, times: Times
+) -> None:
+    on = OnSlurm.submit(cluster, tmp_path, *LOCAL)
+    on.wait_for_step(step)
+    nodes = on.nodes_of("started")[0]
+    worker(cluster, nodes[1]).kill()
+    on.completed(may_lack=2)
+    assert on.nodes_of("started") == [nodes, nodes]
+    assert on.nodes_of("replica_lost") == [[nodes[1]]]
+    (resized,) = events(on.run, "resized")
+    assert resized["before"] == 2 and resized["steps"] == 0, "no step is repeated"

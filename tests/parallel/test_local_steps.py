@@ -17,6 +17,7 @@ from hpc_train.data.dataset import IGNORED, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.engine import over_replicas
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import materialize
 from hpc_train.run.directory import RunDirectory
@@ -130,7 +131,8 @@ def against_one_process(rank: int, world_size: int, cells: list[Cell]) -> list[d
         weights = {name: whole(value) for name, value in parameters.items()}
         with outer.anchored():
             anchors = {name: whole(value) for name, value in parameters.items()}
-            evaluated = engine.reduce(engine.eval_step(local_batch(cell, mesh.layout, mesh.dp_rank, STEPS)))
+            result = engine.eval_step(local_batch(cell, mesh.layout, mesh.dp_rank, STEPS))
+            evaluated = engine.reduce(over_replicas(result, mesh))
         after = {name: whole(value) for name, value in parameters.items()}
         assert all(torch.equal(value, weights[name]) for name, value in after.items()), "evaluation changed weights"
         assert any(not torch.equal(value, weights[name]) for name, value in anchors.items())

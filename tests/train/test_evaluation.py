@@ -31,7 +31,7 @@ SAMPLES = 10  # the validation set of the tiny runs: no multiple of the batch of
 def test_a_short_run_evaluates_half_as_many_samples_as_it_trains_on() -> None:
     data = build_dataset(SyntheticDataConfig(validation_samples=100), "validation", 0)
     feed = EvalFeed(data, BatchConfig(global_size=8), replicas(1, 8), 0, torch.device("cpu"))
-    whole = Evaluation({"": feed, "code": feed}, MetricSums({}, cast(Mesh, None)))
+    whole = Evaluation({"": feed, "code": feed}, MetricSums({}, cast(Mesh, None)), cast(Mesh, None))
     found = {
         (setting, trained): whole.limited(TrainConfig(eval_samples=setting), trained).extent()
         for setting, trained in [("auto", 160), ("auto", 200), ("all", 8), (99, 10**6), (1, 8)]

@@ -81,6 +81,10 @@ class RendezvousClient:
         self._to_save = self._saved = -1  # the newest attempt whose stacks all nodes are to save, and have saved
         self.stacks_requested = 0  # number of the newest request for stacks that node 0 has found
         self.hold_requested: HoldRequest | None = None  # the newest request to hold a rank that node 0 has found
+        self._without: tuple[int, frozenset[int]] = (-1, frozenset())  # an attempt and its lost replicas
+        self.losses: queue.SimpleQueue[dict[str, Any]] = (
+            queue.SimpleQueue()
+        )  # details of each event about lost replicas
         self.progress = 0  # newest change in run.progress_dir that node 0 has found, in nanoseconds since 1970
         threading.Thread(target=self._follow, name="rendezvous-client", daemon=True).start()
 
@@ -135,6 +139,11 @@ class RendezvousClient:
     def must_stop(self, attempt: int) -> bool:
         """Returns whether the workers of ``attempt`` must stop after a checkpoint, since the nodes change."""
         return self._to_stop >= attempt
+
+    def lost_replicas(self, attempt: int | None) -> frozenset[int]:
+        """Returns the replicas without which ``attempt`` goes on (``strategy.local_steps``)."""
+        of_attempt, lost = self._without
+        return lost if of_attempt == attempt else frozenset()
 
     def must_save_stacks(self, attempt: int) -> bool:
         """Returns whether ranks of ``attempt`` hang on some node, so that each node saves the stacks of its ranks."""
@@ -226,6 +235,9 @@ class RendezvousClient:
     def _handle(self, message: Message) -> None:
         if message["kind"] == "end":
             self._ended = message["attempt"]
+        elif message["kind"] == "go_on":
+            self._without = message["attempt"], frozenset(message["lost"])
+            self.losses.put(message["event"])
         elif message["kind"] == "stop_workers":
             self._to_stop = message["attempt"]
         elif message["kind"] in ("start", "leave"):

@@ -26,6 +26,7 @@ from hpc_train.elastic.nodes import HEALTH_CHECK_KEY, TOO_OFTEN, Node, NodeFailu
 from hpc_train.elastic.rendezvous.messages import (
     End,
     FailureReport,
+    GoOn,
     Leave,
     NodeReport,
     Order,
@@ -48,6 +49,7 @@ END_TIMEOUT_S = 60.0  # an agent that cannot end its workers within this time co
 LOOK_S = 5.0  # between two questions whether another agent has taken the job over
 GUESTS_WAIT_S = 60.0  # from the first node of a joiner job until the run grows without the others
 MAX_FAILED_STARTS = 2  # failed starts in a row on a node until the job must run elsewhere
+LOSSES = frozenset({Failure.NODE_LOST, Failure.KILLED})  # after which other replicas go on (``strategy.local_steps``)
 NODE_MAY_BE_TO_BLAME = {  # class of failure -> the number of node failures that it counts as
     **dict.fromkeys((Failure.NODE_LOST, Failure.KILLED, Failure.HANG, Failure.KERNEL), 1),
     Failure.DEVICE: TOO_OFTEN,
@@ -75,7 +77,12 @@ class Coordinator:
     unfit: dict[int, Node] = field(default_factory=dict, init=False)  # joined, but cannot take part
     _machines: Machines = field(default_factory=Machines, init=False)
     _verdict: RestartDecision | None = field(default=None, init=False)  # on the job, caused by a single node
-    _team: tuple[Node, ...] = field(default=(), init=False)  # nodes of the running attempt
+    _team: tuple[Node, ...] = field(default=(), init=False)  # nodes of the running attempt, without lost replicas
+    _started: Start | None = field(default=None, init=False)  # the running attempt
+    _lost: set[int] = field(default_factory=set, init=False)  # replicas without which the attempt goes on
+    _ending: set[int] = field(default_factory=set, init=False)  # nodes of lost replicas whose workers must end
+    _ending_since: float = field(default=0.0, init=False)
+    _considered: set[int] = field(default_factory=set, init=False)  # idle nodes that do not make the attempt larger
     _working: set[int] = field(default_factory=set, init=False)  # nodes of the team that have not reported the end
     _reports: list[NodeReport] = field(default_factory=list, init=False)
     _causes: list[FailureReport] = field(default_factory=list, init=False)
@@ -189,7 +196,8 @@ class Coordinator:
             self._retiring.add(number)
         if node is not None and number in self._working:
             message = f"node {node.name} is lost: {why}"
-            rank = self._team.index(node) * node.workers
+            assert self._started is not None
+            rank = self._started.nodes.index(node) * node.workers
             self._working.discard(number)
             failure = WorkerFailure(rank, Failure.NODE_LOST, message, message, 0.0)
             self._causes.append(FailureReport(failure, node.name, now))
@@ -248,7 +256,11 @@ class Coordinator:
         if self._change_is_due(now):
             self._stop_ordered = True
             return StopWorkers()
-        if self._end_ordered_at is None and self._working and self._causes:
+        if self._end_ordered_at is None and self._causes and self._may_go_on():
+            order = self._go_on(now)
+            if order is not None:
+                return order
+        elif self._end_ordered_at is None and self._working and self._causes:
             # the attempt cannot continue: its cause is known, or had time to arrive
             causes = self._causes
             known = any(not is_secondary(cause.failure) or cause.failure.exit_code == -9 for cause in causes)
@@ -263,6 +275,80 @@ class Coordinator:
             return None
         return self._conclude(now)
 
+    def _may_go_on(self) -> bool:
+        """Returns whether the replicas that are left can go on: only nodes of other replicas have failed, a lost one or
+        one with a killed worker first, and enough nodes are left, the batch host among them."""
+        assert self._started is not None
+        cause = primary_cause(self._causes)
+        if self._started.layout.replicas == 1 or cause is None or cause.failure.failure not in LOSSES:
+            return False
+        left = self._nodes_without(self._failed_replicas())
+        return len(left) >= self._fewest_nodes and left[0].number in self._working and 0 not in self._failed_replicas()
+
+    def _failed_replicas(self) -> set[int]:
+        """Returns the replicas that are lost, those that share a node with them included."""
+        assert self._started is not None
+        of_nodes = self._replicas_of_nodes()
+        lost = set(self._lost)
+        failed = [replicas for node, replicas in of_nodes.items() if node.number not in self._working]
+        while failed:
+            lost.update(*failed)
+            failed = [replicas for replicas in of_nodes.values() if replicas & lost and not replicas <= lost]
+        return lost
+
+    def _replicas_of_nodes(self) -> dict[Node, set[int]]:
+        assert self._started is not None
+        layout = self._started.layout
+        nodes = self._started.nodes
+        workers = min(layout.world_size, *(node.workers for node in nodes))
+        size = layout.replica.world_size
+        return {
+            node: {rank // size for rank in range(position * workers, (position + 1) * workers)}
+            for position, node in enumerate(nodes)
+        }
+
+    def _nodes_without(self, lost: set[int]) -> list[Node]:
+        return [node for node, replicas in self._replicas_of_nodes().items() if not replicas & lost]
+
+    def _go_on(self, now: float) -> Order | None:
+        """Returns the order to end the rest of lost replicas, and when it has ended, the order to go on."""
+        lost = self._failed_replicas()
+        left = self._nodes_without(lost)
+        ending = self._working - {node.number for node in left}
+        if not ending <= self._ending:
+            self._ending = ending
+            self._ending_since = now
+            return End(tuple(sorted(ending)))
+        if ending:
+            if now - self._ending_since > END_TIMEOUT_S:
+                for number in ending:
+                    self.left(number, "its agent cannot end its workers", now, frozen=True)
+            return None
+        cause = primary_cause(self._causes)
+        assert cause is not None
+        if now - cause.noticed < NODE_LOSS_WAIT_S and is_loss(cause):
+            return None
+        nodes = tuple(node.name for node in self._team if node not in left)
+        self.node_failures.note(cause.node, cause.failure.failure, NODE_MAY_BE_TO_BLAME[cause.failure.failure])
+        self._causes = []
+        self._ending = set()
+        self._team = tuple(left)
+        self._lost = lost
+        self._considered = set()
+        return GoOn(tuple(sorted(lost)), nodes, cause)
+
+    def _can_refill(self) -> bool:
+        """Returns whether sound idle nodes can replace lost replicas."""
+        idle = self._idle()
+        if not self._lost or idle <= self._considered:
+            return False
+        self._considered = idle
+        try:
+            start = self._choose(only_sound=True)
+        except UserError:
+            return False
+        return start is not None and len(start.nodes) > len(self._team)
+
     def _idle(self) -> set[int]:
         return self.present.keys() - {node.number for node in self._team}
 
@@ -270,7 +356,7 @@ class Coordinator:
         """Returns whether the workers, which all work, must stop now because the nodes of the run change."""
         if self._stop_ordered or self._causes or self.stop is not None or len(self._working) < len(self._team):
             return False
-        return bool(self._retiring & self._working) or self._can_resize(now)
+        return bool(self._retiring & self._working) or self._can_resize(now) or self._can_refill()
 
     def _can_resize(self, now: float) -> bool:
         """Returns whether the run has the nodes for the requested size, or has waited for them long enough."""
@@ -478,6 +564,9 @@ class Coordinator:
 
     def _begin(self, start: Start) -> Start:
         self._team = start.nodes
+        self._started = start
+        self._lost = set()
+        self._ending = set()
         self._working = {node.number for node in start.nodes}
         self._reports = []
         self._causes = []

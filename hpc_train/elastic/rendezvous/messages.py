@@ -169,7 +169,28 @@ class SaveStacks:
 
 @dataclass(frozen=True)
 class End:
-    """Orders agents to kill the workers of the attempt, which cannot continue."""
+    """Orders agents to kill the workers of the attempt, which cannot continue.
+
+    Attributes:
+        nodes: the numbers of the nodes; None for all.
+    """
+
+    nodes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """Orders the workers of the attempt to go on without replicas that are lost (``strategy.local_steps``).
+
+    Attributes:
+        lost: the numbers of all replicas that are lost, as counted at the start of the attempt.
+        nodes: the names of the nodes that the attempt loses now.
+        cause: the failure.
+    """
+
+    lost: tuple[int, ...]
+    nodes: tuple[str, ...]
+    cause: FailureReport
 
 
 @dataclass(frozen=True)
@@ -184,4 +205,4 @@ class Leave:
     outage: str | None = None
 
 
-Order = Start | StopWorkers | SaveStacks | End | Leave
+Order = Start | StopWorkers | SaveStacks | End | GoOn | Leave

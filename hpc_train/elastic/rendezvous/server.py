@@ -27,11 +27,13 @@ from hpc_train.elastic.rendezvous.coordinator import Coordinator
 from hpc_train.elastic.rendezvous.messages import (
     FIELDS,
     End,
+    GoOn,
     Leave,
     Order,
     SaveStacks,
     Start,
     StopWorkers,
+    is_loss,
     report_of,
     typed,
 )
@@ -374,7 +376,17 @@ class RendezvousServer:
         elif isinstance(order, StopWorkers):
             self._broadcast({"kind": "stop_workers", "attempt": self._attempt})
         elif isinstance(order, End):
-            self._broadcast({"kind": "end", "attempt": self._attempt})
+            self._broadcast({"kind": "end", "attempt": self._attempt}, order.nodes)
+        elif isinstance(order, GoOn):
+            failure = order.cause.failure
+            message = failure.message
+            if not is_loss(order.cause):
+                message = f"rank {failure.rank} on {order.cause.node}: {message}"
+            event = {
+                "node": order.cause.node, "rank": failure.rank, "class": failure.failure, "nodes": [*order.nodes],
+                "message": message,
+            }  # fmt: skip
+            self._broadcast({"kind": "go_on", "attempt": self._attempt, "lost": [*order.lost], "event": event})
         elif isinstance(order, SaveStacks):
             self._broadcast({"kind": "save_stacks", "attempt": self._attempt, "done": order.done})
         else:
@@ -417,11 +429,13 @@ class RendezvousServer:
                     raise
             self._broadcast({"kind": "beat"})
 
-    def _broadcast(self, message: Message) -> None:
+    def _broadcast(self, message: Message, nodes: Collection[int] | None = None) -> None:
+        """Sends ``message`` to the agents of ``nodes``; None stands for all."""
         line = encode(message)
-        for member in self._nodes.values():
-            member.channel.send_line(line)
-            self._watch_writing(member)
+        for number, member in self._nodes.items():
+            if nodes is None or number in nodes:
+                member.channel.send_line(line)
+                self._watch_writing(member)
 
     def _wait_for_byes(self) -> None:
         """Releases all agents together, because Slurm may end the others when the first one exits. Each agent sends

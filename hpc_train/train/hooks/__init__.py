@@ -16,6 +16,7 @@ from hpc_train.checkpoint.state import HOOKS, OptimizerState
 from hpc_train.config.import_path import locate
 from hpc_train.config.schema import Config, TargetConfig
 from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.local_replicas import across_replicas
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
 from hpc_train.train.metrics import named_errors
@@ -236,7 +237,8 @@ class Hooks:
         for hook in self._hooks:
             hook.call("evaluation", context)
         ends = torch.tensor(self.end_reason is not None, dtype=torch.int64)
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=context.mesh.control)
+        with across_replicas(context.mesh):
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group=context.mesh.control)
         return bool(ends.item())
 
     def before_save(self, step: int) -> None:

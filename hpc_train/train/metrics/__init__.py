@@ -16,6 +16,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
 from hpc_train.models.model import Model
 from hpc_train.models.wrapped import WrappedModel
+from hpc_train.parallel.engine import sum_over_ranks
+from hpc_train.parallel.local_replicas import across_replicas
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.exits import CollectiveFailure
 
@@ -160,6 +163,12 @@ class MetricSums:
         self._metrics = {name: build_metric(name, config) for name, config in metrics.items()}
         self._sums: dict[str, Tensor] = {}
 
+    def go_on(self, mesh: Mesh) -> MetricSums:
+        """Returns the sums over the replicas that are left, which ``mesh`` has."""
+        left = copy(self)
+        left._mesh = mesh
+        return left
+
     @contextmanager
     def watching(self, parts: Iterable[nn.Module]) -> Iterator[None]:
         """Starts from zero and adds up the evaluations of ``parts`` in this context; does nothing without metrics."""
@@ -209,7 +218,8 @@ class MetricSums:
         nothing = torch.empty(0, dtype=torch.float64)
         sizes = torch.tensor([self._sums.get(name, nothing).numel() for name in self._metrics])
         if self._mesh.layout.world_size > 1:
-            dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self._mesh.control)
+            with across_replicas(self._mesh):
+                dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self._mesh.control)
         if not sizes.all():
             raise UserError(
                 "metrics need the outputs of the model, but its forward pass provides none in evaluation mode",
@@ -223,8 +233,7 @@ class MetricSums:
                 sums = self._sums[name] * (self._mesh.tp_rank == 0)
             parts.append(sums.to(self._mesh.device))
         together = torch.cat(parts)
-        if self._mesh.layout.world_size > 1:
-            dist.all_reduce(together)
+        sum_over_ranks(together, self._mesh)
         return dict(zip(self._metrics, together.cpu().split(sizes.tolist()), strict=True))
 
     def _title(self, name: str) -> str:

@@ -17,17 +17,16 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpc_train.checkpoint.state import LOCAL, OUTER
 from hpc_train.config.schema import StrategyConfig
 from hpc_train.config.values import bucket_mb
-from hpc_train.parallel.collectives import broadcast_tensors
+from hpc_train.parallel.collectives import broadcast_tensors, gather_plain
 from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.local_replicas import sum_over_replicas
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision.masters import local_part, round_to_weights, saved_value
-from hpc_train.parallel.reduction import GradientReduction
 from hpc_train.train.optimizers.optimizer import Optimizer
 
 
@@ -57,13 +56,11 @@ class OuterSteps:
             for name, parameter in engine.named_parameters().items()
             if parameter.requires_grad
         }
-        self._anchors = {name: nn.Parameter(value.clone()) for name, value in self._trained.items()}
+        self._anchors = {name: value.clone() for name, value in self._trained.items()}
         self._momenta = {name: torch.zeros_like(value) for name, value in self._trained.items()}
         self._buffer_anchors = {name: buffer.clone() for name, buffer in engine.named_buffers().items()}
-        group = mesh.group("replicas")
-        self._reduction = GradientReduction(
-            dict.fromkeys(self._anchors.values(), group), bucket_mb(strategy, mesh.device.type)
-        )
+        self._bucket_mb = bucket_mb(strategy, "cpu")
+        self._taken = 0  # outer steps in this attempt
         self.synchronized = True
 
     @torch.no_grad()
@@ -71,37 +68,61 @@ class OuterSteps:
         """Gives all replicas the initial values of the first. Collective."""
         if self._mesh.layout.replicas > 1:
             values = [local_part(value) for value in (*self._trained.values(), *self._engine.named_buffers().values())]
-            broadcast_tensors(values, 0, self._mesh.group("replicas"), self._mesh.device)
+            broadcast_tensors(values, 0, self._mesh.group("replicas"), torch.device("cpu"))
         for weight, anchor in self._pairs():
             anchor.copy_(weight)
         self._changed()
 
     @torch.no_grad()
     def after(self, step: int, last: bool) -> None:
-        """Takes an outer step if one is due after ``step`` steps, or if the run ends there. Collective."""
-        self.synchronized = step % self._every == 0 or last
-        if not self.synchronized:
+        """Takes an outer step if one is due after ``step`` steps, or if the run ends there. Collective.
+
+        Raises:
+            ReplicaLost: nothing has changed, and the outer step is due.
+        """
+        self.synchronized = False
+        if step % self._every and not last:
             return
         replicas = self._mesh.layout.replicas
+        gradients = {name: anchor - self._trained[name] for name, anchor in self._anchors.items()}
+        buffers = {
+            name: buffer.clone() for name, buffer in self._engine.named_buffers().items() if buffer.is_floating_point()
+        }
+        sum_over_replicas(map(local_part, (*gradients.values(), *buffers.values())), self._mesh, self._bucket_mb)
         for name, anchor in self._anchors.items():
-            anchor.grad = anchor - self._trained[name]
-        if replicas > 1:
-            self._reduction.begin(0)
-            self._reduction.reduce()
-        for name, anchor in self._anchors.items():
-            assert anchor.grad is not None
-            gradient = anchor.grad.div_(replicas)
+            gradient = gradients[name].div_(replicas)
             momentum = self._momenta[name].mul_(self._momentum).add_(gradient)
             anchor.sub_(gradient.add_(momentum, alpha=self._momentum), alpha=self._lr)  # as torch.optim.SGD does
-            anchor.grad = None
-        for name, buffer in self._engine.named_buffers().items():
-            if buffer.is_floating_point() and replicas > 1:
-                dist.all_reduce(buffer, group=self._mesh.group("replicas"))
-                buffer.div_(replicas)
-            self._buffer_anchors[name].copy_(buffer)
-        for name, anchor in self._anchors.items():
             self._trained[name].copy_(anchor)
+        for name, buffer in self._engine.named_buffers().items():
+            if name in buffers:
+                buffer.copy_(buffers[name].div_(replicas))
+            self._buffer_anchors[name].copy_(buffer)
+        self._taken += 1
+        self.synchronized = True
         self._changed()
+
+    @torch.no_grad()
+    def go_on(self, mesh: Mesh, step: int, last: bool) -> None:
+        """Continues after ``step`` steps with the replicas of ``mesh``, after others were lost. Collective.
+
+        If some replicas have taken an outer step that others have not, these continue from its anchors.
+        """
+        self._mesh = mesh
+        ranks: list[tuple[int, bool]] = gather_plain((self._taken, self.synchronized), mesh.control)
+        most = max(taken for taken, _ in ranks)
+        if any(taken < most for taken, _ in ranks):
+            source = [taken for taken, _ in ranks].index(most) // mesh.layout.replica.world_size
+            values = [local_part(value) for value in self._shared().values()]
+            broadcast_tensors(values, source, mesh.group("replicas"), torch.device("cpu"))
+        if self._taken < most:
+            self._taken = most
+            for weight, anchor in self._pairs():
+                weight.copy_(anchor)
+            self._changed()
+        self.synchronized = all(synchronized for taken, synchronized in ranks if taken == most)
+        if not self.synchronized:
+            self.after(step, last)
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
@@ -127,7 +148,7 @@ class OuterSteps:
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the value of each parameter and buffer of this replica, and its anchor."""
         for name, weight in self._trained.items():
-            yield weight, self._anchors[name].detach()
+            yield weight, self._anchors[name]
         for name, buffer in self._engine.named_buffers().items():
             yield buffer, self._buffer_anchors[name]
 
@@ -139,7 +160,7 @@ class OuterSteps:
 
     def _shared(self) -> dict[str, Tensor]:
         """Returns the state that is equal on all replicas."""
-        state = {f"model.{name}": anchor.detach() for name, anchor in self._anchors.items()}
+        state = {f"model.{name}": anchor for name, anchor in self._anchors.items()}
         state |= {f"model.{name}": anchor for name, anchor in self._buffer_anchors.items()}
         return state | {f"{OUTER}{name}.momentum": momentum for name, momentum in self._momenta.items()}
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import astuple, dataclass, field
 
 import torch
@@ -20,6 +21,7 @@ from hpc_train.machine.kernel_counters import Traffic, read_traffic
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.collectives import gather_plain
+from hpc_train.parallel.local_replicas import across_replicas
 from hpc_train.parallel.mesh import Mesh, all_gather_tensor
 from hpc_train.run.event_log import EventLog
 from hpc_train.train.watch.step_clock import StepClock
@@ -67,6 +69,13 @@ class Measures:
         """
         with self.clock.watching(parts if self._ddp else (), pipeline=self._mesh.layout.pp > 1):
             yield
+
+    def go_on(self, mesh: Mesh) -> Measures:
+        """Returns the measures of the replicas that are left, which ``mesh`` has."""
+        left = copy(self)
+        left._mesh = mesh
+        left._watch = None  # it knows the nodes of all ranks
+        return left
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -254,7 +263,8 @@ def _gathered(times: RankTimes, mesh: Mesh) -> list[RankTimes]:
     """Returns the values of all ranks in order, with one small all-gather on the CPU. Collective."""
     values = [math.nan if value is None else float(value) for value in astuple(times)]
     gathered = torch.empty(mesh.layout.world_size * len(values), dtype=torch.float64)
-    all_gather_tensor(gathered, torch.tensor(values, dtype=torch.float64), group=mesh.control)
+    with across_replicas(mesh):
+        all_gather_tensor(gathered, torch.tensor(values, dtype=torch.float64), group=mesh.control)
     rows = []
     for row in gathered.view(-1, len(values)).tolist():
         seconds, steps, data_s, memory, *others = row

@@ -51,8 +51,8 @@ class Peak:
     flops: float
     of_precision: float
 
-    def times(self, devices: int) -> Peak:
-        """Returns the rates of several devices together."""
+    def times(self, devices: float) -> Peak:
+        """Returns the rates of several devices together, or of a share of them."""
         return Peak(self.flops * devices, self.of_precision * devices)
 
 
