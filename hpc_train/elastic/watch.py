@@ -290,6 +290,9 @@ class Watch:
                     self._passed_on = hold
                 if self.lost_replicas:
                     worker.block.lost_replicas = self.lost_replicas
+                    if worker.block.beat().arrived == 0 and not workers.failures:  # it has not begun to train
+                        message = "another replica was lost before the first step"
+                        workers.fail(WorkerFailure(worker.rank, Failure.COMMUNICATION, message, message, time.time()))
 
     def _ends_attempt(self, silence: Silence, workers: Workers, now: float) -> bool:
         """Examines silent workers; returns whether they hang or have ended."""

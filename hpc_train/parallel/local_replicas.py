@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.parallel.mesh import REPLICA_CONTROL, Connections, Mesh, join_replicas
+from hpc_train.parallel.mesh import REPLICA_CONTROL, Mesh, join_replicas
 from hpc_train.run.agent_worker import SharedBlock
 from hpc_train.run.exits import ReplicaLost
 
@@ -106,7 +106,7 @@ class LostReplicas:
         """Returns the mesh of the replicas that are left. The groups within this replica stay. Collective over them.
 
         Raises:
-            ReplicaLost: the agent has reported no further lost replica, or more are lost meanwhile.
+            ReplicaLost: the agent has reported no further lost replica.
         """
         until = time.monotonic() + NOTICE_S
         handled, connections = self._watched
@@ -114,17 +114,24 @@ class LostReplicas:
             if self._block is None or time.monotonic() > until:
                 raise failure
             time.sleep(POLL_S)
-        lost = self._block.lost_replicas
         connections.cut()  # the thread may not have done so yet
-        numbers = [number for number in mesh.numbers if number not in lost]
-        size = mesh.layout.replica.world_size
-        names = [str(size * number + place) for number in numbers for place in range(size)]
-        store = dist.PrefixStore(f"replicas without {sorted(lost)}", dist.distributed_c10d._get_default_store())
-        store.set(str(dist.get_rank()), "waits")
-        while not store.check(names):  # new groups would wait for a lost rank until their timeout
-            if self._block.lost_replicas != lost:
-                raise failure
-            time.sleep(POLL_S)
-        left = join_replicas(mesh, numbers)
+        lost = self._block.lost_replicas
+        while not _have_met(self._block, mesh, lost):
+            lost = self._block.lost_replicas
+        left = join_replicas(mesh, [number for number in mesh.numbers if number not in lost])
         self._watched = lost, left.connections
         return left
+
+
+def _have_met(block: SharedBlock, mesh: Mesh, lost: frozenset[int]) -> bool:
+    """Waits until all ranks without ``lost`` replicas are here, since new groups would wait for another lost rank until
+    their timeout. Returns False if more replicas are lost."""
+    size = mesh.layout.replica.world_size
+    ranks = [size * number + place for number in mesh.numbers if number not in lost for place in range(size)]
+    store = dist.PrefixStore(f"without {sorted(lost)}", dist.distributed_c10d._get_default_store())
+    store.set(str(dist.get_rank()), "is here")
+    while not store.check([str(rank) for rank in ranks]):
+        if block.lost_replicas != lost:
+            return False
+        time.sleep(POLL_S)
+    return True

@@ -46,32 +46,36 @@ class Connections:
     """Holds the TCP connections of process groups on the hosts, which gloo opens when it creates a group."""
 
     def __init__(self) -> None:
-        self._sockets: dict[int, str] = {}  # file descriptor -> name of its socket
+        self._sockets: list[socket.socket] = []  # duplicates, since gloo may close a descriptor at any time
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Adds the connections that this process opens inside the block."""
         before = _sockets()
         yield
-        self._sockets |= dict(_sockets().items() - before.items())
+        for descriptor in _sockets() - before:
+            duplicate = socket.socket(fileno=os.dup(int(descriptor.partition(" ")[0])))
+            try:
+                duplicate.getpeername()
+                self._sockets.append(duplicate)
+            except OSError:  # it listens
+                duplicate.close()
 
     def cut(self) -> None:
         """Ends the connections, so that collectives of these groups fail here and on the other side."""
-        for descriptor, name in self._sockets.items():
-            if _sockets().get(descriptor) != name:  # it was closed
-                continue
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                connection.getpeername()  # fails for a listening socket, whose end gloo does not survive
+        for connection in self._sockets:
+            with suppress(OSError):  # the other side has ended it
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def _sockets() -> dict[int, str]:
-    sockets = {}
+def _sockets() -> set[str]:
+    """Returns the descriptor and the name of each socket of this process."""
+    sockets = set()
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             name = str(entry.readlink())
             if name.startswith("socket:"):
-                sockets[int(entry.name)] = name
+                sockets.add(f"{entry.name} {name}")
     return sockets
 
 

@@ -49,6 +49,13 @@ def finish(spec: WorkerSpec, stop: StopFlag) -> Exit:
     return Exit.DONE
 
 
+def trains(spec: WorkerSpec, stop: StopFlag) -> Exit:
+    from hpc_train.train.worker import train
+
+    _mark(spec, str(spec.attempt))
+    return train(spec, stop)
+
+
 LINES = 5_000  # more than a pipe holds
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import over_replicas
+from hpc_train.parallel.local_replicas import LostReplicas
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import materialize
+from hpc_train.run.agent_worker import SharedBlock
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import Exit
+from hpc_train.run.exits import Exit, ReplicaLost
 from hpc_train.train.optimizers.learning_rate import learning_rates
 from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.optimizers.outer import OuterSteps
@@ -31,7 +34,7 @@ from tests.checkpoint.training import Training, join_again
 from tests.config.composing import compose
 from tests.parallel.cells import Cell
 from tests.parallel.oracle import error, global_batch, local_batch, mesh_of, whole
-from tests.ranks import run_on_world
+from tests.ranks import run_on_world, run_ranks
 from tests.train.runs import TINY, frozen, run_attempt
 
 STEPS, TOTAL, LOCAL_STEPS = 5, 7, 2
@@ -51,8 +54,13 @@ class Simulated:
     loss: float
 
 
-def simulate(cell: Cell, replicas: int) -> Simulated:
-    """One process trains all replicas in turns."""
+def simulate(cell: Cell, replicas: int, lost: Mapping[int, int] | None = None) -> Simulated:
+    """One process trains all replicas in turns.
+
+    Args:
+        lost: replica -> the number of steps after which it is lost.
+    """
+    steps_of = dict.fromkeys(range(replicas), STEPS) | dict(lost or {})
     config = cell.config()
     models: list[Any] = []
     for _ in range(replicas):
@@ -71,7 +79,10 @@ def simulate(cell: Cell, replicas: int) -> Simulated:
     for step in range(STEPS):
         inputs, targets = global_batch(cell, step)
         size = len(inputs)
-        for replica, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        present = [replica for replica in range(replicas) if step < steps_of[replica]]
+        for replica in present:
+            model = models[replica]
+            optimizer = optimizers[replica]
             rows = slice(replica * size // replicas, (replica + 1) * size // replicas)
             optimizer.zero_grad()
             total, count = model(inputs[rows], {}, targets[rows])
@@ -81,7 +92,7 @@ def simulate(cell: Cell, replicas: int) -> Simulated:
                 group["lr"] = rate(step)
             optimizer.step()
         if (step + 1) % LOCAL_STEPS == 0:
-            values = [dict(model.named_parameters()) for model in models]
+            values = [dict(models[replica].named_parameters()) for replica in present]
             for name, anchor in anchors.items():
                 anchor.grad = torch.stack([anchor.detach() - value[name].detach() for value in values]).mean(0)
             outer.step()
@@ -149,6 +160,49 @@ def against_one_process(rank: int, world_size: int, cells: list[Cell]) -> list[d
     return found
 
 
+LOST_AFTER = 3  # steps, between two outer steps
+
+
+def go_on_after_a_loss(rank: int, world_size: int, cell: Cell) -> dict[str, float] | None:
+    """The largest relative errors of a rank of the replicas that are left; None on the ranks of the last replica."""
+    config = cell.config()
+    mesh = mesh_of(cell, rank)
+    replicas = mesh.layout.replicas
+    wanted = simulate(cell, replicas, {replicas - 1: LOST_AFTER})
+    engine = build_engine(config, mesh)
+    parameters = engine.named_parameters()
+    optimizer = Optimizer(config.optim, parameters)
+    outer = OuterSteps(config.strategy, mesh, engine, optimizer)
+    outer.begin()
+    take_step = TrainStep(config, mesh, engine, optimizer, TOTAL, outer=outer)
+    for step in range(LOST_AFTER):
+        take_step(step, of_replica(cell, mesh, step))
+    if mesh.replica_rank == replicas - 1:
+        mesh.connections.cut()  # as the kernel does for a process that ends
+        return None
+    block = SharedBlock.create()
+    lost = LostReplicas(block, mesh)
+    with pytest.raises(ReplicaLost) as failure:
+        take_step(LOST_AFTER, of_replica(cell, mesh, LOST_AFTER))
+    block.lost_replicas = frozenset({replicas - 1})  # as the agent does
+    left = lost.mesh_without(mesh, failure.value)
+    assert left.layout.replicas == replicas - 1 and left.replica_rank == mesh.replica_rank
+    outer.go_on(left, LOST_AFTER + 1, last=False)
+    take_step = take_step.go_on(left)
+    for step in range(LOST_AFTER + 1, STEPS):
+        take_step(step, of_replica(cell, mesh, step))
+    weights = {name: whole(value) for name, value in parameters.items()}
+    with outer.anchored():
+        anchors = {name: whole(value) for name, value in parameters.items()}
+    saved = outer.saved({})
+    momentum = {name: whole(saved[f"{OUTER}{name}.momentum"]) for name in parameters}
+    return {
+        "weights": error(weights, wanted.weights[mesh.replica_rank]),
+        "anchors": error(anchors, wanted.anchors),
+        "momentum": error(momentum, wanted.momentum),
+    }
+
+
 def local_cell(world_size: int, shard: int, **strategy: Any) -> Cell:
     strategy = {"local_steps": LOCAL_STEPS, "outer_lr": LR, "outer_momentum": MOMENTUM, "shard": shard} | strategy
     optim = {"warmup_steps": 2, "clip_norm": CLIP_NORM, "lr": 1e-2}
@@ -184,6 +238,14 @@ def test_replicas_train_as_in_one_process(world_size: int, cells: list[Cell]) ->
     for cell, of_ranks in zip(cells, zip(*ranks, strict=True), strict=True):
         worst = max(max(errors.values()) for errors in of_ranks)
         assert worst < TOLERANCE, (str(cell), of_ranks)
+
+
+def test_replicas_that_are_left_train_as_in_one_process() -> None:
+    cell = local_cell(6, 2, dp=6, data_parallel="zero3")
+    *left, first_lost, second_lost = run_ranks(6, go_on_after_a_loss, cell)
+    assert first_lost is second_lost is None
+    for errors in left:
+        assert max(errors.values()) < TOLERANCE, errors
 
 
 COMMON = (*TINY, "precision=fp64", "train.steps=10", "model.n_layers=2", "+strategy=dp")
@@ -248,6 +310,33 @@ def test_a_checkpoint_between_outer_steps_resumes_with_any_number_of_replicas(tm
     (synchronous,) = run_on_world(1, resume, str(tmp_path), 0, *COMMON)
     assert synchronous[weight] == stored[weight].tolist()
     assert synchronous[moment] == stored[moment].tolist()
+
+
+def without_the_newest_outer_step(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
+    """The state of this rank after an outer step, and after the second rank has lost it and ``go_on`` was called."""
+    config = config_of(*LOCAL)
+    mesh = join_again(config, rank, world_size)
+    training = Training.of(RunDirectory(Path(folder, str(rank))), config, mesh)
+    training.manager.load(None)
+    training.steps(0, 3)
+    states = [whole_state(training)]
+    outer = training.outer
+    assert outer is not None
+    if rank == 1:
+        outer._taken -= 1
+        for tensor in training.state().values():
+            tensor.add_(1.0)
+        for tensor in outer.saved({}).values():
+            tensor.add_(1.0)
+    outer.go_on(mesh, 3, last=False)
+    return [*states, whole_state(training)]
+
+
+def test_a_replica_that_lacks_the_newest_outer_step_continues_from_its_anchors(tmp_path: Path) -> None:
+    first, second = run_on_world(2, without_the_newest_outer_step, str(tmp_path))
+    assert first[0] == first[1]
+    shared = {name for name in first[0] if name.startswith(("model.", "outer."))}
+    assert shared and {name: second[1][name] for name in shared} == {name: first[0][name] for name in shared}
 
 
 def final_weights(rank: int, world_size: int, folder: str, *overrides: str) -> dict[str, Any]:
