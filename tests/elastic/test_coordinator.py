@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from hpc_train.config.schema import BatchConfig, ClusterConfig, Config, ElasticC
 from hpc_train.elastic.decision import OVER_BUDGET, History, RestartDecision, WorkerFailure
 from hpc_train.elastic.nodes import Node, NodeFailures, Unfit, check_health
 from hpc_train.elastic.rendezvous.coordinator import (
+    END_TIMEOUT_S,
     GUESTS_WAIT_S,
     LOOK_S,
     NODE_LOSS_WAIT_S,
     SECONDARY_WAIT_S,
     Coordinator,
 )
-from hpc_train.elastic.rendezvous.messages import End, Leave, NodeReport, SaveStacks, Start, StopWorkers
+from hpc_train.elastic.rendezvous.messages import End, GoOn, Leave, NodeReport, SaveStacks, Start, StopWorkers
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
@@ -39,12 +41,19 @@ def failed(failure: Failure, step: int = 9, rank: int = 0, message: str = "no") 
 class Course:
     """A job of ``nodes`` nodes with two workers each; the time goes on by itself as far as orders ask for it."""
 
-    def __init__(self, folder: Path, nodes: int, joined: int | None = None, **elastic: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int,
+        joined: int | None = None,
+        local: Mapping[str, Any] | None = None,
+        **elastic: Any,
+    ) -> None:
         run = RunDirectory(folder)
         run.create()
         config = Config(
             cluster=ClusterConfig(gpus_per_node=0, cpu_workers=2),
-            strategy=StrategyConfig(name="dp", dp="fill"),
+            strategy=StrategyConfig(name="dp", dp="fill", **local or {}),
             model=TINY,
             batch=BatchConfig(global_size=4096),
             elastic=ElasticConfig(**elastic),
@@ -763,3 +772,85 @@ def test_a_server_whose_nodes_stay_away_looks_whether_another_agent_has_taken_ov
     assert course.next() is None, "it looks rarely"
     order = course.next(after=LOOK_S)
     assert isinstance(order, Leave) and order.decision == RestartDecision(Action.STOP, "taken over")
+
+
+STOPPED = NodeReport(Exit.STOPPED, None, 9)
+
+
+def local(folder: Path, nodes: int, shard: int, **elastic: Any) -> Course:
+    """A job of replicas of ``shard`` ranks, which has started."""
+    course = Course(folder, nodes, local={"local_steps": 5, "shard": shard}, **elastic)
+    assert course.started() == [*range(nodes)]
+    return course
+
+
+def test_replicas_go_on_without_the_nodes_that_are_lost(tmp_path: Path) -> None:
+    course = local(tmp_path, 4, shard=2, min_nodes=1)
+    course.lose(2)
+    assert course.next() is None, "more nodes may be lost with it"
+    order = course.next(after=NODE_LOSS_WAIT_S)
+    assert (order.lost, order.nodes, order.cause.failure.failure) == ((2,), ("n2",), Failure.NODE_LOST)
+    course.lose(1)
+    order = course.next(after=NODE_LOSS_WAIT_S)
+    assert isinstance(order, GoOn) and (order.lost, order.nodes) == ((1, 2), ("n1",))
+    assert course.next() is None
+    course.report(DONE, 0, 3)
+    assert action(course.next()) is Action.FINISH
+
+
+def test_a_node_whose_worker_was_killed_joins_the_replicas_that_went_on(tmp_path: Path) -> None:
+    course = local(tmp_path, 3, shard=1)
+    course.report(failed(Failure.KILLED), 1)
+    order = course.next()
+    assert isinstance(order, GoOn) and order.lost == (2, 3), "both replicas of the node"
+    assert isinstance(course.next(), StopWorkers)
+    course.report(STOPPED, 0, 2)
+    start = course.next()
+    assert isinstance(start, Start) and start.cause is None
+    assert [node.number for node in start.nodes] == [0, 1, 2]
+    assert [node.number for node in start.before] == [0, 2]
+
+
+def test_a_lost_node_that_comes_back_joins_the_replicas_that_went_on(tmp_path: Path) -> None:
+    course = local(tmp_path, 2, shard=2, min_nodes=1)
+    course.lose(1)
+    assert isinstance(course.next(after=NODE_LOSS_WAIT_S), GoOn)
+    course.join(1)
+    assert isinstance(course.next(), StopWorkers)
+
+
+def test_the_rest_of_a_lost_replica_ends_before_the_others_go_on(tmp_path: Path) -> None:
+    course = local(tmp_path, 6, shard=4, min_nodes=2)
+    course.report(failed(Failure.KILLED), 5)
+    assert course.next() == End((4,))
+    assert course.next() is None
+    course.report(failed(Failure.COMMUNICATION), 4)
+    order = course.next()
+    assert isinstance(order, GoOn) and (order.lost, order.nodes) == ((2,), ("n4", "n5"))
+
+    course.report(failed(Failure.KILLED), 2)
+    assert course.next() == End((3,))
+    order = course.next(after=END_TIMEOUT_S + 1)
+    assert order is None, "its agent is lost too, and others may be lost with it"
+    order = course.next(after=NODE_LOSS_WAIT_S)
+    assert isinstance(order, GoOn) and order.lost == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("elastic", "failure", "number"),
+    [
+        ({"min_nodes": 1}, Failure.USER_ERROR, 2),
+        ({"min_nodes": 1}, Failure.COMMUNICATION, 2),
+        ({"min_nodes": 1}, Failure.KILLED, 0),  # the first replica
+        ({}, Failure.NODE_LOST, 2),  # the run needs all nodes
+    ],
+)
+def test_losses_after_which_replicas_do_not_go_on(
+    tmp_path: Path, elastic: dict[str, Any], failure: Failure, number: int
+) -> None:
+    course = local(tmp_path, 3, shard=2, **elastic)
+    if failure is Failure.NODE_LOST:
+        course.lose(number)
+    else:
+        course.report(failed(failure), number)
+    assert course.next(after=SECONDARY_WAIT_S + 1) == End()

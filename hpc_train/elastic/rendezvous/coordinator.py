@@ -276,14 +276,13 @@ class Coordinator:
         return self._conclude(now)
 
     def _may_go_on(self) -> bool:
-        """Returns whether the replicas that are left can go on: only nodes of other replicas have failed, a lost one or
-        one with a killed worker first, and enough nodes are left, the batch host among them."""
+        """Returns whether the replicas that are left can go on: a node is lost, or a worker was killed, and only that
+        replica has failed; the first replica, which reports the run, is left; and there are enough nodes."""
         assert self._started is not None
         cause = primary_cause(self._causes)
         if self._started.layout.replicas == 1 or cause is None or cause.failure.failure not in LOSSES:
             return False
-        left = self._nodes_without(self._failed_replicas())
-        return len(left) >= self._fewest_nodes and left[0].number in self._working and 0 not in self._failed_replicas()
+        return 0 not in self._failed_replicas() and len(self.present) >= self._fewest_nodes
 
     def _failed_replicas(self) -> set[int]:
         """Returns the replicas that are lost, those that share a node with them included."""
@@ -344,7 +343,7 @@ class Coordinator:
             return False
         self._considered = idle
         try:
-            start = self._choose(only_sound=True)
+            start = self._choose(only_sound=len(self._team) >= self._fewest_nodes)
         except UserError:
             return False
         return start is not None and len(start.nodes) > len(self._team)
