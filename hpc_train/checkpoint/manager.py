@@ -41,7 +41,7 @@ from hpc_train.checkpoint.store import (
 )
 from hpc_train.checkpoint.writer import SaveFailed, TensorWriter
 from hpc_train.errors import UserError
-from hpc_train.parallel.mesh import use_device
+from hpc_train.parallel.mesh import host_group, use_device
 from hpc_train.units import format_bytes
 
 # A slow file system does not end training. If a save hangs, the next one waits for it, and the agent sees the hang.
@@ -148,8 +148,7 @@ class CheckpointManager:
         side = SideStream(self.mesh.device) if on_gpu and self._asynchronous else None
         self._copies = HostCopies(self.mesh.device, side)
         if self._asynchronous and self._group is not None:
-            ranks = dist.get_process_group_ranks(self._group)
-            self._group = dist.new_group(ranks, SLOWEST_WRITE, backend="gloo", use_local_synchronization=True)
+            self._group = host_group(dist.get_process_group_ranks(self._group), SLOWEST_WRITE, "checkpoints")
         self._writer = TensorWriter(self._group)
         aliases = dict(getattr(self.engine, "aliases", {}))  # the state of a custom loop has none
         self._facts = self.run_store.facts() if self.mesh.rank == 0 else {}

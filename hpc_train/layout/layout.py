@@ -138,11 +138,10 @@ class Layout:
 
     @property
     def communicators(self) -> int:
-        """Returns how many process groups of more than one rank a rank joins (``parallel/mesh.py``)."""
+        """Returns how many process groups of more than one rank a rank joins on its device (``parallel/mesh.py``)."""
         replica = self.replica
         sizes_and_strides = {
             (self.world_size, 1),
-            (self.replicas, replica.world_size),
             (replica.world_size, 1),
             (self.pp, replica.stage_ranks),
             (replica.dp, self.cp * self.tp),

@@ -177,6 +177,7 @@ def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelt
     replica = layout.replica
     sizes = (layout.replicas, layout.pp, replica.dp_cp // layout.shard, layout.shard, layout.tp)
     ranks = torch.arange(layout.world_size, device="cpu").view(sizes)
+    of_replica = ranks[rank // replica.world_size]
     groups = _axis_groups(layout, ranks, device, timeout)
     # All ranks are in this group: with a GPU bound to the default group, the ranks outside a gloo group would wait for
     # its members to split NCCL's communicator, which they do not.
@@ -184,10 +185,9 @@ def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelt
     with connections.recorded():
         control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
         if layout.replicas > 1:
-            groups["replicas"] = _host_group(_lines(ranks, 0), timeout, "replicas")
+            groups["replicas"] = host_group(_line_of(rank, _lines(ranks, 0)), timeout, "replicas")
     if layout.replicas > 1:
-        groups[REPLICA_CONTROL] = _host_group(_lines(ranks.flatten(1), 1), timeout, REPLICA_CONTROL)
-    of_replica = ranks[rank // replica.world_size]
+        groups[REPLICA_CONTROL] = host_group(of_replica.flatten().tolist(), timeout, REPLICA_CONTROL)
     device_mesh = DeviceMesh.from_group(
         [groups[axis] for axis in AXES], device.type, mesh=of_replica, mesh_dim_names=AXES
     )
@@ -204,9 +204,15 @@ def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelt
     return Mesh(layout, rank, device, device_mesh, groups, control, timeout, links, expert_mesh, numbers, connections)
 
 
-def _host_group(lines: list[list[int]], timeout: timedelta | None, description: str) -> dist.ProcessGroup:
-    made = [dist.new_group(line, timeout=timeout, backend="gloo", group_desc=description) for line in lines]
-    return next(group for group in made if isinstance(group, dist.ProcessGroup))
+def host_group(ranks: list[int], timeout: timedelta | None, description: str) -> dist.ProcessGroup:
+    """Returns a new gloo group of the global ``ranks``, which include this one. Collective over them; no other rank
+    calls it, since with a GPU bound to the default group it would wait for them to split NCCL's communicator."""
+    # The name of a group is a hash of its ranks and the number of groups. A name that the preflight has used for a
+    # group that it has left would lead to the addresses of that group.
+    _silent_group(dist.get_rank())
+    group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True, group_desc=description)
+    assert isinstance(group, dist.ProcessGroup), "this rank is in it"
+    return group
 
 
 def join_replicas(mesh: Mesh, numbers: Sequence[int]) -> Mesh:
@@ -219,17 +225,10 @@ def join_replicas(mesh: Mesh, numbers: Sequence[int]) -> Mesh:
     place = mesh.rank % size
     layout = replace(mesh.layout, dp=mesh.layout.replica.dp * len(numbers), replicas=len(numbers))
     connections = Connections()
-
-    def join(ranks: list[int], description: str) -> dist.ProcessGroup:
-        group = dist.new_group(
-            ranks, mesh.timeout, backend="gloo", use_local_synchronization=True, group_desc=description
-        )
-        assert isinstance(group, dist.ProcessGroup), "this rank is in it"
-        return group
-
     with connections.recorded():
-        control = join([size * number + other for number in numbers for other in range(size)], "control")
-        replicas = join([size * number + place for number in numbers], "replicas")
+        of_all = [size * number + other for number in numbers for other in range(size)]
+        control = host_group(of_all, mesh.timeout, "control")
+        replicas = host_group([size * number + place for number in numbers], mesh.timeout, "replicas")
     return replace(
         mesh,
         layout=layout,
@@ -266,7 +265,7 @@ def _axis_groups(
     made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(layout.world_size)): world}
     groups: dict[str, dist.ProcessGroup] = {}
     for axis, partition in partitions.items():
-        line_of_rank = tuple(next(line for line in partition if rank in line))
+        line_of_rank = tuple(_line_of(rank, partition))
         # fully_shard uses an axis of one rank
         is_used = len(line_of_rank) > 1 or (axis.endswith("_shard") and layout.shards_state)
         if not is_used:
@@ -301,6 +300,10 @@ def _links(
         if group is not None:
             links |= {place: group for pair in disjoint if position in pair for place in pair if place != position}
     return links
+
+
+def _line_of(rank: int, lines: list[list[int]]) -> list[int]:
+    return next(line for line in lines if rank in line)
 
 
 def _lines(ranks: torch.Tensor, dim: int) -> list[list[int]]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import hpc_train
 from hpc_train.layout.layout import Layout
-from hpc_train.parallel.mesh import join_mesh
+from hpc_train.parallel.mesh import REPLICA_CONTROL, join_mesh
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.train import processes
 from tests.ranks import run_ranks
@@ -189,8 +189,9 @@ def groups_of(_: int, __: int, world_size: int, rank: int) -> dict[str, Any]:
         (
             48,
             29,
-            [24, 24, 12, 3, 16],
-            {"dp": 2, "pp": 2, "dp_replicate": 2, "dp_shard": 1, "tp": 4, "replica": 16, "replicas": 3},
+            [24, 24, 12, 3],
+            {"dp": 2, "pp": 2, "dp_replicate": 2, "dp_shard": 1, "tp": 4, "replica": 16}
+            | {"replicas": 3, REPLICA_CONTROL: 16},
         ),
         (64, 0, [8, 32, 16], {"dp": 8, "pp": 2, "dp_replicate": 8, "dp_shard": 1, "tp": 4}),
         (512, 511, [8, 64], {"dp": 512, "pp": 1, "dp_replicate": 64, "dp_shard": 8, "tp": 1}),
@@ -216,14 +217,16 @@ def groups_of(_: int, __: int, world_size: int, rank: int) -> dict[str, Any]:
     ],
 )
 def test_the_groups_of_a_rank_on_gpus(world_size: int, rank: int, splits: list[int], sizes: dict[str, int]) -> None:
-    """Only ``control`` uses gloo, with all ranks: a gloo group of some ranks hangs under a bound GPU."""
+    """Only ``control`` and the groups of several replicas use gloo."""
     found = run_ranks(1, groups_of, world_size, rank)[0]
-    assert found["made"] == [("fake", [rank]), ("gloo", None)]
+    on_hosts = [ranks for backend, ranks in found["made"] if backend == "gloo"]
+    lines = [found["ranks"][name] for name in ("replicas", REPLICA_CONTROL) if name in sizes]
+    assert on_hosts == [None, *lines]
     axes, links = (splits[:3], splits[3:]) if MANY[world_size].pp == 3 else (splits, [])
     # with three stages a link has two of them, and the ranks of the third make no communicator
     assert found["splits"] == [(groups, world_size) for groups in axes] + [(groups, 16) for groups in links]
     assert len(found["links"]) == (2 if MANY[world_size].pp > 2 else 0)
-    others = {"cp": 1, "dp_cp": sizes["dp"], "replica": world_size, "replicas": 1}
+    others = {"cp": 1, "dp_cp": sizes["dp"], "replica": world_size}
     assert {axis: len(ranks) for axis, ranks in found["ranks"].items()} == others | sizes
     assert all(rank in ranks for ranks in found["ranks"].values())
     one = MANY[world_size]
@@ -255,12 +258,14 @@ def calls_of(*functions: str) -> Iterator[tuple[str, int, dict[str | None, str]]
             yield path.name, len(node.args), {word.arg: ast.unparse(word.value) for word in node.keywords}
 
 
-def test_gloo_groups_are_of_all_ranks() -> None:
-    """A gloo group of a subset hangs if a GPU is bound to the default group."""
+def test_gloo_groups_are_of_all_ranks_or_created_by_their_ranks() -> None:
+    """The ranks outside a gloo group that call ``new_group`` hang if a GPU is bound to the default group."""
     gloo = [
         (module, count, given) for module, count, given in calls_of("new_group") if given.get("backend") == "'gloo'"
     ]
-    assert gloo and not [module for module, count, given in gloo if count or "ranks" in given]
+    of_some = [(module, given) for module, count, given in gloo if count or "ranks" in given]
+    assert 0 < len(of_some) < len(gloo)
+    assert not [module for module, given in of_some if given.get("use_local_synchronization") != "True"]
 
 
 CPU_COLLECTIVES = (
