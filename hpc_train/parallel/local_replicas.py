@@ -81,7 +81,7 @@ def sum_over_replicas(
 
 
 class LostReplicas:
-    """Follows the reports of the agent about lost replicas.
+    """Reacts to the reports of the agent about lost replicas.
 
     Args:
         block: the memory that this worker shares with its agent; None without an agent.
@@ -90,7 +90,8 @@ class LostReplicas:
 
     def __init__(self, block: SharedBlock | None, mesh: Mesh) -> None:
         self._block = block
-        self._watched = frozenset[int](), mesh.connections  # the lost replicas that the connections do not have
+        # the lost replicas, and the connections between the others; replaced together, since a thread reads them
+        self._watched = frozenset[int](), mesh.connections
         if block is not None and mesh.layout.replicas > 1:
             threading.Thread(target=self._watch, args=(block,), name="lost-replicas", daemon=True).start()
 

@@ -166,7 +166,8 @@ class Trainer:
     def can_go_on(self) -> bool:
         """Returns whether training can continue without a restart after other replicas are lost. The positions of a
         stream would be lost with them, and the last save of a run is not repeated."""
-        return not self.feed.may_end and self.step < self._end
+        steps = self.step + (self._uncounted is not None)
+        return not self.feed.may_end and steps < self._end
 
     def go_on(self, mesh: Mesh) -> Trainer:
         """Returns the trainer of the replicas of ``mesh``, which continues after others were lost. Collective.
