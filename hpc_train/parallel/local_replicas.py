@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hpc_train.parallel.mesh import REPLICA_CONTROL, Mesh, join_replicas
 from hpc_train.run.agent_worker import SharedBlock
-from hpc_train.run.exits import ReplicaLost
+from hpc_train.run.exits import Failure, ReplicaLost, classify
 
 POLL_S = 0.1
 NOTICE_S = 60.0  # from a failed collective until the agent reports a lost replica; otherwise the worker fails
@@ -39,12 +39,14 @@ def across_replicas(mesh: Mesh) -> Iterator[None]:
     failure = None
     try:
         yield
-    except RuntimeError as error:  # gloo raises no narrower type
+    except Exception as error:
         failure = error
-    has_failed = torch.tensor(int(failure is not None))
-    dist.all_reduce(has_failed, dist.ReduceOp.MAX, group=mesh.group(REPLICA_CONTROL))
-    if has_failed.item():
+    is_lost = torch.tensor(int(failure is not None and classify(failure) is Failure.COMMUNICATION))
+    dist.all_reduce(is_lost, dist.ReduceOp.MAX, group=mesh.group(REPLICA_CONTROL))
+    if is_lost.item():
         raise ReplicaLost("a collective with other replicas has failed") from failure
+    if failure is not None:
+        raise failure
 
 
 @torch.no_grad()
