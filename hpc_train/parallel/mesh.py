@@ -207,8 +207,8 @@ def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelt
 def host_group(ranks: list[int], timeout: timedelta | None, description: str) -> dist.ProcessGroup:
     """Returns a new gloo group of the global ``ranks``, which include this one. Collective over them; no other rank
     calls it, since with a GPU bound to the default group it would wait for them to split NCCL's communicator."""
-    # The name of a group is a hash of its ranks and the number of groups. A name that the preflight has used for a
-    # group that it has left would lead to the addresses of that group.
+    # The name of a group is a hash of its ranks and the number of groups. The name of a group of the same ranks that
+    # was destroyed would lead to the addresses of that group, so a group that stays is added first.
     _silent_group(dist.get_rank())
     group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True, group_desc=description)
     assert isinstance(group, dist.ProcessGroup), "this rank is in it"

@@ -157,6 +157,7 @@ THREADS = {  # module: whether its threads may call CUDA
     "elastic/rendezvous/client.py": "no",
     "elastic/rendezvous/server.py": "no",
     "elastic/roles.py": "no",
+    "parallel/local_replicas.py": "no",
     "preflight/nccl_log.py": "no",
     "run/file_lock.py": "no",
     "run/file_writer.py": "no",

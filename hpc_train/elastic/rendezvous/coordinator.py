@@ -338,8 +338,10 @@ class Coordinator:
 
     def _can_refill(self) -> bool:
         """Returns whether sound idle nodes can replace lost replicas."""
+        if not self._lost:
+            return False
         idle = self._idle()
-        if not self._lost or idle <= self._considered:
+        if idle <= self._considered:
             return False
         self._considered = idle
         try:
