@@ -8,12 +8,15 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
+import pytest
+
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from tests.elastic.entries import start_agent
 from tests.elastic.test_agent import alive, end, marks, of_node, until
 from tests.train.runs import frozen
 
+LONG_FORM = pytest.mark.long_form(60)
 TRAIN = "trains", "hpc_train.elastic.rendezvous.store:serve"
 
 
@@ -36,11 +39,16 @@ def pids(run: RunDirectory, attempt: int) -> list[int]:
     return of_attempt()
 
 
-def test_the_others_go_on_without_a_lost_node(tmp_path: Path) -> None:
-    """Each of the two nodes has two replicas. A worker of the second is killed, which joins again, and then its
+@pytest.mark.parametrize(
+    "strategy",
+    [("strategy.shard=1",), pytest.param(("strategy.shard=2", "strategy.data_parallel=zero3"), marks=[LONG_FORM])],
+    ids=["four", "two"],
+)
+def test_the_others_go_on_without_a_lost_node(tmp_path: Path, strategy: tuple[str, ...]) -> None:
+    """Each of the two nodes has one or two replicas. A worker of the second is killed, which joins again, and then its
     agent."""
     run = frozen(
-        tmp_path / "run", "+strategy=dp", "strategy.local_steps=5", "strategy.shard=1", "batch.global_size=8",
+        tmp_path / "run", "+strategy=dp", "strategy.local_steps=5", *strategy, "batch.global_size=8",
         "train.steps=100000", "elastic.min_nodes=1", "cluster.cpu_workers=2", "cluster.nodes=2",
     )  # fmt: skip
     first, second = agents = [start_agent(run.path, *TRAIN, **of_node(number)) for number in (0, 1)]

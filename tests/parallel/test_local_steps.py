@@ -263,9 +263,11 @@ def config_of(*overrides: str) -> Config:
     return typed(compose([*overrides]))
 
 
-def save_and_continue(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def save_and_continue(
+    rank: int, world_size: int, folder: str, *overrides: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state after ``SAVED`` steps, which is saved, and after as many more."""
-    config = config_of(*LOCAL)
+    config = config_of(*overrides)
     training = Training.of(RunDirectory(Path(folder)), config, join_again(config, rank, world_size))
     training.manager.load(None)
     training.steps(0, SAVED)
@@ -285,7 +287,7 @@ def resume(rank: int, world_size: int, folder: str, steps: int, *overrides: str)
 
 
 def test_a_checkpoint_between_outer_steps_resumes_with_any_number_of_replicas(tmp_path: Path) -> None:
-    ranks = run_on_world(2, save_and_continue, str(tmp_path))
+    ranks = run_on_world(2, save_and_continue, str(tmp_path), *LOCAL)
     (saved, _), _ = ranks
     stored = read_tensors(next((tmp_path / "checkpoints").iterdir()))
     assert {name.split(".")[1] for name in stored if name.startswith("replica.")} == {"0", "1"}
@@ -310,6 +312,15 @@ def test_a_checkpoint_between_outer_steps_resumes_with_any_number_of_replicas(tm
     (synchronous,) = run_on_world(1, resume, str(tmp_path), 0, *COMMON)
     assert synchronous[weight] == stored[weight].tolist()
     assert synchronous[moment] == stored[moment].tolist()
+
+
+def test_local_steps_continue_from_a_synchronous_checkpoint(tmp_path: Path) -> None:
+    ((saved, _),) = run_on_world(1, save_and_continue, str(tmp_path), *COMMON)
+    moments = {name for name in saved if name.startswith("optim.")}
+    for replica, state in enumerate(run_on_world(2, resume, str(tmp_path), 0, *LOCAL)):
+        for name, value in saved.items():
+            local_name = f"replica.{replica}.{name}" if replica > 0 and name in moments else name
+            assert state[local_name] == value, local_name
 
 
 def without_the_newest_outer_step(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
