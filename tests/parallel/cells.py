@@ -52,6 +52,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "experts": 4, "top_k": 1, "normalize": False, "capacity_factor": 1.0, "balance_loss": 0.5, "bias_rate": 0.05,
     },
 }  # fmt: skip
+# its loss is the mean over the samples, so that parts of a batch can be computed apart
+ADDITIVE_MIXTURE = {"gpt-moe-additive": {"experts": 4, "top_k": 2, "expert_dim": 8, "balance_loss": 0.0}}
 DATA_PARALLEL: dict[str, dict[str, Any]] = {"dp": {"dp": 2}} | {
     kind: {"dp": 2, "data_parallel": kind} for kind in ("allreduce", "zero1", "zero2", "zero3")
 }
@@ -77,9 +79,9 @@ class Cell:
 
     Attributes:
         model: ``gpt``, ``gpt-tied``, ``gpt-options`` (a GPT with all ``OPTIONS``), ``gpt-few-heads`` (with two heads),
-            ``gpt-windows`` (with those that fused attention has), one of ``MIXTURES``, ``gpt-own-experts`` (the example
-            of a mixture), ``vit`` or ``custom`` (a module without parts), or one of these with a loss of its own: see
-            ``OWN_LOSSES``; ``own`` is the example of a model with parts.
+            ``gpt-windows`` (with those that fused attention has), one of ``MIXTURES`` or ``ADDITIVE_MIXTURE``,
+            ``gpt-own-experts`` (the example of a mixture), ``vit`` or ``custom`` (a module without parts), or one of
+            these with a loss of its own: see ``OWN_LOSSES``; ``own`` is the example of a model with parts.
         strategy, batch, train, optim: the fields of the config's groups that differ from their defaults.
         loss_scale: the loss scale that ``train_step`` and ``clip_grad_norm_`` receive.
         sequence: the tokens of a sample.
@@ -151,8 +153,9 @@ class Cell:
             sizes |= OPTIONS | ({"attention_softcap": None} if self.model == "gpt-windows" else {})
         if self.model == "gpt-few-heads":
             sizes |= {"n_heads": 2, "n_kv_heads": 1}
-        if self.model in MIXTURES:
-            sizes["moe"] = MoEConfig(**MIXTURES[self.model])
+        mixture = (MIXTURES | ADDITIVE_MIXTURE).get(self.model)
+        if mixture is not None:
+            sizes["moe"] = MoEConfig(**mixture)
             sizes["n_kv_heads"] = max(2, self.strategy.get("tp", 1))
         if self.model == "gpt-own-experts":
             sizes |= {"moe": MoEConfig(**MIXTURES["gpt-moe"]), "kind": "examples.own_experts_family:FAMILY"}

@@ -203,10 +203,10 @@ def go_on_after_a_loss(rank: int, world_size: int, cell: Cell) -> dict[str, floa
     }
 
 
-def local_cell(world_size: int, shard: int, **strategy: Any) -> Cell:
+def local_cell(world_size: int, shard: int, model: str = "gpt", **strategy: Any) -> Cell:
     strategy = {"local_steps": LOCAL_STEPS, "outer_lr": LR, "outer_momentum": MOMENTUM, "shard": shard} | strategy
     optim = {"warmup_steps": 2, "clip_norm": CLIP_NORM, "lr": 1e-2}
-    return Cell(world_size, strategy=strategy, optim=optim, batch={"micro_size": 1})
+    return Cell(world_size, model, strategy=strategy, optim=optim, batch={"micro_size": 1})
 
 
 TWO = [local_cell(2, 1, dp=2), local_cell(2, 1, dp=2, data_parallel="zero3")]
@@ -221,6 +221,7 @@ FOUR = [
     local_cell(4, 1, dp=2, tp=2, data_parallel="zero3"),
     local_cell(4, 1, dp=2, pp=2, data_parallel="allreduce", schedule="1f1b"),
     local_cell(4, 2, dp=2, cp=2, data_parallel="allreduce"),
+    local_cell(4, 2, "gpt-moe-additive", dp=4, ep=2, data_parallel="zero3"),
 ]
 EIGHT = [
     local_cell(8, 2, dp=4, pp=2, data_parallel="zero2", schedule="1f1b"),
