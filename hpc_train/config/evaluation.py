@@ -11,6 +11,7 @@ from typing import Any
 from hpc_train.config.extensions import load_source
 from hpc_train.config.import_path import find_definition
 from hpc_train.config.schema import Config, CustomModelConfig, DataConfig
+from hpc_train.config.schema.key import check_keys
 from hpc_train.errors import UserError, nearest
 
 MAIN = ""  # the name of the validation split of ``data`` among the evaluation sets
@@ -147,6 +148,7 @@ def check_evaluation(config: Config) -> None:
         fix = "rename the metric or the evaluation set; loss is the name of the loss"
         raise UserError(f"two metrics have the name {twice}", where="metrics, eval_sets", fix=fix)
     for name, data in eval_set_configs(config.data, config.eval_sets).items():
+        check_keys(data, f"eval_sets.{name}")
         source = load_source(data.kind)
         gives = source.sample_kind(data)
         trained = load_source(config.data.kind).sample_kind(config.data)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hpc_train.config.schema import CIFAR100DataConfig
-from hpc_train.data.dataset import Array, Dataset, Sample, check_positive
+from hpc_train.data.dataset import Array, Dataset, Sample
 from hpc_train.data.images import flip, generator, pixel_scale, resize, shifted_crop
 from hpc_train.errors import UserError
 
@@ -72,7 +72,8 @@ class CIFAR100Dataset(Dataset):
 
     Inputs are ``[3, image_size, image_size]`` pixels, uint8 or if resized float32, which ``scale`` normalizes per
     channel. Training images are shifted by up to four pixels and randomly mirrored. Each file must have the MD5 sum
-    that ``md5`` lists. Raises UserError if a file is missing or has another sum, or a size in the config is wrong.
+    that ``md5`` lists. Raises UserError if a file is missing or has another sum, or the config has another number of
+    channels or classes.
     """
 
     def __init__(
@@ -83,7 +84,6 @@ class CIFAR100Dataset(Dataset):
                 raise UserError(
                     f"data.{key} is {value}, but CIFAR-100 has {right}", where=f"data.{key}", fix=f"data.{key}={right}"
                 )
-        check_positive("image_size", config.image_size, 32)
         directory = Path(config.path)
         if not directory.is_dir():
             raise UserError(f"{directory} is not a directory", where="data.path", fix=_FIX)

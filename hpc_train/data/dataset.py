@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.errors import UserCodeError, UserError
+from hpc_train.errors import UserCodeError
 
 if TYPE_CHECKING:  # the command that prepares data, and each of its processes, starts without importing torch
     import torch
@@ -122,14 +122,6 @@ class Dataset(ABC):
 
 class SampleError(UserCodeError):
     """Reports that a sample could not be read; the message names its index and file and includes the traceback."""
-
-
-def check_positive(key: str, value: int, example: int) -> None:
-    """Raises UserError if ``value``, the value of ``data.key``, is less than 1."""
-    if value < 1:
-        raise UserError(
-            f"data.{key} is {value}, but must be at least 1", where=f"data.{key}", fix=f"data.{key}={example}"
-        )
 
 
 def next_token_sample(window: Array) -> Sample:

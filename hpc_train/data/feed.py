@@ -53,20 +53,15 @@ def loader_workers(batch: BatchConfig, dataset: Dataset, local_ranks: int) -> in
     """Returns the number of loader processes of this rank, of ``local_ranks`` that share this process's cores.
 
     ``auto`` uses none for a dataset that loads cheaply or has opened a file that they would share, and otherwise this
-    rank's share of the cores, at most ``MOST_LOADER_WORKERS``. Raises UserError if a number of loader processes is
-    invalid, or they would share an open file.
+    rank's share of the cores, at most ``MOST_LOADER_WORKERS``. Raises UserError if loader processes would share an open
+    file.
     """
     chosen = batch.loader_workers
     if chosen == "auto":
         if dataset.loads_cheaply or dataset.shared_file:
             return 0
         return min(MOST_LOADER_WORKERS, len(os.sched_getaffinity(0)) // local_ranks)
-    if not isinstance(chosen, int) or chosen < 0:
-        raise UserError(
-            f"batch.loader_workers is {chosen!r}, but must be auto or at least 0",
-            where="batch.loader_workers",
-            fix="batch.loader_workers=auto",
-        )
+    assert isinstance(chosen, int)
     if chosen and dataset.shared_file:
         raise UserError(
             f"the constructor of the dataset opens {dataset.shared_file}, and {chosen} loader processes would share "

@@ -18,7 +18,7 @@ import numpy as np
 
 from hpc_train.config.import_path import install_extra
 from hpc_train.config.schema import ImagesDataConfig, ShardsDataConfig
-from hpc_train.data.dataset import Array, Dataset, PixelScale, Sample, check_positive, hash_of
+from hpc_train.data.dataset import Array, Dataset, PixelScale, Sample, hash_of
 from hpc_train.data.files import FIX, check_classes, class_names, image_names
 from hpc_train.errors import UserError
 
@@ -33,7 +33,7 @@ class DecodedImages(Dataset):
     Inputs are ``[channels, image_size, image_size]`` uint8, which ``scale`` normalizes per channel. A training image is
     a random crop that is mirrored with probability 1/2; a validation image is the square in the middle. ``labels``
     holds the int64 label of each image, and ``classes``, which subclasses set first, the name of each label. Raises
-    UserError if Pillow is missing, or the size or number of channels is invalid.
+    UserError if Pillow is missing, or the number of channels is invalid.
     """
 
     classes: list[str]
@@ -46,7 +46,6 @@ class DecodedImages(Dataset):
                 where="data.channels",
                 fix="1 (gray) or 3 (RGB)",
             )
-        check_positive("image_size", config.image_size, 224)
         self._labels = labels
         if split == "train":
             counts = np.bincount(labels, minlength=len(self.classes))

@@ -43,7 +43,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config.schema import SFTDataConfig
-from hpc_train.data.dataset import IGNORED, Array, Dataset, Indices, Sample, check_positive, hash_of
+from hpc_train.data.dataset import IGNORED, Array, Dataset, Indices, Sample, hash_of
 from hpc_train.data.sft_inputs import (
     SETTINGS,
     Part,
@@ -390,7 +390,6 @@ class AnswersDataset(Dataset):
     loads_cheaply = True
 
     def __init__(self, config: SFTDataConfig, split: str) -> None:
-        check_positive("sequence_length", config.sequence_length, 1024)
         from_validation_path = split == "validation" and config.validation_path is not None
         where = "data.validation_path" if from_validation_path else "data.path"
         path = str(config.validation_path) if from_validation_path else config.path

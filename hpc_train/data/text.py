@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from hpc_train.config.schema import TextDataConfig
-from hpc_train.data.dataset import Array, Dataset, Sample, check_positive, hash_of, next_token_sample, position
+from hpc_train.data.dataset import Array, Dataset, Sample, hash_of, next_token_sample, position
 from hpc_train.data.files import check_is_text
 from hpc_train.errors import UserError
 
@@ -131,12 +131,6 @@ def split_files(files: list[TextFile], share: float) -> dict[str, list[TextFile]
     If a split would be empty, the file whose hash is nearest to the boundary moves there. A single file is split, and
     its end becomes the validation split.
     """
-    if not 0 < share < 1:
-        raise UserError(
-            f"data.validation_share is {share}, but must be between 0 and 1",
-            where="data.validation_share",
-            fix="data.validation_share=0.1",
-        )
     if len(files) == 1:
         file = files[0]
         cut = file.size - round(file.size * share)
@@ -171,7 +165,6 @@ class TextDataset(Dataset):
                 where="data.vocab_size",
                 fix="data.vocab_size=256",
             )
-        check_positive("sequence_length", config.sequence_length, 1024)
         self._length = config.sequence_length
         self.files = split_files(find_files(config.path, config.pattern), config.validation_share)[split]
         self._ends = np.array(list(accumulate(file.size for file in self.files)), dtype=np.int64)

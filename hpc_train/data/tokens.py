@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config.schema import TokensDataConfig
-from hpc_train.data.dataset import IGNORED, Array, Dataset, Indices, Sample, check_positive, hash_of, next_token_sample
+from hpc_train.data.dataset import IGNORED, Array, Dataset, Indices, Sample, hash_of, next_token_sample
 from hpc_train.errors import UserError
 
 META = "meta.json"
@@ -83,7 +83,6 @@ class TokensDataset(Dataset):
     loads_cheaply = True
 
     def __init__(self, config: TokensDataConfig, split: str) -> None:
-        check_positive("sequence_length", config.sequence_length, 1024)
         directory = Path(config.path)
         self._documents = documents_file(directory, split)
         if not directory.is_dir():

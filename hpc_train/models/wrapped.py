@@ -44,7 +44,7 @@ class WrappedModel(nn.Module):
         gather: the third argument of a loss that compares samples; the engine sets it.
 
     Raises:
-        UserError: ``loss`` or a class of ``wrap`` is unknown.
+        UserError: a class of ``wrap`` is unknown, or a parameter has no shape yet.
     """
 
     gather: Gather = staticmethod(alone)
@@ -67,8 +67,6 @@ class WrappedModel(nn.Module):
                     fix=f"{kind.removeprefix('Lazy')} with its input size, or call the model once with an example at "
                     "the end of its constructor",
                 )
-        if loss not in _LOSSES:
-            raise UserError(f"unknown loss {loss!r}", where="model.loss", fix=" or ".join(_LOSSES))
         self._parameters = module._parameters
         self._buffers = module._buffers
         self._modules = module._modules

@@ -65,6 +65,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["~train.epochs=null"], "train.epochs cannot be removed"),
     (["optim@other=sgd"], "fix:    optim=sgd"),
     (["data@eval_sets.x=text"], "fix:    +data@eval_sets.x=text"),
+    (["+eval_sets.x.sequence_length=0"], "eval_sets.x.sequence_length is 0, but must be at least 1"),
     (["run.name=${oc.env:UNSET_IN_TESTS}"], "export UNSET_IN_TESTS=VALUE"),
     (["hydra.job.name=mine"], "fix:    run.name=NAME"),
     (["optim.lr=1,2,", "-m"], "a comma only between two values: optim.lr=1,2"),

@@ -67,11 +67,3 @@ def test_synthetic_shapes() -> None:
     assert np.array_equal(tokens.inputs[1:], tokens.targets[:-1]) and tokens.inputs.max() < 50
     image = build_dataset(SyntheticDataConfig(task="images", n_classes=4), "train", 0).sample(6, 0)
     assert image.inputs.shape == (3, 32, 32) and image.targets == 2 and image.inputs.dtype == np.float32
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"), [({"task": "music"}, "unknown task 'music'"), ({"samples": 0}, "data.samples is 0")]
-)
-def test_wrong_synthetic(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        build_dataset(SyntheticDataConfig(**fields), "train", 0)  # type: ignore[arg-type]

@@ -343,7 +343,6 @@ def test_wrong_images(pictures: Path, tmp_path: Path) -> None:
         (tmp_path / "nowhere", {}, "is not a directory"),
         (pictures, {"n_classes": 4}, "has 3 class directories, but data.n_classes is 4"),
         (pictures, {"channels": 2}, "data.channels is 2"),
-        (pictures, {"image_size": 0}, "data.image_size is 0"),
     ):
         with pytest.raises(UserError, match=message) as error:
             images(path, **fields)

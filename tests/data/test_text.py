@@ -106,8 +106,6 @@ def test_the_standard_library_is_the_default() -> None:
         (lambda path: path / "nowhere" / "*.txt", {}, "does not exist"),
         (lambda path: path, {"pattern": "*.none"}, "no text in"),
         (lambda path: path, {"sequence_length": 10**6}, "but one sequence needs"),
-        (lambda path: path, {"sequence_length": 0}, "data.sequence_length is 0"),
-        (lambda path: path, {"validation_share": 0.0}, r"validation_share is 0\.0"),
         (lambda path: path, {"vocab_size": 255}, "vocab_size is 255"),
     ],
 )
