@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,17 @@ from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.request import check_job
 from hpc_train.layout.memory import COMMUNICATOR_BYTES
 from hpc_train.machine.allocation import current_allocation, workers_per_node
-from hpc_train.planner.machine import NAMES, OPTIONAL, Figure, Machine, parse_machine, read_machine, shipped
+from hpc_train.planner.machine import NAMES, OPTIONAL, Figure, Machine, parse_machine, recognized
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import write_text
-from hpc_train.train.watch.peak_rates import chip, peak_flops
+from hpc_train.train.watch.peak_rates import peak_flops
 
 ENTRY = "hpc_train.bench.machine_worker:measure_machine"
 SECONDS = 1.5  # of one measurement; there are about forty
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 UNMEASURED = ("fp8_flops", "fp8_share", "tp_matmul_share")
-ALIKE = 0.15  # relative difference of the memory of devices that are the same
 ASSUMED = {
     "fabric_bytes_per_s": (1.25e9, "10 Gbit/s Ethernet, which the ranks of a node share"),
     "fabric_latency_s": (5e-5, "an estimate for Ethernet"),
@@ -87,11 +86,11 @@ def main(arguments: list[str]) -> int:
     )
     machine = machine_of(result, cores, options.out.stem, source).shared_by(workers)
     try:
-        write_text(options.out, json.dumps(machine.to_json(), indent=1) + "\n")
+        write_text(options.out, json.dumps(asdict(machine), indent=1) + "\n")
     except OSError as error:
         fix = "--out FILE in a directory that exists and that you may write to"
         raise UserError(f"{options.out}: {error.strerror}", where="--out", fix=fix) from error
-    print(json.dumps(machine.to_json()) if options.json else report(machine, options.out))
+    print(json.dumps(asdict(machine)) if options.json else report(machine, options.out))
     return code
 
 
@@ -179,17 +178,6 @@ def fit_rate(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return 1 / per_flop, fixed / per_flop
 
 
-def same_device(device: str, memory_bytes: float) -> Machine | None:
-    """Returns the shipped machine with the GPU ``device``, which has about ``memory_bytes``; or None if no file
-    describes it."""
-    for name in shipped():
-        machine = read_machine(name)
-        is_alike = abs(machine.rates.memory_bytes / memory_bytes - 1) < ALIKE
-        if is_alike and chip(machine.device) == chip(device) and not machine.rates.cores:
-            return machine
-    return None
-
-
 def machine_of(result: Mapping[str, Any], cores: int, name: str, source: str) -> Machine:
     """Returns the machine that ``result`` describes.
 
@@ -220,7 +208,7 @@ def machine_of(result: Mapping[str, Any], cores: int, name: str, source: str) ->
     device = f"{cores} CPU cores"
     if not cores:
         device = str(result["device"])
-        shipped_machine = same_device(device, rates["memory_bytes"])
+        shipped_machine = recognized(device)
         if shipped_machine is not None:
             figures |= {key: shipped_machine.figures[key] for key in (*ASSUMED, *UNMEASURED)}
     figures |= peaks

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from heapq import nsmallest
 from itertools import chain, islice
@@ -106,25 +107,15 @@ def question(config: Config, shape: JobShape, machine: str) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def earlier_choice(text: str, question_hash: str) -> Choice | None:
-    """Returns the choice in the text of ``plan.json``; None if it does not answer the question ``question_hash``."""
-    try:
-        content = json.loads(text)
-    except ValueError:
-        return None
-    if isinstance(content, dict) and content.get("asked") == question_hash:
-        return Choice(content)
-    return None
-
-
 def choice_of_job(config: Config, run: RunDirectory, shape: JobShape) -> Choice:
     """Returns the choice for a job. If an earlier submission of ``run`` asked the same question, its choice is reused.
     Raises UserError if the machine or the size of the model is unknown, or if no layout is possible or fits."""
     machine = machine_of_job(config.cluster.machine, shape.gpus, shape.gpu_types)
     if is_present(run.plan):
-        earlier = earlier_choice(run.read(run.plan).decode(), question(config, shape, machine.name))
-        if earlier is not None:
-            return earlier
+        with suppress(ValueError):
+            content = json.loads(run.read(run.plan))
+            if isinstance(content, dict) and content.get("asked") == question(config, shape, machine.name):
+                return Choice(content)
     return choose(config, shape, machine)
 
 
@@ -143,26 +134,16 @@ def choose(config: Config, shape: JobShape, machine: Machine) -> Choice:
     return _shared(_Question(question(config, shape, machine.name), config, shape, machine, learned))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Question:
     """Describes a question to the planner. Two questions are equal if their hashes, machine numbers and calibrations
     are equal."""
 
     asked: str
-    config: Config
-    shape: JobShape
-    machine: Machine
-    learned: Calibration
-
-    def __hash__(self) -> int:
-        return hash(self.asked)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Question) and self._compared == other._compared
-
-    @property
-    def _compared(self) -> tuple[object, ...]:
-        return self.asked, self.machine, self.learned
+    config: Config = field(compare=False)
+    shape: JobShape = field(compare=False)
+    machine: Machine = field(hash=False)
+    learned: Calibration = field(hash=False)
 
 
 @lru_cache(maxsize=64)
@@ -171,7 +152,13 @@ def _shared(which: _Question) -> Choice:
     machine = which.machine
     names = open_keys(which.config)
     main = _chosen(which, shape.nodes)
-    others = {str(count): _or_none(which, count) for count in _other_counts(shape)}
+    others: dict[str, Any] = {}
+    counts = range(shape.fewest_nodes, shape.nodes)
+    for count in counts[:: max(1, -(-len(counts) // MOST_COUNTS))]:  # all, or a selection that includes the smallest
+        try:
+            others[str(count)] = _chosen(which, count)
+        except UserError as error:  # no layout is possible
+            others[str(count)] = {"chosen": error.what, "settings": None, "rows": []}
     fixed = {name: value for name, value, _ in keys(which.config) if name in (*SIMPLEST, "batch.micro_size")}
     content = {
         **main,
@@ -186,21 +173,6 @@ def _shared(which: _Question) -> Choice:
         "calibration": which.learned.as_json(),
     }
     return Choice(content)
-
-
-def _other_counts(shape: JobShape) -> list[int]:
-    """Returns the other numbers of nodes: all of them, or, if there are very many, a selection that includes the
-    smallest."""
-    counts = range(shape.fewest_nodes, shape.nodes)
-    return [*counts[:: max(1, -(-len(counts) // MOST_COUNTS))]]
-
-
-def _or_none(which: _Question, nodes: int) -> dict[str, Any]:
-    """Returns the choice for a smaller number of nodes, or one without ``settings`` if no layout is possible."""
-    try:
-        return _chosen(which, nodes)
-    except UserError as error:
-        return {"chosen": error.what, "settings": None, "rows": []}
 
 
 def _chosen(which: _Question, nodes: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hpc_train.errors import UserError, nearest
+from hpc_train.train.watch.peak_rates import words_of
 
 Kind = Literal["measured", "table", "assumed"]
 SHIPPED = Path(__file__).parent / "machines"
@@ -170,13 +171,6 @@ class Machine:
         }
         return replace(self, figures=figures | {"devices_per_node": replace(figures["devices_per_node"], value=ranks)})
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "device": self.device,
-            "figures": {name: asdict(figure) for name, figure in self.figures.items()},
-        }
-
 
 def shipped() -> tuple[str, ...]:
     """Returns the names of the machine files that are part of hpc_train."""
@@ -206,38 +200,32 @@ def parse_machine(content: Any, where: str) -> Machine:
     if not isinstance(content, dict) or not isinstance(figures := content.get("figures"), dict):
         raise UserError("the machine file has no figures", where=where, fix='{"name": ..., "figures": {...}}')
     figures = {name: asdict(figure) for name, figure in OPTIONAL.items()} | figures
-    missing, unknown = (
-        [name for name in NAMES if name not in figures],
-        [name for name in figures if name not in (*NAMES, *_EARLIER)],
-    )
-    if missing or unknown:
-        what = f"it lacks {', '.join(missing)}" if missing else f"{unknown[0]} is unknown"
-        if unknown:
-            fix = nearest(unknown[0], NAMES)
-        else:
-            fix = f"add {missing[0]}; see Rates in hpc_train/planner/machine.py"
-        raise UserError(f"the machine file is not complete: {what}", where=where, fix=fix)
+    missing = [name for name in NAMES if name not in figures]
+    if missing:
+        raise UserError(
+            f"the machine file lacks {', '.join(missing)}",
+            where=where,
+            fix=f"add {missing[0]}; see Rates in hpc_train/planner/machine.py",
+        )
+    for name in figures:
+        if name not in (*NAMES, *_EARLIER):
+            raise UserError(f"{name} is not a number of a machine", where=where, fix=nearest(name, NAMES))
     parsed = {name: _figure(figures[name], name, where) for name in NAMES}
     return Machine(str(content.get("name", where)), str(content.get("device", "unknown")), parsed)
 
 
 def _figure(content: Any, name: str, where: str) -> Figure:
     try:
-        value = content["value"]
+        if isinstance(content["value"], bool):
+            raise TypeError("a truth value is not a number")
         figure = Figure(float(content["value"]), content["kind"], str(content["source"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise _not_a_figure(content, name, where) from error
-    if isinstance(value, bool):
-        raise _not_a_figure(content, name, where)
+        fix = '{"value": a number, "kind": "measured", "source": "..."}'
+        raise UserError(f"{name} is {content!r}", where=where, fix=fix) from error
     check_figure(name, figure.value, where)
     if figure.kind not in get_args(Kind):
         raise UserError(f"the kind of {name} is {figure.kind!r}", where=where, fix=" or ".join(get_args(Kind)))
     return figure
-
-
-def _not_a_figure(content: Any, name: str, where: str) -> UserError:
-    fix = '{"value": a number, "kind": "measured", "source": "..."}'
-    return UserError(f"{name} is {content!r}", where=where, fix=fix)
 
 
 def check_figure(name: str, value: float, where: str) -> None:
@@ -255,8 +243,6 @@ def check_figure(name: str, value: float, where: str) -> None:
 KEY = "cluster.machine"
 OF_CPUS = "cpu"
 OTHER_CARDS = ("pcie", "nvl")  # have other links and lower rates than the cards of the machine files
-# vendor and family, the socket, and the kind of memory: drivers of different ages write them differently
-_SAME = re.compile(r"NVIDIA|AMD|INSTINCT|TESLA|SXM\d?|HBM\d\w?|OAM|VF")
 
 
 def machine_of_job(setting: str, gpus: int, types: Collection[str]) -> Machine:
@@ -334,12 +320,6 @@ def recognized(gpu: str) -> Machine | None:
     Variants of a chip have different rates and count as different devices: ``NVIDIA H100 PCIe`` is not ``NVIDIA H100
     80GB HBM3``.
     """
-    words = _words(gpu)
+    words = words_of(gpu)
     machines = (read_machine(name) for name in shipped())
-    return next((machine for machine in machines if _words(machine.device) == words), None)
-
-
-def _words(name: str) -> list[str]:
-    """Returns the words that distinguish models: A100 and 80GB of ``NVIDIA A100-SXM4-80GB``."""
-    words = re.split(r"[\s-]+", name.upper())
-    return [word for word in words if word and not _SAME.fullmatch(word)]
+    return next((machine for machine in machines if words_of(machine.device) == words), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,8 @@ def own_file(folder: Path, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"launch_s": None}, "it lacks launch_s"),
-        ({"memory_byte": {}}, "memory_byte is unknown"),
+        ({"launch_s": None}, "the machine file lacks launch_s"),
+        ({"memory_byte": {}}, "memory_byte is not a number of a machine"),
         ({"memory_bytes": {"value": -1, "kind": "table", "source": "x"}}, "memory_bytes is -1"),
         ({"memory_bytes": {"value": 0, "kind": "table", "source": "x"}}, "memory_bytes is 0"),
         ({"memory_bytes": 34e9}, "memory_bytes is 34"),
@@ -106,7 +107,7 @@ def test_the_ranks_of_a_node_share_cpus_but_not_gpus(tmp_path: Path) -> None:
     assert half.rates.launch_s == pytest.approx(2 * cpus.rates.launch_s), "twice as many ranks per core"
     assert single.rates.launch_s == pytest.approx(cpus.rates.launch_s / 2), "a core of its own"
     assert half.rates.matmul_share == cpus.rates.matmul_share
-    assert parse_machine(half.to_json(), "here") == half
+    assert parse_machine(asdict(half), "here") == half
 
 
 def test_unknown_machines_and_number_formats_are_refused(tmp_path: Path) -> None:

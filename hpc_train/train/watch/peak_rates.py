@@ -38,7 +38,7 @@ def _without_tf32(half: float, fp32: float, fp64: float) -> PeakRates:
     return PeakRates(half, half, fp32, fp64, has_tf32=False)
 
 
-# the keys are the words of the name that distinguish models (see _words)
+# the keys are the words of the name that distinguish models (see words_of)
 RATES: dict[str, PeakRates | None] = {
     # nvidia.com/data-center/gb300-nvl72, gb200-nvl72: 72 GPUs; hgx: HGX B300 and HGX B200, 8 GPUs (2026)
     "GB300": _tensor(2500, 80, 1.39),
@@ -113,7 +113,7 @@ RATES: dict[str, PeakRates | None] = {
 # the number of compute units of the GPUs that can be partitioned, from the same data sheets
 UNITS = {"MI300A": 228, "MI300X": 304, "MI325X": 304, "MI350X": 256, "MI355X": 256}
 # words that do not distinguish models: vendor, family, socket, kind of memory, air-cooled or virtual variant
-_SAME = re.compile(r"NVIDIA|AMD|INSTINCT|TESLA|GEFORCE|SXM\d?|HBM\d\w?|AC|VF|GENERATION")
+_SAME = re.compile(r"NVIDIA|AMD|INSTINCT|TESLA|GEFORCE|SXM\d?|HBM\d\w?|OAM|AC|VF|GENERATION")
 _SIZE = re.compile(r"\d+GB?")
 
 
@@ -126,8 +126,10 @@ def peak_flops(device_name: str, precision: str, tf32: bool = False, units: int 
         tf32: whether products in fp32 use TF32 if the device supports it.
         units: the number of compute units or multiprocessors of the device; None assumes a full GPU.
     """
-    rates = RATES.get(" ".join(_words(device_name)), RATES.get(chip(device_name)))
-    whole = UNITS.get(chip(device_name))
+    words = words_of(device_name)
+    chip = " ".join(word for word in words if not _SIZE.fullmatch(word))
+    rates = RATES.get(" ".join(words), RATES.get(chip))
+    whole = UNITS.get(chip)
     if rates is None:
         return None
     by_precision = {"bf16": rates.bf16, "fp16": rates.fp16, "fp32": rates.fp32, "fp64": rates.fp64}
@@ -138,12 +140,7 @@ def peak_flops(device_name: str, precision: str, tf32: bool = False, units: int 
     return None if rate is None else rate * share * 1e12
 
 
-def chip(device_name: str) -> str:
-    """Returns the model without vendor, socket and memory: ``A100 PCIE`` for ``NVIDIA A100-PCIE-80GB``."""
-    return " ".join(word for word in _words(device_name) if not _SIZE.fullmatch(word))
-
-
-def _words(device_name: str) -> list[str]:
+def words_of(device_name: str) -> list[str]:
     """Returns the words that distinguish models: A100, PCIE and 80GB for ``NVIDIA A100-PCIE-80GB``."""
     text = device_name.upper().replace("MAX-Q", "MAX_Q").replace("-", " ").replace("MAX_Q", "MAX-Q")
     return [word for word in text.split() if not _SAME.fullmatch(word)]
