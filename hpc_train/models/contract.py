@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, PrepareModuleOutput
 
-from hpc_train.config.extensions import IMAGES, TOKENS, ModelFamily, from_plain, load_family, load_source
+from hpc_train.config.extensions import ModelFamily, from_plain, load_family, load_source
 from hpc_train.errors import UserError
+from hpc_train.layout.counted import sample_shape
 from hpc_train.models.build import build_model, imported
 from hpc_train.models.model import Model
 
@@ -72,8 +73,8 @@ def _is_planned(parameter: str, plan: Mapping[str, ParallelStyle]) -> bool:
 
 
 def _flops_problem(family: ModelFamily, model: Model, model_config: Any, data_config: Any) -> str:
-    shape = _shape(family.learns_from, data_config)
-    if family.flops_per_sample is None or shape is None:
+    shape = sample_shape(data_config)
+    if family.flops_per_sample is None or not shape:
         return ""
     stated = family.flops_per_sample(model_config, shape)
     if stated is None:
@@ -82,14 +83,6 @@ def _flops_problem(family: ModelFamily, model: Model, model_config: Any, data_co
     if abs(stated - counted) > 1e-6 * max(stated, counted):
         return f"flops_per_sample is {stated:g} in the description and {counted:g} in the model"
     return ""
-
-
-def _shape(samples: str | None, data: Any) -> tuple[int, ...] | None:
-    if samples == TOKENS and hasattr(data, "sequence_length"):
-        return (data.sequence_length,)
-    if samples == IMAGES and hasattr(data, "image_size"):
-        return (data.channels, data.image_size, data.image_size)
-    return None
 
 
 def main() -> None:

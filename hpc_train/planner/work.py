@@ -24,7 +24,7 @@ from hpc_train.config.extensions import Activations, experts_of, family_of
 from hpc_train.config.schema import Config
 from hpc_train.config.values import runs_own_code
 from hpc_train.errors import UserError
-from hpc_train.layout.counted import CountedModel, counted, counts_file, key_of, needs_counts, read_counts
+from hpc_train.layout.counted import CountedModel, counted, counts_file, key_of, needs_counts, read_counts, sample_shape
 
 # Kernels of a layer's forward in eager mode: four projections, the three products of the feed-forward branch,
 # attention, two norms, rotary positions, casts, residuals. torch.compile fuses all but products and attention.
@@ -105,13 +105,11 @@ def count_work(config: Config) -> Work:
         )
         return Work(blocks, counts.hidden, counts.tokens, touches, sum(block.total for block in counts.blocks))
     layers = getattr(model, "n_layers", None)
-    shape = _shape(config)
-    total = None
-    if family.flops_per_sample is not None:
-        total = family.flops_per_sample(model, shape)
-    activations = None
+    activations = total = None
     if family.activations is not None:
         activations = family.activations(model, config.data)
+        if family.flops_per_sample is not None:
+            total = family.flops_per_sample(model, _shape(config, activations))
     count = None if family.parameters is None else family.parameters(model)
     if runs_own_code(config) or not isinstance(layers, int) or total is None or activations is None or count is None:
         raise UserError(
@@ -124,7 +122,7 @@ def count_work(config: Config) -> Work:
 
 
 def _count(config: Config, layers: int, total: float, activations: Activations, count: int) -> Work:
-    fewer = _one_layer_fewer(config, layers, total, count)
+    fewer = _one_layer_fewer(config, layers, total, count, activations)
     layer_flops = total - fewer[0]
     layer_parameters = count - fewer[1]
     ends = max(0.0, count - layers * layer_parameters)
@@ -171,32 +169,26 @@ def _count(config: Config, layers: int, total: float, activations: Activations, 
     return Work((stem, *[layer] * layers, head), hidden, activations.tokens, touches, total)
 
 
-def _one_layer_fewer(config: Config, layers: int, total: float, count: int) -> tuple[float, float]:
+def _one_layer_fewer(
+    config: Config, layers: int, total: float, count: int, activations: Activations
+) -> tuple[float, float]:
     """Returns the operations and the parameters of the model with one layer fewer."""
     model = config.model
     family = family_of(config.model)
     assert family.flops_per_sample is not None and family.parameters is not None
     if family.layer_parameters is not None:
-        assert family.activations is not None
-        tokens = family.activations(model, config.data).tokens
         of_layer = float(family.layer_parameters(model) or 0)
-        return total - 6 * of_layer * tokens, count - of_layer
+        return total - 6 * of_layer * activations.tokens, count - of_layer
     shorter = replace(model, n_layers=layers - 1)  # type: ignore[call-arg]
-    flops = family.flops_per_sample(shorter, _shape(config))
+    flops = family.flops_per_sample(shorter, _shape(config, activations))
     parameters = family.parameters(shorter)
     assert flops is not None and parameters is not None
     return flops, parameters
 
 
-def _shape(config: Config) -> tuple[int, ...]:
-    """Returns the shape of a sample's inputs."""
-    data: Any = config.data
-    length = getattr(data, "sequence_length", None)
-    if getattr(data, "task", None) != "images" and isinstance(length, int):
-        return (length,)
-    side = getattr(data, "image_size", 1)
-    channels = getattr(data, "channels", 3)
-    return (channels, side, side)
+def _shape(config: Config, activations: Activations) -> tuple[int, ...]:
+    """Returns the shape of a sample's inputs; for custom data, that of the sequence whose activations are counted."""
+    return sample_shape(config.data) or (activations.tokens,)
 
 
 LIMIT_S = 180.0  # imports of torch from a busy network file system take up to a minute

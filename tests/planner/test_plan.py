@@ -70,6 +70,12 @@ def test_parameters_and_operations_are_those_that_torch_counts(overrides: list[s
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
+def test_custom_data_counts_as_sequences_of_1024_tokens() -> None:
+    custom = count_work(config_of("data=custom", "data._target_=mine.Texts", "model=gpt_tiny", "model.vocab_size=256"))
+    synthetic = count_work(config_of("data=synthetic", "data.sequence_length=1024", "model=gpt_tiny"))
+    assert custom == synthetic
+
+
 def test_a_model_of_unknown_size_is_refused() -> None:
     config = config_of("data=synthetic", "model=custom", "model._target_=torch.nn.Linear")
     with pytest.raises(UserError, match="does not state its size"):
