@@ -6,8 +6,12 @@ classes, and hidden files, such as the ``._`` files of macOS, are not images. Im
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.errors import UserError
@@ -54,11 +58,6 @@ def check_classes(root: Path, split: str, classes: list[str], n_classes: int) ->
         )
 
 
-def image_files(directory: Path) -> list[str]:
-    """Returns the paths of the images in ``directory``, in their order; see ``image_names``."""
-    return [f"{directory}{os.sep}{name}" for name in image_names(directory)]
-
-
 def image_names(directory: Path) -> list[str]:
     """Returns the names of the images in ``directory`` and its subdirectories, relative to it and sorted.
 
@@ -94,6 +93,7 @@ def _unreadable(folder: str, error: OSError) -> UserError:
     )
 
 
+_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 TABLES = (".parquet", ".arrow")
 TEXT, JSONL, JSON, GZIP = (".txt", ".md", ".text"), (".jsonl", ".ndjson"), ".json", ".gz"
 _FIXES = {
@@ -121,3 +121,93 @@ def check_is_text(path: Path, where: str, otherwise: str, reads_gzip: bool = Fal
         raise UserError(
             f"{path} is not text: {suffix} files are not read", where=where, fix=f"{_FIXES[suffix]}, or {otherwise}"
         )
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """Describes a part of the text: ``size`` bytes of ``path`` from ``start``; ``name`` is relative to the search
+    root."""
+
+    name: str
+    path: str
+    size: int
+    start: int = 0
+
+
+def find_text_files(path: str | None, pattern: str, most: int | None = None) -> list[TextFile]:
+    """Returns the text files that ``path`` names, ordered by name, without empty files.
+
+    The search skips directories named ``site-packages``, ``dist-packages`` and ``__pycache__``. ``path`` is a file, a
+    glob, or a directory that is searched for the glob ``pattern``; None reads the source of the standard library. The
+    search ends after ``most`` files. Raises UserError if no file with text was found, or a file cannot be read or is
+    known not to be text.
+    """
+    root, matches = _search(path, pattern)
+    where = "data.path, data.pattern"
+    files = []
+    match = "no file matches"
+    for file in itertools.islice(matches, most):
+        check_is_text(file, where, "exclude it with data.pattern")
+        try:
+            size = file.stat().st_size
+            if not os.access(file, os.R_OK):
+                raise PermissionError("permission denied")
+        except OSError as error:
+            raise UserError(
+                f"{file} cannot be read: {error.strerror or error}",
+                where="data.path",
+                fix="correct its permissions (chmod), or exclude it with data.pattern",
+            ) from error
+        if size:
+            files.append(TextFile(str(file.relative_to(root)), str(file), size))
+        else:
+            match = "only empty files match"
+    if not files:
+        raise UserError(
+            f"no text in {path or root}: {match} {pattern!r}",
+            where=where,
+            fix="set data.path to a file, directory or glob; data.pattern='**/*.txt' selects files in a directory",
+        )
+    return sorted(files, key=lambda file: file.name)
+
+
+def _search(path: str | None, pattern: str) -> tuple[Path, Iterable[Path]]:
+    """Returns the directory to which the names of the files are relative, and the files that match."""
+    root = Path(path if path is not None else sysconfig.get_paths()["stdlib"])
+    if root.is_file():
+        return root.parent, [root]
+    if root.is_dir():
+        return root, _matches(root, pattern)
+    fixed = [parent for parent in (root, *root.parents) if not any(mark in str(parent) for mark in "*?[")]
+    anchor = fixed[0]
+    if anchor == root or not anchor.is_dir():
+        raise UserError(
+            f"{root} does not exist", where="data.path", fix="name an existing file or directory, or a quoted glob"
+        )
+    return anchor, _matches(anchor, str(root.relative_to(anchor)))
+
+
+def _matches(root: Path, pattern: str) -> Iterator[Path]:
+    """Yields the result of ``root.glob(pattern)`` without the packages installed next to the standard library."""
+    regex = re.compile(_as_regex(pattern))
+    deepest = None if "**" in pattern else pattern.count("/")
+    for folder, folders, names in os.walk(root):
+        relative = Path(folder).relative_to(root)
+        at_end = deepest is not None and len(relative.parts) >= deepest
+        folders[:] = [] if at_end else [name for name in folders if name not in _SKIPPED]
+        yield from (Path(folder, name) for name in names if regex.fullmatch((relative / name).as_posix()))
+
+
+def _as_regex(pattern: str) -> str:
+    """Converts a glob over relative names: ``**/`` matches directories, ``*`` and ``?`` match within a name."""
+    tokens = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+
+    def translate(match: re.Match[str]) -> str:
+        token = match.group()
+        if token.startswith("["):
+            if token.startswith("[!"):
+                return "[^" + token[2:]
+            return token
+        return tokens.get(token, re.escape(token))
+
+    return re.sub(r"\*\*/|\*\*|\*|\?|\[!?[^\]]+\]|.", translate, pattern)

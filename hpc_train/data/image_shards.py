@@ -25,7 +25,7 @@ import numpy as np
 from hpc_train.config.schema import ShardsDataConfig
 from hpc_train.data.conversion import Builder, Progress, Report, run_jobs, sole_builder
 from hpc_train.data.dataset import SPLITS
-from hpc_train.data.files import check_classes, class_names, image_files
+from hpc_train.data.files import check_classes, class_names, image_names
 from hpc_train.data.images import DecodedImages, check_content
 from hpc_train.errors import UserError
 from hpc_train.run.files import read_json, write_json
@@ -54,7 +54,10 @@ class ShardsDataset(DecodedImages):
 
     def __init__(self, config: ShardsDataConfig, split: str, seed: int) -> None:
         directory = Path(config.path)
-        meta = _read_json(directory / META)
+        try:
+            meta = read_json(directory / META)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{directory / META} cannot be read: {error}", where="data.path", fix=FIX) from error
         self.classes = meta["classes"]
         if len(self.classes) != config.n_classes:
             raise UserError(
@@ -87,13 +90,6 @@ class ShardsDataset(DecodedImages):
         if len(content) != size:
             raise OSError(f"{self._shards[shard]} ends before byte {offset + size}; copy it again")
         return io.BytesIO(content)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}", where="data.path", fix=FIX) from error
 
 
 @dataclass(frozen=True)
@@ -132,9 +128,9 @@ def make_shards(
     check_classes(source, "validation", classes, len(classes))
     images = {
         split: [
-            _Image(path, label, Path(path).stat().st_size)
+            _Image(str(path), label, path.stat().st_size)
             for label, name in enumerate(classes)
-            for path in image_files(source / split / name)
+            for path in map((source / split / name).joinpath, image_names(source / split / name))
         ]
         for split in SPLITS
     }

@@ -5,7 +5,6 @@ The input checks read only names and sizes of files.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,10 +28,9 @@ from hpc_train.config.schema import (
 from hpc_train.config.schema.data import OwnKeys
 from hpc_train.config.schema.key import check_keys
 from hpc_train.data import sft_inputs
-from hpc_train.data.files import check_classes, class_names
+from hpc_train.data.files import check_classes, class_names, find_text_files
 from hpc_train.errors import UserError
 
-WILDCARDS = "*?["
 CHECKED_FILES = 1000  # enough files to notice a wrong path, and few enough for a network file system
 
 
@@ -53,28 +51,8 @@ def _requires(names: tuple[str, ...], fix: str) -> Callable[[Any], None]:
 
 
 def _check_text(data: TextDataConfig) -> None:
-    if data.path is None:
-        return
-    path = Path(data.path)
-    if path.is_dir():
-        root = path
-        pattern = data.pattern
-    elif any(mark in data.path for mark in WILDCARDS):
-        root = next(parent for parent in path.parents if not any(mark in str(parent) for mark in WILDCARDS))
-        pattern = str(path.relative_to(root))
-    else:
-        _check_file(path, "data.path=FILE, a directory or a glob; null uses the source of Python's standard library")
-        return
-    files = _directory(str(root)).glob(pattern)
-    sizes = [_size(file) for file in itertools.islice((file for file in files if file.is_file()), CHECKED_FILES)]
-    if not sizes:
-        raise UserError(
-            f"no file in {root} matches {pattern}",
-            where="data.path, data.pattern",
-            fix="data.pattern='**/*.txt' to choose the files of a directory, or data.path='GLOB'",
-        )
-    if not any(sizes):
-        raise UserError(f"{data.path} contains only empty files", where="data.path", fix="data.path=a path with text")
+    if data.path is not None:
+        find_text_files(data.path, data.pattern, CHECKED_FILES)
 
 
 def _check_sft(data: SFTDataConfig) -> None:

@@ -7,11 +7,7 @@ its name assigns a file to training or validation, so that no text is in both.
 from __future__ import annotations
 
 import mmap
-import os
-import re
-import sysconfig
-from collections import OrderedDict
-from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -19,110 +15,10 @@ import numpy as np
 
 from hpc_train.config.schema import TextDataConfig
 from hpc_train.data.dataset import Array, Dataset, Sample, hash_of, next_token_sample, position
-from hpc_train.data.files import check_is_text
+from hpc_train.data.files import TextFile, find_text_files
 from hpc_train.errors import UserError
 
-_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _OPEN_FILES = 4096  # memory maps that stay open; Linux allows 65,530 per process
-
-
-@dataclass(frozen=True)
-class TextFile:
-    """Describes a part of the text: ``size`` bytes of ``path`` from ``start``; ``name`` is relative to the search
-    root."""
-
-    name: str
-    path: str
-    size: int
-    start: int = 0
-
-
-def find_files(path: str | None, pattern: str) -> list[TextFile]:
-    """Returns the text files that ``path`` names, ordered by name, without empty files.
-
-    The search skips directories named ``site-packages``, ``dist-packages`` and ``__pycache__``. ``path`` is a file, a
-    glob, or a directory that is searched for the glob ``pattern``; None reads the source of the standard library.
-    Raises UserError if no file with text was found, or a file cannot be read or is known not to be text.
-    """
-    root, paths = _search(path, pattern)
-    where = "data.path, data.pattern"
-    for file in paths:
-        check_is_text(file, where, "exclude it with data.pattern")
-    files = [_stat(str(name.relative_to(root)), name) for name in paths]
-    files = sorted((file for file in files if file.size), key=lambda file: file.name)
-    if not files:
-        raise UserError(
-            f"no text in {path or root}: {len(paths)} files match {pattern!r}, and all of them are empty",
-            where=where,
-            fix="set data.path to a file, directory or glob; data.pattern='**/*.txt' selects files in a directory",
-        )
-    return files
-
-
-def _search(path: str | None, pattern: str) -> tuple[Path, list[Path]]:
-    root = Path(path if path is not None else sysconfig.get_paths()["stdlib"])
-    if root.is_file():
-        return root.parent, [root]
-    if root.is_dir():
-        return root, _matches(root, pattern)
-    anchor = Path(*_fixed_parts(root))
-    if anchor == root or not anchor.is_dir():
-        raise UserError(
-            f"{root} does not exist", where="data.path", fix="name an existing file or directory, or a quoted glob"
-        )
-    return anchor, _matches(anchor, str(root.relative_to(anchor)))
-
-
-def _fixed_parts(path: Path) -> list[str]:
-    """Returns the leading parts of a path without a wildcard."""
-    parts: list[str] = []
-    for part in path.parts:
-        if any(mark in part for mark in "*?["):
-            return parts or ["."]
-        parts.append(part)
-    return parts
-
-
-def _matches(root: Path, pattern: str) -> list[Path]:
-    """Returns the result of ``root.glob(pattern)`` without the packages installed next to the standard library."""
-    regex = re.compile(_as_regex(pattern))
-    deepest = None if "**" in pattern else pattern.count("/")
-    paths = []
-    for folder, folders, names in os.walk(root):
-        relative = Path(folder).relative_to(root)
-        at_end = deepest is not None and len(relative.parts) >= deepest
-        folders[:] = [] if at_end else [name for name in folders if name not in _SKIPPED]
-        paths += [Path(folder, name) for name in names if regex.fullmatch((relative / name).as_posix())]
-    return paths
-
-
-def _as_regex(pattern: str) -> str:
-    """Converts a glob over relative names: ``**/`` matches directories, ``*`` and ``?`` match within a name."""
-    tokens = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-
-    def translate(match: re.Match[str]) -> str:
-        token = match.group()
-        if token.startswith("["):
-            if token.startswith("[!"):
-                return "[^" + token[2:]
-            return token
-        return tokens.get(token, re.escape(token))
-
-    return re.sub(r"\*\*/|\*\*|\*|\?|\[!?[^\]]+\]|.", translate, pattern)
-
-
-def _stat(name: str, path: Path) -> TextFile:
-    try:
-        size = path.stat().st_size
-        if not os.access(path, os.R_OK):
-            raise PermissionError("permission denied")
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read: {error.strerror or error}",
-            where="data.path",
-            fix="correct its permissions (chmod), or exclude it with data.pattern",
-        ) from error
-    return TextFile(name, str(path), size)
 
 
 def split_files(files: list[TextFile], share: float) -> dict[str, list[TextFile]]:
@@ -166,9 +62,9 @@ class TextDataset(Dataset):
                 fix="data.vocab_size=256",
             )
         self._length = config.sequence_length
-        self.files = split_files(find_files(config.path, config.pattern), config.validation_share)[split]
+        self.files = split_files(find_text_files(config.path, config.pattern), config.validation_share)[split]
         self._ends = np.array(list(accumulate(file.size for file in self.files)), dtype=np.int64)
-        self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
+        self._mapped = lru_cache(_OPEN_FILES)(_mapped)
         total = int(self._ends[-1])
         if total <= self._length:
             raise UserError(
@@ -207,7 +103,7 @@ class TextDataset(Dataset):
             file = self.files[number]
             skip = start - int(self._ends[number]) + file.size
             size = min(length, file.size - skip)
-            piece = self._map(number)[file.start + skip : file.start + skip + size]
+            piece = self._mapped(file.path)[file.start + skip : file.start + skip + size]
             if len(piece) < size:
                 raise UserError(
                     f"{self.files[number].path} has become shorter since training started",
@@ -220,12 +116,7 @@ class TextDataset(Dataset):
             number = number + 1
         return np.frombuffer(b"".join(pieces), dtype=np.uint8)
 
-    def _map(self, number: int) -> mmap.mmap:
-        if number in self._maps:
-            self._maps.move_to_end(number)
-            return self._maps[number]
-        with Path(self.files[number].path).open("rb") as file:
-            self._maps[number] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if len(self._maps) > _OPEN_FILES:
-            self._maps.popitem(last=False)[1].close()
-        return self._maps[number]
+
+def _mapped(path: str) -> mmap.mmap:
+    with Path(path).open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

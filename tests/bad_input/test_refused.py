@@ -168,9 +168,9 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["strategy=dp", "strategy.compression=top-k"], "did you mean topk?"),
     (["strategy=dp", "strategy.compression_share=0"], "at most 1"),
     # data that is not there
-    (["data.path=empty"], "no file in"),
-    (["data.path=*.none"], "no file in"),
-    (["data.path=blank"], "contains only empty files"),
+    (["data.path=empty"], "no file matches"),
+    (["data.path=*.none"], "no file matches"),
+    (["data.path=blank"], "only empty files match"),
     (["data.path=blank/a.py"], "is empty"),
     (["data=tokens", "data.vocab_size=9", "data.path=empty"], "prepare"),
     (["data=cifar100", "data.path=empty", "model=vit_tiny", "model.patch_size=4"], "cifar-100-python"),

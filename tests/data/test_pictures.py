@@ -17,7 +17,7 @@ from PIL import Image
 from hpc_train.config.schema import CIFAR100DataConfig, ImagesDataConfig, ShardsDataConfig
 from hpc_train.data.cifar100 import MEAN, OFFICIAL_MD5, STD, CIFAR100Dataset
 from hpc_train.data.dataset import Array
-from hpc_train.data.files import SUFFIXES, image_files
+from hpc_train.data.files import SUFFIXES, image_names
 from hpc_train.data.image_shards import ShardsDataset, make_shards
 from hpc_train.data.images import (
     ImagesDataset,
@@ -179,7 +179,8 @@ def test_images_keep_their_order(pictures: Path) -> None:
     ]
     dataset = images(pictures)
     assert [dataset.source(index) for index in range(len(dataset))] == expected
-    assert image_files(folder) == expected[: len(image_files(folder))] and len(dataset) == 12 + 7
+    in_folder = [str(folder / name) for name in image_names(folder)]
+    assert in_folder == expected[: len(in_folder)] and len(dataset) == 12 + 7
     assert [int(dataset.sample(index, 0).targets) for index in range(11, 19)] == [1] * 4 + [2] * 4
 
 

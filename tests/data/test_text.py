@@ -8,7 +8,8 @@ import pytest
 
 from hpc_train.config.schema import TextDataConfig
 from hpc_train.data.build import build_dataset
-from hpc_train.data.text import TextDataset, find_files, split_files
+from hpc_train.data.files import find_text_files
+from hpc_train.data.text import TextDataset, split_files
 from hpc_train.errors import UserError
 
 CONTENT = {f"{folder}/{name}.txt": f"{folder}-{name} ".encode() * (3 * name) for folder in "ab" for name in range(30)}
@@ -71,8 +72,10 @@ def test_a_sample_knows_its_file(texts: Path) -> None:
 @pytest.mark.parametrize("pattern", ["a/*.txt", "**/a/*.txt", "a/**/*.txt", "a/[0-9]*.txt", "a/?.txt", "a/[!x]*.txt"])
 def test_patterns_are_those_of_pathlib(texts: Path, pattern: str) -> None:
     expected = {path.relative_to(texts).as_posix() for path in texts.glob(pattern) if path.stat().st_size}
-    assert {file.name for file in find_files(str(texts), pattern)} == expected
-    assert {Path(file.path) for file in find_files(f"{texts}/{pattern}", "")} == {texts / name for name in expected}
+    assert {file.name for file in find_text_files(str(texts), pattern)} == expected
+    assert {Path(file.path) for file in find_text_files(f"{texts}/{pattern}", "")} == {
+        texts / name for name in expected
+    }
 
 
 def test_a_single_file_has_its_end_as_validation(tmp_path: Path) -> None:
@@ -87,7 +90,7 @@ def test_no_side_is_empty(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text("x" * 100)
     for share in (0.001, 0.999):
-        sides = split_files(find_files(str(tmp_path), "*.txt"), share)
+        sides = split_files(find_text_files(str(tmp_path), "*.txt"), share)
         assert min(len(files) for files in sides.values()) == 1
 
 
@@ -132,7 +135,7 @@ def test_a_file_that_shrinks_is_named(texts: Path) -> None:
 
 def test_formats_other_than_text_are_refused_by_name(texts: Path) -> None:
     (texts / "a" / "more.txt.gz").write_bytes(b"compressed")
-    assert find_files(str(texts), "**/*.txt")
+    assert find_text_files(str(texts), "**/*.txt")
     for path in (texts, texts / "a" / "*", texts / "a" / "more.txt.gz"):
         with pytest.raises(UserError, match=r"more.txt.gz is not text: .gz files are not read"):
-            find_files(str(path), "**/*")
+            find_text_files(str(path), "**/*")
