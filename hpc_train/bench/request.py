@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Self
 
+from hpc_train.config.extensions import from_plain
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_json
 
@@ -26,7 +27,7 @@ class WorkerRequest:
 
     @classmethod
     def read(cls, run: RunDirectory) -> Self:
-        return cls(**run.json(run.path / REQUEST))
+        return from_plain(cls, run.json(run.path / REQUEST))
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,9 @@ class CheckpointRequest(WorkerRequest):
 class CollectivesRequest(WorkerRequest):
     """Requests collectives at ``sizes`` bytes, for about ``seconds`` each; all ``operations`` if it is empty."""
 
-    sizes: tuple[int, ...]
+    sizes: Sequence[int]
     seconds: float
-    operations: tuple[str, ...] = ()
-
-    @classmethod
-    def read(cls, run: RunDirectory) -> CollectivesRequest:
-        value = run.json(run.path / REQUEST)
-        return cls(tuple(value["sizes"]), value["seconds"], tuple(value["operations"]))
+    operations: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from hpc_train.bench.request import REQUEST, WorkerRequest, write_progress, write_result
+from hpc_train.bench.request import WorkerRequest, write_progress, write_result
 from hpc_train.config import hf_config
 from hpc_train.config.extensions import IMAGES, family_of
 from hpc_train.config.schema import Config, HFModelConfig
@@ -126,18 +126,10 @@ class GenerationRequest(WorkerRequest):
     checkpoint: str
     step: int
     weights: str | None
-    prompts: tuple[tuple[int, ...], ...]
+    prompts: Sequence[Sequence[int]]
     max_tokens: int
     sampling: Sampling
-    ends: tuple[int, ...]
-
-    @classmethod
-    def read(cls, run: RunDirectory) -> GenerationRequest:
-        values = run.json(run.path / REQUEST)
-        values["prompts"] = tuple(map(tuple, values["prompts"]))
-        values["sampling"] = Sampling(**values["sampling"])
-        values["ends"] = tuple(values["ends"])
-        return cls(**values)
+    ends: Sequence[int]
 
 
 def generate_tokens(spec: WorkerSpec, stop: StopFlag) -> Exit:
