@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 from hpc_train.config.schema import CIFAR100DataConfig
 from hpc_train.data.dataset import Array, Dataset, Sample
-from hpc_train.data.images import flip, generator, pixel_scale, resize, shifted_crop
+from hpc_train.data.images import flip, generator, pixel_scale, shifted_crop
 from hpc_train.errors import UserError
 
 OFFICIAL_MD5 = {
@@ -108,8 +110,11 @@ class CIFAR100Dataset(Dataset):
         if self._augment:
             random = generator(self._seed, epoch, index)
             pixels = flip(shifted_crop(pixels, 4, random), random)
-        scaled = pixels if self._image_size == _SIZE else resize(pixels, self._image_size)
-        return Sample(inputs=np.ascontiguousarray(scaled), targets=self._labels[index])
+        pixels = np.ascontiguousarray(pixels)
+        if self._image_size != _SIZE:
+            size = (self._image_size, self._image_size)
+            pixels = F.interpolate(torch.from_numpy(pixels).float().unsqueeze(0), size, mode="bilinear")[0].numpy()
+        return Sample(inputs=pixels, targets=self._labels[index])
 
     def source(self, index: int) -> str:
         return str(self.path)

@@ -203,19 +203,6 @@ def center_box(width: int, height: int, share: float = 0.875) -> Box:
     return left, top, left + side, top + side
 
 
-def resize(pixels: Array, size: int) -> Array:
-    """Resizes ``[channels, height, width]`` bilinearly to float32 ``[channels, size, size]`` with aligned edges."""
-    for axis in (1, 2):
-        pixels = pixels.astype(np.float32)
-        old = pixels.shape[axis]
-        centers = np.clip((np.arange(size, dtype=np.float32) + 0.5) * old / size - 0.5, 0, old - 1)
-        lower = np.floor(centers).astype(np.int64)
-        upper = np.minimum(lower + 1, old - 1)
-        share = (centers - lower).astype(np.float32).reshape(-1, *[1] * (pixels.ndim - 1 - axis))
-        pixels = pixels.take(lower, axis) * (1 - share) + pixels.take(upper, axis) * share
-    return pixels
-
-
 _ORIENTATION, _BITS, _PHOTOMETRIC = 0x0112, 0x0102, 0x0106  # tags of EXIF and TIFF
 _WHITE_IS_ZERO = 0  # a value of _PHOTOMETRIC
 _TURNS = {
