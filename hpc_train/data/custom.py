@@ -69,7 +69,8 @@ def call_target(config: OwnConfig, **given: Any) -> Any:
     except UserError:
         raise
     except Exception as error:
-        if isinstance(error, TypeError) and _is_wrong_call(error):
+        frames = error.__traceback__
+        if isinstance(error, TypeError) and frames is not None and frames.tb_next is None:  # the call itself failed
             raise UserError(
                 f"{config._target_} cannot be called with {call_text}: {error}",
                 where="data._target_, data.args",
@@ -83,12 +84,6 @@ def _declaration(target: Any, names: Iterable[str]) -> str:
     if isinstance(target, type):
         return f"def __init__({', '.join(['self', *names])})"
     return f"def {getattr(target, '__name__', 'target')}({', '.join(names)})"
-
-
-def _is_wrong_call(error: TypeError) -> bool:
-    """Returns whether the call itself failed, before any line of the user's code was executed."""
-    frames = error.__traceback__
-    return frames is not None and frames.tb_next is None
 
 
 def with_random_access(built: Any, name: str) -> Any:

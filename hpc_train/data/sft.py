@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -424,7 +424,8 @@ class AnswersDataset(Dataset):
             )
         self._fingerprint = hash_of(records["hash"][usable])
         self._parts = parts[usable]
-        self._starts = _starts(part_records)[usable]
+        starts = [np.cumsum(part["length"], dtype=np.int64) - part["length"] for part in part_records]
+        self._starts = np.concatenate([np.zeros(0, np.int64), *starts])[usable]  # in the file of the part
         self.lengths: Indices = np.minimum(records["length"][usable].astype(np.int64) - 1, config.sequence_length)
 
     def __len__(self) -> int:
@@ -478,18 +479,9 @@ def _tokenized(config: SFTDataConfig, path: str, where: str) -> list[Stored]:
     if config.chat_template is not None:
         template = template_text(config.chat_template)
     settings = fingerprint(config.tokenizer, template)
-
-    def open_encoder() -> Encoder:
-        return Encoder(config.tokenizer, config.chat_template)
-
     cache = user_cache() / "sft" if config.cache is None else Path(config.cache).expanduser()
+    open_encoder = partial(Encoder, config.tokenizer, config.chat_template)
     return tokenized(find_parts(path, where), cache, settings, open_encoder)
-
-
-def _starts(part_records: list[Any]) -> Indices:
-    """Returns the first token of each record in the file of its part."""
-    lengths = [records["length"].astype(np.int64) for records in part_records]
-    return np.concatenate([np.zeros(0, np.int64), *(np.cumsum(sizes) - sizes for sizes in lengths)])
 
 
 def _in_split(records: Any, config: SFTDataConfig, split: str) -> NDArray[np.bool_]:

@@ -135,7 +135,6 @@ class Attention(nn.Module):
             mask = packed.attention_mask(context.get("document_ids"), query.shape[1], scores.window, query.device)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if scores.cap is not None:
-            assert scores.cap is not None
             key, value = _of_every_query(query, key, value)
             scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
             capped = soft_cap(widened(query @ key.transpose(-2, -1)) * scale, scores.cap)

@@ -94,12 +94,6 @@ def _without_values(config: Config, batch: Batch) -> Counts:
         return _counts(config, model, batch)
 
 
-def _traces(config: Config, model: Model | WrappedModel, batch: Batch) -> tuple[_Trace, _Trace]:
-    """Returns the passes in fp32 and in bf16."""
-    half = torch.float32 if config.precision.residual == "fp32" else torch.bfloat16
-    return _Trace(model, batch, None, None), _Trace(model, batch, torch.bfloat16, half)
-
-
 def _batch(config: Config) -> Batch:
     """Returns a micro-batch of ``SAMPLES`` samples, read from the data if the config does not define their shape."""
     if has_own_samples(config.data):
@@ -326,7 +320,9 @@ def _counts(config: Config, model: Model | WrappedModel, batch: Batch) -> Counts
     packed = {part.packed: part.weights for part in model.modules() if isinstance(part, NF4Linear)}
     for parameter in rounded.difference(packed):
         parameter.data = parameter.data.float()  # for the passes in fp32
-    wide, narrow = _traces(config, model, batch)
+    wide = _Trace(model, batch, None, None)
+    hidden_dtype = torch.float32 if config.precision.residual == "fp32" else torch.bfloat16
+    narrow = _Trace(model, batch, torch.bfloat16, hidden_dtype)
     is_model = isinstance(model, Model)
     seen = set[int]()
     # a shared parameter belongs to its first block, and parameters outside of blocks belong to the stem or the head

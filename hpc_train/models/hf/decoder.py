@@ -63,14 +63,12 @@ class _Layer(nn.Module):
 
     def forward(self, hidden: Tensor, context: Mapping[str, Any]) -> Tensor:
         shared = context[_SHARED]
-        outputs = self.block(
+        outputs: Tensor = self.block(
             hidden,
             **shared[self.attention],
             position_ids=shared["position_ids"],
             position_embeddings=shared["position_embeddings"],
         )
-        if isinstance(outputs, tuple):
-            return outputs[0]
         return outputs
 
 
