@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.measuring import bench_parser, config_of, run_benchmark, submit, wait
+from hpc_train.bench.measuring import bench_parser, config_of, result_of, run_benchmark, submit
 from hpc_train.bench.request import MachineRequest
 from hpc_train.config.values import with_all_workers
 from hpc_train.errors import UserError
@@ -142,13 +142,12 @@ def _submit(options: argparse.Namespace, rest: list[str]) -> int:
     shape = executor.shape(config)
     folder = Path(config.run.root).absolute() / f"machine-{secrets.token_hex(3)}"
     job = check_job(with_all_workers(config, shape.nodes * shape.workers), RunDirectory(folder))
-    folder.mkdir(parents=True)
     out = options.out.absolute()
     words = ["machine", *rest, "--out", str(out), "--seconds", str(options.seconds), "--json"]
-    measurement = submit(job, words, folder / "job", executor)
+    measurement = submit(job, words, folder, executor)
     print(f"Slurm job {measurement.job_id}, output in {measurement.log}", flush=True)
     try:
-        result = wait(measurement)
+        result = result_of(measurement)
     except KeyboardInterrupt:
         print(f"job {measurement.job_id} keeps running and writes {out}; scancel {measurement.job_id} cancels it")
         return Exit.DETACHED

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -19,30 +19,25 @@ from hpc_train.config.options import OptionParser
 from hpc_train.config.schema import Config, MlflowConfig, WandbConfig
 from hpc_train.elastic.agent import AgentOptions, run_agent
 from hpc_train.errors import UserError
+from hpc_train.launch import command_job
+from hpc_train.launch.command_job import CommandJob
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.gpus import depends_on_gpu_types, gpu_types_here
 from hpc_train.launch.job import Job
 from hpc_train.launch.request import check_config, compose_job, parse_line
-from hpc_train.launch.sbatch import arguments, options, output_file
-from hpc_train.launch.script import ENVIRONMENT, IN_SHELL, container_of, exports, own_lines, python, quoted, shell_word
+from hpc_train.launch.sbatch import arguments, options
 from hpc_train.layout.layout import JobShape, Layout
 from hpc_train.machine.allocation import current_allocation, workers_per_node
 from hpc_train.machine.temporary import BENCH, TemporaryDirectory
-from hpc_train.opening import read_tail
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import freeze
 from hpc_train.run.owner import open_run
 from hpc_train.run.streams import unescaped
-from hpc_train.schedulers.slurm import client
-from hpc_train.schedulers.slurm.client import LostAnswer, Problem, SlurmError
-from hpc_train.schedulers.states import FORGOTTEN
 
 NOT_FOR_MEASURING = ("signal", "requeue", "no-requeue", "no-kill", "open-mode")  # options of a job that trains
 _POLL_S = 1.0
-_QUERY_EVERY_S = 15.0
-_SETTLE_S = 75.0  # for the result of a job that has ended to become visible on a network file system
 
 
 def bench_parser(name: str, usage: str, description: str, examples: Sequence[str]) -> argparse.ArgumentParser:
@@ -187,93 +182,28 @@ def _show(run: RunDirectory) -> None:
     print(f"\r{status:<30}\r", end="", file=unescaped(sys.stderr), flush=True)
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Describes a benchmark job in Slurm, which writes its JSON object to ``result``."""
-
-    job_id: str
-    result: Path
-    log: Path
-    clusters: str | None = None
-
-
-def submit(job: Job, words: Sequence[str], stem: Path, executor: SlurmJobExecutor) -> Measurement:
+def submit(job: Job, words: Sequence[str], folder: Path, executor: SlurmJobExecutor) -> CommandJob:
     """Submits ``bench WORDS`` with the resources of ``job``, as one task per node. Raises UserError if Slurm does not
     respond, or rejects the job.
 
     Args:
         words: the benchmark with its arguments, among them ``--json``.
-        stem: path of the job's files without suffix; the directory exists.
+        folder: directory for the output of the job.
     """
-    log = stem.with_suffix(".log")
-    result = stem.with_suffix(".out")
-    sbatch_options = {
-        name: value for name, value in options(job, executor.site).items() if name not in NOT_FOR_MEASURING
-    }
-    sbatch_options |= {
-        "job-name": f"hpc_train-bench-{words[0]}",
-        "output": output_file(log.parent, log.name),
-        "no-requeue": None,
-    }
-    clusters = sbatch_options.get("clusters")
-    try:
-        job_id = client.submit(arguments(sbatch_options), _script(job, words, result), f"hpc_train-job:{log}", clusters)
-        return Measurement(job_id, result, log, clusters)
-    except LostAnswer:
-        raise
-    except SlurmError as error:
-        if error.problem is not Problem.REFUSED:
-            fix = "use a login node of a Slurm cluster, or measure on this machine"
-            raise UserError(error.what, where="-m, --submit", fix=fix) from error
-        raise UserError(f"Slurm rejected the job: {error.said}", where="cluster", fix="cluster.KEY=VALUE") from error
+    sbatch_options = options(job, executor.site)
+    resources = arguments({name: value for name, value in sbatch_options.items() if name not in NOT_FOR_MEASURING})
+    return command_job.submit(["bench", *words], job.config, folder, resources, job=job)
 
 
-def _script(job: Job, words: Sequence[str], result: Path) -> str:
-    cluster = job.config.cluster
-    step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-    lines = ["#!/bin/bash", ENVIRONMENT, *exports(cluster.env), *own_lines(cluster.setup, "cluster.setup")]
-    container = container_of(job.config, job.gpus)
-    if container is not None:
-        step += [*container.srun_options(IN_SHELL), *container.command(IN_SHELL)]
-        lines += container.lines()
-    step += [python(cluster, container), "-m", "hpc_train", "bench", *words]
-    unfinished, finished = (shell_word(str(path)) for path in (result.with_suffix(".part"), result))
-    lines += [
-        f"{quoted(step)} > {unfinished} && mv {unfinished} {finished}",
-        'status=$?; echo "exit code $status"; exit "$status"',
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def wait(measurement: Measurement) -> dict[str, Any] | None:
-    """Waits for the result; returns None if the job fails, or if no result appears soon after its end."""
-    queried = time.monotonic()
-    gone = None  # when the job was first seen to have ended
-    while True:
-        if measurement.result in set(measurement.result.parent.glob("*.out")):
+def result_of(job: CommandJob) -> dict[str, Any] | None:
+    """Waits for a job of ``submit``; returns its JSON object, or None if the job fails or prints none."""
+    code = command_job.wait(job)
+    until = time.monotonic() + command_job.SETTLE_S
+    while code == Exit.DONE and time.monotonic() < until:  # on a network file system the log may arrive later
+        with suppress(FileNotFoundError, StopIteration, ValueError):
             # on several nodes the agents print other lines as well
-            lines = measurement.result.read_text(encoding="utf-8").splitlines()
+            lines = job.log.read_text(encoding="utf-8").splitlines()
             return dict(json.loads(next(line for line in reversed(lines) if line.startswith("{"))))
-        now = time.monotonic()
-        if now - queried > _QUERY_EVERY_S:
-            queried = now
-            state = client.job_state(measurement.job_id, measurement.clusters)
-            if state is None or state.is_alive:
-                gone = None
-            else:
-                gone = gone or now
-                # without accounting, Slurm soon forgets with which exit code a job has ended
-                failed = _has_failed(measurement.log) or not (state.ended_well or state.name == FORGOTTEN)
-                if failed or now - gone > _SETTLE_S:
-                    print(f"job {measurement.job_id} has no result ({state.name}): {measurement.log}", file=sys.stderr)
-                    return None
         time.sleep(_POLL_S)
-
-
-def _has_failed(log: Path) -> bool:
-    """Returns whether the batch script has printed an exit code other than 0, which is its last line."""
-    try:
-        lines = read_tail(log, log.parent, 4096).splitlines()
-    except OSError:
-        return False
-    return re.fullmatch(r"exit code [1-9]\d*", lines[-1] if lines else "") is not None
+    print(f"job {job.job_id} has no result (exit code {code}): {job.log}", file=sys.stderr)
+    return None

@@ -25,9 +25,9 @@ from hpc_train.bench.measuring import (
     check_here,
     config_of,
     refuse_below_one,
+    result_of,
     run_benchmark,
     submit,
-    wait,
 )
 from hpc_train.bench.request import StepRequest
 from hpc_train.errors import UserError
@@ -290,13 +290,12 @@ def measure_on_slurm(steps: Sequence[tuple[int, Sequence[str]]]) -> list[dict[st
         composed = compose_job(parse_line([word for word in words if "=" in word]), "bench")
         jobs.append(check_job(composed.config, RunDirectory(Path("scaling")), overrides=composed.overrides))
     folder = Path(jobs[0].config.run.root).absolute() / f"scaling-{secrets.token_hex(3)}"
-    folder.mkdir(parents=True)
     submitted = []
-    for number, (job, (nodes, words)) in enumerate(zip(jobs, steps, strict=True)):
-        measurement = submit(job, ["step", *words], folder / f"{number}", executor)
+    for job, (nodes, words) in zip(jobs, steps, strict=True):
+        measurement = submit(job, ["step", *words], folder, executor)
         submitted.append(measurement)
         size = counted(nodes, "node", "nodes")
         print(f"Slurm job {measurement.job_id}: {size}, output in {measurement.log}", file=sys.stderr)
-    results = [wait(measurement) for measurement in submitted]
+    results = [result_of(measurement) for measurement in submitted]
     present = [result for result in results if result is not None]
     return present if len(present) == len(results) else None

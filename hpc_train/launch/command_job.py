@@ -1,4 +1,4 @@
-"""Runs a command of hpc_train as a Slurm job with one task, for long work that needs no ranks."""
+"""Runs a command of hpc_train as a Slurm job: with one task, for long work that needs no ranks, or one per node."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ from pathlib import Path
 
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
+from hpc_train.launch.job import Job
 from hpc_train.launch.sbatch import NO_SITE, output_file, refuse_other_scheduler
-from hpc_train.launch.script import IN_SHELL, container_of, exports, python, quoted, setup_lines, shell_word
+from hpc_train.launch.script import (
+    ENVIRONMENT,
+    IN_SHELL,
+    container_of,
+    exports,
+    python,
+    quoted,
+    setup_lines,
+    shell_word,
+)
 from hpc_train.run.exits import Exit
 from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.client import LostAnswer, Problem, SlurmError
 from hpc_train.schedulers.slurm.site import other_clusters
-from hpc_train.schedulers.slurm.variables import unset_lines
 
 CORES = 2  # one core computes hashes, the other reads and writes
 SETTLE_S = 75.0  # the longest wait until a file of another node is visible (NFS attribute caches)
@@ -42,6 +51,7 @@ def submit(
     folder: Path,
     extra: Sequence[str] = (),
     program: Sequence[str] | None = None,
+    job: Job | None = None,
 ) -> CommandJob:
     """Submits ``python -m hpc_train WORDS``, or another program.
 
@@ -52,26 +62,30 @@ def submit(
         folder: directory for the output of the job.
         extra: further options of sbatch, which take precedence.
         program: the other program and its arguments; ``words`` then only name the job.
+        job: a training job on whose nodes the command runs, as one task per node; None requests one task with ``CORES``
+            cores. Its options are in ``extra``.
     """
     refuse_other_scheduler(config.cluster)
     folder.mkdir(parents=True, exist_ok=True)
     name = "-".join(word for word in words[:2] if word.isalpha())  # the command without overrides, which may be paths
     log = folder.absolute() / f"{name}-{secrets.token_hex(3)}.out"
     code = log.with_suffix(".code")
-    options = [*_options(words[0], config), f"--output={output_file(log.parent, log.name)}", *extra]
+    options = [f"--job-name=hpc_train-{words[0]}", "--no-requeue", f"--output={output_file(log.parent, log.name)}"]
+    if job is None:
+        options += _one_task(config)
+    options += extra
     clusters = other_clusters(config.cluster.clusters, NO_SITE)
     try:
-        job_id = client.submit(options, _script(words, config, code, program), f"hpc_train-job:{log}", clusters)
+        job_id = client.submit(options, _script(words, config, code, program, job), f"hpc_train-job:{log}", clusters)
         return CommandJob(job_id, log, code, clusters)
     except LostAnswer:
         raise
     except SlurmError as error:
         if error.problem is not Problem.REFUSED:
-            raise UserError(
-                error.what, where="--submit", fix="leave out --submit to run the command on this machine"
-            ) from error
-        fix = "--sbatch='--partition=NAME --time=1:00:00', with the values of your site"
-        raise UserError(f"Slurm refuses the job: {error.said}", where="--submit", fix=fix) from error
+            fix = "use a login node of a Slurm cluster, or run the command on this machine without --submit"
+            raise UserError(error.what, where="Slurm", fix=fix) from error
+        fix = "values of your site: cluster.partition=NAME cluster.time=1:00:00, or --sbatch='--partition=NAME'"
+        raise UserError(f"Slurm refuses the job: {error.said}", where="cluster, --sbatch", fix=fix) from error
 
 
 def without_submission(arguments: Sequence[str], others: Sequence[str] = ()) -> list[str]:
@@ -93,13 +107,14 @@ def follow(job: CommandJob) -> int:
     """
     print(f"Slurm job {job.job_id}, output in {job.log}", flush=True)
     try:
-        return _follow(job)
+        return wait(job, shows_output=True)
     except KeyboardInterrupt:
         print(f"job {job.job_id} keeps running; scancel {job.job_id} cancels it")
         return Exit.DETACHED
 
 
-def _follow(job: CommandJob) -> int:
+def wait(job: CommandJob, shows_output: bool = False) -> int:
+    """Waits until the job ends; returns its exit code."""
     shown = 0
     last_query = time.monotonic()
     gone_since = None
@@ -107,12 +122,13 @@ def _follow(job: CommandJob) -> int:
         code = None
         with suppress(FileNotFoundError, ValueError):
             code = int(job.code.read_text())
-        with suppress(FileNotFoundError), job.log.open("rb") as file:
-            file.seek(shown)
-            data = file.read()
-            shown += len(data)
-            sys.stdout.write(data.decode(errors="replace"))
-            sys.stdout.flush()
+        if shows_output:
+            with suppress(FileNotFoundError), job.log.open("rb") as file:
+                file.seek(shown)
+                data = file.read()
+                shown += len(data)
+                sys.stdout.write(data.decode(errors="replace"))
+                sys.stdout.flush()
         if code is not None:
             return code
         now = time.monotonic()
@@ -124,15 +140,14 @@ def _follow(job: CommandJob) -> int:
             else:
                 gone_since = gone_since or now
                 if now - gone_since > SETTLE_S or not state.by_itself:
-                    print(f"job {job.job_id} ended without an exit code: {state.name}")
+                    print(f"job {job.job_id} ended without an exit code: {state.name}", file=sys.stderr)
                     return Exit.FAILED
         time.sleep(_POLL_S)
 
 
-def _options(command: str, config: Config) -> list[str]:
+def _one_task(config: Config) -> list[str]:
     cluster = config.cluster
     values = {
-        "job-name": f"hpc_train-{command}",
         "clusters": other_clusters(cluster.clusters, NO_SITE),
         "partition": cluster.partition,
         "account": cluster.account,
@@ -144,23 +159,26 @@ def _options(command: str, config: Config) -> list[str]:
         "ntasks-per-node": 1,
         "cpus-per-task": CORES,
     }
-    return [*(f"--{name}={value}" for name, value in values.items() if value is not None), "--no-requeue"]
+    return [f"--{name}={value}" for name, value in values.items() if value is not None]
 
 
-def _script(words: Sequence[str], config: Config, code: Path, program: Sequence[str] | None) -> str:
+def _script(
+    words: Sequence[str], config: Config, code: Path, program: Sequence[str] | None, job: Job | None = None
+) -> str:
     cluster = config.cluster
-    container = container_of(config, 0)
+    container = container_of(config, 0 if job is None else job.gpus)
     if program is None:
         program = [python(cluster, container), "-m", "hpc_train", *words]
     step = ["srun", "--nodes=1", "--ntasks=1", "--unbuffered"]  # the job of `doctor` may have several nodes
+    if job is not None:
+        step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
     mounts = []
     if container is not None:
         step += [*container.srun_options(IN_SHELL), *container.command(IN_SHELL)]
         mounts = container.lines()
     lines = [
         "#!/bin/bash",
-        *unset_lines(),
-        "export SLURM_EXPORT_ENV=ALL",
+        ENVIRONMENT,
         *exports(cluster.env),
         *setup_lines(cluster.setup),
         *mounts,

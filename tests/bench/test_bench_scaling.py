@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from hpc_train.bench import measuring
-from hpc_train.bench.measuring import Measurement, wait
+from hpc_train.bench.measuring import result_of
 from hpc_train.bench.scaling import STRONG, WEAK, paragraph, scaling_rows, table
-from hpc_train.schedulers.slurm import client
-from hpc_train.schedulers.states import FORGOTTEN, state_of
+from hpc_train.launch.command_job import CommandJob
 from tests.doors.command import TINY, hpc_train
 
 HERE = ["cluster=local", "cluster.gpus_per_node=0", *TINY]
@@ -40,22 +39,18 @@ def result(ranks: int, step_s: float, batch: int) -> dict[str, Any]:
     }
 
 
-def test_a_failed_job_that_slurm_has_forgotten_is_not_waited_for(
+def test_the_result_of_a_job_may_arrive_after_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measuring, "_POLL_S", 0.01)
-    monkeypatch.setattr(measuring, "_QUERY_EVERY_S", 0.0)
-    monkeypatch.setattr(client, "job_state", lambda job_id, clusters: state_of(FORGOTTEN))
-    job = Measurement("41", tmp_path / "0.out", tmp_path / "0.log")
-    job.log.write_text("TypeError: of the first rank\nexit code 1\n")
-    assert wait(job) is None  # and not after the 75 s in which a result may appear
-    assert "job 41 has no result" in capsys.readouterr().err
-    job.log.write_text("exit code 0\n")
-    monkeypatch.setattr(measuring, "_SETTLE_S", 0.2)
-    unfinished = tmp_path / "0.part"
-    unfinished.write_text('{"rows": []}\n')
-    threading.Timer(0.05, unfinished.rename, [job.result]).start()
-    assert wait(job) == {"rows": []}
+    job = CommandJob("41", tmp_path / "bench-step.out", tmp_path / "bench-step.code")
+    job.code.write_text("1\n")
+    assert result_of(job) is None
+    assert "job 41 has no result (exit code 1)" in capsys.readouterr().err
+    job.code.write_text("0\n")
+    job.log.write_text('{"rows"')
+    threading.Timer(0.05, job.log.write_text, ['{"rows": []}\nthe agent of another node ends\n']).start()
+    assert result_of(job) == {"rows": []}
 
 
 def test_speed_up_and_efficiency() -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from hpc_train.bench import measuring
 from hpc_train.checkpoint.space import StopTime
 from hpc_train.commands import batch
 from hpc_train.config.schema import ClusterConfig, Config, ElasticConfig, GPTConfig
@@ -466,7 +465,7 @@ def every_script(job: Job) -> list[str]:
         *map(render, (submitted, printed, array)),
         command_job._script(["checkpoint", "verify", str(run)], config, run / "code", None),
         command_job._script(["checkpoint", "release"], config, run / "code", ["serve", *job.overrides]),
-        measuring._script(job, ["step", *job.overrides], run / "result"),
+        command_job._script(["bench", "step", *job.overrides], config, run / "code", None, job),
     ]
 
 
