@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 from hpc_train.bench.measuring import bench_parser, check_here, config_of, refuse_below_one, run_benchmark
 from hpc_train.bench.request import CheckpointRequest
-from hpc_train.errors import UserError
 from hpc_train.units import format_bytes
 
 ENTRY = "hpc_train.bench.checkpoint_worker:measure"
@@ -22,12 +20,9 @@ def main(arguments: list[str]) -> int:
         "Times saves and loads of the state in run.root, alternating with plain torch.distributed.checkpoint.",
         ["python -m hpc_train bench checkpoint +strategy=zero3 model=gpt_124m run.root=/scratch/me"],
     )
-    parser.add_argument("--against", help=argparse.SUPPRESS)
     parser.add_argument("--pairs", type=int, default=20, metavar="N", help="number of rounds (default: %(default)s)")
     options, rest = parser.parse_known_args(arguments)
     refuse_below_one(options, "pairs")
-    if options.against:
-        raise UserError("bench checkpoint always compares with plain DCP", where="--against", fix="drop --against")
     config = config_of(rest)
     check_here(config)
     code, result = run_benchmark(config, CheckpointRequest(options.pairs), ENTRY, Path(config.run.root))

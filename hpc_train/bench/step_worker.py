@@ -117,7 +117,6 @@ class StepBench:
         self._take_step = TrainStep(config, mesh, self.engine, training.optimizer, HORIZON, verification)
         self._feed = _feed_of(training.dataset, config, mesh)
         self.dataset = training.dataset
-        self.samples = len(training.dataset)
         self._control = Control(mesh)
         self._stop = stop
         first = next(self._feed)
@@ -230,7 +229,7 @@ def _measure_blocks(bench: StepBench, request: StepRequest, rank: BenchRank) -> 
         "parameters": sum(p.numel() for p in build_model(config.model, config.train.seed).parameters()),
         "active_parameters": active_count(config.model),
         "global_batch": config.batch.global_size,
-        "samples": bench.samples,
+        "samples": len(bench.dataset),
         "blocks": request.pairs,
         "steps_per_block": request.steps,
         **rates,
