@@ -34,7 +34,6 @@ from hpc_train.data.dataset import SPLITS, Dataset, Sample, next_token_sample
 from hpc_train.data.images import generator
 from hpc_train.data.mixture import MixtureDataset
 from hpc_train.data.sources import mixed_sources
-from hpc_train.data.stream import StreamDataset
 from hpc_train.data.text import TextDataset
 from hpc_train.data.tokens import PackedDataset, TokensDataset
 from hpc_train.errors import UserError
@@ -80,16 +79,8 @@ def build_tokens(config: TokensDataConfig, split: str, seed: int) -> Dataset:
 
 
 def build_mixture(config: MixtureDataConfig, split: str, seed: int) -> MixtureDataset:
-    """Builds a split of each source of ``data=mixture``; raises UserError if a source has no random access, or the
-    sources do not fit together."""
+    """Builds a split of each source of ``data=mixture``; raises UserError if the sources do not fit together."""
     sources = {name: build_dataset(source, split, seed) for name, source in mixed_sources(config).items()}
-    for name, source in sources.items():
-        if isinstance(source, StreamDataset):
-            raise UserError(
-                f"the source {name} is a stream, but a mixture computes its order from the sizes of its sources",
-                where=f"data.sources.{name}",
-                fix="a source with random access, or a custom stream that mixes its inputs",
-            )
     return MixtureDataset(sources, config.weights)
 
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +59,8 @@ class Dataset(ABC):
         loads_cheaply: whether reading a sample takes so little time that loader processes do not help.
         lengths: the number of tokens of each sample if they differ; the rest of a sample is padding.
         scale: normalizes the inputs after their copy to the device; None leaves them unchanged.
-        collate: builds a micro-batch from ``item``s; None stacks the samples.
+        collate: builds a micro-batch from the dataset, some ``item``s, their indices, the epoch, and the number of
+            samples with padding; None stacks the samples.
         notice: what the user should know about the data, such as records that are not used; empty if nothing.
         shared_file: a file that loader processes would share, see ``shared_files``; empty if there is none.
         floats: the dtype of floating-point values on the device, which is the dtype of the model's parameters.
@@ -68,7 +69,7 @@ class Dataset(ABC):
     loads_cheaply: bool = False
     lengths: Indices | None = None
     scale: PixelScale | None = None
-    collate: BuildsBatch | None = None
+    collate: Callable[[Dataset, Sequence[Any], Sequence[int], int, int], Batch] | None = None
     notice: str = ""
     shared_file: str = ""
     floats: str = "float32"
@@ -226,14 +227,6 @@ class Batch:
         parts = (map_leaves(function, part) for part in (self.inputs, self.targets, self.context))
         inputs, targets, context = parts
         return Batch(inputs, targets, context, self.samples)
-
-
-class BuildsBatch(Protocol):
-    """Builds a micro-batch of ``size`` samples from ``items``, those with ``indices``, and padding."""
-
-    def __call__(
-        self, dataset: Dataset, items: Sequence[Any], indices: Sequence[int], epoch: int, size: int
-    ) -> Batch: ...
 
 
 @dataclass(frozen=True)

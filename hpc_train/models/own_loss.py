@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hpc_train.data.custom import described
 from hpc_train.errors import UserError
 
 Gather = Callable[[Tensor], Tensor]
@@ -62,16 +63,16 @@ def call_loss(loss: Loss, mixes: bool, outputs: Any, targets: Tensor, gather: Ga
 def _checked(result: Any, loss: Loss) -> tuple[Tensor, Tensor]:
     """Returns the sum and the count in ``result``, which ``loss`` has returned; see ``call_loss``."""
     if not isinstance(result, tuple | list) or len(result) != 2:
-        raise _wrong(loss, f"returned {_described(result)}, not a sum and a count")
+        raise _wrong(loss, f"returned {described(result)}, not a sum and a count")
     total, count = result
     if not isinstance(total, Tensor) or total.ndim != 0:
-        raise _wrong(loss, f"returned {_described(total)} as the sum, which must be a scalar tensor")
+        raise _wrong(loss, f"returned {described(total)} as the sum, which must be a scalar tensor")
     if isinstance(count, int | float):
         if not count >= 0:
             raise _wrong(loss, f"returned the count {count:g}, which must be 0 or more")
         return total, total.new_full((), count, dtype=torch.float64)
     if not isinstance(count, Tensor) or count.ndim != 0:
-        raise _wrong(loss, f"returned {_described(count)} as the count, which must be a number or a scalar tensor")
+        raise _wrong(loss, f"returned {described(count)} as the count, which must be a number or a scalar tensor")
     if count.device != total.device:
         raise _wrong(loss, f"returned a sum on {total.device} and a count on {count.device}")
     return total, count
@@ -106,13 +107,3 @@ def _wrong(loss: Loss, what: str) -> UserError:
         where=place(loss),
         fix="return the sum (not the mean) of the samples' losses, and the number of samples or the sum of weights",
     )
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        if value.ndim:
-            return f"a tensor of shape {tuple(value.shape)}"
-        return "a single scalar tensor"
-    if isinstance(value, tuple | list):
-        return f"{len(value)} values"
-    return f"a {type(value).__name__}"

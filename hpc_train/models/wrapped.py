@@ -154,19 +154,16 @@ class WrappedModel(nn.Module):
         names.pop(DOCUMENT_ENDS, None)
         if not hasattr(self._module[0], "base_model_prefix"):
             return {name: context[name] for name in names}
-        if "document_ids" in names and ("positions" not in names or not self._is_causal):
-            raise UserError(
-                f"{type(self._module[0]).__name__} cannot limit attention to the documents of a packed sequence",
-                where="data.packing",
-                fix="data.packing=false",
-            )
+        if "document_ids" in names:
+            is_causal = any(getattr(part, "is_causal", False) for part in self._module[0].modules())
+            if "positions" not in names or not is_causal:
+                raise UserError(
+                    f"{type(self._module[0]).__name__} cannot limit attention to the documents of a packed sequence",
+                    where="data.packing",
+                    fix="data.packing=false",
+                )
         names.pop("document_ids", None)
         return {"position_ids" if name == "positions" else name: context[name] for name in names}
-
-    @property
-    def _is_causal(self) -> bool:
-        """Returns whether the attention of a model of transformers is causal."""
-        return any(getattr(part, "is_causal", False) for part in self._module[0].modules())
 
 
 def _classes_last(outputs: Tensor, targets: Tensor, class_dim: str) -> Tensor:

@@ -103,7 +103,6 @@ def _check(line: CommandLine) -> None:
                 where="the command line",
                 fix="leave it out; the model of the run is used",
             )
-    for override in line.overrides:
         if TRAINING_ONLY.match(override):
             raise UserError(
                 f"{override} has no effect: it is a setting of training, and the checkpoint is already trained",
