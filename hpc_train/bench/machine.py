@@ -17,6 +17,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hpc_train.bench.measuring import bench_parser, config_of, result_of, run_benchmark, submit
 from hpc_train.bench.request import MachineRequest
 from hpc_train.config.values import with_all_workers
@@ -163,18 +165,12 @@ def fit_rate(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
     This is the least-squares fit of the relative errors; a negative H becomes 0. ``times`` holds the operations and the
     seconds of at least two products of different sizes."""
-    # minimizes the sum of (flops * per_flop + fixed - seconds)^2 / seconds^2
-    rows = [(flops / seconds, 1 / seconds) for flops, seconds in times]
-    a = sum(row[0] for row in rows)
-    b = sum(row[1] for row in rows)
-    aa = sum(row[0] * row[0] for row in rows)
-    ab = sum(row[0] * row[1] for row in rows)
-    bb = sum(row[1] * row[1] for row in rows)
-    per_flop = (a * bb - b * ab) / (aa * bb - ab * ab)
-    fixed = (b * aa - a * ab) / (aa * bb - ab * ab)
+    flops, seconds = np.array(times).T
+    per_flop, fixed = np.polyfit(flops, seconds, 1, w=1 / seconds)
     if fixed < 0 or per_flop <= 0:
-        return aa / a, 0.0
-    return 1 / per_flop, fixed / per_flop
+        rates = flops / seconds
+        return float((rates**2).sum() / rates.sum()), 0.0
+    return float(1 / per_flop), float(fixed / per_flop)
 
 
 def machine_of(result: Mapping[str, Any], cores: int, name: str, source: str) -> Machine:

@@ -5,6 +5,7 @@ The table contains the architectures whose sizes follow from a few keys. The siz
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,6 +52,16 @@ class Sizes:
     adapter: int = 0
     quantized: int = 0
     classifier: int = 0
+
+    @property
+    def products(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Returns the inputs and outputs of the linear layers of a layer, grouped by their input, in their order."""
+        return (
+            (self.width, (self.query, self.key_value, self.key_value)),
+            (self.query, (self.width,)),
+            (self.width, (self.ffn,) * (1 + self.gated)),
+            (self.ffn, (self.width,)),
+        )
 
 
 def values_of(model: HFModelConfig) -> Mapping[str, Any] | None:
@@ -124,21 +135,11 @@ def products(model: HFModelConfig) -> tuple[LinearLayers, ...] | None:
     counts = sizes(model)
     if counts is None or model.lora.rank is not None:
         return None
-    width = counts.width
-    query = counts.query
-    key_value = counts.key_value
-    ffn = counts.ffn
-    shapes = (
-        (width, (query, key_value, key_value)),
-        (query, (width,)),
-        (width, (ffn,) * (1 + counts.gated)),
-        (ffn, (width,)),
-    )
     kind = (values_of(model) or {})["model_type"]
     layer, *groups = _NAMES.get(kind) or _NAMES["decoder" if model.task == "causal_lm" else "whole"]
     return tuple(
         LinearLayers(tuple(names.split()), inputs, outputs, layer)
-        for names, (inputs, outputs) in zip(groups, shapes, strict=True)
+        for names, (inputs, outputs) in zip(groups, counts.products, strict=True)
     )
 
 
@@ -167,15 +168,11 @@ def _with_adapters(counts: Sizes | None, model: HFModelConfig) -> Sizes | None:
         return counts
     if lora.modules_to_save is not None or any("." in name for name in lora.targets or ()):
         return None  # full names may select only some layers
-    width = counts.width
-    query = counts.query
-    key_value = counts.key_value
-    ffn = counts.ffn
-    sums = (width + query, width + key_value, width + key_value, query + width, *[width + ffn] * 3)
+    shapes = [(inputs, size) for inputs, outputs in counts.products for size in outputs]
     chosen = _LINEAR if lora.targets is None else lora.targets
-    adapter = sum(lora.rank * size for name, size in zip(_LINEAR, sums, strict=True) if name in chosen)
-    quantized = (2 * width * (query + key_value) + 3 * width * ffn) * (lora.base == "nf4")
-    classifier = 0 if model.task == "causal_lm" else counts.head - width  # without the last norm
+    adapter = sum(lora.rank * sum(shape) for name, shape in zip(_LINEAR, shapes, strict=True) if name in chosen)
+    quantized = sum(map(math.prod, shapes)) * (lora.base == "nf4")
+    classifier = 0 if model.task == "causal_lm" else counts.head - counts.width  # without the last norm
     return replace(counts, adapter=adapter, quantized=quantized, classifier=classifier)
 
 
