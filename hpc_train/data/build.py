@@ -8,7 +8,6 @@ explicit positions (``os.pread``), are not affected. HDF5 and SQLite files must 
 from __future__ import annotations
 
 import fcntl
-import importlib
 import os
 import signal
 import stat
@@ -20,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc_train.config.extensions import source_of
+from hpc_train.config.import_path import locate
 from hpc_train.config.schema import (
     DataConfig,
     MixtureDataConfig,
@@ -36,7 +36,6 @@ from hpc_train.data.mixture import MixtureDataset
 from hpc_train.data.sources import mixed_sources
 from hpc_train.data.text import TextDataset
 from hpc_train.data.tokens import PackedDataset, TokensDataset
-from hpc_train.errors import UserError
 
 
 def build_dataset(config: DataConfig, split: str, seed: int, precision: str = "fp32") -> Dataset:
@@ -48,15 +47,7 @@ def build_dataset(config: DataConfig, split: str, seed: int, precision: str = "f
     """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, not one of {SPLITS}")
-    module, _, name = source_of(config).builder.partition(":")
-    try:
-        build = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(
-            f"the builder of data kind {config.kind} cannot be imported: {type(error).__name__}: {error}",
-            where="data.kind",
-            fix="use package.module:NAME that the workers can import",
-        ) from error
+    build = locate(source_of(config).builder, "data.kind")
     before = open_files()
     built = build(config, split, seed)
     if not isinstance(built, Dataset):

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpc_train.config.import_path import locate
 from hpc_train.config.schema import CustomDataConfig, DataConfig, StreamDataConfig
 from hpc_train.config.schema.data import OwnKeys
 from hpc_train.data.dataset import IGNORED, Array, Batch, Dataset, Nested, Ragged, Sample, leaves, map_leaves
@@ -237,18 +238,8 @@ _COLLATE = 0xC0114  # part of each seed, so that the random numbers are independ
 
 def load_collate(config: DataConfig, seed: int) -> Collate:
     """Imports ``data.collate``; raises UserError if it cannot be imported or called."""
-    from hydra.utils import instantiate
-
     assert config.collate is not None
-    try:
-        function = instantiate({"_target_": config.collate, "_partial_": True}).func
-    except Exception as error:
-        cause = error.__cause__ or error
-        raise UserError(
-            f"{config.collate} cannot be imported: {type(cause).__name__}: {cause}",
-            where="data.collate",
-            fix="data.collate=package.module.function, importable by the workers",
-        ) from error
+    function = locate(config.collate, "data.collate")
     names = getattr(config, "inputs", "inputs"), getattr(config, "targets", "targets")
     return Collate(function, config.collate, names, seed)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 import traceback
@@ -38,7 +37,7 @@ def build_model(config: ModelConfig, seed: int, values: bool = True) -> Model | 
     user's module is built on ``meta`` if its constructor permits this. Raises UserError if the sizes do not fit
     together, ``_target_`` cannot be imported or called, or a ``Model`` is not complete.
     """
-    build = imported(family_of(config).builder)
+    build = locate(family_of(config).builder, "model.kind")
     if isinstance(config, CustomModelConfig):
         built: Model | WrappedModel = build(config, seed, values)
         if isinstance(built, Model):
@@ -58,20 +57,6 @@ def build_model(config: ModelConfig, seed: int, values: bool = True) -> Model | 
     model.family = config.kind
     model.config = config
     return model
-
-
-def imported(path: str) -> Callable[..., Any]:
-    """Imports the object at ``module:attribute``; raises UserError if the object cannot be imported."""
-    module, _, name = path.partition(":")
-    try:
-        value: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise UserError(
-            f"{path} cannot be imported: {type(error).__name__}: {error}",
-            where=path,
-            fix="package.module:NAME that is importable where the workers run",
-        ) from error
-    return value
 
 
 def build_custom(config: CustomModelConfig, seed: int, values: bool = True) -> Model | WrappedModel:

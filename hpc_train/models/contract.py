@@ -16,9 +16,10 @@ import torch
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, PrepareModuleOutput
 
 from hpc_train.config.extensions import ModelFamily, from_plain, load_family, load_source
+from hpc_train.config.import_path import locate
 from hpc_train.errors import UserError
 from hpc_train.layout.counted import sample_shape
-from hpc_train.models.build import build_model, imported
+from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 
 
@@ -52,7 +53,7 @@ def _has_name(family: ModelFamily, config: Any, name: str) -> bool:
 def _plan_problem(family: ModelFamily, model: Model) -> str:
     if family.tensor_parallel is None:
         return ""
-    plan = imported(family.tensor_parallel.plan)(model)
+    plan = locate(family.tensor_parallel.plan, "model.kind")(model)
     modules = {name for name, _ in model.named_modules()}
     for name, style in plan.items():
         if name not in modules:

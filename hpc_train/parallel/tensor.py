@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hpc_train.config.extensions import load_family
+from hpc_train.config.import_path import locate
 from hpc_train.config.values import check_divides
 from hpc_train.errors import UserError
-from hpc_train.models.build import imported
 from hpc_train.models.model import Model, keep_shared
 
 
@@ -45,7 +45,7 @@ def apply_tensor_parallel(model: Model, tp_mesh: DeviceMesh) -> None:
     config: Any = model.config
     for name in split.divisible:
         check_divides(tp_mesh.size(), getattr(config, name), "strategy.tp", f"model.{name}")
-    plan = imported(split.plan)(model)
+    plan = locate(split.plan, "model.kind")(model)
     with keep_shared(model):
         parallelize_module(model, tp_mesh, plan)
     omitted = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
