@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hpc_train.bench.request import CheckpointRequest, Spread, paired_ratio
 from hpc_train.bench.worker import BenchRank, Training, measure_on_ranks
@@ -30,6 +28,7 @@ from hpc_train.checkpoint.state import compression_state, training_state
 from hpc_train.checkpoint.verified import VerifiedCheckpoint
 from hpc_train.checkpoint.writer import quiet
 from hpc_train.parallel.mesh import largest, synchronize, synchronize_ranks
+from hpc_train.parallel.precision.masters import local_part
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import rank_writer
 from hpc_train.run.event_log import EventLog
@@ -99,7 +98,7 @@ class _CheckpointBench:
         store = RunStore(run, config, events, mesh.control)
         self.manager = CheckpointManager(store, engine, training.optimizer, mesh, rank.spec.local_world_size)
         self.state = training_state(engine, training.optimizer) | compression_state(engine)
-        self.copies = [torch.zeros_like(_local(tensor), device="cpu") for tensor in self.state.values()]
+        self.copies = [torch.zeros_like(local_part(tensor.detach()), device="cpu") for tensor in self.state.values()]
         self.group = dist.new_group(backend="gloo")  # async_save needs a separate group
         self.step = 0
         self.bytes = 0  # size of a checkpoint over all ranks
@@ -170,7 +169,7 @@ class _CheckpointBench:
 
         def copy_state() -> None:
             for copy, tensor in zip(self.copies, self.state.values(), strict=True):
-                copy.copy_(_local(tensor), non_blocking=True)
+                copy.copy_(local_part(tensor.detach()), non_blocking=True)
             synchronize(self.mesh.device)
 
         def hash_copies() -> None:
@@ -206,9 +205,3 @@ class _CheckpointBench:
         if self.mesh.rank == 0:
             shutil.rmtree(path)
         synchronize_ranks(self.mesh)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    return tensor.detach()

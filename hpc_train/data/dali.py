@@ -93,7 +93,7 @@ class EncodedSamples(StackedSamples):
         }
         targets = torch.full((len(request.slots),), IGNORED)
         for row, index in enumerate(indices):
-            targets[row] = int(self._images.label(index))
+            targets[row] = int(self._images.labels[index])
         tensors = {name: torch.from_numpy(value) for name, value in inputs.items()}
         return Stacked(tensors, targets, {}, len(indices), samples=request.slots)
 

@@ -46,7 +46,7 @@ class DecodedImages(Dataset):
                 where="data.channels",
                 fix="1 (gray) or 3 (RGB)",
             )
-        self._labels = labels
+        self.labels = labels
         if split == "train":
             counts = np.bincount(labels, minlength=len(self.classes))
             empty = [name for name, count in zip(self.classes, counts, strict=True) if count == 0]
@@ -64,18 +64,14 @@ class DecodedImages(Dataset):
         self._seed = seed
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self.labels)
 
     def fingerprint(self) -> str:
-        return hash_of(self._labels)
+        return hash_of(self.labels)
 
     @abstractmethod
     def file(self, index: int) -> str | BinaryIO:
         """Returns the path of an image, or its bytes as a file."""
-
-    def label(self, index: int) -> Array:
-        """Returns the label of an image, a scalar array."""
-        return self._labels[index]
 
     def crop(self, index: int, epoch: int, width: int, height: int) -> Crop:
         """Returns the crop of an image of this size in one epoch; every decoder computes it."""
@@ -91,7 +87,7 @@ class DecodedImages(Dataset):
         pixels = np.asarray(scaled).reshape(self.size, self.size, self.channels).transpose(2, 0, 1)
         if crop.mirrored:
             pixels = pixels[..., ::-1]
-        return Sample(inputs=np.ascontiguousarray(pixels), targets=self.label(index))
+        return Sample(inputs=np.ascontiguousarray(pixels), targets=self.labels[index])
 
 
 class ImagesDataset(DecodedImages):
@@ -110,13 +106,13 @@ class ImagesDataset(DecodedImages):
             raise UserError(f"{root / split} contains no images", where="data.path", fix=FIX)
 
     def fingerprint(self) -> str:
-        return hash_of(self.classes, self._labels, *self._names.parts)
+        return hash_of(self.classes, self.labels, *self._names.parts)
 
     def source(self, index: int) -> str:
         return self.file(index)
 
     def file(self, index: int) -> str:
-        return f"{self._folders[int(self._labels[index])]}{os.sep}{self._names[index]}"
+        return f"{self._folders[int(self.labels[index])]}{os.sep}{self._names[index]}"
 
 
 class NameList:

@@ -14,7 +14,7 @@ import os
 import shutil
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -62,24 +62,6 @@ class _Shard:
     @property
     def size(self) -> int:
         return sum(source.size for source in self.sources)
-
-
-@dataclass
-class _Written:
-    """Holds the lengths of the documents that a shard contains so far, by split."""
-
-    lengths: dict[str, array[int]] = field(default_factory=lambda: {split: array("I") for split in SPLITS})
-    _document: int = 0  # tokens of the document that is not complete yet
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {split: sum(lengths) for split, lengths in self.lengths.items()}
-
-    def add(self, split: str, tokens: int, last: bool) -> None:
-        self._document += tokens
-        if last:
-            self.lengths[split].append(self._document)
-            self._document = 0
 
 
 def prepare(
@@ -171,7 +153,8 @@ def _write_shards(
 def _write_shard(shard: _Shard, report: Report, settings: Settings) -> None:
     encoder = open_encoder(settings.tokenizer, settings.eos, settings.bos)
     shard.unfinished.mkdir()
-    written = _Written()
+    lengths: dict[str, array[int]] = {split: array("I") for split in SPLITS}  # of the documents
+    document = 0  # tokens of the document that is not complete yet
     read = 0
     with (
         (shard.unfinished / "train.bin").open("wb") as train,
@@ -186,16 +169,19 @@ def _write_shard(shard: _Shard, report: Report, settings: Settings) -> None:
                     tokens = np.concatenate([np.array(part, dtype=np.uint32) for part in (start, ids, ends)])
                     split = SPLITS[position(f"{source.name}:{piece.document}") < settings.validation_share]
                     files[split].write(tokens.astype(DTYPES[_dtype(encoder)]).tobytes())
-                    written.add(split, len(tokens), piece.last)
+                    document += len(tokens)
+                    if piece.last:
+                        lengths[split].append(document)
+                        document = 0
                 report(read + batch[-1].consumed, number)
             read += source.size
             report(read, number + 1)
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-    for split, lengths in written.lengths.items():
-        np.array(lengths, dtype=LENGTHS).tofile(documents_file(shard.unfinished, split))
-    write_json(shard.unfinished / "shard.json", {"counts": written.counts})
+    for split, of_split in lengths.items():
+        np.array(of_split, dtype=LENGTHS).tofile(documents_file(shard.unfinished, split))
+    write_json(shard.unfinished / "shard.json", {"counts": {split: sum(lengths[split]) for split in SPLITS}})
     shard.unfinished.rename(shard.directory)
 
 

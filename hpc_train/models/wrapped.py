@@ -72,7 +72,7 @@ class WrappedModel(nn.Module):
         self._modules = module._modules
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._module = (module,)  # in a tuple, so that it is not registered as a child
-        self._block_names = find_blocks(module, wrap)
+        self.block_names = find_blocks(module, wrap)
         # models of transformers cache keys and values, but recomputation would add them a second time
         for part in module.modules():
             config: Any = getattr(part, "config", None)
@@ -88,10 +88,6 @@ class WrappedModel(nn.Module):
     @property
     def bare(self) -> nn.Module:
         return self._module[0]
-
-    @property
-    def block_names(self) -> tuple[str, ...]:
-        return self._block_names
 
     def train(self, mode: bool = True) -> WrappedModel:
         """Calls ``train`` of the module, which may keep some of its parts in evaluation mode."""
