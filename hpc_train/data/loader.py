@@ -109,7 +109,7 @@ class MicroBatchReader:
             batch_size=None,
             sampler=_recorded(requests, self._requested),
             num_workers=workers,
-            collate_fn=_identity,
+            collate_fn=lambda stacked: stacked,  # which is a batch already
             pin_memory=pin,
             prefetch_factor=max(2, -(-ahead // workers)) if workers else None,
             worker_init_fn=partial(_init_loader_process, os.getpid()) if workers else None,
@@ -293,10 +293,6 @@ def _wide(targets: Array) -> Array:
     if targets.dtype.kind in "biu":
         return targets.astype(np.int64, copy=False)
     return targets
-
-
-def _identity(stacked: Any) -> Any:
-    return stacked
 
 
 def begun(loader: DataLoader[Stacked | Exception]) -> Iterator[Stacked | Exception]:

@@ -51,8 +51,11 @@ def _requires(names: tuple[str, ...], fix: str) -> Callable[[Any], None]:
 
 
 def _check_text(data: TextDataConfig) -> None:
-    if data.path is not None:
-        find_text_files(data.path, data.pattern, CHECKED_FILES)
+    if data.path is None:
+        return
+    if Path(data.path).exists():
+        _readable(Path(data.path))
+    find_text_files(data.path, data.pattern, CHECKED_FILES)
 
 
 def _check_sft(data: SFTDataConfig) -> None:
