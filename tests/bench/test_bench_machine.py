@@ -88,7 +88,7 @@ def test_the_command_writes_a_file_that_plan_reads(tmp_path: Path, called: Calla
     machine = read_machine(str(tmp_path / "own.json"))
     assert machine.name == "own" and machine.devices_per_node == 2 and machine.rates.cores >= 1
     others = {name for name, figure in machine.figures.items() if figure.kind != "measured"}
-    of_gpus = {"fp8_flops", "fp8_share", "overlap_share", "tp_matmul_share"}
+    of_gpus = {"fp8_flops", "fp8_share", "grouped_share", "overlap_share", "tp_matmul_share"}
     assert others == {"allocator_share", "fabric_bytes_per_s", "fabric_latency_s", *of_gpus}
     assert f"not measured here: {', '.join(name for name in machine.figures if name in others)}" in done.stdout
     assert "torch" in machine.figures["launch_s"].source
