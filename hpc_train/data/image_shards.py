@@ -8,9 +8,7 @@ directory ``.image-shards`` holds the index rows of each finished shard, with wh
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import os
 import shutil
 import tarfile
@@ -24,7 +22,7 @@ import numpy as np
 
 from hpc_train.config.schema import ShardsDataConfig
 from hpc_train.data.conversion import Builder, Progress, Report, run_jobs, sole_builder
-from hpc_train.data.dataset import SPLITS
+from hpc_train.data.dataset import SPLITS, hash_of
 from hpc_train.data.files import check_classes, class_names, image_names
 from hpc_train.data.images import DecodedImages, check_content
 from hpc_train.errors import UserError
@@ -140,7 +138,7 @@ def make_shards(
             f"{source / empty[0]} contains no images", where="INPUT", fix="use the layout train/CLASS/IMAGE"
         )
     listing = [(os.path.relpath(i.path, source), i.size, shard_bytes) for split in SPLITS for i in images[split]]
-    key = hashlib.blake2b(json.dumps(listing).encode(), digest_size=16).hexdigest()
+    key = hash_of(listing)
     with sole_builder(out) as builder:
         for path in (out / META, out / _WORK / _KEY):
             if path.exists() and read_json(path).get("key") != key:

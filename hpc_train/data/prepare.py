@@ -8,7 +8,6 @@ suspended until another took over writes only files that carry its own number.
 from __future__ import annotations
 
 import codecs
-import hashlib
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 
 from hpc_train.data.conversion import Builder, Progress, Report, run_jobs, sole_builder
-from hpc_train.data.dataset import SPLITS, position
+from hpc_train.data.dataset import SPLITS, hash_of, position
 from hpc_train.data.documents import Encoder, InputFile, Piece, fingerprint, open_encoder, read_documents
 from hpc_train.data.tokens import DTYPES, LENGTHS, META, TokensMeta, documents_file, read_meta
 from hpc_train.errors import UserError
@@ -91,7 +90,7 @@ def prepare(
     if encoder.start:
         identity |= {"start": encoder.start}
     keys = [_key(source, identity) for source in inputs]
-    key = hashlib.blake2b("".join(keys).encode(), digest_size=16).hexdigest()
+    key = hash_of("".join(keys).encode())
     with sole_builder(out) as builder:
         existing = _finished(out, key)
         if existing is None:
@@ -106,7 +105,7 @@ def prepare(
 
 
 def _key(source: InputFile, settings: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps([asdict(source), settings], sort_keys=True).encode(), digest_size=16).hexdigest()
+    return hash_of(json.dumps([asdict(source), settings], sort_keys=True).encode())
 
 
 def _finished(out: Path, key: str) -> TokensMeta | None:
@@ -129,7 +128,7 @@ def _shards(inputs: list[InputFile], keys: list[str], builder: Builder) -> Itera
     for number, source in enumerate(inputs, 1):
         size += source.size
         if size >= SHARD_BYTES or number == len(inputs):
-            key = hashlib.blake2b("".join(keys[first:number]).encode(), digest_size=16).hexdigest()
+            key = hash_of("".join(keys[first:number]).encode())
             yield _Shard(inputs[first:number], str(builder.out / _SHARDS / f"{key}-{_FORMAT}"), builder.number)
             first = number
             size = 0

@@ -312,8 +312,7 @@ def _written(stored: Stored, encoder: Encoder) -> bool:
 
 
 def _key(part: Part, settings: str) -> str:
-    content = json.dumps([asdict(part), settings, _FORMAT], sort_keys=True)
-    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    return hash_of(json.dumps([asdict(part), settings, _FORMAT], sort_keys=True).encode())
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -36,18 +37,13 @@ def disagreement(model_config: Any, data_config: Any) -> str:
     if len(model.layers) != model_config.n_layers:
         return f"n_layers is {model_config.n_layers}, but the model has {len(model.layers)} layers"
     if family.hugging_face is not None:
-        unknown = [name for name in names if not _has_name(family, model_config, name)]
-        if unknown:
-            return f"hugging_face.parameter_name has no name for {unknown[0]}"
+        for name in names:
+            stored_name = None
+            with suppress(LookupError):
+                stored_name = family.hugging_face.parameter_name(model_config, name)
+            if not stored_name:
+                return f"hugging_face.parameter_name has no name for {name}"
     return _plan_problem(family, model) or _flops_problem(family, model, model_config, data_config)
-
-
-def _has_name(family: ModelFamily, config: Any, name: str) -> bool:
-    assert family.hugging_face is not None
-    try:
-        return bool(family.hugging_face.parameter_name(config, name))
-    except LookupError:
-        return False
 
 
 def _plan_problem(family: ModelFamily, model: Model) -> str:

@@ -158,16 +158,13 @@ def product_dtype(values: Tensor) -> torch.dtype:
 def can_join(projections: Sequence[nn.Module]) -> bool:
     """Returns whether ``projections`` compute only products, i.e. are plain linear layers without hooks."""
     biased = {getattr(projection, "bias", None) is not None for projection in projections}
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     weights = [projection._parameters.get("weight") for projection in projections]
     trained = {weight is not None and weight.requires_grad for weight in weights}
     return (
-        all(type(projection) is nn.Linear and not _has_hooks(projection) for projection in projections)
+        all(type(projection) is nn.Linear for projection in projections)
+        and not any(getattr(projection, name) for projection in projections for name in hooks)
         and all(type(weight) is nn.Parameter for weight in weights)  # a shard of tensor parallelism is a DTensor
         and len(biased) == len(trained) == 1
         and len({*map(id, weights)}) == len(weights)
     )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(kinds)

@@ -174,7 +174,9 @@ class Model(nn.Module):
         if targets is not None:
             context = {**self.batch_context(targets), **context}
         if self.stem is not None:
-            hidden = self._begin_hidden(self.stem(hidden, context))
+            hidden = self.stem(hidden, context)  # a user's stem may also return integers, or several tensors
+            if self.hidden_dtype is not None and isinstance(hidden, Tensor) and hidden.is_floating_point():
+                hidden = hidden.to(self.hidden_dtype)
         for layer in self.layers.values():
             hidden = layer(hidden, context)
         if self.head is None:
@@ -194,12 +196,6 @@ class Model(nn.Module):
         if self.training:
             return sums
         return (*sums, None)
-
-    def _begin_hidden(self, hidden: Tensor) -> Tensor:
-        """Returns the stem's output in ``hidden_dtype``; a stem may also return integers, or several tensors."""
-        if self.hidden_dtype is None or not isinstance(hidden, Tensor) or not hidden.is_floating_point():
-            return hidden
-        return hidden.to(self.hidden_dtype)
 
     def prepare(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns ``context`` with the tensors that all layers share, such as rotary tables."""
