@@ -120,8 +120,9 @@ def wait(job: CommandJob, shows_output: bool = False) -> int:
     gone_since = None
     while True:
         code = None
-        with suppress(FileNotFoundError, ValueError):
-            code = int(job.code.read_text())
+        if job.code in set(job.code.parent.glob("*.code")):  # a network file system would cache a failed lookup
+            with suppress(ValueError):
+                code = int(job.code.read_text())
         if shows_output:
             with suppress(FileNotFoundError), job.log.open("rb") as file:
                 file.seek(shown)
