@@ -18,8 +18,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NoReturn
 
@@ -81,50 +80,15 @@ POLL_S = 0.5
 GPUS = re.compile(r"(?:(\w[\w.-]*):)?(\d+)")
 
 
-@dataclass(frozen=True)
-class ExecOptions:
-    """Holds the options of ``exec``.
-
-    Attributes:
-        nnodes: the smallest and the largest number of nodes; None uses all nodes of the job, or one node.
-        processes: the number of processes per node; None starts one per GPU, and one on a node without GPUs.
-        per: the resource for which a process starts: ``gpu`` or ``node``.
-        max_restarts: the number of restarts; None decides by the progress.
-        hang_timeout_s: the silence that counts as a hang; None watches only processes with a heartbeat.
-        gpus: the type and the number of GPUs per node.
-        sbatch: the values of sbatch's options, by config key.
-        settings: overrides of further config keys.
-        submit: whether a new job runs the command.
-        here: whether it runs on this machine, also inside of a Slurm job or on a login node.
-        json: whether standard output gets only a JSON object.
-        roles: ``run.roles``; empty for one command.
-    """
-
-    nnodes: tuple[int, int] | None
-    processes: int | None
-    per: str
-    max_restarts: int | None
-    name: str | None
-    hang_timeout_s: float | None
-    gpus: tuple[str | None, int] | None
-    sbatch: Mapping[str, str]
-    settings: Sequence[str]
-    submit: bool
-    detach: bool
-    here: bool
-    json: bool
-    roles: Mapping[str, Mapping[str, object]]
-
-
 def main(arguments: list[str]) -> int:
     """Runs a program on each GPU, or on each node, with the variables of torchrun; restarts it after failures."""
     options, words = parse(arguments)
     refuse_misplaced()
     overrides = overrides_of(options, words)
     shown = "--json" if options.json else "--echo"
-    if not options.submit and not options.here and current_allocation().nodes > 1:
+    if not options.submit and not options.standalone and current_allocation().nodes > 1:
         return _run_on_node(overrides, shown)
-    if not options.submit and not options.here and in_allocation() and not is_in_step():
+    if not options.submit and not options.standalone and in_allocation() and not is_in_step():
         run = frozen_run(parse_line(overrides), "exec")
         agent = [sys.executable, "-m", "hpc_train", "agent", shown, str(run.path)]
         flush_output()
@@ -135,8 +99,9 @@ def main(arguments: list[str]) -> int:
     return train(overrides)
 
 
-def parse(arguments: Sequence[str]) -> tuple[ExecOptions, tuple[str, ...]]:
-    """Returns the options and the words of the command. Raises UserError if either is wrong."""
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    """Returns the options, with ``run.roles`` as ``roles``, and the words of the command; the roles are empty for one
+    command. Raises UserError if an option or the command is wrong."""
     parser = _parser()
     if "--" not in arguments:
         if {"-h", "--help"} & set(arguments):
@@ -151,31 +116,17 @@ def parse(arguments: Sequence[str]) -> tuple[ExecOptions, tuple[str, ...]]:
     if [*arguments[max(0, end - 2) : end - 1]] == ["--role"]:
         end -= 2
         roles = parse_roles(arguments[end:])
-    given = parser.parse_args([_with_dashes(word) for word in arguments[:end]])
-    sbatch = {key: str(getattr(given, name)) for name, key in SBATCH.items() if getattr(given, name) is not None}
-    if (sbatch or given.detach) and not given.submit:
-        names = ", ".join(f"--{name}" for name in SBATCH if getattr(given, name) is not None) or "--detach"
+    options = parser.parse_args([_with_dashes(word) for word in arguments[:end]], argparse.Namespace(roles=roles))
+    names = ", ".join(f"--{name}" for name in (*SBATCH, "detach") if getattr(options, name) not in (None, False))
+    if names and not options.submit:
         raise UserError(f"{names} has no effect without -m", where=names, fix="-m submits the command as a job")
-    if given.submit and given.standalone:
+    if options.submit and options.standalone:
         what = "-m submits a job, and --standalone runs on this machine"
         raise UserError(what, where="-m, --standalone", fix="leave out one of them")
-    options = ExecOptions(
-        nnodes=None if given.nnodes is None else _node_range(given.nnodes),
-        processes=_process_count(given.nproc_per_node, given.per),
-        per=given.per,
-        max_restarts=given.max_restarts,
-        name=given.name,
-        hang_timeout_s=given.hang_timeout,
-        gpus=None if given.gpus_per_node is None else _gpus(given.gpus_per_node),
-        sbatch=sbatch,
-        settings=tuple(given.set),
-        submit=given.submit,
-        detach=given.detach,
-        here=given.standalone,
-        json=given.json,
-        roles=roles,
-    )
-    if roles and (given.per != "gpu" or options.processes is not None):
+    if options.per == "node" and options.nproc_per_node is not None:
+        what = f"--per node starts one process per node, and --nproc-per-node asks for {options.nproc_per_node}"
+        raise UserError(what, where="--per, --nproc-per-node", fix="leave out one of them")
+    if roles and (options.per != "gpu" or options.nproc_per_node is not None):
         what = "--per and --nproc-per-node apply to one command, but each role has a command"
         raise UserError(what, where="--per, --nproc-per-node", fix="--role NAME:per=node, or --role NAME:procs=N")
     return options, words
@@ -189,9 +140,15 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nnodes", metavar="N|MIN-MAX", help="the number of nodes, or a range (default: all nodes of the job, or 1)")
+    add(
+        "--nnodes",
+        type=_node_range,
+        metavar="N|MIN-MAX",
+        help="the number of nodes, or a range (default: all nodes of the job, or 1)",
+    )
     add(
         "--nproc-per-node",
+        type=_process_count,
         metavar="auto|N",
         default="auto",
         help="processes per node; auto starts one per GPU, and one on a node without GPUs (default: auto)",
@@ -219,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
         help="begin a role, whose command follows --; another --role follows it. Keys: nodes, per, procs, gpus, ready, "
         "after (A+B, or none), on_failure; partition, constraint, cpus, mem of its nodes, with -m",
     )
-    add("--gpus-per-node", metavar="[TYPE:]N", help="GPUs per node; 0 uses CPUs")
+    add("--gpus-per-node", type=_gpus, metavar="[TYPE:]N", help="GPUs per node; 0 uses CPUs")
     for name in SBATCH:
         add(*filter(None, [SHORT.get(name)]), f"--{name}", help=f"sbatch --{name}, with -m")
     add("--json", action="store_true", help="print only one JSON object, at the end of the run")
@@ -302,14 +259,11 @@ def _node_range(text: str) -> tuple[int, int]:
     raise UserError(f"--nnodes does not accept {text}", where="--nnodes", fix="a number from 1, or a range: 2-4, 2:4")
 
 
-def _process_count(text: str, per: str) -> int | None:
+def _process_count(text: str) -> int | None:
     if text in ("auto", "gpu"):
         return None
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f"--nproc-per-node does not accept {text}", where="--nproc-per-node", fix="auto, or a number")
-    if per == "node":
-        what = f"--per node starts one process per node, and --nproc-per-node asks for {text}"
-        raise UserError(what, where="--per, --nproc-per-node", fix="leave out one of them")
     return int(text)
 
 
@@ -320,7 +274,7 @@ def _gpus(text: str) -> tuple[str | None, int]:
     return match[1], int(match[2])
 
 
-def overrides_of(options: ExecOptions, words: Sequence[str]) -> list[str]:
+def overrides_of(options: argparse.Namespace, words: Sequence[str]) -> list[str]:
     """Returns the overrides of a training that runs ``words`` as ``options`` say."""
     command = command_text(words)
     name_in_job = _name_in_job(options, command)
@@ -330,7 +284,7 @@ def overrides_of(options: ExecOptions, words: Sequence[str]) -> list[str]:
         "run.name": options.name or name_in_job,
         "run.per": "node" if options.per == "node" else None,
         "elastic.max_restarts": options.max_restarts,
-        "elastic.hang_timeout_s": None if options.hang_timeout_s is None else f"{options.hang_timeout_s:g}",
+        "elastic.hang_timeout_s": None if options.hang_timeout is None else f"{options.hang_timeout:g}",
         "launch.detach": options.detach or None,
     }
     if options.nnodes is not None:
@@ -338,12 +292,12 @@ def overrides_of(options: ExecOptions, words: Sequence[str]) -> list[str]:
         values["cluster.nodes"] = most
         if fewest < most:
             values |= {"cluster.nodes": f"{fewest}-{most}", "elastic.min_nodes": fewest}
-    if options.gpus is not None:
-        values["cluster.gpu_type"], values["cluster.gpus_per_node"] = options.gpus
-    values |= options.sbatch
-    overrides = ["+strategy=dp", *(["cluster=local"] if options.here else [])]
+    if options.gpus_per_node is not None:
+        values["cluster.gpu_type"], values["cluster.gpus_per_node"] = options.gpus_per_node
+    values |= {key: getattr(options, name) for name, key in SBATCH.items()}
+    overrides = ["+strategy=dp", *(["cluster=local"] if options.standalone else [])]
     overrides += [f"{key}={override_value(value)}" for key, value in values.items() if value is not None]
-    overrides += options.settings
+    overrides += options.set
     if options.per == "gpu":
         config = compose_job(parse_line(overrides), "exec").config
         shape = select_executor(config.cluster).shape(config)
@@ -351,19 +305,19 @@ def overrides_of(options: ExecOptions, words: Sequence[str]) -> list[str]:
             nodes = sum(part.nodes for part in shape.components) or nodes_of_roles(roles_of(config), shape.gpus)
             overrides.append(f"cluster.nodes={nodes}")
         if not shape.gpus:
-            overrides.append(f"cluster.cpu_workers={options.processes or 1}")
-        elif options.processes is not None:
-            overrides.append(f"cluster.gpus_per_node={options.processes}")
+            overrides.append(f"cluster.cpu_workers={options.nproc_per_node or 1}")
+        elif options.nproc_per_node is not None:
+            overrides.append(f"cluster.gpus_per_node={options.nproc_per_node}")
     return overrides
 
 
-def _name_in_job(options: ExecOptions, command: str) -> str | None:
+def _name_in_job(options: argparse.Namespace, command: str) -> str | None:
     """Returns a name that is the same after a requeue and differs between the commands of a job; None outside of one.
 
     Raises UserError if the job has another number of nodes than the options.
     """
     job = current_job()
-    if not job.job_id or options.submit or options.here:
+    if not job.job_id or options.submit or options.standalone:
         return None
     nodes = job.nodes() or 1
     fewest, most = options.nnodes or (nodes, nodes)

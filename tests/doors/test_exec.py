@@ -72,7 +72,7 @@ def test_options_become_config_keys() -> None:
     line += " --gpus-per-node a100:3 --set elastic.spares=1 --detach -- python train.py -m"
     options, words = parse(line.split())
     assert words == ("python", "train.py", "-m")
-    assert (options.nnodes, options.processes, options.gpus) == ((2, 4), 3, ("a100", 3))
+    assert (options.nnodes, options.nproc_per_node, options.gpus_per_node) == ((2, 4), 3, ("a100", 3))
     found = overrides_of(parse(["--standalone", "--per", "node", "--nnodes", "2-4", "--", "a"])[0], ["a"])
     assert {"run.per='node'", "cluster.nodes='2-4'", "elastic.min_nodes=2", "cluster=local"} <= set(found)
 
