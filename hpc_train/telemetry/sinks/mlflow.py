@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -13,6 +13,7 @@ from hpc_train.config.schema import MlflowConfig
 from hpc_train.config.values import check_answers, server_uri
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import flatten
 from hpc_train.telemetry.sinks.tracker import HEAD, Identity, Line, Position, Tracker
 
 RUN_TAG, STEP_TAG, SWEEP_TAG = "hpc_train.run_id", "hpc_train.step", "hpc_train.sweep"
@@ -64,7 +65,8 @@ class Mlflow(Tracker):
 
         self._client = MlflowClient(self.uri)
         run = find_or_create(self._client, self._experiment, self._identity)
-        params = dict(flattened(self._identity.config))
+        plain = flatten(self._identity.config)
+        params = {NOT_IN_NAMES.sub("_", key): str(value)[:PARAM_CHARACTERS] for key, value in plain}
         missing = [Param(key, value) for key, value in params.items() if key not in run.data.params]  # immutable ones
         for first in range(0, len(missing), BATCH_PARAMS):
             self._client.log_batch(run.info.run_id, params=missing[first : first + BATCH_PARAMS])
@@ -119,15 +121,6 @@ def find_or_create(client: Any, experiment: str, identity: Identity) -> Any:
     if identity.group is not None:
         tags[SWEEP_TAG] = identity.group
     return client.create_run(experiment_id, tags=tags, run_name=identity.name)
-
-
-def flattened(config: Mapping[str, Any], head: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the dotted keys of a config and their values as text."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from flattened(value, f"{head}{key}.")
-        else:
-            yield NOT_IN_NAMES.sub("_", f"{head}{key}"), str(value)[:PARAM_CHARACTERS]
 
 
 def _batches(lines: Sequence[Line]) -> Iterator[tuple[int, list[Any]]]:
