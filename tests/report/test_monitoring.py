@@ -166,7 +166,7 @@ def test_the_endpoint_needs_the_token_and_is_found_by_its_target(tmp_path: Path)
     token.write_text("secret\n")
     token.chmod(0o600)
     settings = PrometheusConfig(port="auto", token_file=str(token), targets_dir=str(tmp_path / "targets"))
-    endpoint = Endpoint(settings, HERE, "0123abcd")
+    endpoint = Endpoint(settings, HERE, "0123abcd", dict)
     (target,) = json.loads((tmp_path / "targets" / "hpc_train_0123abcd.json").read_text())
     assert target == {"targets": [endpoint.address], "labels": {"instance": "0123abcd"}}
     url = f"http://{endpoint.address}/metrics"
@@ -179,7 +179,7 @@ def test_the_endpoint_needs_the_token_and_is_found_by_its_target(tmp_path: Path)
     assert list((tmp_path / "targets").iterdir()) == []
     token.chmod(0o640)
     with pytest.raises(UserError, match="other users may read the token"):
-        Endpoint(settings, HERE, "0123abcd")
+        Endpoint(settings, HERE, "0123abcd", dict)
     assert list((tmp_path / "targets").iterdir()) == []
 
 
@@ -188,11 +188,11 @@ def test_a_job_makes_a_private_token_and_a_taken_port_is_a_clear_message(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     in_job = Allocation(1, 0, "no-such-name", "7", "7.0.0", "127.0.0.1")
-    endpoint = Endpoint(PrometheusConfig(port=0, host="0.0.0.0"), in_job, "0123abcd")
+    endpoint = Endpoint(PrometheusConfig(port=0, host="0.0.0.0"), in_job, "0123abcd", dict)
     assert endpoint.token_file is not None and endpoint.token_file.stat().st_mode & 0o777 == 0o600
     port = int(endpoint.address.rpartition(":")[2])
     with pytest.raises(UserError, match=f"cannot be served: 127.0.0.1:{port}: Address already in use"):
-        Endpoint(PrometheusConfig(port=port), HERE, "0123abcd")
+        Endpoint(PrometheusConfig(port=port), HERE, "0123abcd", dict)
     endpoint.close()
 
 
@@ -235,7 +235,7 @@ def test_a_way_out_that_hangs_or_refuses_holds_nobody_up(tmp_path: Path, monkeyp
     monkeypatch.setattr(exporter, "CLOSE_S", 0.1)
 
     def refuse() -> exporter.Exit:
-        return refusing(PrometheusConfig(port=1, host="192.0.2.1"), HERE, "0123abcd")
+        return refusing(PrometheusConfig(port=1, host="192.0.2.1"), HERE, "0123abcd", dict)
 
     monkeypatch.setattr(exporter, "_openers", lambda *_: [refuse, lambda: hanging])
     events = EventLog.open(made.run, "agent-n1", 2)

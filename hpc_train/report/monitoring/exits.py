@@ -101,7 +101,10 @@ class MetricsFile:
 
 
 class Endpoint:
-    """Serves the metrics at ``http://HOST:PORT/metrics`` until it is closed.
+    """Serves the metrics at ``http://HOST:PORT/metrics`` until it is closed, and records its address meanwhile.
+
+    Args:
+        record: writes fields of ``run.json``.
 
     Attributes:
         address: HOST:PORT, as Prometheus reaches it.
@@ -112,7 +115,10 @@ class Endpoint:
         OSError: the target or the token cannot be written.
     """
 
-    def __init__(self, settings: PrometheusConfig, allocation: Allocation, run_id: str) -> None:
+    def __init__(
+        self, settings: PrometheusConfig, allocation: Allocation, run_id: str, record: Callable[..., object]
+    ) -> None:
+        self._record = record
         self._snapshot: Snapshot | None = None
         self._server, host = _listen(settings, allocation, self._handler())
         self.address = f"{host}:{self._server.server_address[1]}"
@@ -129,6 +135,8 @@ class Endpoint:
         serve = partial(self._server.serve_forever, poll_interval=0.1)
         self._thread = threading.Thread(target=serve, name="metrics endpoint", daemon=True)
         self._thread.start()
+        token_file = None if self.token_file is None else str(self.token_file)
+        record(prometheus={"url": f"http://{self.address}/metrics", "token_file": token_file})
 
     def publish(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -138,6 +146,7 @@ class Endpoint:
             self._target.unlink(missing_ok=True)
         self._server.shutdown()
         self._server.server_close()
+        self._record(prometheus=None)
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         endpoint = self

@@ -73,35 +73,14 @@ def _openers(
     settings = config.prometheus
     if settings.file is None and settings.port is None and not config.otlp:
         return
-    from hpc_train.report.monitoring.exits import MetricsFile, Otlp  # needs an HTTP server; other runs do not
+    from hpc_train.report.monitoring.exits import Endpoint, MetricsFile, Otlp  # needs an HTTP server; other runs do not
 
     if settings.file is not None:
         yield partial(MetricsFile, settings.file, run, run_id)
     if settings.port is not None:
-        yield partial(_Recorded, run, config, allocation, events, run_id)
+        yield partial(Endpoint, settings, allocation, run_id, partial(events.record, run))
     if config.otlp:
         yield partial(Otlp, identity.labels, partial(_notify, events))
-
-
-class _Recorded:
-    """Wraps an endpoint and records its address in ``run.json`` as long as it is open."""
-
-    def __init__(
-        self, run: RunDirectory, config: TelemetryConfig, allocation: Allocation, events: EventLog, run_id: str
-    ) -> None:
-        from hpc_train.report.monitoring.exits import Endpoint
-
-        self._run = run
-        self._events = events
-        self._endpoint = Endpoint(config.prometheus, allocation, run_id)
-        token = self._endpoint.token_file
-        token_file = None if token is None else str(token)
-        events.record(run, prometheus={"url": f"http://{self._endpoint.address}/metrics", "token_file": token_file})
-        self.publish = self._endpoint.publish
-
-    def close(self) -> None:
-        self._endpoint.close()
-        self._events.record(self._run, prometheus=None)
 
 
 class Exporter:
