@@ -32,9 +32,8 @@ from hpc_train.launch.gpus import asked_gpus, gpu_export_lines
 from hpc_train.launch.request import ComposedJob, check_job, compose_job, freeze_job, parse_line, print_notices
 from hpc_train.launch.sbatch import (
     NO_SITE,
+    check_script_signal,
     options_of_components,
-    refuse_lost_signal,
-    short_lead,
     stop_note,
     survives_node_loss,
 )
@@ -149,8 +148,7 @@ def check_signal(config: Config, run: RunDirectory) -> None:
     if script is None:
         return
     needed = stop_time(config, run, int(os.environ.get("SLURM_JOB_NUM_NODES", "1")))
-    refuse_lost_signal(script, needed)
-    warning = short_lead(script, needed)
+    warning = check_script_signal(script, needed)
     if warning is not None:
         print(warning, file=sys.stderr)
 

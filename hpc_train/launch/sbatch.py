@@ -360,35 +360,30 @@ def script_signal(script: str) -> AskedSignal | None:
     return AskedSignal(text, name.upper().removeprefix("SIG"), int(lead or DEFAULT_LEAD_S), to_shell)
 
 
-def refuse_lost_signal(script: str, needed: StopTime) -> None:
-    """Raises UserError if a script requests a signal before its limit that does not make its agents save.
+def check_script_signal(script: str, needed: StopTime) -> str | None:
+    """Returns a warning if a script requests its signal before the limit too late for the final checkpoint. Raises
+    UserError if the signal does not make its agents save.
 
     The agents treat USR2, and near the time limit also USR1 and TERM, as the announcement of the limit. If Slurm sends
     USR1 or USR2 to the batch script alone (``B:``), ``job.sh`` passes it on to them.
     """
     asked = script_signal(script)
     if asked is None:
-        return
+        return None
     if asked.to_shell:
         heard = asked.name in ("USR1", "USR2") and "job.sh" in script
         loss = "the batch script alone, which does not pass it on to the agents"
     else:
         heard = f"SIG{asked.name}" in AGENT_SIGNALS
         loss = "the agents, which do not treat it as an announcement of the limit"
-    if heard:
-        return
-    raise UserError(
-        f"#SBATCH --signal={asked.text} sends {asked.name} to {loss}: the run would end at its time limit without a "
-        "save and a requeue",
-        where="the batch script",
-        fix=f"#SBATCH --signal=USR2@{max(asked.lead_s, math.ceil(needed.seconds))}",
-    )
-
-
-def short_lead(script: str, needed: StopTime) -> str | None:
-    """Returns a warning if a script requests its signal too late for the final checkpoint."""
-    asked = script_signal(script)
-    if asked is None or asked.lead_s >= needed.seconds:
+    if not heard:
+        raise UserError(
+            f"#SBATCH --signal={asked.text} sends {asked.name} to {loss}: the run would end at its time limit without "
+            "a save and a requeue",
+            where="the batch script",
+            fix=f"#SBATCH --signal=USR2@{max(asked.lead_s, math.ceil(needed.seconds))}",
+        )
+    if asked.lead_s >= needed.seconds:
         return None
     return (
         f"warning: #SBATCH --signal requests the signal {asked.lead_s} s before the time limit, but saving may take "

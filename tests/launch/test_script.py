@@ -26,12 +26,11 @@ from hpc_train.launch import command_job
 from hpc_train.launch.job import Job
 from hpc_train.launch.sbatch import (
     arguments,
+    check_script_signal,
     identity,
     options,
     output_file,
-    refuse_lost_signal,
     script_signal,
-    short_lead,
     stop_note,
 )
 from hpc_train.launch.script import (
@@ -333,23 +332,23 @@ def test_the_signal_of_a_script(lines: str, expected: tuple[str, int, bool] | No
 def test_a_signal_that_reaches_no_agent_is_refused(asked: str, fix: str | None) -> None:
     script = f'#!/bin/bash\n#SBATCH --signal={asked}\nsource "$RUN/job.sh" agent\n'
     if fix is None:
-        refuse_lost_signal(script, StopTime(90.0, ""))
+        check_script_signal(script, StopTime(90.0, ""))
     else:
         with pytest.raises(UserError, match=f"--signal={asked} sends ") as found:
-            refuse_lost_signal(script, StopTime(90.0, ""))
+            check_script_signal(script, StopTime(90.0, ""))
         assert found.value.fix == f"#SBATCH --signal={fix}"
     if asked.startswith("B:"):
         with pytest.raises(UserError, match="the batch script alone"):
-            refuse_lost_signal(script.replace('source "$RUN/job.sh"', "srun"), StopTime(90.0, ""))
+            check_script_signal(script.replace('source "$RUN/job.sh"', "srun"), StopTime(90.0, ""))
 
 
 def test_a_script_whose_signal_comes_too_late() -> None:
-    warning = short_lead("#SBATCH --signal=USR2@120\n", StopTime(690.0, "2 x 140 GiB at 0.5 GB/s per node"))
+    warning = check_script_signal("#SBATCH --signal=USR2@120\n", StopTime(690.0, "2 x 140 GiB at 0.5 GB/s per node"))
     assert warning is not None
     assert "120 s before the time limit" in warning
     assert "--signal=USR2@690" in warning
-    assert short_lead("#SBATCH --signal=USR2@120\n", StopTime(120.0, "")) is None
-    assert short_lead("srun agent\n", StopTime(690.0, "")) is None
+    assert check_script_signal("#SBATCH --signal=USR2@120\n", StopTime(120.0, "")) is None
+    assert check_script_signal("srun agent\n", StopTime(690.0, "")) is None
 
 
 def test_freeze_reads_the_script_around_it(
