@@ -28,7 +28,7 @@ from hpc_train.launch.continued import with_frozen_defaults
 from hpc_train.launch.executors.allocation import shape_in_script
 from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.executors.slurm import check_architecture, slurm_shape
-from hpc_train.launch.gpus import asked_gpus, gpu_export_lines
+from hpc_train.launch.gpus import EXPORT, asked_gpus
 from hpc_train.launch.request import ComposedJob, check_job, compose_job, freeze_job, parse_line, print_notices
 from hpc_train.launch.sbatch import (
     NO_SITE,
@@ -133,7 +133,7 @@ def _freeze(composed: ComposedJob, run: RunDirectory, trust_owner: bool) -> None
     if isinstance(in_job, EnvironmentJob):
         text = f"{BY_VARIABLES}\n"
     write_text(run.job_script, text)
-    write_text(run.gpus_script, "".join(f"{line}\n" for line in gpu_export_lines()))
+    write_text(run.gpus_script, f"{EXPORT}\n")
 
 
 def check_signal(config: Config, run: RunDirectory) -> None:

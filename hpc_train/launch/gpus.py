@@ -110,6 +110,7 @@ def _kinds(cluster: ClusterConfig, site: Site) -> list[NodeKind]:
     return [kind for kind in kinds if kind.meets(cluster.constraint)] or kinds  # sbatch refuses what no node meets
 
 
+# The lines give every ``srun`` in a batch script the GPUs of its job.
 # This is bash, because a batch script runs outside of containers and may have no Python. `scontrol show job` prints a
 # single task of an array only if it gets the id of the array and the index of the task.
 EXPORT = r"""
@@ -159,11 +160,6 @@ class JobGpus:
         if self.inherited or not self.per_node or not count:
             return []
         return [f"--gpus-per-node={count}"]
-
-
-def gpu_export_lines() -> list[str]:
-    """Returns bash lines that give every ``srun`` in a batch script the GPUs of its job."""
-    return EXPORT.splitlines()
 
 
 def has_several_tasks(environment: Mapping[str, str] = os.environ) -> bool:

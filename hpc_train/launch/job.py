@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Protocol
 
 from hpc_train.config.schema import Config
@@ -130,11 +129,6 @@ class Job:
     def plan(self) -> str | None:
         """Returns the text of ``plan.json``."""
         return None if self.choice is None else self.choice.text
-
-    @property
-    def submitit_folder(self) -> Path:
-        """Returns the directory for submitit's pickle and the output of the agent."""
-        return self.run.logs
 
 
 @contextmanager

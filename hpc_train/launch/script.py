@@ -26,7 +26,7 @@ from pathlib import Path
 
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.errors import UserError
-from hpc_train.launch.gpus import gpu_export_lines
+from hpc_train.launch.gpus import EXPORT
 from hpc_train.launch.sbatch import EXPEDITE, Options, arguments, reason_of
 from hpc_train.machine.amd_gpus import amd_memory
 from hpc_train.machine.environment import job_environment
@@ -49,11 +49,6 @@ def shell_word(value: str) -> str:
     if value.isprintable():
         return shlex.quote(value)
     return f"$'{''.join(map(_escaped, value))}'"
-
-
-def shell_command(parts: Sequence[str]) -> str:
-    """Returns ``parts`` as a command of bash on one line."""
-    return " ".join(map(shell_word, parts))
 
 
 def exports(variables: Mapping[str, str]) -> list[str]:
@@ -200,8 +195,8 @@ def container_of(config: Config, gpus: int) -> Container | None:
 
 
 def quoted(parts: Sequence[str]) -> str:
-    """Returns the command ``parts`` as bash text, in which ``IN_SHELL`` is replaced by the variable BINDS."""
-    return shell_command(parts).replace(IN_SHELL, '"$BINDS"')
+    """Returns the command ``parts`` as bash on one line, in which ``IN_SHELL`` is replaced by the variable BINDS."""
+    return " ".join(map(shell_word, parts)).replace(IN_SHELL, '"$BINDS"')
 
 
 def _same(bind: str) -> str:
@@ -360,7 +355,7 @@ def blocks_of(script: Script) -> list[Block]:
 
     step = _step(agent, script.survives_node_loss, script.components, script.restarts)
     setup = Block("cluster.setup; a line that fails is reported and does not end the job", setup_lines(cluster.setup))
-    gpus = Block("give each step the GPUs of the job, whichever option requested them", gpu_export_lines())
+    gpus = Block("give each step the GPUs of the job, whichever option requested them", EXPORT.splitlines())
     blocks.append(setup)
     if container is None:
         interpreter_lines = python_lines(cluster)
@@ -433,12 +428,12 @@ def by_hand(survives: bool, on_event: str | None = None, components: int = 1) ->
     blocks = [
         BY_HAND.splitlines(),
         ENVIRONMENT.splitlines(),
-        gpu_export_lines(),
+        EXPORT.splitlines(),
         REQUEUE_BEFORE.splitlines(),
         SRUN_ENDS.splitlines(),
         _step(['"$@"'], survives, components),
         on_event_lines(on_event),
-        requeue_script_lines(),
+        [*REQUEUE_END.splitlines(), *REQUEUE_AFTER.splitlines(), EXIT],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
@@ -649,11 +644,6 @@ def on_event_lines(command: str | None) -> list[str]:
     return ON_EVENT.format(command=shell_word(command)).splitlines()
 
 
-def requeue_script_lines() -> list[str]:
-    """Returns the last lines of a batch script that may be requeued."""
-    return [*REQUEUE_END.splitlines(), *REQUEUE_AFTER.splitlines(), EXIT]
-
-
 BY_VARIABLES = """\
 # The part of a batch script after `freeze`, for schedulers other than Slurm. The script starts `bash "$AGENT" N` on
 # each node N, as its child $first on its node 0, and calls agents_end, which waits and exits.
@@ -724,12 +714,3 @@ rm -f "$end".node-*; exit "$status"
 def chain_file(run: RunDirectory) -> Path:
     """Returns the file for the job ids of the next chain, one id per line."""
     return run.attempts / f"chain-{len(run.record().get('submissions', [])):03d}"
-
-
-def jobs_file(first: Path) -> Path:
-    """Returns the file for the ids of all jobs of ``cluster.first``, one id per line.
-
-    Args:
-        first: the file with the id of the job that has started first.
-    """
-    return first.with_name(f"{first.name}.jobs")

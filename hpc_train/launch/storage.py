@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from hpc_train.checkpoint.manifest import BadCheckpoint
 from hpc_train.checkpoint.space import MARGIN
 from hpc_train.checkpoint.store import CheckpointStore
@@ -94,7 +96,7 @@ def check_shared(
     if system is None or not (system.in_memory or system.on_a_disk_here) or is_exported(path):
         return []
     # the nodes of a test cluster share the kernel of this machine, and thus its boot time, under other names
-    booted = _booted()
+    booted = psutil.boot_time()
     others = [
         node.name
         for node in nodes()
@@ -135,8 +137,3 @@ def _count(config: Config, keep: int) -> int:
     if every.steps and steps is not None:
         count = min(count, math.ceil(steps / every.steps))
     return count
-
-
-def _booted() -> float:
-    lines = Path("/proc/stat").read_text().splitlines()
-    return next((float(line.split()[1]) for line in lines if line.startswith("btime ")), 0.0)

@@ -32,7 +32,7 @@ from hpc_train.elastic.requeue import (
     request_without_marker,
 )
 from hpc_train.errors import UserError
-from hpc_train.launch.script import REQUEUE_BEFORE, by_hand, requeue_script_lines
+from hpc_train.launch.script import EXIT, REQUEUE_AFTER, REQUEUE_BEFORE, REQUEUE_END, by_hand
 from hpc_train.machine.allocation import Allocation
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
@@ -119,7 +119,7 @@ def test_the_end_of_the_batch_script(
         JobEnd(run, "7", 0, 0).ask_for_requeue(3)
     calls = tmp_path / "calls"
     stand_in(tmp_path, squeue=f"echo '{state}'", scontrol=f'echo "$*" >> {calls}')
-    script = "\n".join([f"RUN={run.path} status={srun}", REQUEUE_BEFORE, *requeue_script_lines()])
+    script = "\n".join([f"RUN={run.path} status={srun}", REQUEUE_BEFORE, REQUEUE_END, REQUEUE_AFTER, EXIT])
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, check=False)
     assert done.returncode == code
@@ -146,7 +146,7 @@ def test_the_last_task_of_an_array_is_not_taken_for_the_whole_array(
     end = JobEnd(run, "5", 0, 0)
     end.record(Exit.STOPPED)
     end.ask_for_requeue(3)
-    script = "\n".join([f"RUN={run.path} status=1", REQUEUE_BEFORE, *requeue_script_lines()])
+    script = "\n".join([f"RUN={run.path} status=1", REQUEUE_BEFORE, REQUEUE_END, REQUEUE_AFTER, EXIT])
     done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, check=False)
     assert done.returncode == 75
     for name, value in environment.items():

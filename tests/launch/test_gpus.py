@@ -12,7 +12,7 @@ import pytest
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.executors import cost
-from hpc_train.launch.gpus import JobGpus, asked_gpus, gpu_export_lines, gpus_of_this_job
+from hpc_train.launch.gpus import EXPORT, JobGpus, asked_gpus, gpus_of_this_job
 from hpc_train.schedulers.slurm.limits import check_limits
 from hpc_train.schedulers.slurm.site import NodeKind, Partition, Site
 from tests.launch.jobs import make_job
@@ -219,7 +219,7 @@ def test_a_step_gets_the_gpus_and_a_batch_script_names_those_that_its_steps_woul
     environment: dict[str, str], expected: JobGpus, exported: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = 'echo "${SLURM_GPUS_PER_NODE:-}"; [ -z "${SLURM_GPU_BIND:-}" ]'
-    script = "\n".join(["set -eu", *gpu_export_lines(), shown])
+    script = "\n".join(["set -eu", EXPORT, shown])
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{exported}\n", "")
     monkeypatch.setenv("PATH", environment["PATH"])
@@ -234,7 +234,7 @@ def test_a_task_of_an_array_is_asked_for_by_both_of_its_numbers(
 ) -> None:
     """By its own alone, Slurm shows all tasks where it is that of the array as well."""
     task = environment | {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
-    subprocess.run(["bash", "-c", "\n".join(gpu_export_lines())], env=task, check=True)
+    subprocess.run(["bash", "-c", EXPORT], env=task, check=True)
     assert (tmp_path / "asked").read_text() == "show job --details 7_3\n"
     (tmp_path / "asked").unlink()
     monkeypatch.setenv("PATH", environment["PATH"])

@@ -42,7 +42,6 @@ from hpc_train.launch.script import (
     container_of,
     explanation,
     freezing,
-    jobs_file,
     one_run,
     python_lines,
     render,
@@ -149,7 +148,7 @@ def test_one_of_three_jobs_that_start_at_the_same_time_trains(seed: int, tmp_pat
     ids = ["41", "42", "43"]
     knows_others = draw.random() < 0.5  # the submitter writes the file after it has submitted all
     if knows_others:
-        jobs_file(first).write_text("".join(f"{job}\n" for job in ids))
+        first.with_name(f"{first.name}.jobs").write_text("".join(f"{job}\n" for job in ids))
     delays = draw.sample([0.0, 0.0, draw.random() / 20], 3)
     script = f'scancel() {{ echo "scancel $*"; }}; job=$1; sleep "$2"; {claim}\necho trains'
     winners = []
@@ -168,7 +167,7 @@ def test_one_of_three_jobs_that_start_at_the_same_time_trains(seed: int, tmp_pat
         winners.append(trained)
         delays.reverse()
     assert winners[0] == winners[1], "the job that was first stays so when it is requeued"
-    assert {path.name for path in first.parent.iterdir()} <= {first.name, jobs_file(first).name}
+    assert {path.name for path in first.parent.iterdir()} <= {first.name, f"{first.name}.jobs"}
 
 
 def test_a_job_that_cannot_record_its_start_says_so(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.executors.slurm import SlurmJobExecutor, check_architecture
 from hpc_train.launch.joiner import submit_joiner
 from hpc_train.launch.request import _check_alternatives
-from hpc_train.launch.script import jobs_file
 from hpc_train.run.freeze import freeze
 from hpc_train.run.lease import add_submission, first_file
 from hpc_train.runs.job_status import JobStatuses, folded
@@ -325,7 +324,8 @@ def test_each_job_of_first_has_its_resources_and_the_run_knows_all(slurm: Path, 
     for number, name in enumerate(("job.sbatch", "job-1.sbatch", "job-2.sbatch")):
         text = (job.run.path / name).read_text()
         assert f"FIRST={file}\n" in text and f'agent --alternative={number} "$RUN"' in text
-    assert jobs_file(file).read_text().split() == place.identity("41")["chain"] == ["41", "42", "43"]
+    ids = file.with_name(f"{file.name}.jobs").read_text().split()
+    assert ids == place.identity("41")["chain"] == ["41", "42", "43"]
     command(slurm, "squeue", "echo '41|COMPLETED|||None'; echo '42|RUNNING|||None'; echo '43|CANCELLED|||None'")
     file.write_text("42\n")
     assert place.statuses(["41"])["41"].words == "job 42, running"

@@ -139,5 +139,5 @@ def test_a_run_directory_that_only_this_machine_sees(tmp_path: Path, monkeypatch
     (note,) = check_shared(Path("/home/me"), DISK, lambda: NODES)
     assert note.startswith("note: /home/me is on a local file system of this machine (xfs on /)")
     assert check_shared(Path("/scratch"), FileSystem(Path("/scratch"), "lustre", "mds"), lambda: NODES) == []
-    monkeypatch.setattr(storage, "_booted", lambda: NODES[0].booted)  # a cluster on this machine
+    monkeypatch.setattr(storage.psutil, "boot_time", lambda: NODES[0].booted)  # a cluster on this machine
     assert check_shared(Path("/tmp/me"), DISK, lambda: NODES) == []

@@ -538,7 +538,6 @@ DIRECT = {  # function with a direct access -> what it opens, which is no file o
     "run/directory.py": "the number of an attempt that it creates",
     "run/snapshot.py": "the code of the user",
     "commands/submitted.py": "/proc",
-    "launch/storage.py": "/proc",
     "launch/executors/local.py": "locks in the directory of the sweep",
     "launch/command_job.py": "the log of a job that this process has submitted, below its run root",
     "commands/compare.py": "--csv",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launch.script import REQUEUE_BEFORE, requeue_script_lines
+from hpc_train.launch.script import EXIT, REQUEUE_AFTER, REQUEUE_BEFORE, REQUEUE_END
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json
 from tests.doors.command import REPOSITORY, TINY
@@ -167,7 +167,7 @@ def test_a_scancel_in_the_moment_before_the_requeue_counts(python: Cluster, tmp_
         'mkdir attempts; touch "attempts/end-$SLURM_JOB_ID.0.requeue"; echo 75 > "attempts/end-$SLURM_JOB_ID.0.node-0"',
         'squeue() { command squeue "$@"; scancel "$SLURM_JOB_ID"; }',
     ]
-    (tmp_path / "job.sbatch").write_text("\n".join([*before, *requeue_script_lines()]))
+    (tmp_path / "job.sbatch").write_text("\n".join([*before, REQUEUE_END, REQUEUE_AFTER, EXIT]))
     job = python.call("sbatch", "--parsable", "--requeue", "job.sbatch", cwd=tmp_path).stdout.strip()
     assert python.wait_for_state(job, "CANCELLED", "COMPLETED", "FAILED") == "CANCELLED"
     assert detail(python, job, "Restarts") == "0"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launch.gpus import gpu_export_lines
+from hpc_train.launch.gpus import EXPORT
 from hpc_train.launch.script import by_hand
 from hpc_train.run.directory import RunDirectory
 from tests.doors.command import REPOSITORY, TINY
@@ -114,7 +114,7 @@ def frozen(shell: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     run = RunDirectory(tmp_path_factory.mktemp("frozen"))
     run.attempts.mkdir()
     run.job_script.write_text(by_hand(survives=False))
-    run.gpus_script.write_text("\n".join(gpu_export_lines()) + "\n")
+    run.gpus_script.write_text(f"{EXPORT}\n")
     return replace(shell, environment=shell.environment | {"FROZEN": str(run.path), "RUN": str(run.path)})
 
 

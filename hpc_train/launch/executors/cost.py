@@ -23,20 +23,16 @@ from hpc_train.units import counted
 def gpu_hours(jobs: Sequence[Job]) -> float:
     """Returns an upper bound of the GPU-hours.
 
-    It assumes that every job uses its largest number of nodes until its time limit in each start. A run uses at most
-    ``run.max_gpu_hours``, where it is stopped.
+    It assumes that every job uses its largest number of nodes until its time limit in each start, after each requeue or
+    in each job of its chain. A run uses at most ``run.max_gpu_hours``, where it is stopped.
     """
     bounds = []
     for job in jobs:
-        hours = asked_nodes(job.config)[1] * job.gpus * job_hours(job)
+        job_hours = (seconds(job.config.cluster.time) or 0) / 3600 * _starts(job)
+        hours = asked_nodes(job.config)[1] * job.gpus * job_hours
         most = job.config.run.max_gpu_hours
         bounds.append(hours if most is None else min(hours, most))
     return sum(bounds)
-
-
-def job_hours(job: Job) -> float:
-    """Returns the maximum duration of one job in hours, with its requeues or the other jobs of its chain."""
-    return (seconds(job.config.cluster.time) or 0) / 3600 * _starts(job)
 
 
 def cost_lines(jobs: Sequence[Job], site: Site, unit: str = "jobs") -> list[str]:

@@ -152,7 +152,7 @@ class LocalJobExecutor(ProcessExecutor):
             call = RunAgent(str(job.run.path), share, job.trust_owner)
             code = frozen_code(job.run)
             variables = {} if code is None else code.environment()
-            submitted: Any = SessionExecutor(job.submitit_folder, variables).submit(call)
+            submitted: Any = SessionExecutor(job.run.logs, variables).submit(call)
             self._jobs[submitted.job_id] = submitted
             ids.append(submitted.job_id)
         return ids
@@ -161,7 +161,7 @@ class LocalJobExecutor(ProcessExecutor):
         return not self._jobs[job_id].done()
 
     def output(self, job: Job, job_id: str) -> Path:
-        return job.submitit_folder / f"{job_id}_0_log.out"
+        return job.run.logs / f"{job_id}_0_log.out"
 
 
 def jobs_at_once(jobs: Sequence[Job], cores: int, gpus: int) -> int:

@@ -47,7 +47,7 @@ from hpc_train.launch.sbatch import (
     stop_note,
     survives_node_loss,
 )
-from hpc_train.launch.script import Script, chain_file, container_of, jobs_file, one_run, render, run_of_task
+from hpc_train.launch.script import Script, chain_file, container_of, one_run, render, run_of_task
 from hpc_train.launch.storage import check_room, check_shared
 from hpc_train.layout.layout import JobShape, Place
 from hpc_train.layout.resolve import resolve_layout
@@ -334,8 +334,9 @@ class SlurmJobExecutor:
             if count > 1:
                 write_text(chain_file(job.run), "".join(f"{job_id}\n" for job_id in ids))
             if len(scripts) > 1:
-                self._first[ids[0]] = (job.run, first_file(job.run, len(recorded)))
-                write_text(jobs_file(self._first[ids[0]][1]), "".join(f"{job_id}\n" for job_id in ids))
+                first = first_file(job.run, len(recorded))  # to be made by the job that starts first
+                self._first[ids[0]] = (job.run, first)
+                write_text(first.with_name(f"{first.name}.jobs"), "".join(f"{job_id}\n" for job_id in ids))
         except BaseException:
             self._withdraw(ids)
             raise
