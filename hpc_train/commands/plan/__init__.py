@@ -7,9 +7,9 @@ import json
 import re
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_train.commands.plan.output import (
@@ -157,32 +157,6 @@ def _largest(
     return best[: search.rows], compared
 
 
-@dataclass(frozen=True)
-class GpuCounts:
-    """Holds numbers of GPUs, and ranges, in which only numbers that fill whole nodes count."""
-
-    counts: tuple[int, ...]
-    ranges: tuple[tuple[int, int], ...] = ()
-
-    def on(self, machine: Machine) -> list[int]:
-        """Returns the numbers, and for each range its ends, the powers of two and 1.5 times the powers of two."""
-        per_node = machine.devices_per_node
-        between = {
-            count
-            for first, last in self.ranges
-            for count in (first, last, *_steps(last))
-            if first <= count <= last and (count <= per_node or count % per_node == 0)
-        }
-        return sorted({*self.counts, *between})
-
-
-def _steps(most: int) -> Iterator[int]:
-    size = 1
-    while size <= most:
-        yield from (size, size * 3 // 2)
-        size *= 2
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = OptionParser(
         prog="python -m hpc_train plan",
@@ -249,16 +223,26 @@ def gpus_of(options: argparse.Namespace, machine: Machine) -> list[int]:
     per_node = machine.devices_per_node
     counts: list[int] = [per_node if machine.rates.cores else _DEFAULT_GPUS]
     if options.gpus is not None:
-        counts = options.gpus.on(machine)
+        counts = sorted({count for first, last in options.gpus for count in _between(first, last, per_node)})
     elif options.simulate is not None:
         counts = simulated_counts(machine)
     elif options.deadline is not None:
         most = per_node if machine.rates.cores else _MOST_GPUS
-        counts = GpuCounts((), ((1, most),)).on(machine)
+        counts = _between(1, most, per_node)
     if not counts:
         what = f"no number of --gpus fills nodes of {per_node}"
         raise UserError(what, where="--gpus", fix=f"a range with a multiple of {per_node}")
     return counts
+
+
+def _between(first: int, last: int, per_node: int) -> list[int]:
+    """Returns the ends of a range, the powers of two and 1.5 times the powers of two in it, without numbers that do not
+    fill whole nodes; one number is returned whatever it fills."""
+    if first == last:
+        return [first]
+    powers = [1 << power for power in range(last.bit_length())]
+    counts = {first, last, *powers, *(size * 3 // 2 for size in powers)}
+    return sorted(count for count in counts if first <= count <= last and (count <= per_node or count % per_node == 0))
 
 
 def machine_of(options: argparse.Namespace, config: Config, fixed: Collection[str]) -> Machine:
@@ -332,24 +316,20 @@ def _row_count(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows")
 
 
-def _counts(text: str) -> GpuCounts:
+def _counts(text: str) -> list[tuple[int, int]]:
+    """Returns the ranges in ``8,16..64``; a number is a range of one."""
     if not _GPUS.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text} is not a number of GPUs, several such as 8,16, or a range 8..64")
-    counts: list[int] = []
     ranges: list[tuple[int, int]] = []
     for part in text.split(","):
-        first, dots, last = part.partition("..")
-        if dots:
-            ranges.append((int(first), int(last)))
-        else:
-            counts.append(int(part))
-    smallest = min([*counts, *(first for first, _ in ranges)])
-    if smallest < 1:
-        raise argparse.ArgumentTypeError(f"{smallest} is not a number of GPUs")
+        first, _, last = part.partition("..")
+        ranges.append((int(first), int(last or first)))
     for least, most in ranges:
+        if least < 1:
+            raise argparse.ArgumentTypeError(f"{least} is not a number of GPUs")
         if least > most:
             raise argparse.ArgumentTypeError(f"the range {least}..{most} is empty")
-    return GpuCounts(tuple(counts), tuple(ranges))
+    return ranges
 
 
 def _price(text: str) -> tuple[float, str]:
