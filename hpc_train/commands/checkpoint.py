@@ -98,37 +98,33 @@ def _parser() -> argparse.ArgumentParser:
         action.add_argument("run", metavar="RUN", help="a run directory, or its name")
     verified.add_argument("--step", type=int, metavar="N", help="the step (default: all)")
     either = exported.add_mutually_exclusive_group()
-    either.add_argument("--step", dest="checkpoint", help=argparse.SUPPRESS)  # its name in version 0.1
+    either.add_argument("--step", dest="checkpoint", default=NEWEST, help=argparse.SUPPRESS)  # its name in version 0.1
     exported.add_argument("--to", type=Path, required=True, metavar="PATH", help="a directory (hf) or a file (pt)")
-    either.add_argument(
-        "--checkpoint",
-        metavar="newest|best|STEP",
-        help="best: by checkpoint.keep_best, or by val_loss without it (default: newest)",
-    )
     exported.add_argument(
         "--format",
         choices=["hf", "merged", "pt"],
         help="merged: adapters merged into their base model (default: pt for a PATH that ends in .pt or a model that "
         "transformers does not have, otherwise hf)",
     )
-    exported.add_argument("--dtype", choices=DTYPES, help="dtype of the exported tensors (default: as stored)")
     exported.add_argument(
         "--weights", metavar="HOOK", help="export the weights of this hook, such as ema, instead of those of the model"
     )
-    for action in (promoted, released):
-        action.add_argument(
+    for group in (either, promoted, released):
+        group.add_argument(
             "--checkpoint",
             default=NEWEST,
             metavar="newest|best|STEP",
             help="best: by checkpoint.keep_best, or by val_loss without it (default: %(default)s)",
         )
+    for action in (promoted, released):
         action.add_argument("--name", help="the name of the model (default: the name of the run)")
         action.add_argument(
             "--as", dest="aliases", action="append", default=[], metavar="ALIAS", help="set an alias, e.g. production"
         )
     promoted.add_argument("--to", choices=REGISTRIES, default=REGISTRIES[0], help="the registry (default: %(default)s)")
     released.add_argument("--to", type=Path, required=True, metavar="DIR", help="the directory of the release")
-    released.add_argument("--dtype", choices=DTYPES, help="dtype of the exported tensors (default: as stored)")
+    for action in (exported, released):
+        action.add_argument("--dtype", choices=DTYPES, help="dtype of the exported tensors (default: as stored)")
     released.add_argument(
         "--registry", choices=(*REGISTRIES, "none"), default=REGISTRIES[0], help="default: %(default)s"
     )
@@ -242,7 +238,7 @@ def _export(options: argparse.Namespace) -> int:
     run = find_run(options.run, _root(), "checkpoint export", options.trust_owner)
     refuse_existing(options.to, "--to")
     step = None
-    if options.checkpoint not in (None, NEWEST):
+    if options.checkpoint != NEWEST:
         step = choose_by_name(run, options.checkpoint, _ranking_metric(run)).step
     choose(run, step)
     with without_collector():  # the garbage collector takes a sixth of the time of the import of torch
