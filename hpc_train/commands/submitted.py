@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import stat
 import sys
 import time
@@ -36,7 +37,7 @@ from hpc_train.run.requests import record_stop_request, request_resize, request_
 from hpc_train.runs.comparison import Comparison, metric_of
 from hpc_train.runs.job_status import JobStatuses, View, outcome
 from hpc_train.runs.job_table import JobTable, print_messages, print_results
-from hpc_train.runs.lookup import COMMENT, RunHandle, find_run, find_runs, statuses_of, stop_runs
+from hpc_train.runs.lookup import COMMENT, RunHandle, find_run, find_runs, statuses_of
 from hpc_train.schedulers.current import OtherJobs
 from hpc_train.schedulers.slurm.client import on_clusters
 from hpc_train.schedulers.slurm.jobs import ask, status_of
@@ -181,7 +182,9 @@ def cancel_runs(runs: Sequence[RunHandle], *, save: bool) -> int:
         if isinstance(item.jobs, OtherJobs):
             item.jobs.cancel(item.job_ids)  # raises the error before any job is cancelled
     local = [item for item in runs if item.lives_here()]
-    stop_runs(local)
+    for item in local:
+        record_stop_request(item.run)
+        os.kill(item.submission["pid"], signal.SIGTERM)
     for item in queued:
         record_stop_request(item.run)
     for jobs in {item.jobs for item in queued}:

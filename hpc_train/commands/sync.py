@@ -89,18 +89,12 @@ class _Row:
 
     def __init__(self, item: RunHandle, to: str, as_json: bool) -> None:
         self.item = item
+        self.name = item.run.title
         self.to = to
         self.error: UserError | None = None
         self.ended = False
         self._json = as_json
         self._replay: Replay | None = None
-
-    @property
-    def name(self) -> str:
-        path = self.item.run.path
-        if path.name.isdigit():
-            return f"{path.parent.name}/{path.name}"
-        return path.name
 
     def send(self, progress: Progress | None = None) -> None:
         """Sends the new lines, and shows their number if there is a ``progress``."""

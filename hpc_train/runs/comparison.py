@@ -30,12 +30,6 @@ def best_metric_of(config: Mapping[str, Any]) -> BestMetric | None:
     return best_metric(settings.get("keep_best"), settings.get("best_mode", "auto"))
 
 
-def settings_of(run: RunDirectory) -> Settings:
-    """Returns the overrides with which ``run`` was frozen, without ``UNCOMPARED``; empty for an old run."""
-    parts = [override.lstrip("+~").partition("=") for override in run.record().get("overrides", [])]
-    return {key: _normalized(value) for key, _, value in parts if not key.startswith(UNCOMPARED)}
-
-
 def _normalized(value: str) -> str:
     """Returns a float in one spelling, as one command line may have 3e-2 and another 0.03."""
     try:
@@ -80,7 +74,10 @@ class Comparison:
 
         A run that was continued with other overrides than the rest of its sweep lacks some of theirs.
         """
-        settings = {run.path: settings_of(run) for run in runs}
+        settings: dict[Path, Settings] = {}
+        for run in runs:
+            parts = [override.lstrip("+~").partition("=") for override in run.record().get("overrides", [])]
+            settings[run.path] = {key: _normalized(value) for key, _, value in parts if not key.startswith(UNCOMPARED)}
         keys = dict.fromkeys(key for overrides in settings.values() for key in overrides)
         for path, overrides in settings.items():
             missing = [key for key in keys if key not in overrides]

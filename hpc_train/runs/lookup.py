@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +25,6 @@ from hpc_train.run.lease import is_live, job_ids, jobs_of_submission, only_start
 from hpc_train.run.owner import open_run
 from hpc_train.run.processes import is_alive
 from hpc_train.run.record import RECORD
-from hpc_train.run.requests import record_stop_request
 from hpc_train.runs.job_status import JobStatuses, View, folded, view_of
 from hpc_train.schedulers.current import OtherJobs
 from hpc_train.schedulers.scheduler import PRESENT, JobStatus, SubmittedJobs
@@ -274,14 +272,6 @@ def _runs_of_jobs(jobs: Mapping[str, JobStatus]) -> Iterator[RunHandle]:
         with suppress(UserError):  # the directory is gone
             runs = find_runs(next(filter(os.path.exists, paths), paths[-1]), "status", unreadable=True)
             yield from (item for item in runs if any(status_of(job_id, jobs) for job_id in item.job_ids))
-
-
-def stop_runs(runs: Collection[RunHandle]) -> None:
-    """Sends SIGTERM to the runs that are processes of this machine."""
-    for item in runs:
-        if item.pid is not None and item.lives_here():
-            record_stop_request(item.run)
-            os.kill(item.pid, signal.SIGTERM)
 
 
 def unreadable(run: RunDirectory, error: Exception) -> UserError:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train import opening
 from hpc_train.commands.train import _check_foreground
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
@@ -60,6 +61,7 @@ def test_a_silent_controller_is_no_reason_to_train_on_this_machine(tools: Path) 
 
 
 def test_commands_of_slurm_without_a_cluster_are_noted(tools: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opening.tell_once.cache_clear()
     cluster_that(tools, "echo 'scontrol: fatal: Could not establish a configuration source' >&2; exit 1")
     assert select_executor(AUTO).name == "this machine"
     assert "find no cluster: training on this machine" in capsys.readouterr().err

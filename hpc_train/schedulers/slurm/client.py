@@ -22,6 +22,7 @@ from functools import cache
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
+from hpc_train.opening import tell_once
 from hpc_train.schedulers.slurm.records import NODE_STATES, JobRecord, NodeRecord, NodeState, time_of
 from hpc_train.schedulers.slurm.variables import Receiver, environment_for, withheld
 from hpc_train.schedulers.states import FORGOTTEN, JobState, state_of
@@ -486,11 +487,6 @@ def _cached_controller(path: str | None, conf: str | None) -> tuple[Controller, 
     return find_controller()
 
 
-@cache
-def _note_once(text: str, path: str | None, conf: str | None) -> None:
-    print(text, file=sys.stderr)
-
-
 def uses_slurm() -> bool:
     """Returns whether ``cluster=auto`` submits to Slurm outside of an allocation, because a controller responds.
 
@@ -499,7 +495,7 @@ def uses_slurm() -> bool:
     controller, said = _cached_controller(*_selection())
     if controller is Controller.UNCONFIGURED:
         no_cluster = "Slurm's commands are on this machine, but find no cluster"
-        _note_once(f"note: {no_cluster}: training on this machine ({said})", *_selection())
+        tell_once(f"note: {no_cluster}: training on this machine ({said})")
     if controller is Controller.SILENT:
         raise UserError(
             f"Slurm is installed on this machine, but its controller does not respond: {said}",
