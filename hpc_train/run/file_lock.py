@@ -27,8 +27,7 @@ from pathlib import Path
 from hpc_train.opening import DamagedFile, open_file, read_file
 from hpc_train.run.files import patiently
 from hpc_train.run.processes import boot_id, started
-from hpc_train.schedulers.current import current_job
-from hpc_train.schedulers.kubernetes.job import KubernetesJob
+from hpc_train.schedulers.current import KubernetesJob, current_job
 from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.jobs import SlurmJob
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_train.errors import UserError
 from hpc_train.schedulers.environment import EnvironmentJob, describes_job
-from hpc_train.schedulers.kubernetes.job import KubernetesJob
 from hpc_train.schedulers.kubernetes.manifest import REFERENCE
-from hpc_train.schedulers.scheduler import CurrentJob, SubmittedJobs, load_scheduler
+from hpc_train.schedulers.scheduler import CurrentJob, SubmittedJobs, TimeLimit, load_scheduler
 from hpc_train.schedulers.slurm.jobs import SlurmJob, SlurmJobs
 
 
@@ -39,6 +38,31 @@ class NoJob(CurrentJob):
 
     def why_no_joiner(self) -> str:
         return self.why_no_release()
+
+
+@dataclass(frozen=True)
+class KubernetesJob(EnvironmentJob):
+    """The Job of Kubernetes in whose pod this process runs. Its controller replaces the pods that end with the exit
+    code of a requeue. ``reference`` is what commands name the Job by."""
+
+    scheduler = "Kubernetes"
+    replaces_nodes = True
+
+    reference: str = ""
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> KubernetesJob:
+        described = super().of(environment)
+        assert isinstance(described, KubernetesJob)
+        return replace(described, reference=environment[REFERENCE])
+
+    @property
+    def name(self) -> str:
+        return self.reference
+
+    def limit(self) -> TimeLimit:
+        """Returns that SIGTERM announces a preemption: the kubelet sends it when a pod is evicted or deleted."""
+        return TimeLimit(is_preempted=True)
 
 
 def current_job(environment: Mapping[str, str] = os.environ) -> CurrentJob:
