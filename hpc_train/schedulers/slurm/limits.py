@@ -155,7 +155,7 @@ def _set_by(job: JobRequest, key: str) -> str:
 
 def _partition(job: JobRequest, site: Site) -> Partition | None:
     """Returns the partition of the job; None if it is unknown, or if Slurm selects one of several."""
-    name = job.config.cluster.partition or preset("partition")
+    name = _requested(job, "partition")
     if not site.partitions:
         return None
     where = _set_by(job, "partition")
@@ -194,7 +194,7 @@ def _association(job: JobRequest, site: Site, partition: Partition | None) -> As
     if not site.associations:
         fix = "ask the site's support for an account"
         raise UserError("you have no account on this cluster, which refuses jobs without one", where=where, fix=fix)
-    account = _account(job)
+    account = _requested(job, "account")
     if account is None:
         charged = [association for association in site.associations if association.default]
     else:
@@ -208,17 +208,15 @@ def _association(job: JobRequest, site: Site, partition: Partition | None) -> As
     return by_partition.get(None)
 
 
-def _account(job: JobRequest) -> str | None:
-    return job.config.cluster.account or preset("account")
-
-
-def _requested_qos(job: JobRequest) -> str | None:
-    return job.config.cluster.qos or preset("qos")
+def _requested(job: JobRequest, key: str) -> str | None:
+    """Returns the value of an option of the job: of a key of ``cluster``, or else of a variable of the shell."""
+    value: str | None = getattr(job.config.cluster, key)
+    return value or preset(key)
 
 
 def _qos(job: JobRequest, association: Association | None) -> str | None:
     """Returns the QOS that the job gets; None if it is unknown."""
-    requested = _requested_qos(job)
+    requested = _requested(job, "qos")
     if requested is not None or association is None:
         return requested
     if association.default_qos is not None:
@@ -236,7 +234,7 @@ def _flags(qos: str | None, site: Site) -> frozenset[str]:
 
 
 def _check_qos(job: JobRequest, site: Site, association: Association | None) -> None:
-    qos = _requested_qos(job)
+    qos = _requested(job, "qos")
     if qos is None or site.qos is None or "qos" not in site.enforced:
         return
     allowed = (association.qos if association is not None else None) or frozenset(site.qos)
@@ -249,8 +247,8 @@ def _check_qos(job: JobRequest, site: Site, association: Association | None) -> 
 
 
 def _check_access(job: JobRequest, partition: Partition, association: Association | None) -> None:
-    account = association.account if association is not None else _account(job)
-    qos = _requested_qos(job)
+    account = association.account if association is not None else _requested(job, "account")
+    qos = _requested(job, "qos")
     for key, name, allowed in (("account", account, partition.accounts), ("qos", qos, partition.qos)):
         if name is not None and allowed is not None and name not in allowed:
             raise UserError(
