@@ -28,7 +28,7 @@ from hpc_train.runs.job_status import JobStatuses, View, time_left
 from hpc_train.runs.job_table import BEST, DIRECTORY, short_path
 from hpc_train.runs.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of, unreadable, with_roles
 from hpc_train.schedulers.scheduler import JobStatus
-from hpc_train.telemetry.progress import failing, saves, speed_column, spent_line
+from hpc_train.telemetry.progress import failing, speed_column, spent_line
 from hpc_train.telemetry.terminal import Terminal, text_table, wide
 from hpc_train.units import counted, format_duration, format_metric
 
@@ -199,7 +199,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     for row, speed in zip(rows, speeds, strict=True):
         state = row["state"]
         if row["failed_saves"]:
-            state += f", {saves(row['failed_saves'])} failed"
+            state += f", {counted(row['failed_saves'], 'save', 'saves')} failed"
         step = ""
         if row["step"] is not None:
             step = f"{row['step']}/{row['steps'] or '?'}"

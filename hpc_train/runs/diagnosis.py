@@ -25,7 +25,7 @@ from hpc_train.schedulers.scheduler import JobStatus
 from hpc_train.schedulers.slurm.client import node_states, query
 from hpc_train.schedulers.slurm.reasons import JobFacts, read_facts, sooner, with_gpus
 from hpc_train.schedulers.slurm.records import FREE, Free
-from hpc_train.telemetry.progress import ended_early
+from hpc_train.telemetry.progress import final_result
 from hpc_train.telemetry.tracebacks import own_place
 
 WITH_STACKS = ("hang_detected", "collective_timed_out")
@@ -178,7 +178,7 @@ def diagnose(
         excluded_nodes=tuple(excluded_nodes(found.run, hours)),
         advice=tuple(_advice(view, cause, facts, found)),
         ledger=spent or read_ledger(found.run, time.time() if view.exit is None else None).total,
-        ended_early=ended_early(found.run),
+        ended_early=(final_result(found.run.record()) or {}).get("ended_early"),
         withdrawn=tuple(found.withdrawn),
     )
 

@@ -23,7 +23,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.runs.comparison import Comparison, evaluated_parts, metric_of
 from hpc_train.runs.job_status import NOT_STARTED, View, time_left
-from hpc_train.telemetry.progress import NOT_FINITE, speed, speed_column
+from hpc_train.telemetry.progress import parts_of_line, shown_loss, speed_column
 from hpc_train.telemetry.terminal import text_table, wide
 from hpc_train.units import counted, format_duration, format_metric
 
@@ -105,7 +105,7 @@ def cells(job: TableRow, view: View) -> tuple[str, ...]:
         if view.steps:
             step += f"/{view.steps}"
     if "loss" in metrics:
-        loss = NOT_FINITE if metrics["loss"] is None else format_metric(metrics["loss"])
+        loss = shown_loss(metrics["loss"])
     seconds = time_left(view)
     if seconds is not None:
         left = format_duration(seconds)
@@ -115,15 +115,8 @@ def cells(job: TableRow, view: View) -> tuple[str, ...]:
 
 def plain_line(job: TableRow, view: View, overrides: Iterable[tuple[str, str]] = ()) -> str:
     """Returns one line with the state of a job; ``overrides`` are those that differ between the jobs."""
-    number, strategy, state, _, step, loss, left, restarts = cells(job, view)
-    parts = [f"job {number}", strategy, *(f"{key}={value}" for key, value in overrides), state]
-    parts += [text for value, text in ((step, f"step {step}"), (loss, f"loss {loss}")) if value]
-    parts += speed(view.metrics)
-    if left:
-        parts.append(f"{left} left")
-    if restarts:
-        parts.append(counted(view.restarts, "restart", "restarts"))
-    return " · ".join(parts)
+    parts = [f"job {job.number}", job.strategy, *(f"{key}={value}" for key, value in overrides), view.state]
+    return " · ".join([*parts, *parts_of_line(view.metrics, view.steps, time_left(view), view.restarts)])
 
 
 MESSAGES = 5  # failures that are printed whole; the others are left to the command why

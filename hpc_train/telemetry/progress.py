@@ -68,7 +68,8 @@ class Notices:
             self.failed = 0
             self.kept = step
             if failed:
-                return f"saving works again: checkpoint of step {step} is saved after {saves(failed)} failed"
+                saves = counted(failed, "save", "saves")
+                return f"saving works again: checkpoint of step {step} is saved after {saves} failed"
         elif name == "save_deferred":
             return (
                 f"the last save, of step {step}, failed: {reason(event)}\n"
@@ -89,10 +90,6 @@ class Notices:
         elif name == "checkpoint_set_aside" and not event.rolled_back:
             return f"the checkpoint of step {step} is damaged and set aside as {event.path}: {reason(event)}"
         return None
-
-
-def saves(count: int) -> str:
-    return f"{count} save{'s' if count > 1 else ''}"
 
 
 def reason(event: Event) -> str:
@@ -143,8 +140,6 @@ LOOK_EVERY_S = 0.5
 LOOK_S = 1.0  # the agent waits at most this long for the file system
 PLAIN_LINE_EVERY_S = 5.0  # interval of lines if the output is not a terminal
 WINDOW = 20  # number of logged steps from which the remaining time is estimated
-
-NOT_FINITE = "not finite"  # a loss that JSON cannot hold; its line has null
 
 Look = tuple[list[Line], list[Event]]  # new lines of metrics, new events
 
@@ -281,20 +276,39 @@ def progress_line(
         return "starting: importing torch, connecting the ranks and building the model"
     first = recent[0]
     line = recent[-1]
-    parts = [f"step {line.step}/{total}" if total else f"step {line.step}"]
-    if "loss" in line:
-        parts.append(f"loss {NOT_FINITE}" if line.loss is None else f"loss {format_metric(line.loss)}")
-    parts += speed(line)
+    left_s = None
     if total and line.step < total:
-        step_s = line.step_s or 0.0
+        left_s = (total - line.step) * (line.step_s or 0.0)
         if line.step > first.step:  # with evaluations and saves
-            step_s = (line.time - first.time) / (line.step - first.step)
-        parts.append(f"{format_duration((total - line.step) * step_s)} left")
-    if restarts:
-        parts.append(f"{restarts} restart{'s' if restarts > 1 else ''}")
+            left_s = (total - line.step) * (line.time - first.time) / (line.step - first.step)
+    parts = parts_of_line(line, total, left_s, restarts)
     if failed_saves:
-        parts.append(f"{saves(failed_saves)} failed")
+        parts.append(f"{counted(failed_saves, 'save', 'saves')} failed")
     return " · ".join(parts)
+
+
+def parts_of_line(line: dict[str, Any], total: int | None, left_s: float | None, restarts: int) -> list[str]:
+    """Returns the words about a line of metrics, or about none: step, loss, speed, remaining time and restarts.
+
+    Args:
+        total: the number of steps of the run; None if it is unknown.
+    """
+    parts = []
+    if line.get("step") is not None:
+        parts.append(f"step {line['step']}/{total}" if total else f"step {line['step']}")
+    if "loss" in line:
+        parts.append(f"loss {shown_loss(line['loss'])}")
+    parts += speed(line)
+    if left_s is not None:
+        parts.append(f"{format_duration(left_s)} left")
+    if restarts:
+        parts.append(counted(restarts, "restart", "restarts"))
+    return parts
+
+
+def shown_loss(loss: float | None) -> str:
+    """Returns a loss of a line of metrics, which has null for one that is not finite."""
+    return "not finite" if loss is None else format_metric(loss)
 
 
 def final_result(record: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -335,13 +349,6 @@ def speed_column(lines: Iterable[dict[str, Any]]) -> tuple[str, list[str]]:
 
 NEXT = "for a sweep, change run.name and add +strategy={strategies} optim.lr=1e-3,3e-4 -m; --cfg job prints the config"
 STRATEGIES = dict.fromkeys(("custom", "hf"), "dp,zero1,zero3")  # for the kinds of models that have no pipeline stages
-
-
-def ended_early(run: RunDirectory) -> str | None:
-    """Returns why a hook has ended the run before its last step; None if none has."""
-    result = final_result(run.record()) or {}
-    reason: str | None = result.get("ended_early")
-    return reason
 
 
 def summary(run: RunDirectory, resume_command: str | None = None) -> str:
