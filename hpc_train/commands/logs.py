@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, TextIO
@@ -57,12 +57,12 @@ _CHAINED = re.compile(rf"{_RANK}(?:$|During handling of the above|The above exce
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
-    selection = Selection(_ranks(options.rank), Level[options.level], options.json)
+    ranks = _ranks(options.rank)
     item = find_run(of_role(options.target, options.role), "logs")
     attempt = _attempt(item.run, options.attempt)
     if not options.follow:
         _print_failure(item.run, attempt, options.json)
-    logs = NodeLogs(item.run, max(0, attempt), selection)
+    logs = NodeLogs(item.run, max(0, attempt), ranks, Level[options.level], options.json)
     out = unescaped(sys.stdout) if options.raw else sys.stdout
     if options.follow:
         return _follow(item, logs, out)
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
     if not printed and attempt < 0:
         print("the run has not started yet", file=sys.stderr)
     elif not printed:
-        rank = "any rank" if selection.ranks is None else f"rank {options.rank}"
+        rank = "any rank" if ranks is None else f"rank {options.rank}"
         text = f"attempt {attempt} has no output of {rank} at level {options.level} or above"
         print(text, file=sys.stderr)
     return Exit.DONE
@@ -131,40 +131,33 @@ def _ranks(text: str) -> frozenset[int] | None:
     return frozenset(rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1))
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Decides which lines are printed, and how.
+@dataclass
+class NodeLogs:
+    """Reads the log files of an attempt, one per node; each ``read`` returns the lines written since the last one.
 
     Attributes:
-        ranks: None for all.
-        level: the lowest level. A line without a rank, such as the note on the size limit of a log, is always printed.
+        ranks: the ranks whose lines are returned; None for all.
+        level: the lowest level. A line without a rank, such as the note on the size limit of a log, is always returned.
     """
 
+    run: RunDirectory
+    attempt: int
     ranks: frozenset[int] | None
-    level: Level = Level.info
-    as_json: bool = False
-
-
-class NodeLogs:
-    """Reads the log files of an attempt, one per node; each ``read`` returns the lines written since the last one."""
-
-    def __init__(self, run: RunDirectory, attempt: int, selection: Selection) -> None:
-        self._run = run
-        self.attempt = attempt
-        self.selection = selection
-        self._offsets: dict[Path, int] = {}
-        self._levels: dict[int, Levels] = {}
+    level: Level
+    as_json: bool
+    _offsets: dict[Path, int] = field(default_factory=dict, init=False)
+    _levels: dict[int, Levels] = field(default_factory=dict, init=False)
 
     def read(self) -> Iterator[str]:
         """Returns the new lines of all nodes in the order of their times."""
-        files = [self._new_lines(path) for path in sorted(self._run.logs.glob(f"*-{self.attempt:03d}.log"))]
+        files = [self._new_lines(path) for path in sorted(self.run.logs.glob(f"*-{self.attempt:03d}.log"))]
         return (line for _, line in heapq.merge(*files, key=lambda item: item[0]))
 
     def _new_lines(self, path: Path) -> Iterator[tuple[str, str]]:
         """Yields each selected line with its time; a line without a time gets the time of the line before."""
         at = ""
         try:
-            file = open_file(path, self._run.path)
+            file = open_file(path, self.run.path)
         except DamagedFile as error:
             tell_once(f"note: {error.what}; it is not read")
             return
@@ -184,16 +177,15 @@ class NodeLogs:
 
     def _formatted(self, line: str, head: re.Match[str] | None) -> str | None:
         """Returns a line as it is printed; None if it is not selected."""
-        selection = self.selection
         content: dict[str, Any] = {"text": line}
         if head is not None:
             rank = int(head[2])
             text = line[head.end() :]
             level = self._levels.setdefault(rank, Levels()).of(text)
-            if level < selection.level or (selection.ranks is not None and rank not in selection.ranks):
+            if level < self.level or (self.ranks is not None and rank not in self.ranks):
                 return None
             content = {"time": head[1], "rank": rank, "level": level.name, "text": text}
-        if selection.as_json:
+        if self.as_json:
             return json.dumps(content)
         return line
 
@@ -214,7 +206,6 @@ def _print_failure(run: RunDirectory, attempt: int, as_json: bool) -> None:
 
 def _follow(item: RunHandle, logs: NodeLogs, out: TextIO) -> int:
     slurm = JobStatuses()
-    as_json = logs.selection.as_json
     try:
         while True:
             # the state is read before the lines, so that no line written before the end is missed
@@ -223,10 +214,10 @@ def _follow(item: RunHandle, logs: NodeLogs, out: TextIO) -> int:
             for line in logs.read():
                 print(line, file=out, flush=True)
             if logs.attempt < newest:
-                _print_failure(item.run, logs.attempt, as_json)
-                logs = NodeLogs(item.run, logs.attempt + 1, logs.selection)
+                _print_failure(item.run, logs.attempt, logs.as_json)
+                logs = replace(logs, attempt=logs.attempt + 1)
             elif view.exit is not None:
-                _print_failure(item.run, logs.attempt, as_json)
+                _print_failure(item.run, logs.attempt, logs.as_json)
                 return Exit.DONE
             else:
                 time.sleep(POLL_S)
