@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
@@ -178,12 +178,10 @@ class Endpoint:
         return 200, *text_of(self._snapshot, headers.get("Accept", ""))
 
 
-class _Server(HTTPServer):
-    def server_bind(self) -> None:
-        """Binds without the look-up of the host's full name, which may take seconds."""
-        TCPServer.server_bind(self)
-        self.server_name = str(self.server_address[0])
-        self.server_port = self.server_address[1]
+class _Server(TCPServer):
+    """Serves HTTP; unlike ``HTTPServer`` it does not look up the full name of the host, which may take seconds."""
+
+    allow_reuse_address = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores clients that are too slow or disconnect, since they do not concern the run."""
@@ -191,7 +189,7 @@ class _Server(HTTPServer):
 
 def _listen(
     settings: PrometheusConfig, allocation: Allocation, handler: type[BaseHTTPRequestHandler]
-) -> tuple[HTTPServer, str]:
+) -> tuple[TCPServer, str]:
     """Returns a server on the first usable address, and its host name or address.
 
     In a job, this is the address at which the nodes connect, or the name of the only node; elsewhere it is loopback.
