@@ -23,15 +23,6 @@ from hpc_train.schedulers.scheduler import JobRequest, JobStatus, NoAnswer, Reas
 from hpc_train.schedulers.slurm.records import size_bytes
 from hpc_train.units import counted
 
-STATES = {
-    JobPhase.PENDING: "PENDING",
-    JobPhase.PREEMPTED: "REQUEUED",
-    JobPhase.STOPPED: "REQUEUE_HOLD",
-    JobPhase.RUNNING: "RUNNING",
-    JobPhase.CANCELLED: "COMPLETING",
-    JobPhase.COMPLETED: "COMPLETED",
-    JobPhase.FAILED: "FAILED",
-}
 # keys of `cluster` that Kubernetes has nothing for
 IGNORED = ("account", "gres", "constraint", "nodelist", "time_min", "clusters", "comment", "teardown", "exclusive")
 
@@ -153,7 +144,7 @@ def _connection(request: JobRequest) -> Connection:
 
 
 def _status(report: JobReport) -> JobStatus:
-    state = STATES[report.phase]
+    state = report.phase.value
     if report.phase is JobPhase.RUNNING and report.reason:
         state = "COMPLETING"  # the Job has failed, and its last pods are ending
     if not report.causes:

@@ -17,15 +17,15 @@ Object = Mapping[str, Any]
 
 
 class JobPhase(StrEnum):
-    """What becomes of a Job at the moment."""
+    """What becomes of a Job at the moment. The values are the states of Slurm with the same meaning."""
 
-    PENDING = "pending"  # no pod runs
-    RUNNING = "running"
-    STOPPED = "stopped"  # suspended by a user; it has no pods
-    PREEMPTED = "preempted"  # its pods were evicted, and their replacements do not run yet
-    CANCELLED = "cancelled"  # it is being deleted
-    COMPLETED = "completed"
-    FAILED = "failed"
+    PENDING = "PENDING"  # no pod runs
+    RUNNING = "RUNNING"
+    STOPPED = "REQUEUE_HOLD"  # suspended by a user; it has no pods
+    PREEMPTED = "REQUEUED"  # its pods were evicted, and their replacements do not run yet
+    CANCELLED = "COMPLETING"  # it is being deleted
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
 
 
 @dataclass(frozen=True)
