@@ -241,15 +241,6 @@ def output_file(folder: Path, name: str) -> str:
     return f"{str(folder).replace('%', '%%')}/{name}"
 
 
-def array(count: int, cap: int | str) -> dict[str, str | None]:
-    """Returns the option for an array of ``count`` jobs, at most ``cap`` of which run at a time; empty for a single
-    job."""
-    if count == 1:
-        return {}
-    tasks = f"0-{count - 1}"
-    return {"array": f"{tasks}%{cap}" if isinstance(cap, int) else tasks}
-
-
 def command_line(of_components: Sequence[Options]) -> list[str]:
     """Returns the arguments of sbatch for a job with these components. Raises UserError as ``arguments`` does."""
     words = arguments(of_components[0])

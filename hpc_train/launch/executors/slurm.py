@@ -35,7 +35,6 @@ from hpc_train.launch.job import Job, alternative_named
 from hpc_train.launch.sbatch import (
     NO_SITE,
     Options,
-    array,
     command_line,
     components,
     earlier_starts,
@@ -487,7 +486,11 @@ def check_architecture(cluster: ClusterConfig, site: Site, here: str = platform.
 
 def _array(group: Sequence[Job]) -> Options:
     """Returns the option for the array of the jobs ``group``; empty for a single job."""
-    return array(len(group), group[0].config.launch.array_parallelism)
+    if len(group) == 1:
+        return {}
+    tasks = f"0-{len(group) - 1}"
+    cap = group[0].config.launch.array_parallelism
+    return {"array": f"{tasks}%{cap}" if isinstance(cap, int) else tasks}
 
 
 def _listing(group: Sequence[Job]) -> str:
