@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.text import Text
 
 from hpc_train.config.options import OptionParser
+from hpc_train.config.run_path import relative
 from hpc_train.config.values import runs_command
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.report.page.verdict import headline, sections
 from hpc_train.run.exits import Exit
 from hpc_train.runs.comparison import Comparison
-from hpc_train.runs.diagnosis import diagnose, shown, sweep_failures
+from hpc_train.runs.diagnosis import diagnose, sweep_failures
 from hpc_train.runs.job_status import JobStatuses
 from hpc_train.runs.job_table import common_directory, retry_lines
 from hpc_train.runs.lookup import RunHandle, find_runs, of_role, statuses_of
@@ -94,11 +95,11 @@ def _print_sweep(runs: Sequence[RunHandle], as_json: bool) -> None:
         if failure.place:
             title += f" ({failure.place})"
         failed = [runs[index].run for index in failure.runs]
-        lines = [f"{shown(run.path)}  {compared.words(run)}".rstrip() for run in failed]
+        lines = [f"{relative(run.path)}  {compared.words(run)}".rstrip() for run in failed]
         if failure.advice:
             lines.append(f"fix: {failure.advice}")
         _print_section(console, title, lines)
     if failures:
-        first = shown(runs[failures[0].runs[0]].run.path)
+        first = relative(runs[failures[0].runs[0]].run.path)
         advice = f"python -m hpc_train why {first}   shows all about the first one"
         _print_section(console, "what to do", [advice, *retry_lines(where, runs[0].run, views)])

@@ -20,8 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.compose import WITH_STRATEGY, initialized
 from hpc_train.config.conf_files import PRIMARY
+from hpc_train.config.run_path import relative
 from hpc_train.config.schema import Config
-from hpc_train.config.translate import meant, relative
+from hpc_train.config.translate import meant
 from hpc_train.config.values import refuse_other_encoding
 from hpc_train.errors import UserError
 

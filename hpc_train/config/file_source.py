@@ -12,7 +12,7 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 
 from hpc_train.config.removed import apply_new_names, tell_new_name
-from hpc_train.config.translate import relative
+from hpc_train.config.run_path import relative
 
 
 class FileConfigSource(file_config_source.FileConfigSource):

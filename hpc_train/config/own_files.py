@@ -17,10 +17,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from hpc_train.config.command_line import CommandLine, parsed_override
 from hpc_train.config.conf_files import config_directory
+from hpc_train.config.run_path import relative
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import MISSING
 from hpc_train.config.settings import read_settings
-from hpc_train.config.translate import KINDS_OF_NODES, instead_of, instead_of_key, relative
+from hpc_train.config.translate import KINDS_OF_NODES, instead_of, instead_of_key
 from hpc_train.errors import UserError, UserErrors
 
 GLOBAL = re.compile(r"^#\s*@package\s+_global_\s*$", re.MULTILINE)

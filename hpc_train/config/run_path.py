@@ -107,6 +107,12 @@ def fork_source(root: str, name: str, fork: str, path: Path) -> Path:
     return base / name / path.relative_to(base / fork)
 
 
+def relative(path: Path) -> str:
+    """Returns ``path`` relative to the working directory if it is below it."""
+    shown = os.path.relpath(path)
+    return str(path) if shown.startswith("..") else shown
+
+
 def _checked(name: str, key: str) -> str:
     if not NAME.fullmatch(name):
         raise invalid_name(name, key)

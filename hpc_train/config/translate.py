@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
@@ -17,7 +16,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 
 from hpc_train.config.conf_files import PRIMARY, config_groups
 from hpc_train.config.removed import removed_value, replacement_of
-from hpc_train.config.run_path import NAME, invalid_name
+from hpc_train.config.run_path import NAME, invalid_name, relative
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import keys
 from hpc_train.config.settings import ABSENT, default_of
@@ -208,12 +207,6 @@ def _of_yaml(error: yaml.MarkedYAMLError) -> UserError:
     problem = (error.problem or "invalid YAML").replace("could not find expected", "expected")
     fix = "write each line as KEY: VALUE, with spaces for indentation, and put text with special characters in quotes"
     return UserError(f"{where}:{mark.line + 1}: {problem}", where=where, fix=fix)
-
-
-def relative(path: Path) -> str:
-    """Returns ``path`` relative to the working directory if it is below it."""
-    shown = os.path.relpath(path)
-    return str(path) if shown.startswith("..") else shown
 
 
 KINDS_OF_NODES: dict[type, tuple[str, str]] = {  # what such a value must be, and how to write it in a file

@@ -19,10 +19,10 @@ import yaml
 from hpc_train.config.command_line import CommandLine, parsed_override
 from hpc_train.config.conf_files import PRIMARY, config_directory
 from hpc_train.config.own_files import PACKAGE, chosen_by, find_file, leaves, read_yaml
+from hpc_train.config.run_path import relative
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import FACTS, KeyInfo, info
 from hpc_train.config.secrets import shown_override
-from hpc_train.config.translate import relative
 from hpc_train.config.values import runs_own_code
 from hpc_train.layout.layout import JobShape, Layout, Place
 from hpc_train.layout.recomputation import OFFLOAD, kept_if_less

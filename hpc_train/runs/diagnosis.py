@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.config.run_path import relative
 from hpc_train.config.values import runs_command
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
 from hpc_train.elastic.requeue import more_memory
@@ -325,7 +326,7 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, item
             lines.append(f"{killed} (scancel --batch, or a lack of memory on the batch host)")
     if NOT_LAUNCHED in view.message:
         lines.append(NOT_LAUNCHED_ADVICE.format(folder=Path(item.submission.get("output", item.run.logs)).parent))
-    where = shown(item.run.path)
+    where = relative(item.run.path)
     refused = cause is None and FIX.search(view.message) is not None
     if not refused and (cause is None or cause.kind not in SAME_AGAIN):
         begins = "resumes from the last checkpoint" if saved else "starts again: there is no checkpoint"
@@ -333,13 +334,6 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, item
             begins = "runs the command again in the same run directory"
         lines.append(f"python -m hpc_train resume {where}   {begins}")
     return [*dict.fromkeys(filter(None, lines)), f"python -m hpc_train logs {where}   prints all output"]
-
-
-def shown(path: Path) -> str:
-    """Returns the path, relative to the current directory if it is below it."""
-    with suppress(ValueError):
-        return str(path.relative_to(Path.cwd()))
-    return str(path)
 
 
 def _waiting(item: RunHandle, status: JobStatus, view: View, is_slurm: bool) -> Waiting:
@@ -353,7 +347,7 @@ def _waiting(item: RunHandle, status: JobStatus, view: View, is_slurm: bool) -> 
             reason = replace(reason, words=words, fix=reason.fix or NOT_POWERED_UP_FIX)
     if view.exit == Exit.DONE:
         words = f"the run is done, and {item.jobs.name} has requeued its job: {reason.words}"
-        return Waiting(status.reason, words, f"python -m hpc_train cancel {shown(item.run.path)}", status.starts, ())
+        return Waiting(status.reason, words, f"python -m hpc_train cancel {relative(item.run.path)}", status.starts, ())
     changes: list[str] = []
     if reason.by_size:
         gpus = item.config.cluster.gpus_per_node

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from hpc_train.config.run_path import relative
 from hpc_train.config.schema import Config
 from hpc_train.run.code import frozen_code
 from hpc_train.run.directory import RunDirectory
@@ -263,6 +264,4 @@ def short_path(path: Path) -> str:
 
 def common_directory(paths: Sequence[Path]) -> str:
     """Returns the one of ``paths``, or the directory that contains all of them, for a command line."""
-    path = os.path.commonpath(paths)
-    relative = os.path.relpath(path)
-    return shlex.quote(path if relative.startswith("..") else relative)
+    return shlex.quote(relative(Path(os.path.commonpath(paths))))

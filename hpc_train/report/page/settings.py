@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hpc_train.config.run_path import relative
 from hpc_train.config.secrets import shown
 from hpc_train.layout.sizes import parameter_count
 from hpc_train.report.page.facts import RunFacts
@@ -16,7 +17,6 @@ from hpc_train.report.page.markup import Html, block, commands, paragraphs, sect
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import flatten
 from hpc_train.runs.comparison import UNCOMPARED
-from hpc_train.runs.diagnosis import shown as shown_path
 
 SIZES = ("dim", "n_layers", "n_heads", "vocab_size", "image_size", "patch_size", "sequence_length", "n_classes")
 
@@ -114,13 +114,13 @@ def reproduce(facts: RunFacts) -> Html:
     record = facts.record
     run = facts.handle.run
     lines = training_again(record)
-    lines.append(f"python -m hpc_train resume {shlex.quote(shown_path(run.path))}   continues this run itself")
-    notes = [f"The whole config is in {shown_path(run.config)} (SHA-256 {record.get('config_hash')})."]
+    lines.append(f"python -m hpc_train resume {shlex.quote(relative(run.path))}   continues this run itself")
+    notes = [f"The whole config is in {relative(run.config)} (SHA-256 {record.get('config_hash')})."]
     project = _project(record)
     if project.get("dirty") and not project.get("diff"):
         notes.append("The work tree had changes that are not in the commit.")
     if project.get("snapshot") and not project.get("commit"):
-        copy = shown_path(Path(project["snapshot"]))
+        copy = relative(Path(project["snapshot"]))
         notes.append(f"The code had no commit yet; the run started from the copy in {copy}.")
     return section(
         "Reproduce",

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hpc_train.config.run_path import relative
 from hpc_train.report.page.markup import Html, Scale, block, commands, joined, picture, section, short, table
 from hpc_train.report.page.resources import held
 from hpc_train.report.page.settings import training_again
@@ -15,7 +16,7 @@ from hpc_train.report.page.verdict import clock
 from hpc_train.run.exits import Exit
 from hpc_train.run.ledger import Account, ledger, read_frozen
 from hpc_train.runs.comparison import DEFAULT, Comparison
-from hpc_train.runs.diagnosis import SweepFailure, find_cause, shown
+from hpc_train.runs.diagnosis import SweepFailure, find_cause
 from hpc_train.runs.job_status import View
 from hpc_train.runs.job_table import common_directory, is_unfinished, retry_lines, rows_of
 from hpc_train.runs.lookup import RunHandle
@@ -51,7 +52,7 @@ def sweep_verdict(sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Html:
     todo: list[str] = []
     if failures:
         level = "bad"
-        first = shown(sweep.handles[failures[0].runs[0]].run.path)
+        first = relative(sweep.handles[failures[0].runs[0]].run.path)
         todo.append(f"python -m hpc_train why {first}   shows all about the first failure")
     elif all(view.exit == Exit.DONE for view in views):
         level = "good"

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from hpc_train.config.run_path import relative
 from hpc_train.report.page.curves import evaluated
 from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.markup import Html, block, commands, joined, paragraphs, section, table
@@ -15,7 +16,7 @@ from hpc_train.run.events import Event, Level
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.rows import Line
 from hpc_train.runs.cost import Prices
-from hpc_train.runs.diagnosis import TAIL_LINES, Diagnosis, shown
+from hpc_train.runs.diagnosis import TAIL_LINES, Diagnosis
 from hpc_train.runs.job_status import TO_BE_REQUEUED
 from hpc_train.telemetry.progress import final_result, spent_line
 from hpc_train.telemetry.tracebacks import STACK, own_frames
@@ -25,7 +26,7 @@ TODO = "what to do"  # the title of the section with the advice
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    head = f"{shown(Path(diagnosis.run))}: {diagnosis.state}"
+    head = f"{relative(Path(diagnosis.run))}: {diagnosis.state}"
     if diagnosis.waiting is not None or ended_badly(diagnosis) or diagnosis.state == TO_BE_REQUEUED:
         return head
     if diagnosis.ended_early is not None and diagnosis.cause is None:
@@ -90,7 +91,7 @@ def _cause(diagnosis: Diagnosis) -> list[str]:
     if cause.nccl_problem:
         lines.append(f"NCCL: {cause.nccl_problem.meaning}")
     if cause.stacks:
-        lines.append(f"stacks of all ranks: {shown(Path(cause.stacks))}")
+        lines.append(f"stacks of all ranks: {relative(Path(cause.stacks))}")
     return lines
 
 
@@ -119,7 +120,7 @@ def _checkpoint(diagnosis: Diagnosis) -> list[str]:
     newest = diagnosis.checkpoint
     lines = ["none"]
     if newest.path:
-        lines = [f"step {newest.step}: {shown(Path(newest.path))}"]
+        lines = [f"step {newest.step}: {relative(Path(newest.path))}"]
     if diagnosis.cause is not None and (newest.lost_s is not None or newest.lost_steps):
         lost = counted(newest.lost_steps, "step", "steps")
         if newest.lost_s is not None:
