@@ -4,10 +4,11 @@ A command is a function of ``arguments: list[str]`` that returns an exit code (`
 ``UserError`` for a user's mistake. ``cli.py`` imports its module only when the command is called.
 """
 
-import importlib
 from collections.abc import Callable
 from enum import Flag, auto
 from typing import NamedTuple
+
+from hpc_train.registration import registered
 
 
 class Words(Flag):
@@ -101,6 +102,4 @@ COMMANDS = {
 
 def function_of(name: str) -> Callable[[list[str]], int]:
     """Imports the module of the command ``name`` and returns its function."""
-    module, function = COMMANDS[name].function.split(":")
-    command: Callable[[list[str]], int] = getattr(importlib.import_module(f"{__name__}.{module}"), function)
-    return command
+    return registered(f"{__name__}.{COMMANDS[name].function}")

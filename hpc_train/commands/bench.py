@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 
 from hpc_train.commands import BENCHMARKS
 from hpc_train.config.options import OptionParser
+from hpc_train.registration import registered
 
 
 def main(arguments: list[str]) -> int:
@@ -18,5 +18,5 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("what", choices=BENCHMARKS, help="the benchmark; `bench NAME --help` prints its options")
     what: str = parser.parse_args(arguments[:1]).what
-    exit_code: int = importlib.import_module(f"hpc_train.bench.{what}").main(arguments[1:])
+    exit_code: int = registered(f"hpc_train.bench.{what}:main")(arguments[1:])
     return exit_code
