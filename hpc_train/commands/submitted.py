@@ -59,8 +59,11 @@ def resume(arguments: list[str]) -> int:
     item = find_run(options.target, "resume", trust_owner=options.trust_owner)
     if rest and not all("=" in word and word[0] != "-" for word in rest):
         parser.error(f"unrecognized arguments: {shlex.join(rest)}")
-    if rest:
-        command = _command_with(item.run, rest)
+    if rest:  # the command repeats the overrides of the run
+        name = os.path.relpath(item.run.path, default_root())
+        replaced = {_key(override) for override in rest} | {"run.name"}
+        others = [override for override in item.run.record().get("overrides", []) if _key(override) not in replaced]
+        command = shlex.join(["python", "-m", "hpc_train", f"run.name={name}", *others, *rest])
         raise UserError(
             f"resume continues with the frozen settings of the run, got {shlex.join(rest)}",
             where="the command line",
@@ -76,14 +79,6 @@ def resume(arguments: list[str]) -> int:
         print(f"already done: {done} of {total} steps; to train longer, {train_longer(record)}")
         return Exit.DONE
     return _resubmit([item], item.run.path, options)
-
-
-def _command_with(run: RunDirectory, overrides: Sequence[str]) -> str:
-    """Returns the command that continues ``run`` with other ``overrides``; it repeats those of the run."""
-    name = os.path.relpath(run.path, default_root())
-    replaced = {_key(override) for override in overrides} | {"run.name"}
-    others = [override for override in run.record().get("overrides", []) if _key(override) not in replaced]
-    return shlex.join(["python", "-m", "hpc_train", f"run.name={name}", *others, *overrides])
 
 
 def _key(override: str) -> str:

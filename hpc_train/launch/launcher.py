@@ -26,7 +26,6 @@ from hpc_train.config.compose import SWEEPER, typed
 from hpc_train.config.evaluation import best_metric
 from hpc_train.config.hydra_settings import is_search
 from hpc_train.config.run_path import job_directory
-from hpc_train.config.schema import Config
 from hpc_train.config.secrets import HIDDEN, PASSWORD, file_mode, refuse_secrets
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, UserErrors
@@ -275,17 +274,12 @@ def enqueue(
     for _ in _with_progress(frozen, len(jobs), "writing run directories", console):
         pass
     if jobs[0].run.path != sweep:
-        write_multirun(multirun, jobs[0].config, sweep)
+        path = sweep / "multirun.yaml"  # as Hydra's basic sweeper writes it, but without passwords in URLs
+        write_text(path, PASSWORD.sub(rf"\1{HIDDEN}@", OmegaConf.to_yaml(multirun)), file_mode(jobs[0].config))
+        if jobs[0].config.run.group is not None:
+            share_one(path, jobs[0].config.run.group)
     warn_if_open(jobs[0].run, jobs[0].config)  # the other runs are in the same directory
     return JobQueue(jobs, executor, sweep, console)
-
-
-def write_multirun(multirun: DictConfig, job: Config, sweep: Path) -> None:
-    """Writes ``multirun.yaml`` as Hydra's basic sweeper does, without passwords in URLs such as that of a study."""
-    path = sweep / "multirun.yaml"
-    write_text(path, PASSWORD.sub(rf"\1{HIDDEN}@", OmegaConf.to_yaml(multirun)), file_mode(job))
-    if job.run.group is not None:
-        share_one(path, job.run.group)
 
 
 def _without_hydra(composed: DictConfig) -> DictConfig:

@@ -329,7 +329,11 @@ def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, 
         return lines
     if runs_command(jobs[0].config) and ("run.command", "output") not in reported:
         reported.add(("run.command", "output"))
-        lines.insert(0, _about_command(jobs[0]))
+        run = jobs[0].run
+        name = os.path.relpath(run.path, Path(jobs[0].config.run.root).absolute())
+        output = f"output in {run.logs}, `hpc-train logs {name}` prints it"
+        restarts = "after a failure all processes start again, so a script without checkpoints starts over"
+        lines.insert(0, f"run {name}: {output}; {restarts}")
     on_gpus = [job for job in jobs if job.gpus]
     speeds = {(job.config.precision.name, job.config.precision.tf32, job.config.train.compile): job for job in on_gpus}
     for job in speeds.values():
@@ -343,15 +347,6 @@ def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, 
         reported.add((WANDB, unsent))
         lines.append(unsent)
     return lines
-
-
-def _about_command(job: Job) -> str:
-    """Returns the line about a run of ``run.command``: its name, its output, and what a restart means for it."""
-    name = os.path.relpath(job.run.path, Path(job.config.run.root).absolute())
-    return (
-        f"run {name}: output in {job.run.logs}, `hpc-train logs {name}` prints it; after a failure all processes start "
-        "again, so a script without checkpoints starts over"
-    )
 
 
 def _given_twice(line: CommandLine, reported: set[tuple[str, str]]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_train.errors import UserError
-from hpc_train.schedulers.environment import EnvironmentJob, describes_job
+from hpc_train.schedulers.environment import NODES, EnvironmentJob
 from hpc_train.schedulers.kubernetes.manifest import REFERENCE
 from hpc_train.schedulers.scheduler import CurrentJob, SubmittedJobs, TimeLimit, load_scheduler
 from hpc_train.schedulers.slurm.jobs import SlurmJob, SlurmJobs
@@ -70,7 +70,7 @@ def current_job(environment: Mapping[str, str] = os.environ) -> CurrentJob:
 
     Raises UserError if a variable of the job is wrong.
     """
-    if describes_job(environment):
+    if environment.get(NODES):
         kind = KubernetesJob if REFERENCE in environment else EnvironmentJob
         return kind.of(environment)
     if "SLURM_JOB_ID" in environment:

@@ -31,11 +31,6 @@ OF_THIS_START = (NODES, NODE_RANK, ADDRESS, GPUS, JOB_ID, RESTART, LAUNCH, END_T
 REQUEUE_S = 120.0
 
 
-def describes_job(environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether the variables of this module describe the job of this process."""
-    return bool(environment.get(NODES))
-
-
 def number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
     """Returns the value of a variable that holds a whole number; None if it is not set. Raises UserError otherwise."""
     text = environment.get(name, "")

@@ -99,7 +99,10 @@ def main(arguments: list[str]) -> int:
                 rows, notes = with_starts(rows, config, sort)
             if options.deadline is not None:
                 rows = in_time(rows, options.deadline)
-        notes += filter(None, [why_not_predicted(config, machine), _without_room(rows)])
+        notes += filter(None, [why_not_predicted(config, machine)])
+        tight = [str(number) for number, row in enumerate(rows, 1) if not row.prediction.has_room]
+        if tight:
+            notes.append(f"more than {ROOM:.0%} of the memory, may run out of it: row {', '.join(tight)}")
         if not has_end:
             notes.append("the time to the end is unknown, since the length of the data determines it: set train.steps")
         learned = search.calibration(config)
@@ -121,12 +124,6 @@ def main(arguments: list[str]) -> int:
         for text in filter(None, [str(learned), *notes, *slow]):
             print(text)
     return Exit.DONE
-
-
-def _without_room(rows: list[Row]) -> str | None:
-    """Returns a line that names the rows that may run out of memory."""
-    tight = [str(number) for number, row in enumerate(rows, 1) if not row.prediction.has_room]
-    return f"more than {ROOM:.0%} of the memory, may run out of it: row {', '.join(tight)}" if tight else None
 
 
 def _largest(
