@@ -35,6 +35,7 @@ class JobStatus:
     reason: str = ""  # of a pending job; outside Slurm, also of a running one that lacks nodes
     starts: str = ""  # the expected start, 2026-01-31T12:00:00; empty if unknown
     comment: str = ""
+    job_id: str = ""  # as squeue prints it: 12, or 12_3 for a task of an array; empty outside Slurm
     part: str = ""  # which job of a chain: "job 18, 2 of 3"
     queried: float = 0.0  # when the scheduler was queried, in seconds since 1970; 0 if it was not
 

@@ -23,6 +23,7 @@ from functools import cache
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.opening import tell_once
+from hpc_train.schedulers.scheduler import JobStatus
 from hpc_train.schedulers.slurm.records import NODE_STATES, JobRecord, NodeRecord, NodeState, time_of
 from hpc_train.schedulers.slurm.variables import Receiver, environment_for, withheld
 from hpc_train.schedulers.states import FORGOTTEN, JobState, state_of
@@ -174,17 +175,6 @@ def find_controller() -> tuple[Controller, str]:
     return Controller.SILENT, "; ".join(said)
 
 
-@dataclass(frozen=True)
-class QueuedJob:
-    """Describes a job as ``squeue`` prints it. ``starts`` is empty if no start is expected: 2026-01-31T12:00:00."""
-
-    job_id: str
-    state: str
-    starts: str
-    comment: str
-    reason: str
-
-
 def _squeue(*options: str, timeout_s: float = QUERY_S) -> list[str] | None:
     """Returns the lines that squeue prints, none for a job that Slurm has forgotten; None if it does not respond."""
     try:
@@ -196,12 +186,13 @@ def _squeue(*options: str, timeout_s: float = QUERY_S) -> list[str] | None:
     return [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("CLUSTER:")]
 
 
-def list_jobs(selection: Sequence[str], timeout_s: float = PATIENT_S) -> list[QueuedJob] | None:
+def list_jobs(selection: Sequence[str], timeout_s: float = PATIENT_S) -> list[JobStatus] | None:
     """Returns the jobs that the options ``selection`` of ``squeue`` select, one for each task of an array (``12_3``).
 
     ``squeue`` responds on sites without accounting too, and knows a job for minutes after its end. Returns None if
     Slurm does not respond.
     """
+    now = time.time()
     lines = _squeue("--array", "--states=all", "--format=%i|%T|%S|%k|%r", *selection, timeout_s=timeout_s)
     if lines is None:
         return None
@@ -214,7 +205,8 @@ def list_jobs(selection: Sequence[str], timeout_s: float = PATIENT_S) -> list[Qu
                 continue  # the first component stands for a heterogeneous job
             comment, _, reason = rest.rpartition("|")
             starts = starts.replace("N/A", "").replace("NONE", "")
-            jobs.append(QueuedJob(job_id, state, starts, comment.removeprefix("(null)"), reason))
+            comment = comment.removeprefix("(null)")
+            jobs.append(JobStatus(state, reason, starts, comment, job_id=job_id, queried=now))
     return jobs
 
 

@@ -55,11 +55,8 @@ def status_of(job_id: str, jobs: Mapping[str, JobStatus]) -> JobStatus | None:
 
 def ask(selection: Sequence[str], timeout_s: float = PATIENT_S) -> dict[str, JobStatus] | None:
     """Returns the jobs that ``squeue`` selects with ``selection``, by id (12 or 12_3); None if it does not respond."""
-    now = time.time()
     jobs = client.list_jobs(selection, timeout_s)
-    if jobs is None:
-        return None
-    return {job.job_id: JobStatus(job.state, job.reason, job.starts, job.comment, queried=now) for job in jobs}
+    return None if jobs is None else {job.job_id: job for job in jobs}
 
 
 def _component_sizes() -> list[int]:
