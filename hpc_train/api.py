@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError
-from hpc_train.launch.launcher import enqueue, prepare_all, tell_without_effect
+from hpc_train.launch.launcher import Sweep
 from hpc_train.launch.request import parse_line
 from hpc_train.runs import lookup
 from hpc_train.runs.job_status import JobStatuses, time_left
@@ -304,10 +304,9 @@ def _submit(overrides: list[str], config_dir: str | Path | None, console: Consol
     jobs_overrides = expand(line.overrides)
     with own_files_checked(line), line.composer() as compose:
         run = compose(jobs_overrides[0]).run
-        sweep = Path(run_directory(run.root, run.name, run.fork))
-        jobs = prepare_all(compose, jobs_overrides, 0, len(jobs_overrides), sweep, console, line, trust_owner)
-    tell_without_effect(jobs, line, console)
-    jobs = [replace(job, options=line.options) for job in jobs]
-    queue = enqueue(jobs, sweep, console, OmegaConf.create({"hydra": {"overrides": {"task": list(line.overrides)}}}))
-    queue.submit_all()
+        directory = Path(run_directory(run.root, run.name, run.fork))
+        multirun = OmegaConf.create({"hydra": {"overrides": {"task": list(line.overrides)}}})
+        sweep = Sweep(directory, console, line, multirun, trust_owner)
+        jobs = sweep.prepare(compose, jobs_overrides, 0, len(jobs_overrides))
+    sweep.enqueue(jobs, console).submit_all()
     return [job.run.path for job in jobs]

@@ -34,7 +34,7 @@ from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.job import Job, with_memory_note
 from hpc_train.launch.request import check_job, notices_of
 from hpc_train.launch.submission import Display, JobQueue, hand_over, report, wait
-from hpc_train.run.code import FrozenCode, frozen_code
+from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit, worst_exit
 from hpc_train.run.files import share_one, write_text
@@ -68,14 +68,12 @@ class HpcTrainLauncher(Launcher):
         refuse_secrets(OmegaConf.to_container(config, resolve=False))
         self._loader = hydra_context.config_loader
         self._config = config
-        self._sweep = Path(config.hydra.sweep.dir)
         self._console = Terminal()
-        self._code: FrozenCode | None = None
-        self._reported: set[tuple[str, str]] = set()  # keys without effect, with the reasons
+        line: CommandLine | None = getattr(task_function, "line", None)
+        trusts_owner: bool = getattr(task_function, "trust_owner", False)
+        self._sweep = Sweep(Path(config.hydra.sweep.dir), self._console, line, config, trusts_owner)
         self._trials: Trials | None = None
         self._ended: Ended = getattr(task_function, "ended", Ended())
-        self._line: CommandLine | None = getattr(task_function, "line", None)
-        self._trusts_owner: bool = getattr(task_function, "trust_owner", False)
         if is_search(config.hydra):
             if config.launch.detach:
                 what = "the sweeper reads the result of each job, so the jobs cannot be left running"
@@ -83,7 +81,7 @@ class HpcTrainLauncher(Launcher):
             compose = self._composer(2)
             fixed = config.hydra.overrides.task
             trial = partial(self._trial, compose)
-            self._trials = Trials(self._sweep, fixed, self._console, trial, self._run)
+            self._trials = Trials(self._sweep.directory, fixed, self._console, trial, self._run)
             self._ended.trials = self._trials
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -101,12 +99,9 @@ class HpcTrainLauncher(Launcher):
         count = initial_job_idx + len(job_overrides)
         if self._config.hydra.sweeper.max_batch_size is not None:
             count = max(count, 2)  # the sweeper submits in batches: all of its runs are numbered
-        composer = self._composer(count)
-        jobs = prepare_all(
-            composer, job_overrides, initial_job_idx, count, self._sweep, self._console, self._line, self._trusts_owner
-        )
+        jobs = self._sweep.prepare(self._composer(count), job_overrides, initial_job_idx, count)
         if jobs[0].config.launch.detach:
-            queue = self._enqueue(jobs)
+            queue = self._sweep.enqueue(jobs, self._console)
             hand_over(queue, self._console)
             self._ended.runs += runs_of(queue)
             return []
@@ -120,26 +115,16 @@ class HpcTrainLauncher(Launcher):
     def _run(self, jobs: Sequence[Job], display: Display | None = None) -> JobQueue:
         """Runs jobs to their end. Only the first trial of a search is announced, since the others are submitted in the
         same way."""
-        quiet = display is not None and self._code is not None
-        queue = self._enqueue(jobs, Terminal(quiet=True) if quiet else self._console)
+        quiet = display is not None and self._sweep.code is not None
+        queue = self._sweep.enqueue(jobs, Terminal(quiet=True) if quiet else self._console)
         try:
             wait(queue, self._console, display=display)
         finally:
             self._ended.runs += runs_of(queue)
         return queue
 
-    def _enqueue(self, jobs: Sequence[Job], console: Console | None = None) -> JobQueue:
-        if self._line is not None:
-            tell_without_effect(jobs, self._line, self._console, self._reported)
-            jobs = [replace(job, options=self._line.options) for job in jobs]
-        queue = enqueue(jobs, self._sweep, console or self._console, self._config, self._code)
-        self._code = frozen_code(jobs[0].run)  # later batches run the same code
-        return queue
-
     def _trial(self, compose: Callable[[Sequence[str]], DictConfig], number: int, overrides: Sequence[str]) -> Job:
-        (job,) = prepare_all(
-            compose, [overrides], number, max(number + 1, 2), self._sweep, self._console, self._line, self._trusts_owner
-        )
+        (job,) = self._sweep.prepare(compose, [overrides], number, max(number + 1, 2))
         return job
 
     def _composer(self, count: int) -> Callable[[Sequence[str]], DictConfig]:
@@ -152,59 +137,99 @@ class HpcTrainLauncher(Launcher):
         return JobComposer(lambda overrides: _without_hydra(load(self._config, overrides)))
 
 
-def tell_without_effect(
-    jobs: Sequence[Job], line: CommandLine, console: Console, reported: set[tuple[str, str]] | None = None
-) -> None:
-    """Prints the notices about keys that the user sets without effect in ``jobs``; see ``notices_of``."""
-    for text in notices_of(jobs, line, reported):
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 def runs_of(queue: JobQueue) -> list[tuple[RunDirectory, View]]:
     """Returns the runs of a queue with their present states."""
     return [(job.run, view) for job, view in zip(queue.jobs, queue.views, strict=True)]
 
 
-def prepare_all(
-    compose: Callable[[Sequence[str]], DictConfig],
-    job_overrides: Sequence[Sequence[str]],
-    first: int,
-    count: int,
-    sweep: Path,
-    console: Console,
-    line: CommandLine | None,
-    trust_owner: bool = False,
-) -> list[Job]:
-    """Composes and checks the jobs ``first``, ``first`` + 1, ... of ``count`` below ``sweep``; writes nothing.
+@dataclass
+class Sweep:
+    """Prepares and enqueues the jobs of one command, in one batch or several.
 
-    Raises UserError if jobs are wrong; the message names them, with their overrides. ``trust_owner`` allows runs that
-    have files of other users.
+    Attributes:
+        directory: the directory of the sweep, or of its only run.
+        line: the command line; None if the launcher belongs to another application of Hydra.
+        multirun: the config with ``hydra.overrides``, which is written into the directory of a sweep.
+        trust_owner: allows runs that have files of other users.
+        code: the snapshot from which agents and workers start; the first batch takes it.
     """
-    jobs: list[Job] = []
-    refused: list[RefusedJob] = []
-    uncomposed: list[Exception] = []
-    numbered = list(enumerate(job_overrides, start=first))
-    for number, overrides in _with_progress(numbered, len(numbered), "composing jobs", console):
-        of_user = filter_overrides(list(overrides))
-        run = RunDirectory(job_directory(sweep, number, count))
-        try:
-            config = typed(compose(overrides))
-            if line is not None:
-                config = with_frozen_defaults(config, run, line, of_user)
-            job = check_job(config, run, number=number, overrides=of_user, trust_owner=trust_owner)
-            jobs.append(with_memory_note(job))
-        except Exception as error:
-            mistake = translate(error)
-            if count == 1 or mistake is None:
-                raise
-            refused.append(RefusedJob(number, " ".join(of_user), mistake))
-            if mistake is not error:
-                uncomposed.append(error)
-    if len(uncomposed) == len(numbered):
-        raise uncomposed[0]  # the caller finds all mistakes of such a command line
-    if refused:
-        raise refusal(refused, len(numbered))
-    return jobs
+
+    directory: Path
+    console: Console
+    line: CommandLine | None
+    multirun: DictConfig
+    trust_owner: bool = False
+    code: FrozenCode | None = None
+    _reported: set[tuple[str, str]] = field(default_factory=set)  # keys without effect, with the reasons
+
+    def prepare(
+        self,
+        compose: Callable[[Sequence[str]], DictConfig],
+        job_overrides: Sequence[Sequence[str]],
+        first: int,
+        count: int,
+    ) -> list[Job]:
+        """Composes and checks the jobs ``first``, ``first`` + 1, ... of ``count``; writes nothing.
+
+        Raises UserError if jobs are wrong; the message names them, with their overrides.
+        """
+        jobs: list[Job] = []
+        refused: list[RefusedJob] = []
+        uncomposed: list[Exception] = []
+        numbered = list(enumerate(job_overrides, start=first))
+        for number, overrides in _with_progress(numbered, len(numbered), "composing jobs", self.console):
+            of_user = filter_overrides(list(overrides))
+            run = RunDirectory(job_directory(self.directory, number, count))
+            try:
+                config = typed(compose(overrides))
+                if self.line is not None:
+                    config = with_frozen_defaults(config, run, self.line, of_user)
+                job = check_job(config, run, number=number, overrides=of_user, trust_owner=self.trust_owner)
+                jobs.append(with_memory_note(job))
+            except Exception as error:
+                mistake = translate(error)
+                if count == 1 or mistake is None:
+                    raise
+                refused.append(RefusedJob(number, " ".join(of_user), mistake))
+                if mistake is not error:
+                    uncomposed.append(error)
+        if len(uncomposed) == len(numbered):
+            raise uncomposed[0]  # the caller finds all mistakes of such a command line
+        if refused:
+            raise refusal(refused, len(numbered))
+        return jobs
+
+    def enqueue(self, jobs: Sequence[Job], console: Console) -> JobQueue:
+        """Checks all ``jobs``, then freezes them; the returned queue submits them and prints to ``console``.
+
+        Raises UserError if a job is refused; nothing is written in that case.
+        """
+        if self.line is not None:
+            for text in notices_of(jobs, self.line, self._reported):
+                self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            jobs = [replace(job, options=self.line.options) for job in jobs]
+        executor = select_executor(jobs[0].config.cluster)
+        for line in executor.check(jobs):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        executor.confirm(jobs, console)
+        configs = [job.config for job in jobs]
+        if self.code is None:
+            self.code = snapshot_code(configs, self.directory / "code")
+            if (note := code_note(self.code, configs)) is not None:
+                console.print(note, markup=False, highlight=False, soft_wrap=True)
+        frozen = freeze_all(
+            [(job.config, job.run, job.overrides, job.options, job.plan, job.trust_owner) for job in jobs], self.code
+        )
+        for _ in _with_progress(frozen, len(jobs), "writing run directories", console):
+            pass
+        if jobs[0].run.path != self.directory:
+            path = self.directory / "multirun.yaml"  # as Hydra's basic sweeper writes it, without passwords in URLs
+            text = PASSWORD.sub(rf"\1{HIDDEN}@", OmegaConf.to_yaml(self.multirun))
+            write_text(path, text, file_mode(jobs[0].config))
+            if jobs[0].config.run.group is not None:
+                share_one(path, jobs[0].config.run.group)
+        warn_if_open(jobs[0].run, jobs[0].config)  # the other runs are in the same directory
+        return JobQueue(jobs, executor, self.directory, console)
 
 
 @dataclass(frozen=True)
@@ -246,40 +271,6 @@ def end(results: Sequence[JobReturn]) -> None:
     failed = [result._return_value.code for result in results if result.status == JobStatus.FAILED]
     if failed:
         sys.exit(worst_exit(failed))
-
-
-def enqueue(
-    jobs: Sequence[Job], sweep: Path, console: Console, multirun: DictConfig, code: FrozenCode | None = None
-) -> JobQueue:
-    """Checks all ``jobs``, then freezes them; the returned queue submits them.
-
-    Raises UserError if a job is refused; nothing is written in that case.
-
-    Args:
-        multirun: the config of the sweep with ``hydra.overrides``, which is written into the directory of the sweep.
-        code: the snapshot from which agents and workers start; None takes one.
-    """
-    executor = select_executor(jobs[0].config.cluster)
-    for line in executor.check(jobs):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    executor.confirm(jobs, console)
-    configs = [job.config for job in jobs]
-    if code is None:
-        code = snapshot_code(configs, sweep / "code")
-        if (note := code_note(code, configs)) is not None:
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
-    frozen = freeze_all(
-        [(job.config, job.run, job.overrides, job.options, job.plan, job.trust_owner) for job in jobs], code
-    )
-    for _ in _with_progress(frozen, len(jobs), "writing run directories", console):
-        pass
-    if jobs[0].run.path != sweep:
-        path = sweep / "multirun.yaml"  # as Hydra's basic sweeper writes it, but without passwords in URLs
-        write_text(path, PASSWORD.sub(rf"\1{HIDDEN}@", OmegaConf.to_yaml(multirun)), file_mode(jobs[0].config))
-        if jobs[0].config.run.group is not None:
-            share_one(path, jobs[0].config.run.group)
-    warn_if_open(jobs[0].run, jobs[0].config)  # the other runs are in the same directory
-    return JobQueue(jobs, executor, sweep, console)
 
 
 def _without_hydra(composed: DictConfig) -> DictConfig:
