@@ -36,7 +36,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.streams import unescaped
 from hpc_train.runs.cost import Prices
 from hpc_train.schedulers.slurm.client import SlurmError
-from hpc_train.schedulers.slurm.queue_estimate import Start, accuracy_of, read_estimates, starts_of
+from hpc_train.schedulers.slurm.queue_estimate import Start, describe_accuracy, read_estimates, starts_of
 from hpc_train.schedulers.slurm.site import read_site
 from hpc_train.units import format_bytes, format_duration
 
@@ -420,11 +420,9 @@ def with_starts(rows: Sequence[Row], config: Config, sort: str) -> tuple[list[Ro
         started.sort(key=lambda row: row.done or float("inf"))
     refused = {row.candidate.devices: row.start.refusal for row in started if row.start and row.refused}
     notes = [f"Slurm refuses {devices} GPUs: {why.splitlines()[-1]}" for devices, why in refused.items()]
-    accuracy = accuracy_of(read_estimates(Path(config.run.root), site.name, config.cluster.partition))
-    error_of_estimates = "the error of its estimates will be known after three jobs here have started"
-    if accuracy is not None:
-        error_of_estimates = str(accuracy)
-    return started, [*notes, f"starts: as Slurm estimates at {time.strftime('%H:%M')}; {error_of_estimates}"]
+    accuracy = describe_accuracy(read_estimates(Path(config.run.root), site.name, config.cluster.partition))
+    accuracy = accuracy or "the error of its estimates will be known after three jobs here have started"
+    return started, [*notes, f"starts: as Slurm estimates at {time.strftime('%H:%M')}; {accuracy}"]
 
 
 def with_progress(counts: Iterable[int]) -> Iterator[int]:

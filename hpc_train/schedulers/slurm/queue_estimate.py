@@ -96,22 +96,6 @@ def _ask(shape: Sequence[str]) -> Start:
         return Start(None, error.said)
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """Holds the ratio of the waiting times of the user's jobs to Slurm's estimates: the median and the middle half."""
-
-    jobs: int
-    times: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return (
-            f"your last {self.jobs} jobs here waited {self.times:.2g} times as long as Slurm had said "
-            f"(half of them {self.low:.2g} to {self.high:.2g} times)"
-        )
-
-
 def read_estimates(root: Path, cluster: str, partition: str | None) -> list[Estimate]:
     """Returns the newest submissions from ``root`` to a partition, the newest last; damaged lines are skipped."""
     estimates = []
@@ -124,8 +108,9 @@ def read_estimates(root: Path, cluster: str, partition: str | None) -> list[Esti
     return [item for item in estimates if (item.cluster, item.partition) == (cluster, partition)][-NEWEST:]
 
 
-def accuracy_of(submissions: Sequence[Estimate]) -> Accuracy | None:
-    """Compares the expected starts of ``submissions`` with the real ones, by one query of accounting.
+def describe_accuracy(submissions: Sequence[Estimate]) -> str | None:
+    """Compares the expected starts of ``submissions`` with the real ones, by one query of accounting; returns a text
+    with the ratio of the waiting times to Slurm's estimates: the median and the middle half.
 
     Returns None if fewer than three of them have started, or accounting does not respond.
     """
@@ -145,4 +130,7 @@ def accuracy_of(submissions: Sequence[Estimate]) -> Accuracy | None:
     if len(ratios) < FEWEST:
         return None
     low, _, high = quantiles(ratios, method="inclusive")
-    return Accuracy(len(ratios), median(ratios), low, high)
+    return (
+        f"your last {len(ratios)} jobs here waited {median(ratios):.2g} times as long as Slurm had said "
+        f"(half of them {low:.2g} to {high:.2g} times)"
+    )
