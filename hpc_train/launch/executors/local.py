@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -260,37 +260,24 @@ def reserve(share: Share, waiting_is_over: Callable[[], bool]) -> Iterator[None]
 def take(folder: Path, names: Sequence[str], count: int, waiting_is_over: Callable[[], bool]) -> Iterator[list[str]]:
     """Holds ``count`` of the locks ``names`` in ``folder``; none if ``waiting_is_over`` returns True before they are
     free."""
-    locks = _free_locks(folder, names, count)
-    while len(locks) < count and not waiting_is_over():
-        _close(locks)  # jobs that hold only a part of what they need would wait for each other (deadlock)
-        time.sleep(POLL_S * random.uniform(0.5, 1.5))
-        locks = _free_locks(folder, names, count)
-    try:
-        yield list(locks) if len(locks) == count else []
-    finally:
-        _close(locks)
+    with ExitStack() as locks:
+        taken = _take_free(locks, folder, names, count)
+        while len(taken) < count and not waiting_is_over():
+            locks.close()  # jobs that hold only a part of what they need would wait for each other (deadlock)
+            time.sleep(POLL_S * random.uniform(0.5, 1.5))
+            taken = _take_free(locks, folder, names, count)
+        yield taken if len(taken) == count else []
 
 
-def _free_locks(folder: Path, names: Sequence[str], count: int) -> dict[str, int]:
-    """Takes up to ``count`` free locks; returns their descriptors by name."""
-    locks: dict[str, int] = {}
+def _take_free(locks: ExitStack, folder: Path, names: Sequence[str], count: int) -> list[str]:
+    """Takes up to ``count`` free locks, until ``locks`` is closed; returns their names."""
+    taken: list[str] = []
     for name in names:
-        if len(locks) == count:
+        if len(taken) == count:
             break
-        try:
-            descriptor = os.open(folder / name, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        except OSError:
-            _close(locks)
-            raise
-        try:
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        locks.callback(os.close, descriptor)
+        with suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-        else:
-            locks[name] = descriptor
-    return locks
-
-
-def _close(locks: dict[str, int]) -> None:
-    for descriptor in locks.values():
-        os.close(descriptor)
+            taken.append(name)
+    return taken
