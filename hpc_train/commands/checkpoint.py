@@ -366,31 +366,22 @@ def _check_source(options: argparse.Namespace) -> None:
 def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows a progress bar on standard error, or prints lines in a job; yields the function that adds bytes done."""
     if "SLURM_JOB_ID" in os.environ and not sys.stderr.isatty():
-        yield _ProgressLines(what, total)
+        done = 0
+
+        def advance(count: int) -> None:  # prints a line after each tenth
+            nonlocal done
+            tenths = 10 * done // max(1, total)
+            done += count
+            if 10 * done // max(1, total) > tenths:
+                print(f"{what}: {format_bytes(done)} of {format_bytes(total)}", file=sys.stderr, flush=True)
+
+        yield advance
         return
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     console = Terminal(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bars:
         task = bars.add_task(what, total=total)
         yield lambda count: bars.advance(task, count)
-
-
-class _ProgressLines:
-    """Prints a line after each tenth of ``total`` bytes."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self._what = what
-        self._total = total
-        self._done = 0
-        self._tenths = 0  # printed
-
-    def __call__(self, count: int) -> None:
-        self._done += count
-        tenths = 10 * self._done // max(1, self._total)
-        if tenths > self._tenths:
-            self._tenths = tenths
-            text = f"{self._what}: {format_bytes(self._done)} of {format_bytes(self._total)}"
-            print(text, file=sys.stderr, flush=True)
 
 
 def _show(listed: list[Listed], compared: str, as_json: bool, metric: BestMetric) -> None:
