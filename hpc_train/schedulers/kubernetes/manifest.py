@@ -15,12 +15,13 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 import yaml
 
-from hpc_train.errors import Mistakes, UserError
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.errors import Mistakes, UserError, nearest
 from hpc_train.schedulers.environment import END_TIME, GPUS, NODE_RANK, NODES, REQUEUE
 
 OLDEST = (1, 29)  # the first version that has backoffLimitPerIndex and podReplacementPolicy without a feature gate
@@ -48,11 +49,63 @@ class Mount:
 
 
 @dataclass(frozen=True)
-class SecretKey:
-    """A key of a Secret of the namespace, whose value becomes an environment variable."""
+class Options:
+    """The keys of ``cluster.extra``, which only Kubernetes has.
 
-    secret: str
-    key: str
+    Attributes:
+        namespace: by default that of the context.
+        context: a context of the kubeconfig; by default the current one.
+        resources: further extended resources of a pod, such as ``{rdma/hca: 1}``.
+        node_selector: labels that the nodes must have.
+        tolerations: tolerations in the form of the Pod API.
+        secrets: environment variables and the ``SECRET/KEY`` that holds their value.
+        pod: fields that are merged into the specification of the pods.
+    """
+
+    namespace: str | None = None
+    context: str | None = None
+    gpu_resource: str = "nvidia.com/gpu"
+    resources: Mapping[str, Any] = field(default_factory=dict)
+    node_selector: Mapping[str, Any] = field(default_factory=dict)
+    tolerations: tuple[Mapping[str, Any], ...] = ()
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    pod: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, cluster: ClusterConfig) -> Options:
+        """Reads ``cluster.extra``. Raises UserError for an unknown key, or a value that has another form."""
+        allowed = [option.name for option in fields(cls)]
+        for name in cluster.extra:
+            if name not in allowed:
+                raise UserError(
+                    f"Kubernetes has no option {name}", where=f"cluster.extra.{name}", fix=nearest(name, allowed)
+                )
+        defaults = cls()
+        for name, value in cluster.extra.items():
+            default = getattr(defaults, name)
+            form = _form(default)
+            if _form(value) != form:
+                raise UserError(
+                    f"cluster.extra.{name} is {value!r}, but must be {form}",
+                    where=f"cluster.extra.{name}",
+                    fix="docs/howto/kubernetes.md has an example",
+                )
+        for name, source in cluster.extra.get("secrets", {}).items():
+            if not str(source).partition("/")[2]:
+                raise UserError(
+                    f"{source!r} does not name a key of a Secret",
+                    where=f"cluster.extra.secrets.{name}",
+                    fix=f"cluster.extra.secrets.{name}=SECRET/KEY",
+                )
+        return cls(**cluster.extra)
+
+
+def _form(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "a table"
+    if isinstance(value, list | tuple):
+        return "a list"
+    return "text"
 
 
 @dataclass(frozen=True)
@@ -70,14 +123,10 @@ class TrainingJob:
         time_limit_s: the time after which the agents stop, in seconds. The pods of the next start have it again.
         grace_s: the time between SIGTERM and SIGKILL, in seconds, in which the agents save a checkpoint.
         setup: lines of bash that run before the agent; they set its environment.
-        secrets: the environment variables that come from Secrets.
         mounts: the volumes of the runs and of the data.
         queue: the LocalQueue of Kueue.
-        tolerations: tolerations in the form of the Pod API.
         excluded_nodes: values of the label ``kubernetes.io/hostname``.
-        resources: further extended resources, such as ``{"rdma/hca": "1"}``.
         user: the user and group ids of the processes, to which the files of the run belong.
-        pod: fields that are merged into the specification of the pods.
     """
 
     name: str
@@ -89,22 +138,17 @@ class TrainingJob:
     nodes: int
     _: KW_ONLY
     gpus: int = 0
-    gpu_resource: str = "nvidia.com/gpu"
     cpus: int | None = None
     memory_bytes: int | None = None
     time_limit_s: int | None = None
     grace_s: int = 120
     setup: tuple[str, ...] = ()
-    secrets: Mapping[str, SecretKey] = field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
     queue: str | None = None
     priority_class: str | None = None
-    node_selector: Mapping[str, str] = field(default_factory=dict)
-    tolerations: tuple[Mapping[str, Any], ...] = ()
     excluded_nodes: tuple[str, ...] = ()
-    resources: Mapping[str, str] = field(default_factory=dict)
     user: tuple[int, int] | None = None
-    pod: Mapping[str, Any] = field(default_factory=dict)
+    options: Options = Options()
 
     @property
     def node_names(self) -> list[str]:
@@ -114,13 +158,13 @@ class TrainingJob:
     @property
     def requests(self) -> dict[str, str]:
         """The resources of a pod, as quantities."""
-        requests = dict(self.resources)
+        requests = {name: str(value) for name, value in self.options.resources.items()}
         if self.cpus is not None:
             requests["cpu"] = str(self.cpus)
         if self.memory_bytes is not None:
             requests["memory"] = f"{self.memory_bytes >> 20}Mi"
         if self.gpus:
-            requests[self.gpu_resource] = str(self.gpus)
+            requests[self.options.gpu_resource] = str(self.gpus)
         return requests
 
 
@@ -187,7 +231,7 @@ def manifest(job: TrainingJob) -> list[dict[str, Any]]:
         "podFailurePolicy": {"rules": _failure_rules()},
         "template": {
             "metadata": {"labels": dict(MANAGED_BY), "annotations": {RUN_DIRECTORY: job.run_dir}},
-            "spec": merged(_pod(job), job.pod),
+            "spec": merged(_pod(job), job.options.pod),
         },
     }
     return [service, {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}]
@@ -230,10 +274,10 @@ def _pod(job: TrainingJob) -> dict[str, Any]:
         pod["activeDeadlineSeconds"] = job.time_limit_s + START_S
     if job.priority_class:
         pod["priorityClassName"] = job.priority_class
-    if job.node_selector:
-        pod["nodeSelector"] = dict(job.node_selector)
-    if job.tolerations:
-        pod["tolerations"] = [dict(toleration) for toleration in job.tolerations]
+    if job.options.node_selector:
+        pod["nodeSelector"] = {name: str(value) for name, value in job.options.node_selector.items()}
+    if job.options.tolerations:
+        pod["tolerations"] = [dict(toleration) for toleration in job.options.tolerations]
     if job.excluded_nodes:
         excluded = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(job.excluded_nodes)}
         terms = [{"matchExpressions": [excluded]}]
@@ -264,10 +308,9 @@ def _container(job: TrainingJob) -> dict[str, Any]:
         {"name": REQUEUE, "value": "true"},  # the exit code of the agent requests new pods
         {"name": REFERENCE, "value": job.reference},
     ]
-    environment += [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": source.secret, "key": source.key}}}
-        for name, source in job.secrets.items()
-    ]
+    for name, source in job.options.secrets.items():
+        secret, _, key = source.partition("/")
+        environment.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
     for mount in job.mounts:
         entry: dict[str, Any] = {"name": _volume_name(mount.claim), "mountPath": mount.path}

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
 
 import yaml
 
-from hpc_train.config.schema import ClusterConfig
-from hpc_train.errors import UserError, nearest
+from hpc_train.errors import UserError
 from hpc_train.schedulers.kubernetes import client
 from hpc_train.schedulers.kubernetes.client import Connection, KubernetesError, Problem, connect
-from hpc_train.schedulers.kubernetes.manifest import Mount, SecretKey, TrainingJob, manifest, render
+from hpc_train.schedulers.kubernetes.manifest import Mount, Options, TrainingJob, manifest, render
 from hpc_train.schedulers.kubernetes.states import JobPhase, JobReport, explain
 from hpc_train.schedulers.scheduler import JobRequest, JobStatus, NoAnswer, Reason, Scheduler
 from hpc_train.schedulers.slurm.records import size_bytes
@@ -25,51 +22,6 @@ from hpc_train.units import counted
 
 # keys of `cluster` that Kubernetes has nothing for
 IGNORED = ("account", "gres", "constraint", "nodelist", "time_min", "clusters", "comment", "teardown", "exclusive")
-
-
-@dataclass(frozen=True)
-class Options:
-    """The keys of ``cluster.extra``.
-
-    Attributes:
-        namespace: by default that of the context.
-        context: a context of the kubeconfig; by default the current one.
-        resources: further extended resources of a pod, such as ``{rdma/hca: 1}``.
-        node_selector: labels that the nodes must have.
-        tolerations: tolerations in the form of the Pod API.
-        secrets: environment variables and the ``SECRET/KEY`` that holds their value.
-        pod: fields that are merged into the specification of the pods.
-    """
-
-    namespace: str | None = None
-    context: str | None = None
-    gpu_resource: str = "nvidia.com/gpu"
-    resources: Mapping[str, Any] = field(default_factory=dict)
-    node_selector: Mapping[str, Any] = field(default_factory=dict)
-    tolerations: tuple[Mapping[str, Any], ...] = ()
-    secrets: Mapping[str, str] = field(default_factory=dict)
-    pod: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, cluster: ClusterConfig) -> Options:
-        """Reads ``cluster.extra``. Raises UserError for an unknown key, or a value that has another form."""
-        allowed = [option.name for option in fields(cls)]
-        for name in cluster.extra:
-            if name not in allowed:
-                raise UserError(
-                    f"Kubernetes has no option {name}", where=f"cluster.extra.{name}", fix=nearest(name, allowed)
-                )
-        defaults = cls()
-        for name, value in cluster.extra.items():
-            default = getattr(defaults, name)
-            form = _form(default)
-            if _form(value) != form:
-                raise UserError(
-                    f"cluster.extra.{name} is {value!r}, but must be {form}",
-                    where=f"cluster.extra.{name}",
-                    fix="docs/howto/kubernetes.md has an example",
-                )
-        return cls(**cluster.extra)
 
 
 class Kubernetes(Scheduler):
@@ -156,7 +108,6 @@ def _status(report: JobReport) -> JobStatus:
 def training_job(request: JobRequest, connection: Connection) -> TrainingJob:
     """Returns the shape of the Job for ``request``. Raises UserError for values that Kubernetes cannot have."""
     cluster = request.cluster
-    options = Options.of(cluster)
     workers = request.gpus or cluster.cpu_workers
     cpus = None
     if isinstance(cluster.cpus_per_gpu, int):
@@ -178,42 +129,18 @@ def training_job(request: JobRequest, connection: Connection) -> TrainingJob:
         agent=request.agent,
         nodes=request.nodes[1],
         gpus=request.gpus,
-        gpu_resource=options.gpu_resource,
         cpus=cpus,
         memory_bytes=memory,
         time_limit_s=request.time_s,
         grace_s=request.lead_s,
         setup=request.setup,
-        secrets={name: _secret(name, source) for name, source in options.secrets.items()},
         mounts=tuple(map(_mount, cluster.container.binds)),
         queue=cluster.partition,
         priority_class=cluster.qos,
-        node_selector={name: str(value) for name, value in options.node_selector.items()},
-        tolerations=tuple(options.tolerations),
         excluded_nodes=tuple(filter(None, (cluster.exclude or "").split(","))),
-        resources={name: str(value) for name, value in options.resources.items()},
         user=user,
-        pod=options.pod,
+        options=Options.of(cluster),
     )
-
-
-def _form(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "a table"
-    if isinstance(value, list | tuple):
-        return "a list"
-    return "text"
-
-
-def _secret(variable: str, source: str) -> SecretKey:
-    secret, _, key = source.partition("/")
-    if not key:
-        raise UserError(
-            f"{source!r} does not name a key of a Secret",
-            where=f"cluster.extra.secrets.{variable}",
-            fix=f"cluster.extra.secrets.{variable}=SECRET/KEY",
-        )
-    return SecretKey(secret, key)
 
 
 def _mount(bind: str) -> Mount:
