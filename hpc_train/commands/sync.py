@@ -20,7 +20,8 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.owner import is_own, output_directory
 from hpc_train.runs.job_status import JobStatuses
 from hpc_train.runs.lookup import RunHandle, find_runs, run_directories, statuses_of
-from hpc_train.telemetry.sinks.replay import BACKENDS, Replay, Session
+from hpc_train.telemetry.sinks.replay import BACKENDS, Replay
+from hpc_train.telemetry.sinks.tracker import Session
 from hpc_train.telemetry.terminal import Terminal
 from hpc_train.units import counted
 

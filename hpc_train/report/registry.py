@@ -22,7 +22,7 @@ from hpc_train.checkpoint.listing import BEST, NEWEST, Bar, choose_by_name, veri
 from hpc_train.checkpoint.manifest import COMMITTED, Manifest
 from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.config.evaluation import BestMetric
-from hpc_train.config.schema import Config, MlflowConfig, WandbConfig
+from hpc_train.config.schema import Config, MlflowConfig
 from hpc_train.config.secrets import without_secrets
 from hpc_train.config.values import check_answers, server_uri
 from hpc_train.errors import UserError
@@ -31,7 +31,7 @@ from hpc_train.run.files import read_json
 from hpc_train.run.freeze import text_of
 from hpc_train.run.imported import PUBLISHED, import_directory, published
 from hpc_train.telemetry.sinks.mlflow import check_installed, find_or_create
-from hpc_train.telemetry.sinks.tracker import Identity
+from hpc_train.telemetry.sinks.tracker import Identity, Session
 from hpc_train.telemetry.sinks.wandb import Wandb
 
 # the layout of a stored model
@@ -218,9 +218,6 @@ NOT_IN_NAMES = re.compile(r"[^\w\-.]")
 class WandbRegistry:
     """Keeps models as artifacts of a W&B project. Each artifact belongs to the W&B run of the checkpoint's run."""
 
-    def __init__(self, settings: WandbConfig) -> None:
-        self._settings = settings
-
     def promote(self, model: Model) -> Promoted:
         import wandb
 
@@ -228,7 +225,7 @@ class WandbRegistry:
         artifact = wandb.Artifact(name, type="model", metadata=dict(model.about))
         artifact.add_dir(str(model.folder), name=CHECKPOINT)
         artifact.add_dir(str(model.notes))
-        tracker = Wandb(self._settings, Identity.of(model.config, model.run))
+        tracker = Wandb(Session(model.config, model.run))
         tracker.open()  # it holds the lock of the run, to which two processes must not send at once
         try:
             logged = tracker.log_artifact(artifact, model.aliases)
@@ -253,7 +250,7 @@ def registry_of(name: str, config: Config) -> MlflowRegistry | WandbRegistry:
     """Returns the registry with the account and project of ``config``. Raises UserError if its client is not installed,
     or its address is missing."""
     if name == "wandb":
-        return WandbRegistry(config.telemetry.wandb)
+        return WandbRegistry()
     return MlflowRegistry(config.telemetry.mlflow)
 
 

@@ -116,13 +116,15 @@ from pathlib import Path
 from hpc_train.config.schema import CIFAR100DataConfig
 from hpc_train.data.cifar100 import CIFAR100Dataset
 from tests.data.test_pictures import write_cifar
-from hpc_train.config.schema import MlflowConfig, WandbConfig
-from hpc_train.telemetry.sinks.tracker import Identity
+from hpc_train.config.schema import Config, MlflowConfig, TelemetryConfig, WandbConfig
+from hpc_train.run.directory import RunDirectory
+from hpc_train.telemetry.sinks.tracker import Session
 from hpc_train.telemetry.sinks.mlflow import Mlflow
 from hpc_train.telemetry.sinks.wandb import Wandb
-identity = Identity("run", "run", None, Path.cwd(), {})
-Mlflow(MlflowConfig(uri="http://localhost:5000"), identity)
-offline = Wandb(WandbConfig(mode="offline"), identity, first_attempt=0)
+trackers = TelemetryConfig(wandb=WandbConfig(mode="offline"), mlflow=MlflowConfig(uri="http://localhost:5000"))
+session = Session(Config(telemetry=trackers), RunDirectory(Path.cwd()), first_attempt=0)
+Mlflow(session)
+offline = Wandb(session)
 offline.open()
 offline.finish()
 from types import SimpleNamespace

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.telemetry.metrics import MetricsLog
 from hpc_train.telemetry.sinks import tensorboard
 from hpc_train.telemetry.sinks.tensorboard import TensorBoard
+from hpc_train.telemetry.sinks.tracker import Session
 from tests.run.outage import detachable
 
 
@@ -39,7 +41,7 @@ def test_the_later_attempt_counts_where_two_overlap(tmp_path: Path) -> None:
 def test_tensorboard_that_is_missing_is_a_clear_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="package tensorboard, which is not installed"):
-        TensorBoard(RunDirectory(tmp_path))
+        TensorBoard(Session(Config(), RunDirectory(tmp_path)))
 
 
 def test_metrics_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from hpc_train.config.values import server_uri
 from hpc_train.errors import UserError
 from hpc_train.run.freeze import load
 from hpc_train.telemetry.metrics import MetricsLog
-from hpc_train.telemetry.sinks.replay import BACKENDS, Replay, Session
+from hpc_train.telemetry.sinks.replay import BACKENDS, Replay
+from hpc_train.telemetry.sinks.tracker import Session
 from tests.telemetry import mlflow_service
 from tests.telemetry.test_wandb import logged
 from tests.train.runs import frozen

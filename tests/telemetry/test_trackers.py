@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.telemetry.metrics import MetricsLog
 from hpc_train.telemetry.sinks.replay import Replay
 from hpc_train.telemetry.sinks.tensorboard import TensorBoard
-from hpc_train.telemetry.sinks.tracker import Line, Position, Tracker
+from hpc_train.telemetry.sinks.tracker import Line, Position, Session, Tracker
 from tests.telemetry.test_wandb import logged
 
 
@@ -122,9 +123,9 @@ def test_a_follower_sends_each_line_once_and_new_places_get_all(run: RunDirector
 def test_tensorboard_hides_steps_that_are_done_again(run: RunDirectory) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    follow(run, TensorBoard(run), (0, [1, 2, 3, 4]))
+    follow(run, TensorBoard(Session(Config(), run)), (0, [1, 2, 3, 4]))
     MetricsLog(run, 0).text(4, "samples", "some text")
-    follow(run, TensorBoard(run), (1, [5, 6]), (1, [5, 6]))
+    follow(run, TensorBoard(Session(Config(), run)), (1, [5, 6]), (1, [5, 6]))
     events = EventAccumulator(str(run.path / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]

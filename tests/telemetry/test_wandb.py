@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from hpc_train.commands import sync
-from hpc_train.config.schema import Config, WandbConfig
+from hpc_train.config.schema import Config, TelemetryConfig, WandbConfig
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from hpc_train.telemetry.metrics import MetricsLog
 from hpc_train.telemetry.sinks import follow, wandb
-from hpc_train.telemetry.sinks.replay import BACKENDS, Replay, Session
-from hpc_train.telemetry.sinks.tracker import Identity
+from hpc_train.telemetry.sinks.replay import BACKENDS, Replay
+from hpc_train.telemetry.sinks.tracker import Session
 from hpc_train.telemetry.sinks.tracking import wanted
 from hpc_train.telemetry.sinks.wandb import Wandb, not_sent_notice, resolve_mode
 from tests.doors.schema import check_output
@@ -33,8 +33,8 @@ from tests.train.runs import frozen
 
 
 def backend(path: Path, checkpoint: Any = None) -> Wandb:
-    identity = Identity("abc123", "run", None, path, {"key": 1})
-    return Wandb(WandbConfig(mode="offline", project="p"), identity, first_attempt=1, checkpoint=checkpoint)
+    config = Config(telemetry=TelemetryConfig(wandb=WandbConfig(mode="offline", project="p")))
+    return Wandb(Session(config, RunDirectory(path), first_attempt=1, checkpoint=checkpoint))
 
 
 class FakeRun:
@@ -94,7 +94,7 @@ def test_offline_records_the_lines_of_this_job(tmp_path: Path, monkeypatch: pyte
     replay.finish()
     assert [line["step"] for line in fake.lines] == [1, 2, 3, 2, 3]
     assert ("*", {"step_metric": "step"}) in fake.defined
-    assert (asked["id"], asked["resume"], asked["mode"], asked["project"]) == ("abc123", "allow", "offline", "p")
+    assert (asked["id"], asked["resume"], asked["mode"], asked["project"]) == (tmp_path.name, "allow", "offline", "p")
     assert asked["settings"]["x_stats_pid"] == os.getppid(), "system metrics are those of the agent and its workers"
     assert fake.artifacts[0].folders == [str(tmp_path)]
     assert fake.finished
@@ -295,7 +295,7 @@ def test_a_user_with_a_key_reads_that_nothing_is_sent(monkeypatch: pytest.Monkey
 def test_wandb_does_not_see_an_unknown_mode_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "sometimes")
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=_refuses_the_mode, Settings=dict))
-    recorded = Wandb(WandbConfig(mode="offline"), Identity("id", "name", None, tmp_path, {}), first_attempt=0)
+    recorded = backend(tmp_path)
     assert recorded.open()
     assert recorded.mode == "offline"
 

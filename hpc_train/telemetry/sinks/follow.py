@@ -26,7 +26,8 @@ from hpc_train.run.files import read_or
 from hpc_train.run.freeze import load
 from hpc_train.run.processes import die_with_parent
 from hpc_train.search_path import shadowing_file
-from hpc_train.telemetry.sinks.replay import BACKENDS, Replay, Session
+from hpc_train.telemetry.sinks.replay import BACKENDS, Replay
+from hpc_train.telemetry.sinks.tracker import Session
 from hpc_train.telemetry.sinks.tracking import advice, tracking_events, wanted
 
 FIRST_EVERY_S = 1.0  # the interval until there is a line

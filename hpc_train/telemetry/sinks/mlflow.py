@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 from hpc_train.config.import_path import install_extra
-from hpc_train.config.schema import MlflowConfig
 from hpc_train.config.values import check_answers, server_uri
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import flatten
-from hpc_train.telemetry.sinks.tracker import HEAD, Identity, Line, Position, Tracker
+from hpc_train.telemetry.sinks.tracker import HEAD, Identity, Line, Position, Session, Tracker
 
 RUN_TAG, STEP_TAG, SWEEP_TAG = "hpc_train.run_id", "hpc_train.step", "hpc_train.sweep"
 BATCH_METRICS = 1000  # the server's limits for one request
@@ -27,26 +26,22 @@ class Mlflow(Tracker):
     """Sends lines to an MLflow server.
 
     One request sends the values and the last step, so each step arrives once even if the process is killed. Raises
-    UserError if the extra ``hpc_train[mlflow]`` is not installed, or the address names no server.
-
-    Args:
-        notify: called with each message for the user.
-        live: as for ``Tracker``; without it, a server that does not respond is an error at once.
+    UserError if the extra ``hpc_train[mlflow]`` is not installed, or the address names no server. Without a job that
+    trains, a server that does not respond is an error at once.
     """
 
     name = "mlflow"
     label = "MLflow"
     _client: Any
 
-    def __init__(
-        self, settings: MlflowConfig, identity: Identity, notify: Callable[[str], object] = print, live: bool = False
-    ) -> None:
-        super().__init__(RunDirectory(identity.directory), live)
+    def __init__(self, session: Session) -> None:
+        self._identity = session.identity
+        super().__init__(RunDirectory(self._identity.directory), session.live)
+        settings = session.config.telemetry.mlflow
         self.uri = server_uri(settings)
         check_installed()
         self._experiment = settings.experiment
-        self._identity = identity
-        self._notify = notify
+        self._notify = session.notify
         self._texts = True
         self._url: str | None = None
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from hpc_train.config.schema import Config
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import NewLines
 from hpc_train.telemetry.sinks.mlflow import Mlflow
 from hpc_train.telemetry.sinks.tensorboard import TensorBoard
-from hpc_train.telemetry.sinks.tracker import Identity, Line, Position, Tracker
+from hpc_train.telemetry.sinks.tracker import Line, Position, Session, Tracker
 from hpc_train.telemetry.sinks.wandb import Wandb
 
 BATCH = 500  # most lines of one ``Tracker.write``
@@ -123,40 +121,9 @@ class Replay:
         return Position.read(tracker.directory, tracker.name, tracker.where)
 
 
-@dataclass(frozen=True)
-class Session:
-    """Describes to the backends which run is sent.
-
-    Attributes:
-        notify: called with each message for the user.
-        first_attempt: the first attempt of the job that trains; None for ``sync``.
-        checkpoint: returns the directory of a checkpoint to upload at the end, if there is one.
-        output: the directory for files about the run; None is the run directory.
-    """
-
-    config: Config
-    run: RunDirectory
-    notify: Callable[[str], object] = print
-    first_attempt: int | None = None
-    checkpoint: Callable[[], Path | None] = lambda: None
-    output: Path | None = None
-
-    @property
-    def live(self) -> bool:
-        return self.first_attempt is not None
-
-    @property
-    def identity(self) -> Identity:
-        return Identity.of(self.config, self.run, self.output)
-
-
 # whether or not the config requests them
 BACKENDS: dict[str, Callable[[Session], Tracker]] = {
-    Wandb.name: lambda session: Wandb(
-        session.config.telemetry.wandb, session.identity, session.notify, session.first_attempt, session.checkpoint
-    ),
-    Mlflow.name: lambda session: Mlflow(
-        session.config.telemetry.mlflow, session.identity, session.notify, session.live
-    ),
-    TensorBoard.name: lambda session: TensorBoard(RunDirectory(session.identity.directory), session.live),
+    Wandb.name: Wandb,
+    Mlflow.name: Mlflow,
+    TensorBoard.name: TensorBoard,
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hpc_train.config.import_path import install_extra
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from hpc_train.telemetry.sinks.tracker import HEAD, Line, Position, Tracker
+from hpc_train.telemetry.sinks.tracker import HEAD, Line, Position, Session, Tracker
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -28,8 +28,8 @@ class TensorBoard(Tracker):
     where = "tensorboard"  # type: ignore[assignment]
     _writer: EventFileWriter
 
-    def __init__(self, run: RunDirectory, live: bool = False) -> None:
-        super().__init__(run, live)
+    def __init__(self, session: Session) -> None:
+        super().__init__(RunDirectory(session.identity.directory), session.live)
         if find_spec("tensorboard") is None:
             raise UserError(
                 "TensorBoard needs the package tensorboard, which is not installed",

@@ -8,7 +8,7 @@ a checkpoint, the repeated steps are not sent again.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -210,6 +210,33 @@ class Identity:
             directory=directory or run.path,
             config=without_secrets(config) | about,
         )
+
+
+@dataclass(frozen=True)
+class Session:
+    """Describes to a tracker which run is sent.
+
+    Attributes:
+        notify: called with each message for the user.
+        first_attempt: the first attempt of the job that trains; None for ``sync``.
+        checkpoint: returns the directory of a checkpoint to upload at the end, if there is one.
+        output: the directory for files about the run; None is the run directory.
+    """
+
+    config: Config
+    run: RunDirectory
+    notify: Callable[[str], object] = print
+    first_attempt: int | None = None
+    checkpoint: Callable[[], Path | None] = lambda: None
+    output: Path | None = None
+
+    @property
+    def live(self) -> bool:
+        return self.first_attempt is not None
+
+    @property
+    def identity(self) -> Identity:
+        return Identity.of(self.config, self.run, self.output)
 
 
 def name_of(run: RunDirectory) -> str:

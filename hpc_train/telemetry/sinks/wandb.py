@@ -16,7 +16,7 @@ from hpc_train.config.schema import WandbConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.schedulers.slurm.variables import Receiver, withheld
-from hpc_train.telemetry.sinks.tracker import Identity, Line, Position, Tracker
+from hpc_train.telemetry.sinks.tracker import Line, Position, Session, Tracker
 
 SERVICE = "https://api.wandb.ai"
 OFFLINE = "recording offline, send the metrics later with python -m hpc_train sync"
@@ -29,13 +29,8 @@ ANSWER_S = 5.0  # time limit for the service to respond; after that the run is o
 
 
 class Wandb(Tracker):
-    """Sends lines to W&B. Recorded offline, it gets the lines of one job, and ``sync`` sends each step once.
-
-    Args:
-        notify: called with each message for the user.
-        first_attempt: the first attempt of the job that trains; None for ``sync``, which sends several runs and records
-            nothing offline.
-        checkpoint: returns the directory of a checkpoint to upload as an artifact at the end, or None.
+    """Sends lines to W&B. Recorded offline, it gets the lines of one job, and ``sync`` sends each step once; ``sync``
+    sends several runs and records nothing offline.
 
     Attributes:
         mode: online, offline or disabled; None until it has been determined.
@@ -46,20 +41,11 @@ class Wandb(Tracker):
     acknowledges = False  # the process of wandb sends in the background
     _run: Any
 
-    def __init__(
-        self,
-        settings: WandbConfig,
-        identity: Identity,
-        notify: Callable[[str], object] = print,
-        first_attempt: int | None = None,
-        checkpoint: Callable[[], Path | None] = lambda: None,
-    ) -> None:
-        super().__init__(RunDirectory(identity.directory), live=first_attempt is not None)
-        self._settings = settings
-        self._identity = identity
-        self._notify = notify
-        self._first_attempt = first_attempt
-        self._checkpoint = checkpoint
+    def __init__(self, session: Session) -> None:
+        self._identity = session.identity
+        super().__init__(RunDirectory(self._identity.directory), session.live)
+        self._session = session
+        self._settings = session.config.telemetry.wandb
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self.mode: str | None = None
         self._record: Mapping[str, Any] = self.directory.record().get("wandb") or {} if self.is_live else {}
@@ -70,9 +56,9 @@ class Wandb(Tracker):
         return f"{service()}/{self._settings.entity or ''}/{self._settings.project}"
 
     def open(self) -> bool:
-        self.mode = resolve_mode(self._settings.mode, self._record, self._notify) if self.is_live else "online"
+        self.mode = resolve_mode(self._settings.mode, self._record, self._session.notify) if self.is_live else "online"
         if self.mode != "disabled":
-            _leave_sweep(self._notify)
+            _leave_sweep(self._session.notify)
         if not self.is_live and (why := why_offline()) is not None:
             fix = "wandb login, or WANDB_API_KEY, on a machine with a route to the service"
             raise UserError(f"W&B: {why}", where="WANDB_API_KEY, WANDB_BASE_URL", fix=fix)
@@ -135,7 +121,7 @@ class Wandb(Tracker):
         super().write_texts(self._of_this_job(texts) if self.mode == "offline" else texts)
 
     def _of_this_job(self, lines: Sequence[Line]) -> list[Line]:
-        return [line for line in lines if line["attempt"] >= (self._first_attempt or 0)]
+        return [line for line in lines if line["attempt"] >= (self._session.first_attempt or 0)]
 
     def send(self, lines: Sequence[Line]) -> None:
         for line in lines:
@@ -159,7 +145,7 @@ class Wandb(Tracker):
     def disconnect(self) -> None:
         import wandb
 
-        folder = self._checkpoint()
+        folder = self._session.checkpoint()
         if folder is not None:
             artifact = wandb.Artifact(f"checkpoint-{self._identity.run_id}", type="model")
             artifact.add_dir(str(folder))
