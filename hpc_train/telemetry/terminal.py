@@ -61,15 +61,15 @@ def text_table(
     return table
 
 
-def fitting_table(
+def print_fitting(
+    console: Console,
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
-    width: int,
     numbers: Collection[str],
     folded: Mapping[str, int],
     least_needed: Iterable[str],
-) -> tuple[Table, list[str]]:
-    """Returns a table of ``width`` columns of text at most, and the names of the columns that are left out of it.
+) -> None:
+    """Prints a table without the columns for which ``console`` has no room, and their names.
 
     Numbers are never cut or wrapped. What the table still lacks in width after columns are left out is cut by rich.
 
@@ -82,11 +82,11 @@ def fitting_table(
     needed = {name: min(length, folded.get(name, length)) for name, length in longest.items()}
     left_out = list[str]()
     for name in least_needed:
-        if sum(needed.values()) + len(needed) - 1 <= width:
+        if sum(needed.values()) + len(needed) - 1 <= console.width:
             break
         if needed.pop(name, None) is not None:
             left_out.append(name)
-    roomy = sum(longest[name] + 2 for name in needed) - 2 <= width
+    roomy = sum(longest[name] + 2 for name in needed) - 2 <= console.width
     table = Table(box=None, pad_edge=False, collapse_padding=not roomy)
     for name, least in needed.items():
         justify: Literal["left", "right"] = "right" if name in numbers else "left"
@@ -94,4 +94,7 @@ def fitting_table(
     shown = [number for number, name in enumerate(columns) if name in needed]
     for row in rows:
         table.add_row(*(Text(row[number]) for number in shown))
-    return table, left_out
+    console.print(table)
+    if left_out:
+        names = ", ".join(left_out)
+        console.print(f"left out of this narrow table, but in --json: {names}", markup=False, highlight=False)

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from hpc_train.commands import plan
-from hpc_train.commands.plan.output import FOLDED, LEAST_NEEDED, WHY, print_fitting, split
+from hpc_train.commands.plan.output import FOLDED, LEAST_NEEDED, WHY, split
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
@@ -23,6 +23,7 @@ from hpc_train.planner.machine import Figure, Machine, read_machine
 from hpc_train.planner.passes import pipeline_seconds
 from hpc_train.planner.prediction import Prediction, predict_step
 from hpc_train.planner.work import count_work
+from hpc_train.telemetry.terminal import print_fitting
 from tests.checkpoint.progress import LONG
 from tests.config.composing import compose
 from tests.doors.schema import check_output

@@ -7,12 +7,10 @@ import shlex
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from hpc_train.commands.plan.rows import NOISE, PlannedTraining, Row, full_command, with_progress
 from hpc_train.layout.layout import Layout
@@ -22,7 +20,7 @@ from hpc_train.planner.machine import Machine
 from hpc_train.planner.scaling import MOST_COMPARED, RATES, Assumed, Point, Range, scale
 from hpc_train.report.plots import check_plot, draw_scaling
 from hpc_train.run.exits import Exit
-from hpc_train.telemetry.terminal import Terminal, fitting_table, wide
+from hpc_train.telemetry.terminal import Terminal, print_fitting, wide
 from hpc_train.units import format_bytes, format_duration, format_hours
 
 WHY = "more than the row above"
@@ -58,22 +56,6 @@ def print_table(rows: Sequence[Row], machine: Machine, compared: int) -> None:
     console.print(f"{compared} layouts on {machine.name} ({machine.device}), {best} first:", highlight=False)
     texts = {"layout", "recompute", "model", WHY}
     print_fitting(console, columns, [[*row.values()] for row in cells], {*columns} - texts, FOLDED, LEAST_NEEDED)
-
-
-def print_fitting(
-    console: Console,
-    columns: Sequence[str],
-    cells: Sequence[Sequence[str]],
-    numbers: Collection[str],
-    folded: Mapping[str, int],
-    least_needed: Sequence[str],
-) -> None:
-    """Prints a table without the columns for which the terminal has no room, and their names."""
-    table, left_out = fitting_table(columns, cells, console.width, numbers, folded, least_needed)
-    console.print(table)
-    if left_out:
-        names = ", ".join(left_out)
-        console.print(f"left out of this narrow table, but in --json: {names}", markup=False, highlight=False)
 
 
 def print_parts(first: Row) -> None:
