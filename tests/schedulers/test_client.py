@@ -261,13 +261,16 @@ def test_the_components_of_a_heterogeneous_job(tools: Path, monkeypatch: pytest.
     assert [job.may_start_without({name}, 3) for name in ("n4", "n3", "n1")] == [True, False, False]
 
 
-def test_nodes_that_are_down_or_cannot_be_used(tools: Path) -> None:
+def test_nodes_that_are_down_or_cannot_be_used(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = SlurmJob("7", 0, 0)
+    monkeypatch.setenv("SLURM_JOB_PARTITION", "cpu")
     command(tools, "sinfo", "echo 'n1|down*|Not responding'; echo 'n2|idle|none'; echo 'n3|drained|bad dimm'")
-    assert client.unavailable_nodes(["n1", "n2", "n3"]) == {"n1": "down (Not responding)"}
+    assert job.unavailable_nodes(["n1", "n2", "n3"]) == {"n1": "down (Not responding)"}
     command(
         tools, "sinfo", "echo 'n1|down*|none'; echo 'n2|idle|none'; echo 'n3|drained|bad dimm'; echo 'n4|mixed|none'"
     )
-    assert client.usable_nodes("cpu") == {"n2", "n4"}
+    assert [job.may_start_without(set(), count) for count in (2, 3)] == [True, False]
+    assert [job.may_start_without({name}, 2) for name in ("n1", "n2", "n3", "n4")] == [True, False, True, False]
     command(tools, "sinfo", "exit 1")
-    assert client.unavailable_nodes(["n1"]) == {}
-    assert client.usable_nodes("cpu") is None
+    assert job.unavailable_nodes(["n1"]) == {}
+    assert job.may_start_without(set(), 1) is None

@@ -97,7 +97,7 @@ def handed(folder: Path, name: str) -> set[str]:
 
 def test_queries_and_cancellations_get_no_filter(shell: Path) -> None:
     assert client.list_jobs(["--jobs=7"]) is not None
-    client.unavailable_nodes(["n1"])
+    client.node_states(["--nodes=n1"])
     client.show_job("7")
     client.cancel(["7"])
     assert [handed(shell, name) for name in ("squeue", "sinfo", "scontrol", "scancel")] == [{"SLURM_CONF"}] * 4

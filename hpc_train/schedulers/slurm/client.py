@@ -235,18 +235,6 @@ def node_states(selection: Sequence[str], timeout_s: float = BRIEF_S) -> list[No
     return NodeState.read_all(query([*NODE_STATES, *selection], timeout_s) or "")
 
 
-def unavailable_nodes(names: Sequence[str]) -> dict[str, str]:
-    """Returns the nodes in ``names`` that are down, with state and reason; {} if Slurm does not respond."""
-    down = (node for node in node_states([f"--nodes={','.join(names)}"]) if node.state.startswith("down"))
-    return {node.node: f"{node.state.rstrip('*')} ({node.reason or 'none'})" for node in down}
-
-
-def usable_nodes(partition: str) -> set[str] | None:
-    """Returns the nodes of a partition that are neither down nor drained; None if Slurm does not respond."""
-    nodes = node_states([f"--partition={partition}"])
-    return {node.node for node in nodes if node.is_usable} if nodes else None
-
-
 def show_job(job_id: str, *options: str, timeout_s: float = QUERY_S) -> JobRecord:
     """Returns the record of the job in ``scontrol``; empty if ``scontrol`` fails."""
     return JobRecord.read(query(["scontrol", "show", "job", *options, job_id], timeout_s) or "")

@@ -145,7 +145,9 @@ class SlurmJob(CurrentJob):
         return suspended_at is not None and suspended_at > since - CLOCKS_S
 
     def unavailable_nodes(self, names: Sequence[str]) -> dict[str, str]:
-        return client.unavailable_nodes(names)
+        nodes = client.node_states([f"--nodes={','.join(names)}"])
+        down = [node for node in nodes if node.state.startswith("down")]
+        return {node.node: f"{node.state.rstrip('*')} ({node.reason or 'none'})" for node in down}
 
     def may_start_without(self, excluded: Collection[str], needed: int) -> bool | None:
         sizes: Counter[str] = Counter()
@@ -155,10 +157,10 @@ class SlurmJob(CurrentJob):
         elif "SLURM_JOB_PARTITION" in os.environ:
             sizes[os.environ["SLURM_JOB_PARTITION"]] = needed
         for partition, count in sizes.items():
-            usable = client.usable_nodes(partition)
-            if usable is None:
+            nodes = client.node_states([f"--partition={partition}"])
+            if not nodes:
                 return None
-            if len(usable.difference(excluded)) < count:
+            if len({node.node for node in nodes if node.is_usable}.difference(excluded)) < count:
                 return False
         return True if sizes else None
 
