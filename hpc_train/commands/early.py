@@ -28,7 +28,7 @@ def train(arguments: list[str]) -> int:
     if submits(arguments):
         from hpc_train.schedulers.slurm.site import begun_site
 
-        begun_site(os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
+        begun_site()
     threads = None
     if trains_here(arguments):
         overrides = (word.lstrip("+").split("=", 1) for word in arguments if "=" in word)

@@ -10,14 +10,14 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.errors import UserError
 from hpc_train.layout.resolve import open_keys
 from hpc_train.machine.gpus import gpu_memory, gpu_names
-from hpc_train.schedulers.slurm.client import own_job, show_job
-from hpc_train.schedulers.slurm.records import JobRecord, gpus_of
+from hpc_train.schedulers.slurm.client import asked_once, own_job, show_job
+from hpc_train.schedulers.slurm.records import gpus_of
 from hpc_train.schedulers.slurm.site import MIG, NodeKind, Site, other_clusters
 from hpc_train.schedulers.slurm.variables import preset
 
@@ -179,7 +179,7 @@ def gpus_of_this_job(environment: Mapping[str, str] = os.environ) -> JobGpus:
     for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"):
         if name in environment and not (several and name == "SLURM_GPUS_PER_TASK"):
             return JobGpus(_count(environment[name]), True)
-    job = _show_job(own_job(environment), environment.get("PATH"))
+    job = _show_job_once(own_job(environment), "--details")
     tres = {name: text for name, text in job.tres.items() if "gpu" in text and not (several and name == "TresPerTask")}
     inherited = bool(tres) or "SLURM_GPUS" in environment
     per_node = tres.get("TresPerNode") or tres.get("TresPerTask")
@@ -193,10 +193,7 @@ def gpus_of_this_job(environment: Mapping[str, str] = os.environ) -> JobGpus:
     return JobGpus(len(list(filter(None, environment.get("SLURM_JOB_GPUS", "").split(",")))), inherited)
 
 
-@cache
-def _show_job(job_id: str, path: str | None) -> JobRecord:
-    """Queries Slurm for the job, once per process and ``path`` (the search path for ``scontrol``)."""
-    return show_job(job_id, "--details")
+_show_job_once = asked_once(show_job)
 
 
 def _count(request: str) -> int:

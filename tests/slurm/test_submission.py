@@ -17,11 +17,12 @@ import pytest
 from hpc_train.commands.train import _check_foreground
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
+from hpc_train.launch.executors import slurm
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.script import ENVIRONMENT
 from hpc_train.run.directory import RunDirectory
 from hpc_train.schedulers.slurm import client
-from hpc_train.schedulers.slurm.site import begun_site
+from hpc_train.schedulers.slurm.site import begin_site
 from tests.doors.command import TINY
 from tests.launch.jobs import make_job
 from tests.slurm.cluster import Cluster, reconfigured, wait_for
@@ -87,13 +88,13 @@ def test_a_job_may_wait_for_a_node_that_is_drained(cluster: Cluster, tmp_path: P
 
 
 @pytest.mark.usefixtures("shell")
-def test_a_full_queue_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_full_queue_is_refused(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others of the user's jobs may fill it, which only sbatch knows."""
     for words in (["account", "limited", "Cluster=devcluster"], ["user", getpass.getuser(), "account=limited"]):
         cluster.call("sacctmgr", "-iQ", "add", *words)
     limit = ["sacctmgr", "-iQ", "modify", "account", "limited", "set"]
     assert cluster.call(*limit, "MaxSubmitJobs=1").returncode == 0
-    begun_site.cache_clear()  # it was read before the limit was set
+    monkeypatch.setattr(slurm, "begun_site", begin_site)  # the cached site was read before the limit was set
     try:
         with pytest.raises(UserError, match="allows 1 in the queue"):
             check(tmp_path / "sweep", 2, account="limited")

@@ -155,7 +155,7 @@ class SlurmJobExecutor:
     @property
     def site(self) -> Site:
         """Returns the limits and partitions of this cluster."""
-        return begun_site(os.environ.get("PATH"), os.environ.get("SLURM_CONF"))()
+        return begun_site()()
 
     def shape(self, config: Config) -> JobShape:
         return slurm_shape(config, lambda: self.site)

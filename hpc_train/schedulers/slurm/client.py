@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from functools import cache
+from typing import ParamSpec, TypeVar
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
@@ -47,6 +48,8 @@ CLOCKS_S = 60.0  # the largest assumed difference between the clocks of two mach
 UNKNOWN_JOB = "Invalid job id"
 
 Query = Callable[[Sequence[str]], str | None]
+Asked = ParamSpec("Asked")
+T = TypeVar("T")
 
 
 class Problem(StrEnum):
@@ -448,23 +451,23 @@ def _has_job() -> bool:
 
 def _job_has_ended() -> bool:
     """Returns whether the job of this shell has ended; False if Slurm does not respond."""
-    state = _cached_state(own_job(), *_selection())
+    state = _state_once(own_job())
     return state is not None and not state.is_alive
 
 
-def _selection() -> tuple[str | None, str | None]:
-    """Returns PATH and SLURM_CONF, which select the commands and the controller and thus are keys of the caches."""
-    return os.environ.get("PATH"), os.environ.get("SLURM_CONF")
+def asked_once(ask: Callable[Asked, T]) -> Callable[Asked, T]:
+    """Caches the answers of ``ask`` per process, PATH and SLURM_CONF, which select the commands and the controller."""
+    answer: Callable[..., T] = cache(lambda path, conf, *args, **options: ask(*args, **options))
+
+    def once(*args: Asked.args, **options: Asked.kwargs) -> T:
+        return answer(os.environ.get("PATH"), os.environ.get("SLURM_CONF"), *args, **options)
+
+    return once
 
 
-@cache
-def _cached_state(job_id: str, path: str | None, conf: str | None) -> JobState | None:
-    return job_state(job_id)
-
-
-@cache
-def _cached_controller(path: str | None, conf: str | None) -> tuple[Controller, str]:
-    return find_controller()
+_state_once = asked_once(job_state)
+_controller_once = asked_once(find_controller)
+_answer_once = asked_once(query)
 
 
 def uses_slurm() -> bool:
@@ -472,7 +475,7 @@ def uses_slurm() -> bool:
 
     Raises UserError if there is a cluster whose controller does not respond, so that this may be a login node.
     """
-    controller, said = _cached_controller(*_selection())
+    controller, said = _controller_once()
     if controller is Controller.UNCONFIGURED:
         no_cluster = "Slurm's commands are on this machine, but find no cluster"
         tell_once(f"note: {no_cluster}: training on this machine ({said})")
@@ -485,18 +488,13 @@ def uses_slurm() -> bool:
     return controller is Controller.UP
 
 
-@cache
-def _cached_version(path: str | None, conf: str | None) -> str:
-    return (query(["scontrol", "version"]) or "").strip()
-
-
 def require_version(least: tuple[int, int], setting: str) -> None:
     """Raises UserError if ``scontrol version`` is older than ``least``, or unknown.
 
     Args:
         setting: the setting that needs the version: ``cluster.requeue=expedite``.
     """
-    version = _cached_version(*_selection())
+    version = (_answer_once(("scontrol", "version")) or "").strip()
     numbers = re.search(r"(\d+)\.(\d+)", version)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < least:
         major, minor = least
@@ -509,4 +507,4 @@ def require_version(least: tuple[int, int], setting: str) -> None:
 
 def controller_answers() -> bool:
     """Returns whether ``sbatch`` exists and a Slurm controller is up; cached per process."""
-    return _cached_controller(*_selection())[0] is Controller.UP
+    return _controller_once()[0] is Controller.UP

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from hpc_train.schedulers.slurm.client import BRIEF_S, Query, query, show_nodes
+from hpc_train.schedulers.slurm.client import BRIEF_S, Query, asked_once, query, show_nodes
 from hpc_train.schedulers.slurm.records import NodeRecord, gpus_of, names_in, number, rows, seconds, values_of
 from hpc_train.schedulers.slurm.variables import preset_clusters
 from hpc_train.users import own_name
@@ -147,15 +147,6 @@ def read_site(ask: Query = query) -> Site:
     return begin_site(ask)()
 
 
-@cache
-def begun_site(path: str | None, conf: str | None) -> Callable[[], Site]:
-    """Returns a function that waits for the site of this machine; the first call queries Slurm. Cached per process.
-
-    PATH and SLURM_CONF select the commands and the controller.
-    """
-    return begin_site()
-
-
 def begin_site(ask: Query = query) -> Callable[[], Site]:
     """Starts the queries of ``read_site``, all at once; returns a function that waits for their answers.
 
@@ -190,6 +181,7 @@ def begin_site(ask: Query = query) -> Callable[[], Site]:
     return wait
 
 
+begun_site = asked_once(begin_site)
 TRES = {"MaxTRES": "max", "MaxTRESPerJob": "max", "MaxTRESPerUser": "user", "GrpTRES": "group", "MinTRES": "min"}
 ASSOCIATION = ("Cluster", "Account", "Partition", "QOS", "DefaultQOS", "MaxSubmitJobs", "MaxWall", "MaxTRES", "GrpTRES")
 ACCOUNT = ("Cluster", "Account", "ParentName", "GrpSubmitJobs", "GrpTRES")
