@@ -58,7 +58,7 @@ class Prices:
         """Returns the price of an hour in which a purchased GPU computes."""
         if self.purchase is None:
             return None
-        return self._per_year(self.purchase) / (HOURS_PER_YEAR * self.use)
+        return (self.purchase / self.years + self.upkeep) / (HOURS_PER_YEAR * self.use)
 
     @property
     def spot_gpu_hour(self) -> float | None:
@@ -79,9 +79,8 @@ class Prices:
 
         None without both prices. Above 1, renting is cheaper whatever the use.
         """
-        if self.purchase is None or not self.per_gpu_hour:
-            return None
-        return self._per_year(self.purchase) / (HOURS_PER_YEAR * self.per_gpu_hour)
+        own = self.own_gpu_hour
+        return None if own is None or not self.per_gpu_hour else self.use * own / self.per_gpu_hour
 
     @property
     def break_even_years(self) -> float | None:
@@ -90,9 +89,6 @@ class Prices:
             return None
         saved = HOURS_PER_YEAR * self.use * self.per_gpu_hour - self.upkeep  # per year
         return self.purchase / saved if saved > 0 else None
-
-    def _per_year(self, purchase: float) -> float:
-        return purchase / self.years + self.upkeep
 
     def money(self, amount: float) -> str:
         """Returns an amount with its currency: ``1,234 EUR``."""
