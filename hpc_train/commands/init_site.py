@@ -127,7 +127,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def init_site(file: Path, *, overwrite: bool = False, internet: bool = False, as_json: bool = False) -> int:
+def init_site(file: Path, *, overwrite: bool, internet: bool, as_json: bool) -> int:
     """Writes the settings of this cluster to ``file``, or shows how they differ from those in it. Raises UserError if
     no Slurm controller responds here, or the file cannot be written.
 
@@ -467,11 +467,11 @@ def _modules(environment: Mapping[str, str]) -> list[str]:
     return [name for name in names if name and not name.endswith(":")]
 
 
-def _add_root(survey: Survey, environment: Mapping[str, str], base: Path = Path("/")) -> None:
+def _add_root(survey: Survey, environment: Mapping[str, str]) -> None:
     user = environment.get("USER", "")
     places = [(f"${{oc.env:{name}}}", Path(environment[name]), f"${name}") for name in SCRATCH if environment.get(name)]
     for name in ("scratch", "work", "lustre") if user else ():
-        places.append((f"/{name}/${{oc.env:USER}}", base / name / user, f"/{name}/$USER"))
+        places.append((f"/{name}/${{oc.env:USER}}", Path("/", name, user), f"/{name}/$USER"))
     for text, path, source in places:
         if path.is_dir() and os.access(path, os.W_OK):
             system = file_system_of(path)

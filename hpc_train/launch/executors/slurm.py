@@ -71,7 +71,7 @@ from hpc_train.schedulers.slurm.jobs import SlurmJobs
 from hpc_train.schedulers.slurm.limits import check_limits, check_queue
 from hpc_train.schedulers.slurm.queue_estimate import ESTIMATES, Estimate
 from hpc_train.schedulers.slurm.site import Site, begun_site, other_clusters
-from hpc_train.schedulers.slurm.variables import Receiver, notes_of_withheld, preset, preset_clusters, reaches, withheld
+from hpc_train.schedulers.slurm.variables import Receiver, notes_of_withheld, preset, reaches, withheld
 
 # prefixes of node states; a suffix * means that a node does not respond
 AWAY = ("down", "drain", "fail", "maint", "reboot", "unknown", "inval")
@@ -600,16 +600,15 @@ def refusal(said: str) -> UserError:
     return UserError(f"sbatch refused the job: {words}", where=where, fix=fix)
 
 
-def shell_options(said: str, environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
+def shell_options(said: str) -> tuple[list[str], list[str]]:
     """Returns the variables of the shell that set options of sbatch: first those that a refusal concerns, then the
     others.
 
     sbatch refuses a wrong value of a variable even if its command line overrides it.
     """
-    names = [name for name in environment if name.startswith("SBATCH_") and reaches(name, Receiver.SBATCH)]
-    if preset_clusters(environment) is not None:
-        names += [name for name in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS") if environment.get(name)]
-    named = sorted(name for name in names if _is_about(said, name, environment[name]))
+    names = [name for name in os.environ if name.startswith("SBATCH_") and reaches(name, Receiver.SBATCH)]
+    names += [name for name in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS") if os.environ.get(name)]
+    named = sorted(name for name in names if _is_about(said, name, os.environ[name]))
     return named, sorted({*names} - {*named})
 
 

@@ -268,11 +268,11 @@ def _vertical(values: Sequence[float], from_zero: bool, height: float) -> Scale:
     return replace(scale, low=low - margin, high=high + margin)
 
 
-def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
-    """Returns at most ``most`` points: both ends, and the lowest and highest of each of equal parts, in their order."""
-    if len(points) <= most:
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """Returns at most POINTS points: both ends, and the lowest and highest of each of equal parts, in their order."""
+    if len(points) <= POINTS:
         return list(points)
-    parts = most // 2 - 1
+    parts = POINTS // 2 - 1
     extremes = [points[0]]
     for part in range(parts):
         chunk = points[part * len(points) // parts : (part + 1) * len(points) // parts]

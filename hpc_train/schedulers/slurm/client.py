@@ -410,12 +410,12 @@ def _sbatch(options: Sequence[str], script: str, timeout_s: float = PATIENT_S) -
 LAST_STEP_ID = 0xFFFFFFF0  # SLURM_MAX_NORMAL_STEP_ID of slurm.h; batch scripts and shells of salloc are above it
 
 
-def is_in_step(environment: Mapping[str, str] = os.environ) -> bool:
+def is_in_step() -> bool:
     """Returns whether this process belongs to a step that srun has started, e.g. ``srun --pty bash``.
 
     Another srun waits for the resources of this step, unless it has the option ``--overlap``.
     """
-    step = environment.get("SLURM_STEP_ID", "")
+    step = os.environ.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) <= LAST_STEP_ID
 
 

@@ -6,6 +6,7 @@ site without accounting, is None and refuses no job.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections import Counter
@@ -15,7 +16,6 @@ from functools import cache
 
 from hpc_train.schedulers.slurm.client import BRIEF_S, Query, asked_once, query, show_nodes
 from hpc_train.schedulers.slurm.records import NodeRecord, gpus_of, names_in, number, rows, seconds, values_of
-from hpc_train.schedulers.slurm.variables import preset_clusters
 from hpc_train.users import own_name
 
 MIG = re.compile(r"\d+g\.\d+gb")  # NVIDIA's names of profiles
@@ -138,7 +138,7 @@ class Site:
 
 def other_clusters(configured: str | None, site: Site) -> str | None:
     """Returns the clusters of a job, from ``cluster.clusters`` or the shell; None for the cluster of this machine."""
-    clusters = configured or preset_clusters()
+    clusters = configured or os.environ.get("SBATCH_CLUSTERS") or os.environ.get("SLURM_CLUSTERS") or None
     return None if configured is None and clusters == site.name else clusters
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from fnmatch import fnmatchcase
@@ -129,16 +128,16 @@ def reaches(name: str, receiver: Receiver) -> bool:
     return rule is None or receiver in rule.reaches
 
 
-def environment_for(receiver: Receiver, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the variables of ``environment`` that reach ``receiver``."""
+def environment_for(receiver: Receiver) -> dict[str, str]:
+    """Returns the variables of this process that reach ``receiver``."""
     # not items(), because another thread may remove a variable meanwhile
-    values = {name: environment.get(name) for name in list(environment) if reaches(name, receiver)}
+    values = {name: os.environ.get(name) for name in list(os.environ) if reaches(name, receiver)}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def withheld(receiver: Receiver, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the names of the variables in ``environment`` that do not reach ``receiver``."""
-    return sorted(name for name in environment if not reaches(name, receiver))
+def withheld(receiver: Receiver) -> list[str]:
+    """Returns the names of the variables of this process that do not reach ``receiver``."""
+    return sorted(name for name in os.environ if not reaches(name, receiver))
 
 
 def unset_lines() -> list[str]:
@@ -154,21 +153,16 @@ def unset_lines() -> list[str]:
     ]
 
 
-def preset(option: str, environment: Mapping[str, str] = os.environ) -> str | None:
+def preset(option: str) -> str | None:
     """Returns the value that ``SBATCH_*`` sets for an option which a submission does not have; None without one."""
     name = f"SBATCH_{option.upper()}"
-    return environment.get(name) or None if reaches(name, Receiver.SBATCH) else None
+    return os.environ.get(name) or None if reaches(name, Receiver.SBATCH) else None
 
 
-def preset_clusters(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Returns the clusters to which the shell sends jobs; None for the cluster of this machine."""
-    return environment.get("SBATCH_CLUSTERS") or environment.get("SLURM_CLUSTERS") or None
-
-
-def notes_of_withheld(environment: Mapping[str, str] = os.environ) -> list[str]:
+def notes_of_withheld() -> list[str]:
     """Returns a note for each option of sbatch that the shell sets and a submission does not get."""
     notes = []
-    for name in withheld(Receiver.SBATCH, environment):
+    for name in withheld(Receiver.SBATCH):
         rule = rule_of(name)
         if rule is not None and name.startswith("SBATCH_") and name != "SBATCH_CLUSTERS":
             use = f"; {rule.instead}" if rule.instead else ""
