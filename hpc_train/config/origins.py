@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.global_hydra import GlobalHydra
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from hpc_train.config.command_line import CommandLine, is_choice, is_search_path, parsed_override
-from hpc_train.config.compose import config_directory, plain
+from hpc_train.config.compose import WITH_STRATEGY, plain
+from hpc_train.config.conf_files import PRIMARY, config_directory
 from hpc_train.config.own_files import leaves, place_of, read_yaml
 from hpc_train.config.removed import RENAMED
 from hpc_train.config.secrets import shown
@@ -59,17 +62,39 @@ def defaults(line: CommandLine) -> dict[str, Any]:
     """Returns the keys that neither the command line nor a file of the user or the site sets, with their values, which
     may have interpolations. ``line`` describes one job. Raises as ``origins``.
     """
-    of_caller = GlobalHydra.instance().hydra  # for instance the instance of ``hydra.main``
-    GlobalHydra.instance().clear()
-    try:
-        with line.composer() as compose:
-            values = dict(_leaves(compose(list(line.overrides))))
-            files = [(key, file) for key, file, _ in _keys_of_files(line)]
-    finally:
-        GlobalHydra.instance().hydra = of_caller
+    with _without_hydra_of_caller(), line.composer() as compose:
+        values = dict(_leaves(compose(list(line.overrides))))
+        files = [(key, file) for key, file, _ in _keys_of_files(line)]
     given = {key for key, file in files if not file.is_relative_to(config_directory())}
     given |= {override.key_or_group for override in map(parsed_override, line.overrides) if not is_choice(override)}
     return {key: value for key, value in values.items() if not is_below(key, given)}
+
+
+def keys_of_own_files(line: CommandLine, overrides: Sequence[str]) -> Sequence[tuple[str, Path, Any]]:
+    """Returns the keys that the user's files outside of ``conf/`` set in the job of ``line`` with ``overrides``, with
+    the files and the nodes of their values, the weakest file first."""
+    if not line.directories and line.config_name == PRIMARY:
+        return ()
+    choices = (text for text in overrides if is_choice(parsed_override(text)) and not is_search_path(text))
+    search_path = (text for text in line.overrides if is_search_path(text))
+    return _keys_of_own_files(replace(line, overrides=(*search_path, *choices)))
+
+
+@lru_cache(maxsize=256)
+def _keys_of_own_files(line: CommandLine) -> tuple[tuple[str, Path, Any], ...]:
+    with _without_hydra_of_caller(), line.initialized():
+        return tuple(row for row in _keys_of_group_files(line) if not row[1].is_relative_to(config_directory()))
+
+
+@contextmanager
+def _without_hydra_of_caller() -> Iterator[None]:
+    """Lets the ``with`` block initialize Hydra, although for instance ``hydra.main`` has initialized it."""
+    of_caller = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = of_caller
 
 
 def is_below(key: str, names: Collection[str]) -> bool:
@@ -95,11 +120,19 @@ def _keys_of_files(line: CommandLine) -> Iterator[tuple[str, Path, Any]]:
     for settings in read_settings():
         for key, value in leaves(read_yaml(settings.path)):
             yield RENAMED.get(key, key), settings.path, value
+    yield from _keys_of_group_files(line)
+
+
+def _keys_of_group_files(line: CommandLine) -> Iterator[tuple[str, Path, Any]]:
+    """Yields the keys of the files in the Defaults List; arguments and results as of ``_keys_of_files``."""
     loader = GlobalHydra.instance().config_loader()
     assert isinstance(loader, ConfigLoaderImpl)
-    overrides = [*line.search_path, *(text for text in line.overrides if not is_search_path(text))]
-    _, repository = loader._parse_overrides_and_create_caching_repo(line.config_name, overrides)
-    for default in loader.compute_defaults_list(line.config_name, overrides, RunMode.RUN).defaults:
+    schema = [WITH_STRATEGY] if line.overrides_strategy else []
+    overrides = [*line.search_path, *schema, *(text for text in line.overrides if not is_search_path(text))]
+    parsed, repository = loader._parse_overrides_and_create_caching_repo(line.config_name, overrides)
+    for default in create_defaults_list(
+        repository, line.config_name, parsed, prepend_hydra=True, skip_missing=False
+    ).defaults:
         loaded = repository.load_config(str(default.config_path))
         assert loaded is not None
         file = Path(loaded.path.removeprefix("file://"), f"{default.config_path}.yaml")

@@ -7,7 +7,7 @@ not even have a key, and a time without quotes has become a number. The files ar
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -128,26 +128,17 @@ def place_of(path: Path, node: Any) -> str:
 
 
 def _chosen(line: CommandLine) -> dict[str, Path]:
-    return chosen_by(line.overrides, [*line.directories, config_directory()])
-
-
-def chosen_by(overrides: Sequence[str], directories: Sequence[Path]) -> dict[str, Path]:
-    """Returns the files in ``directories`` that overrides such as ``cluster=here`` choose, by group."""
+    """Returns the files that overrides such as ``cluster=here`` choose, by group."""
+    directories = [*line.directories, config_directory()]
     chosen = {}
-    for override in map(parsed_override, overrides):
+    for override in map(parsed_override, line.overrides):
         group = override.key_or_group
         name = override.value()
         if isinstance(name, str) and "." not in group:
-            path = find_file(group, name, directories)
-            if path is not None:
+            paths = (directory / group / f"{name}.yaml" for directory in directories)
+            if path := next(filter(Path.is_file, paths), None):
                 chosen[group] = path
     return chosen
-
-
-def find_file(group: str, name: str, directories: Sequence[Path]) -> Path | None:
-    """Returns the file of ``group=name`` in the first of ``directories`` that has one."""
-    paths = (directory / group / f"{name}.yaml" for directory in directories)
-    return next((path for path in paths if path.is_file()), None)
 
 
 def _is_overridden(key: str, line: CommandLine) -> bool:

@@ -10,16 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hpc_train.config.command_line import CommandLine, parsed_override
-from hpc_train.config.conf_files import PRIMARY, config_directory
-from hpc_train.config.own_files import PACKAGE, chosen_by, find_file, leaves, read_yaml
-from hpc_train.config.run_path import relative
+from hpc_train.config.origins import keys_of_own_files
+from hpc_train.config.own_files import place_of
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import FACTS, KeyInfo, info
 from hpc_train.config.secrets import shown_override
@@ -160,8 +156,12 @@ def user_keys(line: CommandLine, overrides: Sequence[str]) -> dict[str, str]:
     Args:
         overrides: the overrides of one job of ``line``.
     """
-    files = _user_files(line, overrides)
-    places = {key: place for path, package in files for key, place in _keys_of(path, package)}
+    rows = keys_of_own_files(line, overrides)
+    places = {
+        key: f"{key} in {place_of(path, node)}"
+        for key, path, node in rows
+        if node.value.lower() not in ("null", "false")
+    }
     for text in overrides:
         override = parsed_override(text)
         if override.is_delete():
@@ -171,8 +171,7 @@ def user_keys(line: CommandLine, overrides: Sequence[str]) -> dict[str, str]:
             shown = shown.partition("=")[0]
         for key in _keys_set_by(override.key_or_group, override.value()):
             places[key] = key if isinstance(override.value(), dict) else shown
-    texts = [*overrides, *(path.read_text(encoding="utf-8") for path, _ in files)]
-    mentions = " ".join(text for text in texts if "${" in text)
+    mentions = " ".join(text for text in (*overrides, *(node.value for _, _, node in rows)) if "${" in text)
     return {
         key: shown
         for key, shown in places.items()
@@ -188,64 +187,3 @@ def _keys_set_by(key: str, value: Any) -> Iterator[str]:
             yield from _keys_set_by(f"{key}.{getattr(name, 'text', name)}", item)
     elif value is not None and value is not False:
         yield key
-
-
-@lru_cache(maxsize=256)
-def _keys_of(path: Path, package: str) -> list[tuple[str, str]]:
-    """Returns the keys that a file sets, with their places."""
-    places = []
-    for key, node in leaves(read_yaml(path)):
-        if key.partition(".")[0] not in ("defaults", "hydra") and node.value.lower() not in ("null", "false"):
-            name = f"{package}.{key}".lstrip(".")
-            places.append((name, f"{name} in {relative(path)}:{node.start_mark.line + 1}"))
-    return places
-
-
-Included = tuple[Path, str, str | None]  # a file, its group, and the package that the Defaults List gives it
-
-
-def _user_files(line: CommandLine, overrides: Sequence[str]) -> list[tuple[Path, str]]:
-    """Returns the user's files with their packages. A file precedes the files in its Defaults List."""
-    directories = [*line.directories, config_directory()]
-    waiting: list[Included] = [(path, group, None) for group, path in chosen_by(overrides, directories).items()]
-    if line.config_name != PRIMARY and (primary := find_file("", line.config_name, directories)) is not None:
-        waiting.append((primary, "", None))
-    packages: dict[Path, str] = {}
-    while waiting:
-        path, group, package = waiting.pop(0)
-        if path not in packages and not path.is_relative_to(config_directory()):
-            packages[path] = _package(path, group, package)
-            waiting += _included(path, group, directories)
-    return list(packages.items())
-
-
-@lru_cache(maxsize=256)
-def _package(path: Path, group: str, given: str | None) -> str:
-    written = PACKAGE.search(path.read_text(encoding="utf-8"))
-    package = given or (written[1] if written else "_group_")
-    return {"_global_": "", "_group_": group.replace("/", ".")}.get(package, package)
-
-
-def _included(path: Path, group: str, directories: Sequence[Path]) -> Iterator[Included]:
-    """Yields the files in the Defaults List of ``path``: ``NAME``, or ``[override] [/]GROUP[@PACKAGE]: NAME``."""
-    content = _read_plain(path)
-    if not isinstance(content, Mapping):
-        return
-    for entry in content.get("defaults") or []:
-        ((option, names),) = entry.items() if isinstance(entry, dict) else [("", entry)]
-        words = re.sub(r"^((override|optional)\s+)+", "", option)
-        for name in names if isinstance(names, list) else [names]:
-            choice, _, package = (words or str(name)).partition("@")
-            if words:
-                choice = f"{choice}/{name}"
-            if not choice.startswith("/"):
-                choice = f"{group}/{choice}"
-            folder, _, stem = choice.strip("/").rpartition("/")
-            file = find_file(folder, stem, directories)
-            if file is not None and stem != "_self_":
-                yield file, folder, package or None
-
-
-@lru_cache(maxsize=256)
-def _read_plain(path: Path) -> Any:
-    return yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -117,7 +117,7 @@ def test_later_batches_of_a_sweep_tell_only_what_is_new(tmp_path: Path) -> None:
 
 
 def test_own_files_count_with_those_that_they_include(site: Path) -> None:
-    scale, betas, partition = told("experiment=mine", "-cd", str(site))
+    partition, betas, scale = told("experiment=mine", "-cd", str(site))
     assert f"optim.betas in {site}/optim/mine.yaml:3 has no effect with optim=sgd" in betas
     assert f"cluster.partition in {site}/cluster/here.yaml:2 and cluster.constraint in {site}" in partition
     assert "cluster.comment" not in partition, "the name of the run refers to it"
