@@ -44,8 +44,8 @@ class _Row:
 
 def parse_matrix(text: str) -> NodeFacts:
     """Returns the GPUs, NICs and links that ``nvidia-smi topo -m`` shows; never raises on malformed text."""
-    lines = _unwrapped([_LABEL.sub("", _COLOR.sub("", line.rstrip("\r"))) for line in text.splitlines()])
-    if lines is None:
+    lines = [_LABEL.sub("", _COLOR.sub("", line.rstrip("\r"))) for line in text.splitlines()]
+    if _is_wrapped(lines):
         return NodeFacts(unknown=("the matrix: its lines are wrapped; write it to a file, or use a wider window",))
     unknown: list[str] = []
     headers = [(number, header) for number, line in enumerate(lines) if (header := _header(line)) is not None]
@@ -62,49 +62,18 @@ def parse_matrix(text: str) -> NodeFacts:
     return NodeFacts(gpus=gpus, nics=nics, links=_links(header, rows, names, unknown.append), unknown=tuple(unknown))
 
 
-def _unwrapped(lines: list[str]) -> list[str] | None:
-    """Joins the lines of a matrix that a terminal has wrapped; None if the result is not a complete matrix."""
-    for start, line in enumerate(lines[:-1]):
+def _is_wrapped(lines: Sequence[str]) -> bool:
+    """Returns whether a terminal has wrapped the lines of a matrix, so that no row follows its heading."""
+    for line, following in itertools.pairwise(lines):
         words = line.split()
-        rest = lines[start + 1]
-        if len(words) < 2 or not _GPU_NAME.fullmatch(words[0]) or _begins_row(line) or "\t" in line:
-            continue
-        if not rest.strip() or _begins_row(rest):
-            return lines
-        blank = (at for at in range(start, len(lines)) if not "".join(lines[at : at + 2]).strip())
-        end = next((at for at in range(start, len(lines)) if lines[at].startswith("Legend")), next(blank, len(lines)))
-        pieces = lines[start:end]
-        longest = max(map(len, pieces))
-        # trailing spaces of the pieces may be missing
-        width = next((width for width in _TERMINAL_WIDTHS if longest <= width < longest + 8), longest)
-        joined = [pieces[0]]
-        for piece in pieces[1:]:
-            if _begins_row(piece):
-                joined.append(piece)
-            elif piece.strip():
-                joined[-1] += " " * (-len(joined[-1]) % width) + piece
-
-        header = _header(joined[0])
-        heading, *rows = [line.split() for line in joined]
-        if header is None or heading != [*header.devices, *" ".join(header.side).split()]:
-            return None
-        links = [cell for row in rows for cell in row[1 : 1 + len(rows)]]
-        if [row[0] for row in rows] != list(header.devices) or not all(map(_LINK.fullmatch, links)):
-            return None
-        count = 1 + len(header.devices)
-        for number, row in enumerate(rows, start=1):
-            if len(row) - count not in (0, len(header.side)):  # joined lines do not show which side cells are blank
-                joined[number] = " ".join(row[:count])
-        return [*lines[:start], *joined, "", *lines[end:]]
-    return lines
+        if len(words) > 1 and _GPU_NAME.fullmatch(words[0]) and not _begins_row(line) and "\t" not in line:
+            return bool(following.strip()) and not _begins_row(following)
+    return False
 
 
 def _begins_row(line: str) -> bool:
     words = line.split()
     return len(words) > 1 and _is_device(words[0]) and bool(words[1] in _PEER_STATUS or _LINK.fullmatch(words[1]))
-
-
-_TERMINAL_WIDTHS = (40, 60, 72, 80, 90, 100, 110, 120, 130, 132, 140, 150, 160, 180, 200, 220, 240)
 
 
 def _header(line: str) -> _Header | None:
