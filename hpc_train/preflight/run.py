@@ -27,6 +27,7 @@ from hpc_train.config.values import preflight_actions
 from hpc_train.errors import UserError
 from hpc_train.machine.allocation import Allocation, current_allocation
 from hpc_train.machine.network.facts import NodeFacts, by_machine
+from hpc_train.machine.network.nccl_settings import recorded_versions
 from hpc_train.machine.network.rails import judge_ports
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.preflight.bandwidth import (
@@ -288,8 +289,6 @@ def stop_for(findings: Sequence[PreflightFinding], actions: Mapping[str, str], n
     )
 
 
-_DRIVER = Path("/proc/driver/nvidia/version")
-_AMD_DRIVER = Path("/sys/module/amdgpu/version")
 _CPUS = Path("/proc/cpuinfo")
 
 
@@ -319,10 +318,5 @@ def versions(cuda: bool) -> dict[str, str]:
         return installed
     amd = torch.version.hip is not None
     installed["rccl" if amd else "nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    if amd and _AMD_DRIVER.exists():
-        installed["driver"] = _AMD_DRIVER.read_text().strip()
-    elif _DRIVER.exists():
-        driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _DRIVER.read_text())
-        if driver is not None:
-            installed["driver"] = driver[1]
-    return installed
+    driver = dict(recorded_versions(Path("/"))).get("amdgpu" if amd else "driver")
+    return installed if driver is None else installed | {"driver": driver}

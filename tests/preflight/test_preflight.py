@@ -19,6 +19,7 @@ from hpc_train.config.values import preflight_actions
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.machine.allocation import Allocation
+from hpc_train.machine.network.nccl_settings import recorded_versions
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.preflight import run as preflight_run
 from hpc_train.preflight.bandwidth import Expected, ExpectedBandwidths, PairRate, best_of, rounds, slow_nodes
@@ -457,11 +458,12 @@ def test_a_machine_outside_of_slurm_is_not_excluded() -> None:
 @pytest.fixture
 def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A torch that claims to be built with ROCm."""
-    (tmp_path / "version").write_text("6.12.12\n")
+    driver = tmp_path / "sys/module/amdgpu/version"
+    driver.parent.mkdir(parents=True)
+    driver.write_text("6.12.12\n")
     monkeypatch.setattr(torch.version, "hip", "6.4.43482-0f2d60242")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 22, 3))
-    monkeypatch.setattr(preflight_run, "_DRIVER", tmp_path / "none")
-    monkeypatch.setattr(preflight_run, "_AMD_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(preflight_run, "recorded_versions", lambda _: recorded_versions(tmp_path))
 
 
 @pytest.mark.usefixtures("rocm")
