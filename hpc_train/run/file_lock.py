@@ -164,20 +164,16 @@ def acquire(folder: Path, owner: LockOwner, ask_slurm: bool = True) -> Lock:
 def exclusive(folder: Path) -> Iterator[None]:
     """Waits for the lock and holds it inside the ``with`` block, which must be short because no heartbeats are sent."""
     owner = LockOwner.of_this_process()
-    while (lock := _acquired(folder, owner)) is None:
-        time.sleep(_POLL_S)
+    while True:
+        try:
+            lock = acquire(folder, owner, ask_slurm=False)
+            break
+        except LockHeld:
+            time.sleep(_POLL_S)
     try:
         yield
     finally:
         patiently(lambda: _remove(lock, owner))  # otherwise the lock stays held until this process ends
-
-
-def _acquired(folder: Path, owner: LockOwner) -> Lock | None:
-    """Returns the lock of ``folder``; None if another process holds it."""
-    try:
-        return acquire(folder, owner, ask_slurm=False)
-    except LockHeld:
-        return None
 
 
 def _remove(lock: Lock, owner: LockOwner) -> None:

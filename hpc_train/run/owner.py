@@ -34,6 +34,7 @@ from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
 from hpc_train.config.settings import Settings, read_settings, user_file
 from hpc_train.errors import UserError
+from hpc_train.opening import tell_once
 from hpc_train.run.code import frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import is_present
@@ -76,13 +77,8 @@ def check_owner(files: Iterable[Path], path: Path, trust_owner: bool = False) ->
     if trusted:
         names = ", ".join(user_name(user) for user in sorted(trusted))
         how = " and ".join(dict.fromkeys(trusted.values()))
-        _print_once(f"note: code and weights of {names} in {path} run as you, trusted by {how}")
+        tell_once(f"note: code and weights of {names} in {path} run as you, trusted by {how}")
     return bool(trusted)
-
-
-@cache
-def _print_once(note: str) -> None:
-    print(note, file=sys.stderr)
 
 
 def foreign_files(files: Iterable[Path], path: Path) -> Iterator[tuple[Path, int]]:

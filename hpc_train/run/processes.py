@@ -179,8 +179,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_PTRACER = 0x59616D61  # likewise
 
 
-def die_with_parent(parent: int, death_signal: signal.Signals = signal.SIGKILL) -> None:
-    """Makes the kernel send ``death_signal`` to this process when its parent ends. A forked child calls this first.
+def die_with_parent(parent: int) -> None:
+    """Makes the kernel kill this process when its parent ends. A forked child calls this first.
 
     The kernel takes the *thread* that forked as the parent, so fork from a thread that lives as long as its process.
 
@@ -188,7 +188,7 @@ def die_with_parent(parent: int, death_signal: signal.Signals = signal.SIGKILL) 
         parent: process id of the parent, read before the fork; the child exits if that process died before this call.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
     if os.getppid() != parent:

@@ -125,7 +125,8 @@ def test_a_holder_that_a_stale_list_hides_is_waited_for(tmp_path: Path, monkeypa
     lists = [[2]]
     real = file_lock._lock_numbers
     monkeypatch.setattr(file_lock, "_lock_numbers", lambda folder: lists.pop() if lists else real(folder))
-    assert file_lock._acquired(folder, LockOwner.of_this_process()) is None
+    with pytest.raises(file_lock.LockHeld):
+        file_lock.acquire(folder, LockOwner.of_this_process(), ask_slurm=False)
     assert [path.name for path in folder.iterdir()] == ["00000001"]
     os.utime(holder.path, (time.time() - STALE_S - 1,) * 2)
     with file_lock.exclusive(folder):

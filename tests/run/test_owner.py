@@ -23,7 +23,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch import launcher, submission
 from hpc_train.launch.executors.local import RunAgent
 from hpc_train.launch.script import Script, one_run, render
-from hpc_train.run import owner
+from hpc_train.opening import tell_once
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory, lease_folder
 from hpc_train.run.file_lock import LockOwner, acquire
@@ -47,7 +47,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file in which the caller says whom he trusts; it does not exist yet."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HPC_TRAIN_ROOT", str(tmp_path / "outputs"))
-    owner._print_once.cache_clear()
+    tell_once.cache_clear()
     file = tmp_path / "xdg" / "hpc_train" / "user.yaml"
     file.parent.mkdir(parents=True)
     return file
