@@ -22,7 +22,7 @@ from pathlib import Path
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import read_lines
+from hpc_train.run.files import NewLines
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
 from tests.faults.plan import Fault, happened, variables
@@ -103,7 +103,7 @@ def orphans(door: Start, folder: Path) -> int:
 def _first_step(run: RunDirectory, injected: float) -> float | None:
     """When the first line of a later attempt was written."""
     later = [path for path in run.metrics.glob("attempt-*.jsonl") if not path.name.endswith("-000.jsonl")]
-    times = [line["time"] for path in later for line in read_lines(path) if line["time"] > injected]
+    times = [line["time"] for path in later for line in NewLines(path).read() if line["time"] > injected]
     return min(times, default=None)
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import read_lines
+from hpc_train.run.files import NewLines
 from tests.checkpoint.tensors import assert_same_bits
 from tests.faults.plan import Fault, happened, variables
 from tests.faults.trial import COMMON, MARK, freeze, kill_all, processes, start, undisturbed
@@ -63,7 +63,7 @@ def by_this_agent(folder: Path, plan: Sequence[Fault]) -> Outcome:
     finished, left = _run(run.path, lambda: start(run, plan))
     last = f"step-{STEPS:08d}"
     same = finished and _same_bits(run.checkpoints / last, whole.checkpoints / last)
-    steps = [line for path in sorted(run.metrics.glob("*.jsonl")) for line in read_lines(path)]
+    steps = [line for path in sorted(run.metrics.glob("*.jsonl")) for line in NewLines(path).read()]
     return Outcome(finished, same, _recovery(run.path, steps, "attempt"), left)
 
 
@@ -90,7 +90,7 @@ def by_launcher(name: str, folder: Path, plan: Sequence[Fault]) -> Outcome:
     folder.mkdir()
     finished, left = _run(folder, lambda: _start(name, folder, plan))
     same = finished and (folder / "weights").read_text() == (whole / "weights").read_text()
-    steps = list(read_lines(folder / "steps.jsonl"))
+    steps = list(NewLines(folder / "steps.jsonl").read())
     return Outcome(finished, same, _recovery(folder, steps, "process"), left)
 
 

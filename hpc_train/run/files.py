@@ -215,11 +215,6 @@ def line_end(path: Path) -> str:
     return ""
 
 
-def read_lines(path: Path, below: Path | None = None) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects in a file, as ``NewLines`` reads them."""
-    yield from NewLines(path, below).read()
-
-
 class NewLines:
     """Reads the JSON objects that were appended to a file since the last ``read``.
 

@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.run.files import append_line, read_lines
+from hpc_train.run.files import NewLines, append_line
 from tests.faults.on_slurm import (
     ASKED,
     NODES,
@@ -402,7 +402,7 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # undoes the fault and ends the cluster
     results, seed = options.out.resolve() / "results.jsonl", options.seed
-    passed = {line["case"] for line in read_lines(results) if line["seed"] == seed and line["passed"]}
+    passed = {line["case"] for line in NewLines(results).read() if line["seed"] == seed and line["passed"]}
     left = [name for name in options.only or KINDS if name not in passed]
     failures = 0
     for name, reason in [(name, why_impossible(name)) for name in left]:

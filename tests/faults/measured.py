@@ -10,7 +10,7 @@ import random
 import statistics
 from dataclasses import dataclass
 
-from hpc_train.run.files import append_line, read_lines
+from hpc_train.run.files import NewLines, append_line
 from tests.checkpoint.progress import LONG, Progress
 
 SEED = os.environ.get("HPC_TRAIN_SEED", "0")
@@ -40,7 +40,7 @@ class Times:
         """Returns one row for each kind of duration, or an empty string if there are none."""
         found: dict[str, list[float]] = {}
         if self.progress.file is not None:
-            for line in read_lines(self.progress.file.with_suffix(".times")):
+            for line in NewLines(self.progress.file.with_suffix(".times")).read():
                 found.setdefault(line["what"], []).append(line["seconds"])
         rows = [f"{what:64}{len(s):8}{statistics.median(s):10.1f}{max(s):8.1f}" for what, s in sorted(found.items())]
         return "\n".join([f"{'seconds':64}{'trials':>8}{'median':>10}{'most':>8}", *rows]) if rows else ""

@@ -22,7 +22,7 @@ import pytest
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.run.files import read_lines
+from hpc_train.run.files import NewLines
 from tests.checkpoint.progress import LONG
 from tests.doors import command
 from tests.doors.command import REPOSITORY
@@ -113,7 +113,7 @@ class OnSlurm:
     def first_step_after(self, injected: float) -> float:
         """Returns the seconds from ``injected`` (since 1970) to the end of the first step of the next attempt."""
         files = RunDirectory(self.run).metrics.glob("attempt-*.jsonl")
-        firsts = [next(iter(read_lines(file)), {"time": 0.0})["time"] for file in files]
+        firsts = [next(iter(NewLines(file).read()), {"time": 0.0})["time"] for file in files]
         return min(first for first in firsts if first > injected) - injected
 
     def finished(self, whole: str) -> None:

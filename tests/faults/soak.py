@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpc_train.run.files import append_line, read_lines
+from hpc_train.run.files import NewLines, append_line
 from tests.faults.plan import CRASHES, ENDS, HANGS, PASSING, draw
 from tests.faults.surroundings import Surroundings, surroundings
 from tests.faults.trial import assert_survives
@@ -55,7 +55,7 @@ class Record:
     file: Path
 
     def runs(self) -> list[SoakRun]:
-        return [_parse(line) for line in read_lines(self.file)] if self.file.exists() else []
+        return [_parse(line) for line in NewLines(self.file).read()] if self.file.exists() else []
 
     def add(self, run: SoakRun) -> None:
         append_line(self.file, asdict(run))

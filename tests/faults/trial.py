@@ -19,7 +19,7 @@ import pytest
 from hpc_train.elastic.rendezvous.addresses import candidate_ports
 from hpc_train.elastic.workers import RETAINED_ATTEMPTS
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import read_json, read_lines
+from hpc_train.run.files import NewLines, read_json
 from tests.checkpoint.tensors import assert_same_bits
 from tests.faults.plan import HANGS, MARK, PASSING, Fault, bad_windows, happened, variables
 from tests.faults.surroundings import Surroundings
@@ -86,7 +86,7 @@ class Trial:
 
     @property
     def _lines(self) -> list[dict[str, Any]]:
-        return [line for path in self.run.metrics.glob("*.jsonl") for line in read_lines(path)]
+        return [line for path in self.run.metrics.glob("*.jsonl") for line in NewLines(path).read()]
 
     def recoveries(self) -> list[float]:
         """Returns seconds from each fault that ended an attempt to the end of the first step of the next attempt."""

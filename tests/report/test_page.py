@@ -27,7 +27,7 @@ from hpc_train.report.pipeline_step import Chunk
 from hpc_train.run import lease
 from hpc_train.run.directory import PAGE, RunDirectory
 from hpc_train.run.exits import Failure
-from hpc_train.run.files import append_line, read_lines, write_json
+from hpc_train.run.files import NewLines, append_line, write_json
 from hpc_train.run.freeze import freeze, load
 from tests.launch.jobs import make_job
 
@@ -378,7 +378,7 @@ def test_the_end_of_a_job_records_how_far_off_the_prediction_was(
     assert "prediction" not in unknown.record()
     assert report.main([str(unknown.path), "--machine", "h200"]) == 0
     assert unknown.record()["prediction"]["machine"] == "h200"
-    (last,) = [line for line in read_lines(tmp_path / "calibration.jsonl") if line["machine"] == "h200"]
+    (last,) = [line for line in NewLines(tmp_path / "calibration.jsonl").read() if line["machine"] == "h200"]
     assert last["run"] == str(unknown.path)
 
 

@@ -15,7 +15,7 @@ from hpc_train.run import files
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import STRICT, EventLog
 from hpc_train.run.events import EVENTS, HEAD, reference
-from hpc_train.run.files import read_lines
+from hpc_train.run.files import NewLines
 from hpc_train.run.ledger import Account
 from tests.run.outage import detachable
 
@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def messages(path: Path) -> list[str]:
-    return [line["message"] for line in read_lines(path) if line["event"] == "warning"]
+    return [line["message"] for line in NewLines(path).read() if line["event"] == "warning"]
 
 
 def test_what_cannot_be_written_is_written_later_in_order(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +68,7 @@ def test_the_end_of_a_writer_waits_a_while(run: RunDirectory, capfd: pytest.Capt
     with outage():
         log.write("finished")
     log.close()
-    assert [line["event"] for line in read_lines(log.path)] == ["finished", "file_system_failed"]
+    assert [line["event"] for line in NewLines(log.path).read()] == ["finished", "file_system_failed"]
     with outage():
         log.write("finished")
         assert not log.writer.close(0.3)
@@ -104,7 +104,7 @@ def test_damaged_lines_among_those_that_are_decoded_together_are_skipped(
     for number, text in damaged.items():
         whole[number] = f"{text}\n"
     (tmp_path / "lines").write_text("".join(whole) + '{"step":-1}')
-    steps = [line["step"] for line in read_lines(tmp_path / "lines")]
+    steps = [line["step"] for line in NewLines(tmp_path / "lines").read()]
     assert steps == [number for number in range(len(whole)) if number not in damaged]
 
 

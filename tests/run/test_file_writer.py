@@ -17,7 +17,7 @@ from hpc_train.run import file_writer
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.file_writer import ENTRY_BYTES, FileWriter
-from hpc_train.run.files import read_lines
+from hpc_train.run.files import NewLines
 from tests.run.outage import detachable, fill, small_disk
 
 
@@ -28,7 +28,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def numbers(path: Path) -> list[int]:
-    return [line["number"] for line in read_lines(path)]
+    return [line["number"] for line in NewLines(path).read()]
 
 
 def test_lines_on_a_full_disk_are_written_when_there_is_room(disk: Path) -> None:

@@ -23,7 +23,7 @@ from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.pipeline import balance
 from hpc_train.parallel.pipeline.balance import BlockCost, measure_blocks, plan_split, stage_bytes
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
-from hpc_train.run.files import read_lines
+from hpc_train.run.files import NewLines
 from tests.parallel.cells import Cell
 from tests.parallel.oracle import local_batch
 from tests.ranks import run_ranks
@@ -34,7 +34,7 @@ LOPSIDED = ["+strategy=pp", "model.vocab_size=8192", "model.dim=64", "model.ffn_
 
 
 def events(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
-    return [event for path in sorted(run.events.iterdir()) for event in read_lines(path) if event["event"] == kind]
+    return [event for path in sorted(run.events.iterdir()) for event in NewLines(path).read() if event["event"] == kind]
 
 
 @pytest.mark.long_form(15)  # the measuring below, and the docs' dry run
