@@ -23,7 +23,6 @@ import stat
 import struct
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -50,7 +49,6 @@ LISTED = 8  # files and folders named in a refusal
 NAME_LENGTH = 16  # hexadecimal digits of the SHA-256
 OWN_COPY = "copy"  # the value of run.snapshot
 OF_DEVELOPERS = ("tests", "docs", "notebooks", "benchmarks", "gpu_checks")  # directories of the work tree of hpc_train
-SAMPLE = 20  # files that are written first, which shows how fast the file system is
 
 
 def snapshot_code(configs: Sequence[Config], own: Path, directory: Path | None = None) -> FrozenCode | None:
@@ -255,7 +253,9 @@ def _write(entries: Mapping[str, Entry], snapshot: Path) -> None:
         for name, entry in entries.items():
             if stat.S_ISDIR(entry.mode):
                 (partial / name).mkdir(mode=entry.mode & 0o777 | 0o700, exist_ok=True)
-        _write_files([(f"{partial}/{name}", entry) for name, entry in entries.items() if not stat.S_ISDIR(entry.mode)])
+        files = [(f"{partial}/{name}", entry) for name, entry in entries.items() if not stat.S_ISDIR(entry.mode)]
+        for _ in concurrently(_write_file, files):
+            pass
         mode = entries["."].mode if "." in entries else 0o777
         partial.chmod(snapshot.parent.stat().st_mode & (mode | 0o7700))
         partial.rename(snapshot)
@@ -263,18 +263,6 @@ def _write(entries: Mapping[str, Entry], snapshot: Path) -> None:
         shutil.rmtree(partial)
         if not snapshot.is_dir():  # otherwise another submission wrote the same content first
             raise
-
-
-def _write_files(files: Sequence[tuple[str, Entry]]) -> None:
-    """Writes files and links; several at a time if the file system is remote, where the first ones mostly wait."""
-    began = time.perf_counter()
-    cpu = time.thread_time()
-    for file in files[:SAMPLE]:
-        _write_file(file)
-    waits = time.perf_counter() - began > 5 * (time.thread_time() - cpu)
-    write = concurrently if waits else map  # on a local file system, threads would only wait for each other
-    for _ in write(_write_file, files[SAMPLE:]):
-        pass
 
 
 def _write_file(file: tuple[str, Entry]) -> None:
