@@ -69,24 +69,10 @@ def estimate(config: Config, layout: Layout) -> Memory | None:
     neither its family nor the cache of counts defines.
     """
     config = counted(config)
-    if not _tells_sizes(config):
+    if runs_own_code(config) or parameter_count(config.model) is None:
         return None
     sizes = sizes_of(config, layout)
     return max((peak_of(sizes, rank) for rank in ranks_of(config, layout)), key=lambda memory: memory.total)
-
-
-def exceeds(config: Config, layout: Layout, limit: float) -> bool:
-    """Returns whether a rank needs more than ``limit`` bytes according to ``estimate``, in less time; False if the
-    estimate is None."""
-    config = counted(config)
-    if not _tells_sizes(config):
-        return limit < 0
-    sizes = sizes_of(config, layout)
-    return any(peak_exceeds(sizes, rank, limit) for rank in ranks_of(config, layout))
-
-
-def _tells_sizes(config: Config) -> bool:
-    return not runs_own_code(config) and parameter_count(config.model) is not None
 
 
 def state_bytes(config: Config, replicas: int = 1, local_replicas: int = 1) -> int | None:
@@ -704,15 +690,3 @@ def peak_of(sizes: Sizes, rank: Rank) -> Memory:
         return replay(_Step(sizes, rank).run())
     pool, outside = (replay(_Step(sizes, rank, in_layer).run()) for in_layer in (True, False))
     return pool + outside
-
-
-def peak_exceeds(sizes: Sizes, rank: Rank, limit: float) -> bool:
-    """Returns whether ``rank`` holds more than ``limit`` bytes at any moment of a step."""
-    if rank.captured:
-        return peak_of(sizes, rank).total > limit
-    total = 0.0
-    for step in _Step(sizes, rank).run():
-        if total + step.height > limit:
-            return True
-        total += step.total
-    return False

@@ -16,7 +16,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode, Recomputation
 from hpc_train.layout.counted import counted
 from hpc_train.layout.layout import Layout
-from hpc_train.layout.memory import Memory, estimate, exceeds, needed_bytes, reserved_bytes
+from hpc_train.layout.memory import Memory, estimate, needed_bytes, reserved_bytes
 from hpc_train.layout.optimizers import values_per_parameter
 from hpc_train.layout.orders import BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, PipelineShape
 from hpc_train.layout.partition import layer_counts
@@ -49,7 +49,6 @@ class Demand:
     config: Config
     layout: Layout
     rates: Rates
-    _found: dict[tuple[float, float], bool] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def memory(self) -> Memory | None:
@@ -71,18 +70,12 @@ class Demand:
 
     def fits(self, factor: float, share: float = 1.0) -> bool:
         """Returns whether ``share`` of a device has ``factor`` times the memory and the reserved memory."""
-        if (factor, share) not in self._found:
-            self._found[factor, share] = not self.exceeds(share * self.rates.memory_bytes, factor)
-        return self._found[factor, share]
+        return not self.exceeds(share * self.rates.memory_bytes, factor)
 
     def exceeds(self, device_bytes: float, factor: float) -> bool:
-        """Returns whether a device of ``device_bytes`` lacks ``factor`` times the memory plus the reserved memory.
-
-        The replay ends as soon as a rank holds too much; for most layouts that do not fit, this is before the first
-        backward.
-        """
-        limit = (device_bytes - self.reserved_bytes) / factor / (1 + self.rates.allocator_share)
-        return exceeds(self.config, self.layout, limit)
+        """Returns whether a device of ``device_bytes`` lacks ``factor`` times the memory plus the reserved memory."""
+        held = self.memory.total if self.memory else 0.0
+        return needed_bytes(factor * held, self.reserved_bytes, self.rates.allocator_share) > device_bytes
 
 
 @dataclass(frozen=True)
