@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import psutil
 
@@ -249,16 +250,14 @@ def expand(text: str) -> list[str]:
 SILENCE_S = 1.0  # the first task prints its error before srun kills it because another task has failed
 
 
-@dataclass(frozen=True)
-class Misplaced:
-    """The error of a misplaced process, and whether this process is the one that reports it."""
+def refuse_misplaced(environment: Mapping[str, str] = os.environ) -> None:
+    """Ends this process if it is one of several on its node, started by srun or torchrun; the first one reports the
+    error.
 
-    error: UserError
-    first: bool
-
-
-def misplaced(environment: Mapping[str, str] = os.environ) -> Misplaced | None:
-    """Returns an error if this process is one of several on its node, started by srun or torchrun."""
+    Raises:
+        UserError: in the first process.
+        SystemExit: in the others.
+    """
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
     if tasks > nodes:
@@ -268,7 +267,7 @@ def misplaced(environment: Mapping[str, str] = os.environ) -> Misplaced | None:
             where="srun, --ntasks",
             fix=f"use srun --ntasks={nodes} --ntasks-per-node=1",
         )
-        return Misplaced(error, environment.get("SLURM_PROCID", "0") == "0")
+        _refuse(error, is_first=environment.get("SLURM_PROCID", "0") == "0")
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment
     if by_torchrun or {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= set(environment):
         error = UserError(
@@ -278,29 +277,12 @@ def misplaced(environment: Mapping[str, str] = os.environ) -> Misplaced | None:
             "are left over from another program: unset RANK LOCAL_RANK WORLD_SIZE TORCHELASTIC_RUN_ID",
         )
         # without torchrun's variable, RANK may be left over, so that no process has rank 0
-        return Misplaced(error, not by_torchrun or environment.get("RANK", "0") == "0")
-    return None
-
-
-def refuse_misplaced(environment: Mapping[str, str] = os.environ) -> None:
-    """Ends this process if it is one of several on its node; the first one reports the error.
-
-    Raises:
-        UserError: in the first process.
-        SystemExit: in the others.
-    """
-    error = misplaced(environment)
-    if error is not None:
-        _refuse(error)
+        _refuse(error, is_first=not by_torchrun or environment.get("RANK", "0") == "0")
 
 
 def refuse_several_nodes(environment: Mapping[str, str] = os.environ) -> None:
     """Ends this process if it is one of several nodes of a step that got a config, since every node would compose a
-    separate run.
-
-    Raises:
-        UserError: in the first process.
-        SystemExit: in the others.
+    separate run. Raises as ``refuse_misplaced``.
     """
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
     if nodes > 1:
@@ -309,7 +291,14 @@ def refuse_several_nodes(environment: Mapping[str, str] = os.environ) -> None:
             where="srun",
             fix='run RUN=$(python -m hpc_train freeze OVERRIDES) and then srun python -m hpc_train agent "$RUN"',
         )
-        _refuse(Misplaced(error, environment.get("SLURM_PROCID", "0") == "0"))
+        _refuse(error, is_first=environment.get("SLURM_PROCID", "0") == "0")
+
+
+def _refuse(error: UserError, is_first: bool) -> NoReturn:
+    if is_first:
+        raise error
+    time.sleep(SILENCE_S)
+    raise SystemExit(Exit.REFUSED)
 
 
 def refuse_components(config: Config, environment: Mapping[str, str] = os.environ) -> None:
@@ -330,10 +319,3 @@ def refuse_components(config: Config, environment: Mapping[str, str] = os.enviro
         "partition, constraint, cpus or mem differ. To train on the first component while the others do something "
         "else: unset SLURM_HET_SIZE",
     )
-
-
-def _refuse(misplacement: Misplaced) -> None:
-    if misplacement.first:
-        raise misplacement.error
-    time.sleep(SILENCE_S)
-    raise SystemExit(Exit.REFUSED)

@@ -18,7 +18,6 @@ from hpc_train.machine.allocation import (
     expand,
     listening_at,
     meeting_at,
-    misplaced,
     refuse_misplaced,
 )
 from hpc_train.run.directory import RunDirectory
@@ -154,7 +153,7 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "l
     [{}, {"SLURM_JOB_ID": "7"}, {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}, {"WORLD_SIZE": "2"}],
 )
 def test_one_process_per_node_is_right(variables: dict[str, str]) -> None:
-    assert misplaced(variables) is None
+    refuse_misplaced(variables)
 
 
 @pytest.mark.parametrize(
