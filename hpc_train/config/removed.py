@@ -108,22 +108,16 @@ def apply_new_names(values: dict[str, Any], package: str = "") -> Iterator[str]:
     Yields:
         Each name of an earlier version that was found, in full.
     """
-    head = f"{package}." if package else ""
+    table = values if package == "cluster" else values.get("cluster")
+    if package not in ("", "cluster") or not isinstance(table, dict):
+        return
     for earlier, present in RENAMED.items():
-        *groups, name = earlier.removeprefix(head).split(".")
-        table: Any = values
-        for group in groups:
-            table = table.get(group) if isinstance(table, dict) else None
-        if not earlier.startswith(head) or not isinstance(table, dict) or name not in table:
+        name = earlier.removeprefix("cluster.")
+        if name not in table:
             continue
-        value = table.pop(name)
-        *groups, name = present.removeprefix(head).split(".")
-        table = values
-        for group in groups:
-            if not isinstance(table.get(group), dict):
-                table[group] = {}
-            table = table[group]
-        table.setdefault(name, value)
+        if not isinstance(table.get("extra"), dict):
+            table["extra"] = {}
+        table["extra"].setdefault(present.removeprefix("cluster.extra."), table.pop(name))
         yield earlier
 
 
