@@ -31,7 +31,7 @@ from hpc_train.run.events import Event
 from hpc_train.run.exits import Exit
 from hpc_train.run.file_lock import LockOwner, newest_lock
 from hpc_train.run.lease import is_live
-from hpc_train.run.owner import TRUST, foreign_owner, user_name
+from hpc_train.run.owner import TRUST, foreign_owner
 from hpc_train.run.processes import started
 from hpc_train.run.requests import record_stop_request, request_resize, request_stacks, stacks_answers
 from hpc_train.runs.comparison import Comparison, metric_of
@@ -44,6 +44,7 @@ from hpc_train.schedulers.slurm.jobs import ask, status_of
 from hpc_train.telemetry.progress import is_done, train_longer
 from hpc_train.telemetry.terminal import Terminal
 from hpc_train.units import counted
+from hpc_train.users import name_of_user
 
 
 def resume(arguments: list[str]) -> int:
@@ -363,15 +364,15 @@ def refuse_foreign_lease(run: RunDirectory) -> None:
     owner = foreign_owner(run)
     if owner is not None and _own_lease(run) is None:
         raise UserError(
-            f"{run.path} belongs to {user_name(owner)}, and none of your processes works on it",
+            f"{run.path} belongs to {name_of_user(owner)}, and none of your processes works on it",
             where="RUN",
-            fix=f"ask {user_name(owner)}, or name one of your runs",
+            fix=f"ask {name_of_user(owner)}, or name one of your runs",
         )
 
 
 def _refusal(run: RunDirectory, owner: int, what: str, command: str) -> UserError:
     return UserError(
-        f"{run.path} belongs to {user_name(owner)} and names {what}, which is not proved to be yours and to work on "
+        f"{run.path} belongs to {name_of_user(owner)} and names {what}, which is not proved to be yours and to work on "
         "this run",
         where=str(run.path),
         fix=f"`{command}`, if you want to end it nevertheless",

@@ -239,11 +239,6 @@ def averages_of_weights(config: Config) -> int:
     return sum(hook._target_ == EMA for hook in config.hooks.values())
 
 
-def held_whole(optim: OptimConfig) -> bool:
-    """Returns whether a single rank updates each full parameter, for the parameters that are in no group."""
-    return not target_of(optim).elementwise
-
-
 def describe_values(optim: OptimConfig) -> str | None:
     """Describes what the memory estimate assumes about a custom optimizer; None for a built-in optimizer."""
     if optim._target_ is None:

@@ -16,7 +16,7 @@ from hpc_train.config.values import LayerMode
 from hpc_train.layout.counted import CountedModel
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.loss_chunks import loss_form
-from hpc_train.layout.optimizers import averages_of_weights, held_whole, values_per_parameter
+from hpc_train.layout.optimizers import averages_of_weights, target_of, values_per_parameter
 from hpc_train.layout.recomputation import compute_width, layer_bytes, moved_by_mode, residual_width
 
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # per weight: its code, and its share of a scale and of a factor
@@ -195,8 +195,8 @@ def per_parameter(config: Config, layout: Layout) -> PerParameter:
     moments = values_per_parameter(config.optim) * (2 if config.optim.moments == "bf16" else width)
     if config.strategy.local_steps is not None:
         moments += 2 * width  # the anchors and the momentum of the outer steps
-    if (sharded or layout.tp > 1) and held_whole(config.optim):
-        # the owner has a full copy of each parameter, and of some at a time full gradients and what undoes an update
+    if (sharded or layout.tp > 1) and not target_of(config.optim).elementwise:
+        # the rank that updates a parameter has a full copy of it, and of some at a time full gradients and an undo copy
         moments += 2 * width
     on_device = offload != "all"
     masters = config.precision.weights == "bf16"

@@ -136,7 +136,10 @@ def acquire(folder: Path, owner: LockOwner, ask_slurm: bool = True) -> Lock:
         LockHeld: the previous owner has not released the lock and may be alive.
     """
     while True:
-        _make(folder)
+        for path in (folder.parent, folder):
+            if path is folder or path.name == LOCKS:  # a deleted run directory is not created again
+                with suppress(FileExistsError):
+                    path.mkdir()
         lock = Lock(folder, 1)
         before = newest_lock(folder)
         if before is not None:
@@ -212,14 +215,6 @@ def heartbeats(lock: Lock, on_loss: Callable[[], None] = lambda: None, beat_s: f
         yield
     finally:
         ended.set()
-
-
-def _make(folder: Path) -> None:
-    """Creates the folder of a lock and ``.locks`` above it; does not recreate a deleted run directory."""
-    for path in (folder.parent, folder):
-        if path is folder or path.name == LOCKS:
-            with suppress(FileExistsError):
-                path.mkdir()
 
 
 def _create(lock: Lock, owner: LockOwner) -> bool:

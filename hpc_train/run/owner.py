@@ -39,6 +39,7 @@ from hpc_train.run.code import frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import is_present
 from hpc_train.run.record import RECORD
+from hpc_train.users import name_of_user
 
 TRUST = "--trust-owner"
 OF_OTHERS = ".others"  # the folder below the run root for files that commands write about runs of other users
@@ -67,15 +68,15 @@ def check_owner(files: Iterable[Path], path: Path, trust_owner: bool = False) ->
         how = TRUST if trust_owner else trusting_file(user)
         if how is None:
             raise UserError(
-                f"{file} belongs to {user_name(user)}, and this command executes code or loads weights of {path} as "
-                f"{user_name(os.geteuid())}",
+                f"{file} belongs to {name_of_user(user)}, and this command executes code or loads weights of {path} as "
+                f"{name_of_user(os.geteuid())}",
                 where=str(path),
                 fix=f"add {TRUST} if you trust the owner, or name the owner or a group in {user_file()}: "
                 f"`trust: {{owners: [{_name_or_id(user)}]}}`",
             )
         trusted[user] = str(how)
     if trusted:
-        names = ", ".join(user_name(user) for user in sorted(trusted))
+        names = ", ".join(name_of_user(user) for user in sorted(trusted))
         how = " and ".join(dict.fromkeys(trusted.values()))
         tell_once(f"note: code and weights of {names} in {path} run as you, trusted by {how}")
     return bool(trusted)
@@ -246,7 +247,7 @@ def warn_if_open(run: RunDirectory, config: Config) -> None:
     foreign = [path for path in opened if path.stat().st_uid != os.geteuid()]
     fix = f"run `chmod o-w {' '.join(map(str, opened))}`"
     if foreign and os.geteuid() != 0:
-        fix = f"ask {user_name(foreign[0].stat().st_uid)} to do so: {fix}"
+        fix = f"ask {name_of_user(foreign[0].stat().st_uid)} to do so: {fix}"
     print(
         f"warning: every user of this system can replace the config, code and checkpoints of this run, because "
         f"{', '.join(map(str, opened))} {'is' if len(opened) == 1 else 'are'} writable by all: {fix}, or set another "
@@ -269,12 +270,6 @@ def _name_or_id(user: int) -> str | int:
         return pwd.getpwuid(user).pw_name
     except KeyError:
         return user
-
-
-def user_name(user: int) -> str:
-    """Returns the name of a user, or words with the id if the machine does not know it."""
-    name = _name_or_id(user)
-    return name if isinstance(name, str) else f"the user with id {user}"
 
 
 TRUST_EXAMPLE = "trust: {owners: [alice], groups: [vision]}"

@@ -475,6 +475,6 @@ def test_the_owner_of_an_open_root_is_asked(common: Path, run: RunDirectory) -> 
     def tell() -> None:
         with redirect_stderr(io.StringIO()) as said:
             warn_if_open(run, config)
-        assert "ask the user with id 4242 to do so" in said.getvalue(), said.getvalue()
+        assert "ask user 4242 to do so" in said.getvalue(), said.getvalue()
 
     as_other(tell)
