@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import hydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -84,7 +83,7 @@ def with_right_plus(arguments: Sequence[str]) -> list[str]:
         if line.runs and not line.multirun:
             options.append("--multirun")
     lists = [text.partition("=")[0] for text in swept(line.overrides)]
-    for parsed in OverridesParser.create().parse_overrides(list(line.overrides)):
+    for parsed in map(parsed_override, line.overrides):
         key = parsed.key_or_group
         if parsed.is_delete() and key in vars(Config()) and key not in OPTIONAL:
             raise of_deletion(key)
@@ -133,7 +132,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    parsed = list(map(parsed_override, overrides))
     if not any(override.is_sweep_override() for override in parsed):
         return [list(overrides)]
     try:
@@ -153,7 +152,7 @@ def swept(overrides: Sequence[str]) -> list[str]:
 def first_values(overrides: Sequence[str]) -> list[str]:
     """Returns the overrides of one possible job of a search: the first value of each sweep or interval."""
     texts = []
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
+    for override in map(parsed_override, overrides):
         value = override.value()
         if isinstance(value, IntervalSweep):
             texts.append(f"{override.get_key_element()}={value.start}")
@@ -201,7 +200,7 @@ def searches(line: CommandLine) -> bool:
 
 def _chosen(line: CommandLine) -> _Chosen:
     """Returns the choices, composed for each experiment of the sweep if the command line may make any."""
-    parsed = OverridesParser.create().parse_overrides(list(line.overrides))
+    parsed = list(map(parsed_override, line.overrides))
     experiments = [override for override in parsed if override.key_or_group == "experiment"]
     has_strategy = _names_strategy(line.overrides)
     has_files = line.directories or line.config_name != PRIMARY
@@ -322,7 +321,7 @@ def all_mistakes(line: CommandLine, first: UserError) -> UserError:
     keys of a group are not checked if the choice of its file is wrong. ``first`` is the mistake that Hydra has
     reported."""
     try:
-        parsed = OverridesParser.create().parse_overrides(list(line.overrides))
+        parsed = list(map(parsed_override, line.overrides))
     except (HydraException, OmegaConfBaseException):
         return first
     if len(parsed) > MOST:

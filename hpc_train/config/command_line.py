@@ -161,8 +161,7 @@ def is_search_path(override: str) -> bool:
 
 
 def _search_directories(override: str) -> list[str]:
-    parsed: Override = OverridesParser.create().parse_override(override)
-    value = parsed.value()
+    value = parsed_override(override).value()
     return [str(part) for part in value] if isinstance(value, list) else [str(value)]
 
 

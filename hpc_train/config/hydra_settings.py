@@ -13,10 +13,10 @@ from typing import Any
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Glob
 from omegaconf import DictConfig, OmegaConf
 
+from hpc_train.config.command_line import parsed_override
 from hpc_train.config.compose import LAUNCHER, SWEEPER
 from hpc_train.config.import_path import check_call
 from hpc_train.config.translate import instead_of_key
@@ -98,8 +98,8 @@ def swept_params(settings: DictConfig) -> list[str]:
 
 def with_params(overrides: Sequence[str], params: Sequence[str]) -> list[str]:
     """Returns the ``params`` whose keys ``overrides`` do not set, followed by ``overrides``."""
-    keys = {override.key_or_group for override in _parsed(overrides)}
-    return [*(text for text in params if _parsed([text])[0].key_or_group not in keys), *overrides]
+    keys = {parsed_override(text).key_or_group for text in overrides}
+    return [*(text for text in params if parsed_override(text).key_or_group not in keys), *overrides]
 
 
 def with_listed_globs(overrides: Sequence[str], directories: Sequence[Path]) -> list[str]:
@@ -110,7 +110,7 @@ def with_listed_globs(overrides: Sequence[str], directories: Sequence[Path]) -> 
     for directory in directories:
         path.append("hpc_train", f"file://{directory.absolute()}")
     texts = []
-    for override in _parsed(overrides):
+    for override in map(parsed_override, overrides):
         pattern = override.value()
         if not isinstance(pattern, Glob):
             texts.append(str(override.input_line))
@@ -127,9 +127,4 @@ def with_listed_globs(overrides: Sequence[str], directories: Sequence[Path]) -> 
 
 
 def has_glob(overrides: Sequence[str]) -> bool:
-    return any(isinstance(override.value(), Glob) for override in _parsed(overrides))
-
-
-def _parsed(overrides: Sequence[str]) -> list[Override]:
-    parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
-    return parsed
+    return any(isinstance(override.value(), Glob) for override in map(parsed_override, overrides))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from hpc_train.config.command_line import CommandLine, parsed_override
 from hpc_train.config.conf_files import config_directory
@@ -142,8 +141,7 @@ def _chosen(line: CommandLine) -> dict[str, Path]:
 
 
 def _is_overridden(key: str, line: CommandLine) -> bool:
-    parsed = OverridesParser.create().parse_overrides(list(line.overrides))
-    return any(key == override.key_or_group for override in parsed)
+    return any(key == parsed_override(text).key_or_group for text in line.overrides)
 
 
 def _check(schema: Any, path: Path) -> None:
