@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from hpc_train.errors import UserError
-from hpc_train.machine.gpus import job_gpus, print_listing, visible_devices
+from hpc_train.machine.gpus import job_gpus, visible_devices
 from hpc_train.machine.health.gpu_health import GpuReading, problems, read_nvml
 from hpc_train.machine.network.decision import FabricDecision, FabricJob, decide
 from hpc_train.machine.network.discovery import discover, merge, read_tree, recorded_tree
@@ -40,7 +40,6 @@ from hpc_train.machine.network.smi import (
     parse_matrix,
     parse_nvlink_domain,
     parse_showtopo,
-    with_slices,
 )
 from hpc_train.machine.sysfs import output_of, read_text
 
@@ -66,8 +65,6 @@ def this_node(name: str, rendezvous_host: str | None, environment: Mapping[str, 
         facts = merge(facts, parse_matrix(matrix))
     if visible and (reading := read_nvml()) is not None:
         facts = replace(facts, gpus=filled(facts.gpus, reading))
-    if any(name.startswith("MIG-") for name in visible) and not any(gpu.slices for gpu in facts.gpus):
-        facts = replace(facts, gpus=with_slices(facts.gpus, print_listing()))
     allocated = environment.get("SLURM_CPUS_ON_NODE", "")
     return replace(
         facts,

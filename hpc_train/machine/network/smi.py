@@ -1,4 +1,4 @@
-"""Parses the output of ``nvidia-smi`` (topology matrix, MIG slices, NVLink domain) and of ``rocm-smi --showtopo``.
+"""Parses the output of ``nvidia-smi`` (topology matrix, NVLink domain) and of ``rocm-smi --showtopo``.
 
 The matrix of ``nvidia-smi topo -m`` may have tabs or spaces, color codes, blank cells (a cgroup hides the CPUs),
 duplicate columns, NICs by name or as NICn with a legend, and it may be truncated. rocm-smi shows link types (``XGMI``
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hpc_train.machine.network.facts import XGMI, Gpu, GpuLink, Nic, NodeFacts, parse_cpu_list
 from hpc_train.machine.network.rdma import kind_of
@@ -194,27 +194,6 @@ def _way(rows: dict[str, _Row], device: str, column: int) -> str | None:
     if column >= len(path_types) or not _LINK.fullmatch(path_types[column]):
         return None
     return "SYS" if path_types[column] == "SOC" else path_types[column]  # drivers before 2018
-
-
-_GPU = re.compile(r"^GPU \d+: .*\(UUID: (GPU-[^)]+)\)")
-_SLICE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
-
-
-def with_slices(gpus: Sequence[Gpu], listing: str) -> tuple[Gpu, ...]:
-    slices = parse_slices(listing)
-    return tuple(replace(gpu, slices=slices.get(gpu.uuid or "", gpu.slices)) for gpu in gpus)
-
-
-def parse_slices(listing: str) -> dict[str, tuple[str, ...]]:
-    """Returns the UUIDs of the MIG slices of each GPU, by the GPU's UUID."""
-    slices: dict[str, tuple[str, ...]] = {}
-    gpu: str | None = None
-    for line in listing.splitlines():
-        if match := _GPU.match(line):
-            gpu = match[1]
-        elif gpu is not None and (match := _SLICE.match(line)):
-            slices[gpu] = (*slices.get(gpu, ()), match[1])
-    return slices
 
 
 NVLINK_QUERY = ("nvidia-smi", "--query-gpu=fabric.clusterUuid,fabric.cliqueId", "--format=csv,noheader")

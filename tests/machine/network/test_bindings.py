@@ -12,17 +12,13 @@ from hpc_train.machine.gpus import job_gpus, visible_devices
 from hpc_train.machine.network.discovery import read_tree
 from hpc_train.machine.network.facts import NodeFacts, Setting, format_cpu_list
 from hpc_train.machine.network.rank_binding import bindings, devices, refuse_slices_of_same_gpu
-from hpc_train.machine.network.smi import with_slices
 from hpc_train.run.rows import check_fields
 from tests.machine.network.machines import Machine, hgx, switch
 
-LISTING = """\
-GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-0001:11:01.0)
-  MIG 3g.20gb     Device  0: (UUID: MIG-aaaa)
-  MIG 3g.20gb     Device  1: (UUID: MIG-bbbb)
-GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-0001:12:01.0)
-  MIG 7g.40gb     Device  0: (UUID: MIG-cccc)
-"""
+
+def with_slices(facts: NodeFacts) -> NodeFacts:
+    first, second = facts.gpus
+    return replace(facts, gpus=(replace(first, slices=("MIG-aaaa", "MIG-bbbb")), replace(second, slices=("MIG-cccc",))))
 
 
 def masks(facts: NodeFacts, ranks: int) -> list[str | None]:
@@ -71,7 +67,7 @@ def test_devices_by_number_uuid_and_slice(tmp_path: Path) -> None:
     facts = facts_of(
         machine, visible=("1", "GPU-0001:1", "GPU-0001:11:01", "MIG-cccc", "MIG-GPU-0001:12:01.0/7/0", "9")
     )
-    facts = replace(facts, gpus=with_slices(facts.gpus, LISTING))
+    facts = with_slices(facts)
     found = [device.gpu.index if device.gpu else None for device in devices(facts)]
     assert found == [1, None, 0, 1, 1, None]  # a prefix of several UUIDs names none
 
@@ -81,7 +77,7 @@ def test_ranks_on_slices_of_one_gpu_are_refused(tmp_path: Path) -> None:
     for slot in (1, 2):
         machine.gpu(switch(1, slot, 1), 0)
     facts = facts_of(machine, visible=("MIG-aaaa", "MIG-bbbb"))
-    facts = replace(facts, gpus=with_slices(facts.gpus, LISTING))
+    facts = with_slices(facts)
     with pytest.raises(UserError, match="2 ranks would run on MIG slices of GPU0 of n1"):
         refuse_slices_of_same_gpu(facts, 2)
     refuse_slices_of_same_gpu(facts, 1)
