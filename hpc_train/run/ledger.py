@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
-from types import MappingProxyType
 from typing import NamedTuple
 
 from hpc_train.run.directory import RunDirectory
@@ -282,7 +281,7 @@ def read_ledger(run: RunDirectory, now: float | None = None, closing: Event | No
     if closing is not None:
         events.append(closing)
     submitted = [entry["time"] for entry in run.record().get("submissions", []) if "time" in entry]
-    return ledger(events, run.read_all_metrics(), submitted, now, read_frozen(run))
+    return account_for(attempts_of(events, run.read_all_metrics(), read_frozen(run)), submitted, now)
 
 
 def read_frozen(run: RunDirectory) -> dict[str, float]:
@@ -296,27 +295,14 @@ def read_frozen(run: RunDirectory) -> dict[str, float]:
     return times
 
 
-def ledger(
-    events: Iterable[Event],
-    metrics: Iterable[Line],
-    submitted: Sequence[float],
-    now: float | None = None,
-    frozen: Mapping[str, float] = MappingProxyType({}),
-) -> Ledger:
-    """Accounts for each attempt.
+def account_for(attempts: Sequence[Attempt], submitted: Sequence[float], now: float | None = None) -> Ledger:
+    """Accounts for each of ``attempts``.
 
     Args:
-        metrics: lines of all attempts, including those of repeated steps.
         submitted: the times of the submissions.
         now: seconds since 1970 if the run is live; otherwise None, in which case an attempt without a recorded end has
             died.
-        frozen: until when a frozen node held a job after its last attempt, by job and restart.
     """
-    return account_for(attempts_of(events, metrics, frozen), submitted, now)
-
-
-def account_for(attempts: Sequence[Attempt], submitted: Sequence[float], now: float | None = None) -> Ledger:
-    """Accounts for ``attempts`` as ``ledger`` does."""
     if not attempts:
         return Ledger((), _waiting(attempts, submitted, now))
     alive = None if attempts[-1].closed else now

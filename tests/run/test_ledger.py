@@ -14,7 +14,7 @@ from hpc_train.elastic.decision import over_budget
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import Clock, EventLog, age_of_this_process
 from hpc_train.run.events import Event
-from hpc_train.run.ledger import Account, Ledger, ledger, read_ledger
+from hpc_train.run.ledger import Account, Ledger, account_for, attempts_of, read_ledger
 from hpc_train.run.rows import Line
 from hpc_train.telemetry.metrics import MetricsLog
 from hpc_train.telemetry.progress import spent_line
@@ -40,7 +40,7 @@ class Log:
         self.lines.append(Line(line | {"save_s": 0.0} | pauses))
 
     def ledger(self, *submitted: float, now: float | None = None, frozen: Mapping[str, float] = {}) -> Ledger:
-        return ledger(self.events, self.lines, submitted, now, frozen)
+        return account_for(attempts_of(self.events, self.lines, frozen), submitted, now)
 
 
 def seconds(account: Account) -> dict[str, float]:

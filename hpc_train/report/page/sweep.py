@@ -14,7 +14,7 @@ from hpc_train.report.page.resources import held
 from hpc_train.report.page.settings import training_again
 from hpc_train.report.page.verdict import clock
 from hpc_train.run.exits import Exit
-from hpc_train.run.ledger import Account, ledger, read_frozen
+from hpc_train.run.ledger import Account, account_for, attempts_of, read_frozen
 from hpc_train.runs.comparison import DEFAULT, Comparison
 from hpc_train.runs.diagnosis import SweepFailure, find_cause
 from hpc_train.runs.job_status import View
@@ -72,7 +72,7 @@ def sweep_verdict(sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Html:
     spent = Account()  # from the events alone, which are quick to read
     for item, view in zip(sweep.handles, views, strict=True):
         now = time.time() if view.exit is None else None
-        spent += ledger(item.run.read_events(), (), (), now, read_frozen(item.run)).total
+        spent += account_for(attempts_of(item.run.read_events(), (), read_frozen(item.run)), (), now).total
     return section("Verdict", block("paragraph", head, f"verdict {level}"), block("facts", held(spent)), words, box)
 
 
