@@ -15,7 +15,7 @@ from hpc_train.elastic.rendezvous.messages import NodeReport, report_message, re
 from hpc_train.machine.health.finding import OK, Finding
 from hpc_train.machine.health.gpu_health import GpuProcess, GpuState, judge
 from hpc_train.machine.health.health_check import NodeHealth
-from hpc_train.machine.health.kernel_log import GpuError
+from hpc_train.machine.health.kernel_log import Line, find_errors
 from hpc_train.machine.network.facts import Gpu, NodeFacts
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
@@ -39,9 +39,12 @@ def states(**second: object) -> tuple[GpuState, ...]:
     return (GpuState(0, FIRST), GpuState(1, SECOND, **second), GpuState(2, FOREIGN))  # type: ignore[arg-type]
 
 
-def health(gpus: tuple[GpuState, ...], *errors: GpuError) -> NodeHealth:
-    defects = tuple(error.defect for error in errors if error.defect is not None)
-    return NodeHealth("n1", (*judge(gpus, "n1"), UNREAD), gpus, errors, defects=defects)
+def xid(pci: str, code: int, age: float) -> Line:
+    return Line(f"NVRM: Xid (PCI:{pci}): {code}, pid=1", age)
+
+
+def health(gpus: tuple[GpuState, ...], *log: Line) -> NodeHealth:
+    return NodeHealth("n1", (*judge(gpus, "n1"), UNREAD), gpus, find_errors(log))
 
 
 def examined(failed: WorkerFailure, found: NodeHealth, facts: NodeFacts = FACTS) -> WorkerFailure:
@@ -57,10 +60,10 @@ def examined(failed: WorkerFailure, found: NodeHealth, facts: NodeFacts = FACTS)
         (Failure.KERNEL, ILLEGAL, health(states(recovery="Reset")), Failure.DEVICE),
         (Failure.KERNEL, ILLEGAL, health(states(rows_pending=True)), Failure.KERNEL),  # a warning
         (Failure.KERNEL, ILLEGAL, health(states(slowdowns=("it is warm",))), Failure.KERNEL),
-        (Failure.KERNEL, ILLEGAL, health(states(), GpuError("0000:3a:00", 79, "", age=5.0)), Failure.DEVICE),
-        (Failure.KERNEL, ILLEGAL, health(states(), GpuError("0000:3a:00", 31, "", age=5.0)), Failure.KERNEL),
-        (Failure.KERNEL, ILLEGAL, health(states(), GpuError("0000:3a:00", 79, "", age=3600.0)), Failure.KERNEL),
-        (Failure.KERNEL, ILLEGAL, health(states(), GpuError("0000:5d:00", 79, "", age=5.0)), Failure.KERNEL),
+        (Failure.KERNEL, ILLEGAL, health(states(), xid("0000:3a:00", 79, 5.0)), Failure.DEVICE),
+        (Failure.KERNEL, ILLEGAL, health(states(), xid("0000:3a:00", 31, 5.0)), Failure.KERNEL),
+        (Failure.KERNEL, ILLEGAL, health(states(), xid("0000:3a:00", 79, 3600.0)), Failure.KERNEL),
+        (Failure.KERNEL, ILLEGAL, health(states(), xid("0000:5d:00", 79, 5.0)), Failure.KERNEL),
         (Failure.HANG, "no sign of life for 60 s", health(states(recovery="Reboot")), Failure.DEVICE),
         (Failure.USER_ERROR, "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", health(states(uncorrected=1)), Failure.DEVICE),
         (Failure.OUT_OF_MEMORY, OUT_OF_MEMORY, health(states(uncorrected=1)), Failure.OUT_OF_MEMORY),

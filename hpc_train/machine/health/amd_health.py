@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_train.machine.amd_gpus import VENDOR, AmdGpu, AmdNode, instinct_on_bus
@@ -27,8 +27,7 @@ from hpc_train.machine.health.gpu_health import (
     out_of_service,
     read_in_child,
 )
-from hpc_train.machine.health.kernel_log import SUBJECT as LOG
-from hpc_train.machine.health.kernel_log import Defect, Kind, Line, occurrences, read_kernel_log
+from hpc_train.machine.health.kernel_log import GpuError, Kind, Line, judge_log, read_kernel_log
 from hpc_train.machine.health.vendor import Paths, VendorHealth
 from hpc_train.machine.sysfs import read_text
 from hpc_train.units import counted
@@ -83,12 +82,13 @@ def amd_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
             gpus.append(parse_gpu(parts[0], place, texts[place], of_gpu))
     findings += judge_amd([(gpu, texts[gpu.pci or ""]) for gpu in gpus], node)
     lines = read_kernel_log(paths.kmsg)
-    findings += judge_amd_log(lines, node, foreign)
+    errors = None if lines is None else find_events(lines, foreign)
+    findings += judge_log(errors, node, "error of amdgpu")
     return VendorHealth(
         present=amd_node.managed,
         shared=0 < len(on_bus) < amd_node.managed,
         gpus=tuple(gpus),
-        defects=defects_in(lines or (), foreign),
+        errors=errors or (),
         findings=tuple(findings),
     )
 
@@ -217,36 +217,11 @@ def _memory(gpu: GpuState, texts: Texts, node: str) -> Iterator[Finding]:
         yield Finding(SUBJECT, WARNING, text, out_of_service(node, RESET))
 
 
-@dataclass(frozen=True)
-class AmdEvent:
-    """Describes an error in the kernel log. ``pci`` is the address of the GPU; None if the line does not contain it.
-
-    Attributes:
-        lasting: whether it is an error of the hardware, which a successful reset does not repair.
-        count: how often it was logged.
-        age: the seconds since it was last logged; None if unknown.
-        reset: whether the driver has reset the GPU since.
-    """
-
-    pci: str | None
-    meaning: str
-    kind: Kind
-    lasting: bool
-    count: int = 1
-    age: float | None = None
-    reset: bool = False
-
-    @property
-    def where(self) -> str:
-        if self.pci:
-            return f"the GPU at {self.pci}"
-        return "a GPU"
-
-
-# a characteristic part of the line, its meaning, the required action, and whether a reset does not repair the error
+# a characteristic part of the line, its meaning, the required action, and whether it proves a defect of the hardware:
+# hangs and resets, even failed ones, do not, because an error in a program may cause them
 _EVENTS = tuple(
-    (re.compile(pattern), meaning, kind, lasting)
-    for pattern, meaning, kind, lasting in (
+    (re.compile(pattern), meaning, kind, defect)
+    for pattern, meaning, kind, defect in (
         (
             r"\b[1-9]\d* (?:new )?uncorrectable hardware errors detected in (\w+) block",
             "uncorrectable error in the block {}",
@@ -290,9 +265,13 @@ _RESET_DONE = re.compile(r"GPU reset\(\d+\) succeeded")
 _LOADED = "amdgpu kernel modesetting enabled"
 
 
-def find_events(lines: Iterable[Line]) -> tuple[AmdEvent, ...]:
-    """Returns the errors since the driver was last loaded; repetitions are counted."""
-    events: dict[tuple[str | None, str], AmdEvent] = {}
+def find_events(lines: Iterable[Line], foreign: Sequence[str] = ()) -> tuple[GpuError, ...]:
+    """Returns the errors since the driver was last loaded; repetitions are counted.
+
+    Errors of ``foreign`` GPUs, which belong to other jobs, are left out. A line without an address proves no defect if
+    a GPU of the node is foreign.
+    """
+    events: dict[tuple[str | None, str], GpuError] = {}
     for line in lines:
         if _LOADED in line.text:
             events.clear()
@@ -301,48 +280,16 @@ def find_events(lines: Iterable[Line]) -> tuple[AmdEvent, ...]:
         pci = match[1]
         text = match[2] or match[3] or ""
         if _RESET_DONE.search(text):
-            events = {
-                key: replace(event, reset=event.reset or event.pci in (pci, None)) for key, event in events.items()
-            }
+            for key, event in events.items():
+                if not event.defect and event.pci in (pci, None):
+                    events[key] = replace(event, settled="the driver has reset it since")
             continue
-        for pattern, words, kind, lasting in _EVENTS:
+        for pattern, words, kind, defect in _EVENTS:
             if error := pattern.search(text):
                 meaning = words.format(*error.groups())
-                count = events[pci, meaning].count if (pci, meaning) in events else 0
-                events[pci, meaning] = AmdEvent(pci, meaning, kind, lasting, count + 1, line.age)
+                count = events[pci, meaning].count + 1 if (pci, meaning) in events else 1
+                gpu = f"the GPU at {pci}" if pci else "a GPU"
+                events[pci, meaning] = GpuError(pci, f"{gpu}: {meaning}", kind, defect, count, line.age)
                 break
-    return tuple(events.values())
-
-
-def judge_amd_log(lines: Sequence[Line] | None, node: str, foreign: Sequence[str] = ()) -> Iterator[Finding]:
-    """Yields findings on the errors of amdgpu in the kernel log, except errors of ``foreign`` GPUs. ``lines`` is None
-    if the log cannot be read."""
-    if lines is None:
-        text = f"{UNCHECKED}this user may read neither /dev/kmsg nor the journal, so errors of amdgpu are unchecked"
-        yield Finding(LOG, OK, text)
-        return
-    events = [event for event in find_events(lines) if event.pci not in foreign]
-    for event in events:
-        text = f"{event.where}: {event.meaning}{occurrences(event.count, event.age)}"
-        if event.kind.level == OK:
-            yield Finding(LOG, OK, text)
-            continue
-        fix = out_of_service(node, event.kind.action)
-        if event.reset and not event.lasting:
-            yield Finding(LOG, WARNING, f"{text}; the driver has reset it since", fix)
-        else:
-            yield Finding(LOG, event.kind.level, text, fix)
-    if not events:
-        yield Finding(LOG, OK, "no error of amdgpu since the driver was loaded")
-
-
-def defects_in(lines: Iterable[Line], foreign: Sequence[str] = ()) -> tuple[Defect, ...]:
-    """Returns the errors in the log that prove a defect of a GPU of this job.
-
-    These are the driver's messages about uncorrectable errors, poisoned data that a program has used, too many bad
-    pages, and a GPU that has left the bus. Hangs and resets, even failed ones, are excluded, because an error in a
-    program may cause them. A line without an address counts only if no GPU of the node is ``foreign``.
-    """
-    events = (event for event in find_events(lines) if event.lasting and event.kind.level == ERROR)
-    job_events = (event for event in events if (event.pci not in foreign if event.pci else not foreign))
-    return tuple(Defect(event.pci, f"{event.where}: {event.meaning}", event.age) for event in job_events)
+    job_events = [event for event in events.values() if event.pci not in foreign]
+    return tuple(replace(event, defect=event.defect and bool(event.pci or not foreign)) for event in job_events)

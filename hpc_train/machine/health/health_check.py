@@ -19,7 +19,7 @@ from hpc_train.machine.gpus import job_gpus
 from hpc_train.machine.health.amd_health import amd_health
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding, worst
 from hpc_train.machine.health.gpu_health import HANGS, SUBJECT, GpuState, judge, read_gpus, read_nvml
-from hpc_train.machine.health.kernel_log import Defect, GpuError, find_errors, judge_log, read_kernel_log
+from hpc_train.machine.health.kernel_log import GpuError, find_errors, judge_log, read_kernel_log
 from hpc_train.machine.health.vendor import Paths, VendorHealth
 from hpc_train.machine.sysfs import ACCELERATOR, nvidia_gpus, read_number, read_text
 from hpc_train.schedulers.slurm.client import show_nodes
@@ -39,11 +39,15 @@ class NodeHealth:
     gpus: tuple[GpuState, ...] = ()
     errors: tuple[GpuError, ...] = ()
     ports: tuple[PortState, ...] = ()
-    defects: tuple[Defect, ...] = ()
 
     @property
     def healthy(self) -> bool:
         return worst(self.findings) != ERROR
+
+    @property
+    def defects(self) -> tuple[GpuError, ...]:
+        """Returns the errors in the kernel log that prove a defect of a GPU."""
+        return tuple(error for error in self.errors if error.defect)
 
     @property
     def driver_hangs(self) -> bool:
@@ -99,7 +103,6 @@ def _combined(node: str, vendors: Sequence[VendorHealth]) -> NodeHealth:
         findings=tuple(finding for vendor in vendors for finding in vendor.findings),
         gpus=tuple(state for vendor in vendors for state in vendor.gpus),
         errors=tuple(error for vendor in vendors for error in vendor.errors),
-        defects=tuple(defect for vendor in vendors for defect in vendor.defects),
     )
 
 
@@ -129,16 +132,14 @@ def nvidia_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
 
     lines = read_kernel_log(paths.kmsg)
     foreign = sorted(listed.difference(openable))  # the GPUs of other jobs
-    logged = find_errors(lines or ())
-    errors = tuple(error for error in logged if not any(place.startswith(error.pci) for place in foreign))
     recovered = [gpu.pci for gpu in reading.gpus if gpu.pci and gpu.recovery == "None"]
-    findings += judge_log(lines, node, recovered, foreign=foreign)
+    errors = None if lines is None else find_errors(lines, recovered, foreign)
+    findings += judge_log(errors, node, "Xid or SXid error")
     return VendorHealth(
         present=max(len(listed), len(reading.gpus)),
         shared=any(gpu.mig for gpu in reading.gpus),
         gpus=reading.gpus,
-        errors=errors,
-        defects=tuple(error.defect for error in errors if error.defect is not None),
+        errors=errors or (),
         findings=tuple(findings),
     )
 
@@ -212,7 +213,11 @@ def metrics(health: NodeHealth, now: float | None = None) -> str:
         "gpu_nvlinks": ("Active NVLinks.", [(labels, gpu.links) for labels, gpu in gpus]),
         "gpu_xid": (
             "Xid errors since the driver was loaded.",
-            [({"pci": error.pci, "code": str(error.code)}, error.count) for error in health.errors if not error.switch],
+            [
+                ({"pci": error.pci or "", "code": str(error.xid)}, error.count)
+                for error in health.errors
+                if error.xid is not None
+            ],
         ),
         "port_symbol_errors": ("Symbol errors of the port.", [(labels, port.symbol_errors) for labels, port in ports]),
         "port_link_recoveries": ("Recoveries of the link.", [(labels, port.recoveries) for labels, port in ports]),

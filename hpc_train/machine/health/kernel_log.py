@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -27,21 +27,6 @@ JOURNAL_S = 5.0
 RECORD = 8192  # bytes; the kernel's limit for a record
 CATALOG = "see the code in NVIDIA's Xid catalog"
 LOST = 79
-
-
-@dataclass(frozen=True)
-class Defect:
-    """An error in the kernel log that proves a defect of the hardware.
-
-    Attributes:
-        pci: the address of the GPU, perhaps without the function; None if the line does not contain it.
-        text: the description of the error.
-        age: seconds since the error was last logged; None if unknown.
-    """
-
-    pci: str | None
-    text: str
-    age: float | None
 
 
 class Kind(Enum):
@@ -121,49 +106,26 @@ class Line:
 
 @dataclass(frozen=True)
 class GpuError:
-    """An Xid of the GPU, or with ``switch`` an SXid of the NVSwitch, at the PCI address ``pci``. ``count`` states how
-    often it was logged; ``age`` and ``text`` describe the last occurrence."""
+    """An error of a GPU or an NVSwitch in the kernel log.
 
-    pci: str
-    code: int
+    Attributes:
+        pci: the address of the device, perhaps without the function; None if the line does not contain it.
+        text: the device and the description of the error.
+        defect: whether the error proves a defect of the hardware.
+        count: how often it was logged.
+        age: the seconds since it was last logged; None if unknown.
+        xid: NVIDIA's code of an error of a GPU.
+        settled: why the staff need not act now, such as "the driver has reset it since"; empty if they must.
+    """
+
+    pci: str | None
     text: str
-    switch: bool = False
+    kind: Kind
+    defect: bool
     count: int = 1
     age: float | None = None
-
-    @property
-    def meaning(self) -> str:
-        if self.switch:
-            return SXIDS.get(self.code, "NVSwitch error")
-        if self.code != RECOVERY:
-            return XIDS.get(self.code, (CATALOG, Kind.LOOK_UP))[0]
-        return self.text
-
-    @property
-    def kind(self) -> Kind:
-        if self.switch:
-            if self.text.lower().startswith(("fatal", "always fatal")):
-                return Kind.SWITCH
-            return Kind.LOOK_UP
-        if self.code == RECOVERY:  # GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)
-            action = self.text.rpartition(" to ")[2].lower()
-            kinds = {"reboot": Kind.REBOOT, "reset": Kind.RESET, "drain": Kind.LINK}
-            return next((kind for word, kind in kinds.items() if word in action), Kind.PROGRAM)
-        if self.code in NVLINK_5 and re.search(r"non-?fatal", self.text, re.IGNORECASE):
-            return Kind.WATCH
-        return XIDS.get(self.code, ("", Kind.LOOK_UP))[1]
-
-    @property
-    def name(self) -> str:
-        if self.switch:
-            return f"SXid {self.code} of the NVSwitch"
-        return f"Xid {self.code} of the GPU"
-
-    @property
-    def defect(self) -> Defect | None:
-        if self.kind.level != ERROR:
-            return None
-        return Defect(self.pci, f"{self.name} at {self.pci}: {self.meaning}", self.age)
+    xid: int | None = None
+    settled: str = ""
 
 
 def read_kernel_log(kmsg: Path = KMSG) -> tuple[Line, ...] | None:
@@ -216,59 +178,77 @@ _LOST = re.compile(
 _LOADED = "NVRM: loading NVIDIA UNIX"
 
 
-def find_errors(lines: Iterable[Line]) -> tuple[GpuError, ...]:
-    """Returns the errors since the driver was last loaded, since loading resets the GPUs. Repeated errors are
-    counted."""
-    errors: dict[tuple[str, int, bool], GpuError] = {}
+def find_errors(
+    lines: Iterable[Line], recovered: Sequence[str] = (), foreign: Sequence[str] = ()
+) -> tuple[GpuError, ...]:
+    """Returns the errors since the driver was last loaded, since loading resets the GPUs. Repeated errors are counted.
+
+    Args:
+        recovered: PCI addresses of GPUs for which the driver requests no action.
+        foreign: PCI addresses of GPUs that belong to other jobs; their errors are left out.
+    """
+    errors: dict[tuple[str, str], GpuError] = {}
     for line in lines:
         if _LOADED in line.text:
             errors.clear()
             continue
-        if match := _XID.search(line.text) or _SXID.search(line.text):
-            error = GpuError(match[1].lower(), int(match[2]), match[3].strip(), match.re is _SXID, age=line.age)
+        code = None
+        if match := _XID.search(line.text):
+            code = int(match[2])
+            meaning, kind = _xid(code, match[3].strip())
         elif match := _LOST.search(line.text):
-            error = GpuError(match[1].lower(), LOST, "GPU has fallen off the bus", age=line.age)
+            code = LOST
+            meaning, kind = XIDS[LOST]
+        elif match := _SXID.search(line.text):
+            meaning = SXIDS.get(int(match[2]), "NVSwitch error")
+            kind = Kind.LOOK_UP if match[3].startswith("Non") else Kind.SWITCH
         else:
             continue
-        key = (error.pci, error.code, error.switch)
-        before = errors[key].count if key in errors else 0
-        errors[key] = replace(error, count=before + 1)
+        name = f"SXid {match[2]} of the NVSwitch" if code is None else f"Xid {code} of the GPU"
+        pci = match[1].lower()
+        if any(address.startswith(pci) for address in foreign):
+            continue
+        count = errors[pci, name].count + 1 if (pci, name) in errors else 1
+        settled = ""
+        if any(address.startswith(pci) for address in recovered):
+            settled = "the driver requires no action now"
+        text = f"{name} at {pci}: {meaning}"
+        errors[pci, name] = GpuError(pci, text, kind, kind.level == ERROR, count, line.age, code, settled)
     return tuple(errors.values())
 
 
-def judge_log(
-    lines: Sequence[Line] | None, node: str, recovered: Sequence[str] = (), foreign: Sequence[str] = ()
-) -> Iterator[Finding]:
-    """Yields findings on the errors in the log.
+def _xid(code: int, text: str) -> tuple[str, Kind]:
+    """Returns the meaning and the kind of an Xid. ``text`` is the rest of the line."""
+    if code == RECOVERY:  # GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)
+        action = text.rpartition(" to ")[2].lower()
+        kinds = {"reboot": Kind.REBOOT, "reset": Kind.RESET, "drain": Kind.LINK}
+        return text, next((kind for word, kind in kinds.items() if word in action), Kind.PROGRAM)
+    meaning, kind = XIDS.get(code, (CATALOG, Kind.LOOK_UP))
+    if code in NVLINK_5 and re.search(r"non-?fatal", text, re.IGNORECASE):
+        return meaning, Kind.WATCH
+    return meaning, kind
 
-    Args:
-        lines: the kernel log; None if it cannot be read.
-        recovered: PCI addresses of GPUs for which the driver requests no action; their errors are warnings.
-        foreign: PCI addresses of GPUs that belong to other jobs; their errors are left out.
-    """
-    if lines is None:
-        text = f"{UNCHECKED}this user may read neither /dev/kmsg nor the journal, so Xid is unchecked"
+
+def judge_log(errors: Sequence[GpuError] | None, node: str, name: str) -> Iterator[Finding]:
+    """Yields findings on the errors in the log. ``errors`` is None if the log cannot be read, and ``name`` names what
+    was looked for, such as "error of amdgpu"."""
+    if errors is None:
+        text = f"{UNCHECKED}this user may read neither /dev/kmsg nor the journal, so an {name} would not be noticed"
         yield Finding(SUBJECT, OK, text)
         return
-    errors = [error for error in find_errors(lines) if not any(address.startswith(error.pci) for address in foreign)]
     for error in errors:
         level = error.kind.level
-        text = f"{error.name} at {error.pci}: {error.meaning}{occurrences(error.count, error.age)}"
+        text = error.text
+        if error.count > 1:
+            text += f", {error.count} times"
+        if error.age is not None:
+            text += f", {'last ' if error.count > 1 else ''}{format_duration(error.age)} ago"
         if level == OK:
             yield Finding(SUBJECT, OK, text)
             continue
-        if level == ERROR and any(address.startswith(error.pci) for address in recovered):
+        if level == ERROR and error.settled:
             level = WARNING
-            text += "; the driver requires no action now"
+            text += f"; {error.settled}"
         yield Finding(SUBJECT, level, text, out_of_service(node, error.kind.action))
     if not errors:
-        yield Finding(SUBJECT, OK, "no Xid or SXid error since the driver was loaded")
-
-
-def occurrences(count: int, age: float | None) -> str:
-    """Formats how often an error was logged and the time since it was last logged. ``age`` is in seconds; None if
-    unknown."""
-    times = f", {count} times" if count > 1 else ""
-    if age is None:
-        return times
-    return f"{times}, {'last ' if count > 1 else ''}{format_duration(age)} ago"
+        yield Finding(SUBJECT, OK, f"no {name} since the driver was loaded")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpc_train.machine.health.finding import Finding
 from hpc_train.machine.health.gpu_health import GpuState
-from hpc_train.machine.health.kernel_log import Defect, GpuError
+from hpc_train.machine.health.kernel_log import GpuError
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,11 @@ class VendorHealth:
     Attributes:
         present: the number of GPUs of the node, including GPUs of other jobs.
         shared: whether the GPUs are divided into slices, so that Slurm's count differs.
-        errors: Xid and SXid errors in the kernel log.
-        defects: the errors in the kernel log that prove a defect of a GPU.
+        errors: the errors in the kernel log.
     """
 
     present: int = 0
     shared: bool = False
     gpus: tuple[GpuState, ...] = ()
     errors: tuple[GpuError, ...] = ()
-    defects: tuple[Defect, ...] = ()
     findings: tuple[Finding, ...] = ()

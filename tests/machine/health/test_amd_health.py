@@ -15,11 +15,11 @@ from hpc_train.elastic.decision import WorkerFailure
 from hpc_train.elastic.gpu_errors import GpuErrors
 from hpc_train.machine.health import amd_health as module
 from hpc_train.machine.health import health_check
-from hpc_train.machine.health.amd_health import amd_health, defects_in, judge_amd_log
+from hpc_train.machine.health.amd_health import amd_health, find_events
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding
 from hpc_train.machine.health.gpu_health import HANGS, judge_processes
 from hpc_train.machine.health.health_check import check_gpus, check_node
-from hpc_train.machine.health.kernel_log import Line
+from hpc_train.machine.health.kernel_log import Line, judge_log
 from hpc_train.machine.health.vendor import Paths, VendorHealth
 from hpc_train.machine.network.facts import Gpu, NodeFacts
 from hpc_train.run.exits import Failure
@@ -255,7 +255,7 @@ LOG = """\
 
 
 def test_the_kernel_log_is_judged_by_what_the_lines_mean() -> None:
-    found = {one.text: one for one in judge_amd_log([Line(text) for text in LOG.splitlines()], "n1")}
+    found = {one.text: one for one in judge_log(find_events(map(Line, LOG.splitlines())), "n1", "error")}
     assert {text: one.level for text, one in found.items()} == {
         "the GPU at 0000:c1:00.0: illegal memory access (page fault)": OK,
         "the GPU at 0000:c6:00.0: an uncorrectable error was found in unused memory (poison)": OK,
@@ -280,7 +280,7 @@ def test_the_kernel_log_is_judged_by_what_the_lines_mean() -> None:
 
 def test_only_errors_of_the_hardware_prove_a_defect() -> None:
     lines = [Line(text, age=9.0) for text in LOG.splitlines()]
-    assert [(one.text, one.age) for one in defects_in(lines)] == [
+    assert [(one.text, one.age) for one in find_events(lines) if one.defect] == [
         ("the GPU at 0000:c6:00.0: a program used memory with an uncorrectable error (poison)", 9.0),
         ("the GPU at 0000:c6:00.0: uncorrectable error in the block umc", 9.0),
         ("the GPU at 0000:c9:00.0: fatal hardware error (ERREVENT_ATHUB_INTERRUPT)", 9.0),
@@ -288,14 +288,14 @@ def test_only_errors_of_the_hardware_prove_a_defect() -> None:
         ("the GPU at 0000:d6:00.0: it has fallen off the bus", 9.0),
         ("the GPU at 0000:d9:00.0: the driver could not initialize it", 9.0),
     ]
-    assert {one.pci for one in defects_in(lines, foreign=("0000:c6:00.0", "0000:d6:00.0"))} == {
+    assert {one.pci for one in find_events(lines, foreign=("0000:c6:00.0", "0000:d6:00.0")) if one.defect} == {
         "0000:c9:00.0",
         "0000:ce:00.0",
         "0000:d9:00.0",
     }
     unnamed = Line("[drm:amdgpu_ras_poison [amdgpu]] *ERROR* RAS poison consumption", age=9.0)
-    assert len(defects_in([unnamed])) == 1
-    assert not defects_in([unnamed], foreign=("0000:c6:00.0",)), "it may be the GPU of another job"
+    assert find_events([unnamed])[0].defect
+    assert not find_events([unnamed], foreign=("0000:c6:00.0",))[0].defect, "it may be the GPU of another job"
 
 
 @pytest.mark.parametrize(
@@ -326,11 +326,11 @@ def test_a_hang_after_a_reset_counts_again() -> None:
     reset = "amdgpu 0000:c1:00.0: amdgpu: GPU reset(1) succeeded!"
 
     def levels(*lines: str) -> list[str]:
-        return [one.level for one in judge_amd_log([Line(line) for line in lines], "n1")]
+        return [one.level for one in judge_log(find_events(map(Line, lines)), "n1", "error")]
 
     assert levels(hang, reset) == [WARNING]
     assert levels(hang, reset, hang) == [ERROR]
     assert levels(hang, reset.replace("c1", "c6")) == [ERROR]
     assert levels("usb 1-1: new device") == [OK]
-    (unread,) = judge_amd_log(None, "n1")
+    (unread,) = judge_log(None, "n1", "error")
     assert unread.unknown

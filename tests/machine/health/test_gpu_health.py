@@ -130,22 +130,22 @@ def lines(text: str) -> list[Line]:
 
 
 def test_xid_and_sxid_have_a_class_and_a_fix() -> None:
-    found = {(error.code, error.switch): error for error in find_errors(lines(KERNEL_LOG))}
-    kinds = {code: error.kind for (code, _), error in found.items()}
-    assert kinds == {
-        31: Kind.PROGRAM,
-        43: Kind.PROGRAM,
-        63: Kind.WATCH,
-        94: Kind.WATCH,
-        79: Kind.REBOOT,
-        154: Kind.REBOOT,
-        20034: Kind.SWITCH,
-        19084: Kind.LOOK_UP,
-        149: Kind.WATCH,
-        999: Kind.LOOK_UP,
+    errors = find_errors(lines(KERNEL_LOG))
+    found = {" ".join(error.text.split()[:2]): error for error in errors}
+    assert {name: error.kind for name, error in found.items()} == {
+        "Xid 31": Kind.PROGRAM,
+        "Xid 43": Kind.PROGRAM,
+        "Xid 63": Kind.WATCH,
+        "Xid 94": Kind.WATCH,
+        "Xid 79": Kind.REBOOT,
+        "Xid 154": Kind.REBOOT,
+        "SXid 20034": Kind.SWITCH,
+        "SXid 19084": Kind.LOOK_UP,
+        "Xid 149": Kind.WATCH,
+        "Xid 999": Kind.LOOK_UP,
     }
-    assert found[79, False].count == 2 and found[20034, True].pci == "0000:06:00.0"
-    reported = list(judge_log(lines(KERNEL_LOG), "n1"))
+    assert found["Xid 79"].count == 2 and found["SXid 20034"].pci == "0000:06:00.0"
+    reported = list(judge_log(errors, "n1", "error"))
     (bus,) = [finding for finding in reported if "Xid 79" in finding.text]
     assert bus.level == ERROR and "at 0000:3a:00: the GPU has fallen off the bus, 2 times, last 1:00 ago" in bus.text
     assert bus.fix.startswith("cluster.exclude=n1; for the staff: drain and reboot")
@@ -156,14 +156,14 @@ def test_xid_and_sxid_have_a_class_and_a_fix() -> None:
 
 def test_a_driver_that_was_loaded_again_or_needs_no_action_has_recovered() -> None:
     bad = "NVRM: Xid (PCI:0000:18:00): 95, pid=1, name=python, Uncontained: LTC TAG"
-    assert [finding.level for finding in judge_log(lines(bad), "n1")] == [ERROR]
-    (past,) = judge_log(lines(bad), "n1", recovered=["0000:18:00.0"])
+    assert [finding.level for finding in judge_log(find_errors(lines(bad)), "n1", "error")] == [ERROR]
+    (past,) = judge_log(find_errors(lines(bad), recovered=["0000:18:00.0"]), "n1", "error")
     assert past.level == WARNING and "the driver requires no action now" in past.text
-    (none,) = judge_log(lines(f"{bad}\n{KERNEL_LOG.splitlines()[0]}"), "n1")
-    assert none.level == OK and "no Xid or SXid" in none.text
-    (other,) = judge_log(lines(bad), "n1", foreign=["0000:18:00.0"])
-    assert other.level == OK  # the GPU of another job
-    (unknown,) = judge_log(None, "n1")
+    assert not find_errors(lines(f"{bad}\n{KERNEL_LOG.splitlines()[0]}"))
+    assert not find_errors(lines(bad), foreign=["0000:18:00.0"])  # the GPU of another job
+    (none,) = judge_log((), "n1", "error")
+    assert none.level == OK and "no error since" in none.text
+    (unknown,) = judge_log(None, "n1", "error")
     assert unknown.level == OK and unknown.text.startswith("not known")
 
 
@@ -183,4 +183,4 @@ def test_the_kernel_log_is_read_from_kmsg_or_the_journal(tmp_path: Path, monkeyp
     )
     (tmp_path / "journalctl").chmod(0o755)
     (found,) = find_errors(read_kernel_log(tmp_path / "missing") or ())
-    assert found.code == 48 and found.age is not None
+    assert found.xid == 48 and found.age is not None

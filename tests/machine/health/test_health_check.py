@@ -32,7 +32,7 @@ from hpc_train.machine.health.health_check import (
     read_ports,
     read_states,
 )
-from hpc_train.machine.health.kernel_log import GpuError, Line
+from hpc_train.machine.health.kernel_log import GpuError, Kind, Line
 from hpc_train.machine.health.vendor import Paths
 from hpc_train.schedulers.slurm.records import NodeRecord
 
@@ -202,7 +202,7 @@ def test_the_line_and_the_metrics() -> None:
     unread = replace(health, findings=(Finding("kernel log", OK, "not known: x"),))
     assert unread.line() == "ok: 1 GPU, 1 RDMA port; kernel log not known: x"
     bad = (Finding("port health", WARNING, "slow"), Finding("kernel log", ERROR, "Xid 79 " + 300 * "x"))
-    sick = replace(health, findings=bad, errors=(GpuError("0000:18:00", 79, "", count=2),))
+    sick = replace(health, findings=bad, errors=(GpuError("0000:18:00", "Xid 79", Kind.REBOOT, True, count=2, xid=79),))
     assert sick.line().startswith("error: kernel log: Xid 79 xxx") and sick.line().endswith("... (and 1 more)")
     assert len(sick.line()) == 240 and not sick.healthy
     assert replace(sick, findings=bad[:1]).line() == "warning: port health: slow"
