@@ -351,17 +351,8 @@ def check_tried_optimizer(config: Config) -> None:
 
 @lru_cache(maxsize=64)
 def _answer(module: str, configs: str, failed: str) -> str:
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", module],
-            input=configs,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""},
-            check=False,
-        )
+        done = run_module(module, given=configs.encode())
     except subprocess.TimeoutExpired:
         raise UserError(
             f"{failed}: the trial on this machine did not end within {LIMIT_S:g} s",
@@ -369,5 +360,20 @@ def _answer(module: str, configs: str, failed: str) -> str:
             fix="submit again when the machine is less busy, or correct code that does not end",
         ) from None
     if done.returncode == 0:
-        return done.stdout.strip()
-    return f"{failed}:\n{done.stderr.strip()[-2000:]}"
+        return done.stdout.decode(errors="replace").strip()
+    return f"{failed}:\n{done.stderr.decode(errors='replace').strip()[-2000:]}"
+
+
+def run_module(module: str, *arguments: str, given: bytes) -> subprocess.CompletedProcess[bytes]:
+    """Runs ``module``, which may import the user's code, in another process with the search path of this one and
+    without GPUs. Its standard input is ``given``. Raises TimeoutExpired after ``LIMIT_S`` seconds."""
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    variables = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        input=given,
+        capture_output=True,
+        timeout=LIMIT_S,
+        env={**os.environ, **variables},
+        check=False,
+    )

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import pickle
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from math import ceil
@@ -25,6 +23,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.values import runs_own_code
 from hpc_train.errors import UserError
 from hpc_train.layout.counted import CountedModel, counted, counts_file, key_of, needs_counts, read_counts, sample_shape
+from hpc_train.layout.user_code import LIMIT_S, run_module
 
 # Kernels of a layer's forward in eager mode: four projections, the three products of the feed-forward branch,
 # attention, two norms, rotary positions, casts, residuals. torch.compile fuses all but products and attention.
@@ -191,7 +190,6 @@ def _shape(config: Config, activations: Activations) -> tuple[int, ...]:
     return sample_shape(config.data) or (activations.tokens,)
 
 
-LIMIT_S = 180.0  # imports of torch from a busy network file system take up to a minute
 _FIX = (
     "correct the model, name another model of about the same size, or describe it as a ModelFamily with parameters, "
     "activations and flops_per_sample (docs/extend.md)"
@@ -237,22 +235,8 @@ def _answer(config: Config, file: Path) -> dict[str, Any]:
     Raises:
         UserError: the model cannot be counted. The message has the last line that its code printed.
     """
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "hpc_train.models.counting", str(file)],
-            input=pickle.dumps(config),
-            capture_output=True,
-            timeout=LIMIT_S,
-            env={
-                **os.environ,
-                "PYTHONPATH": path,
-                "PYTHONSAFEPATH": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                "OMP_NUM_THREADS": "1",
-            },
-            check=False,
-        )
+        done = run_module("hpc_train.models.counting", str(file), given=pickle.dumps(config))
     except subprocess.TimeoutExpired:
         raise _refusal(f"it took longer than {LIMIT_S:g} s") from None
     if not file.exists():
