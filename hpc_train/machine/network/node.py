@@ -256,12 +256,5 @@ def _read(path: Path, where: str, fix: str) -> str:
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}", where=where, fix=fix) from None
-    # PowerShell writes UTF-16; the mark at the beginning or the zero bytes of ASCII text show it
-    encoding = "utf-8-sig"
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        encoding = "utf-16"
-    elif data[1:16:2] and not any(data[1:16:2]):
-        encoding = "utf-16-le"
-    elif data[:16:2] and not any(data[:16:2]):
-        encoding = "utf-16-be"
-    return data.decode(encoding, errors="replace")
+    is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as PowerShell writes it
+    return data.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace")

@@ -1,7 +1,5 @@
-"""Reads the RDMA devices of a node from ``/sys/class/infiniband``, which needs no privileges and no tool.
-
-If ``/sys`` is hidden, and for recordings, it also parses the output of ``ibstat``, ``ibstatus``, ``ibv_devinfo`` and
-``ibdev2netdev``.
+"""Reads the RDMA devices of a node from ``/sys/class/infiniband``, which needs no privileges and no tool, or from the
+recorded output of ``ibstat``, ``ibstatus``, ``ibv_devinfo`` or ``ibdev2netdev``.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def test_no_wrapped_matrix_shows_anything_that_is_not_there(name: str) -> None:
         assert not missing or found.unknown, f"{width}: what is missing is not reported"
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig", "utf-8"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig", "utf-8"])
 def test_files_of_a_windows_shell(tmp_path: Path, encoding: str) -> None:
     file = tmp_path / "topo.txt"
     file.write_bytes(H200.replace("\n", "\r\n").encode(encoding))
