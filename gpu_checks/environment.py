@@ -16,7 +16,7 @@ from gpu_checks.check import Probe
 from gpu_checks.commands import ROOT, clean_environment, train
 from gpu_checks.models import disturbed
 from hpc_train.elastic.agent import ENTRY, STORE
-from hpc_train.machine.gpus import visible_gpus
+from hpc_train.machine.gpus import visible_devices
 from hpc_train.train.watch.peak_rates import peak_flops
 
 PACKAGES = ("numpy", "hydra-core", "omegaconf", "submitit", "psutil", "xxhash", "torchao", "wandb", "triton")
@@ -29,7 +29,7 @@ def facts(probe: Probe) -> None:
     for package in PACKAGES:
         probe.note(package, _version(package))
     probe.note("torch", f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
-    probe.equal("GPUs that hpc_train counts", visible_gpus(), torch.cuda.device_count())
+    probe.equal("GPUs that hpc_train counts", len(visible_devices()), torch.cuda.device_count())
     if not probe.on_gpu:
         return
     name = torch.cuda.get_device_name(0)
@@ -55,7 +55,7 @@ def _counts_like_cuda(probe: Probe) -> None:
         for value in values
     ]
     for value, process in zip(values, started, strict=True):
-        counted = visible_gpus(dict(os.environ) | {"CUDA_VISIBLE_DEVICES": value})
+        counted = len(visible_devices(dict(os.environ) | {"CUDA_VISIBLE_DEVICES": value}))
         probe.equal(f"GPUs with CUDA_VISIBLE_DEVICES={value!r}", counted, int(process.communicate(timeout=60)[0]))
 
 

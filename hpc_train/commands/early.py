@@ -75,9 +75,9 @@ def threads_of_worker(values: Mapping[str, str]) -> int:
     if gpus.isdecimal():
         count = int(gpus) or count
     else:
-        from hpc_train.machine.gpus import visible_gpus  # a node without GPUs may not need it
+        from hpc_train.machine.gpus import visible_devices  # a node without GPUs may not need it
 
-        count = visible_gpus() or count
+        count = len(visible_devices()) or count
     return max(1, len(os.sched_getaffinity(0)) // max(1, count))
 
 

@@ -16,36 +16,25 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hpc_train.errors import UserError
-from hpc_train.machine.amd_gpus import NODES, PCI, AmdNode, amd_memory
+from hpc_train.machine.amd_gpus import NO_DEVICES, NODES, PCI, AmdNode, amd_memory
 from hpc_train.machine.sysfs import DISPLAY, nvidia_gpus, output_of, read_text
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 DEVICES = Path("/dev")
 MIG_PREFIX = "MIG-"
 UUID_PREFIXES = ("GPU-", MIG_PREFIX)
-NO_DEVICES = "NoDevFiles"  # old versions of Slurm set CUDA_VISIBLE_DEVICES to this in a step without GPUs
 
 
-def visible_gpus(environment: Mapping[str, str] = os.environ, driver: Path = DRIVER) -> int:
-    """Returns the number of GPUs of the driver that CUDA_VISIBLE_DEVICES leaves visible; 0 without a driver."""
-    return len(visible_devices(environment, driver))
-
-
-def visible_devices(
-    environment: Mapping[str, str] = os.environ,
-    driver: Path = DRIVER,
-    devices: Path = DEVICES,
-    kfd: Path = NODES,
-    pci: Path = PCI,
-) -> tuple[str, ...]:
+def visible_devices(environment: Mapping[str, str] = os.environ, machine: Machine | None = None) -> tuple[str, ...]:
     """Returns the visible GPUs as CUDA_VISIBLE_DEVICES names them: numbers, or the UUIDs in the variable. AMD GPUs are
     named as in ROCR_VISIBLE_DEVICES.
 
     As in CUDA, the list ends before the first device that does not exist, and it is empty if a device is listed twice.
     """
-    if not driver.is_dir() and (amd := AmdNode.read(kfd, pci, devices)) is not None:
-        return tuple(str(gpu.index) for gpu in amd.visible(environment))
-    present = _present(driver, devices)
+    machine = machine or Machine()
+    if machine.amd is not None:
+        return tuple(str(gpu.index) for gpu in machine.amd.visible(environment))
+    present = _present(machine)
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is None or not present:
         return tuple(str(index) for index in range(present))
@@ -61,7 +50,7 @@ def visible_devices(
                 return ()
             names[device] = device
         return tuple(names)
-    uuids = _uuids(driver, devices, any(part.startswith(MIG_PREFIX) for part in parts))
+    uuids = _uuids(machine, any(part.startswith(MIG_PREFIX) for part in parts))
     for part in parts:
         if not part.startswith(UUID_PREFIXES):
             break
@@ -76,9 +65,10 @@ def visible_devices(
     return tuple(names.values())
 
 
-def _uuids(driver: Path, devices: Path, with_slices: bool) -> list[str]:
+def _uuids(machine: Machine, with_slices: bool) -> list[str]:
     """Returns the UUIDs of the GPUs that this process may open, and of their MIG slices; [] if they are unknown."""
-    texts = [read_text(driver / address / "information") for address in job_gpus(driver, devices)]
+    addresses = job_gpus(machine.driver, machine.devices)
+    texts = [read_text(machine.driver / address / "information") for address in addresses]
     matches = [re.search(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]+)$", text, re.MULTILINE) for text in texts]
     # the driver shows question marks until the GPU is initialized
     known_uuids = [match[1] for match in matches if match is not None]
@@ -102,10 +92,10 @@ def job_gpus(driver: Path = DRIVER, devices: Path = DEVICES) -> tuple[str, ...]:
     return tuple(addresses)
 
 
-def _present(driver: Path, devices: Path) -> int:
-    """Counts the GPUs that this process may open. The directory ``driver`` is empty in some containers."""
-    if _entries(driver):
-        return len(job_gpus(driver, devices))
+def _present(machine: Machine) -> int:
+    """Counts the NVIDIA GPUs that this process may open. The directory of the driver is empty in some containers."""
+    if _entries(machine.driver):
+        return len(job_gpus(machine.driver, machine.devices))
     return sum(line.startswith("GPU ") for line in print_listing().splitlines())
 
 
@@ -139,7 +129,7 @@ class Machine:
 
     driver: Path = DRIVER
     devices: Path = DEVICES
-    pci: Path = Path("/sys/bus/pci/devices")
+    pci: Path = PCI
     torch: Path | None = None
     kfd: Path = NODES
 
@@ -162,8 +152,8 @@ class Machine:
 
     @cached_property
     def amd(self) -> AmdNode | None:
-        """Returns the machine's AMD GPUs; None if it has NVIDIA GPUs or no Instinct GPUs."""
-        if self.driver.is_dir() or self.nvidia_gpus:
+        """Returns the machine's AMD GPUs; None if it has NVIDIA's driver or no Instinct GPUs."""
+        if self.driver.is_dir():
             return None
         return AmdNode.read(self.kfd, self.pci, self.devices)
 
@@ -202,7 +192,7 @@ def gpus_to_use(
             where=KEY,
             fix=f"set {KEY}={allocated}, or request more from Slurm with --gpus-per-node={requested}",
         )
-    visible = len(visible_devices(environment, machine.driver, machine.devices, machine.kfd, machine.pci))
+    visible = len(visible_devices(environment, machine))
     needed, claim = _needed(requested, allocated, visible, environment, machine)
     build = machine.torch_without_gpus()
     usable = 0 if build is not None else visible
@@ -280,7 +270,7 @@ def _why_not_visible(
         return "srun started the step without GPUs", f"start it with srun --gpus-per-node={allocated}"
     if (amd := machine.amd) is not None:
         return amd.why_not_visible(environment, AVOID if allocated else None)
-    if chosen is not None and visible < _present(machine.driver, machine.devices):
+    if chosen is not None and visible < _present(machine):
         return f"CUDA_VISIBLE_DEVICES={chosen!r} hides them", "unset CUDA_VISIBLE_DEVICES"
     return _fault_of_node(needed, allocated > 0, machine)
 
@@ -350,7 +340,7 @@ def gpu_memory(kind: str | None) -> float | None:
         if {"h100", "nvl"} <= set(words):
             return 94e9
         return next((KINDS[word] for word in words if word in KINDS), None) or amd_memory(kind)
-    if not DRIVER.is_dir() and (amd := AmdNode.read(NODES, PCI, DEVICES)) is not None:
+    if (amd := Machine().amd) is not None:
         return min((gpu.memory for gpu in amd.gpus if gpu.compute and gpu.memory), default=None)
     listed = output_of(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
     return min((int(line) * 2.0**20 for line in listed.split() if line.isdigit()), default=None)

@@ -11,7 +11,7 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.machine.allocation import LOOPBACK, current_allocation, workers_per_node
 from hpc_train.machine.environment import Variable, apply, node_environment, threads_per_rank
-from hpc_train.machine.gpus import visible_devices, visible_gpus
+from hpc_train.machine.gpus import Machine, visible_devices
 
 STEP = {
     "SLURM_STEP_NUM_NODES": "4",
@@ -85,25 +85,26 @@ def prints(command: Path, text: str) -> None:
 def test_visible_gpus(nvidia_smi: Path, driver: Path, chosen: str | None, expected: tuple[str, ...]) -> None:
     environment = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
     prints(nvidia_smi, LISTING)
-    assert visible_devices(environment, driver) == expected
+    assert visible_devices(environment, Machine(driver)) == expected
 
 
 def test_uuids_that_nothing_tells_are_accepted(driver: Path) -> None:
     (driver / "0000:00:00.0" / "information").write_text("GPU UUID: \t GPU-????????-????\nDevice Minor: \t 0\n")
-    assert visible_devices({"CUDA_VISIBLE_DEVICES": "GPU-aa,MIG-1"}, driver) == ("GPU-aa", "MIG-1")
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "GPU-aa,MIG-1"}, Machine(driver)) == ("GPU-aa", "MIG-1")
 
 
 @pytest.mark.parametrize("listed", ["empty", "missing"])
 def test_without_the_list_of_the_driver_nvidia_smi_counts(nvidia_smi: Path, tmp_path: Path, listed: str) -> None:
     """Some containers show an empty /proc/driver/nvidia/gpus."""
     (tmp_path / "empty").mkdir()
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path / listed) == 0
+    machine = Machine(tmp_path / listed)
+    assert not visible_devices({"CUDA_VISIBLE_DEVICES": "0,1"}, machine)
     prints(nvidia_smi, LISTING)
-    assert visible_gpus({}, tmp_path / listed) == 4
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path / listed) == 2
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-cc,GPU-dd"}, tmp_path / listed) == 1
+    assert len(visible_devices({}, machine)) == 4
+    assert len(visible_devices({"CUDA_VISIBLE_DEVICES": "0,1"}, machine)) == 2
+    assert len(visible_devices({"CUDA_VISIBLE_DEVICES": "GPU-cc,GPU-dd"}, machine)) == 1
     prints(nvidia_smi, "No devices found.\n")
-    assert visible_gpus({}, tmp_path / listed) == 0
+    assert len(visible_devices({}, machine)) == 0
 
 
 def test_a_slurm_step() -> None:

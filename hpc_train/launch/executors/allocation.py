@@ -24,7 +24,7 @@ from hpc_train.launch.script import container_of, node_loss_options, python, ste
 from hpc_train.launch.storage import check_room
 from hpc_train.layout.layout import JobShape, Place
 from hpc_train.machine.allocation import refuse_components, workers_of_run
-from hpc_train.machine.gpus import gpu_memory, visible_gpus
+from hpc_train.machine.gpus import gpu_memory, visible_devices
 from hpc_train.opening import open_to_append
 from hpc_train.registration import RUN_ENDED, registered
 from hpc_train.run.directory import RunDirectory
@@ -157,7 +157,7 @@ def shape_in_job(config: Config, nodes: int, place: Place) -> JobShape:
     job = current_job()
     visible = job.gpus if isinstance(job, EnvironmentJob) else gpus_of_this_job().per_node or None
     if visible is None:
-        visible = visible_gpus()
+        visible = len(visible_devices())
     gpus, workers = workers_of_run(config, visible)
     return JobShape(
         nodes=nodes,

@@ -30,7 +30,7 @@ from hpc_train.launch.job import Job, local_shape
 from hpc_train.launch.storage import check_room
 from hpc_train.layout.layout import JobShape, Place
 from hpc_train.machine.amd_gpus import restrict_to
-from hpc_train.machine.gpus import Machine, visible_devices, visible_gpus
+from hpc_train.machine.gpus import Machine, visible_devices
 from hpc_train.opening import open_to_append
 from hpc_train.registration import RUN_ENDED, registered
 from hpc_train.run.code import frozen_code, reexec_from_snapshot
@@ -130,7 +130,7 @@ class LocalJobExecutor(ProcessExecutor):
         return local_shape(config, Place.MACHINE)
 
     def at_once(self, jobs: Sequence[Job]) -> int:
-        return jobs_at_once(jobs, len(os.sched_getaffinity(0)), visible_gpus())
+        return jobs_at_once(jobs, len(os.sched_getaffinity(0)), len(visible_devices()))
 
     def check(self, jobs: Sequence[Job]) -> list[str]:
         check_room(jobs)  # ``shape`` has refused what this machine does not have
@@ -139,7 +139,7 @@ class LocalJobExecutor(ProcessExecutor):
             return []
         resources = counted(len(os.sched_getaffinity(0)), "core", "cores")
         if jobs[0].gpus:
-            resources = counted(visible_gpus(), "GPU", "GPUs")
+            resources = counted(len(visible_devices()), "GPU", "GPUs")
         return [f"this machine ({resources}) trains {counted(room, 'job', 'jobs')} at a time; the others wait"]
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import UserError
+from hpc_train.machine.gpus import Machine as GpuMachine
 from hpc_train.machine.gpus import job_gpus, visible_devices
 from hpc_train.machine.network.discovery import read_tree
 from hpc_train.machine.network.facts import NodeFacts, Setting, format_cpu_list
@@ -93,7 +94,7 @@ def test_gpus_that_the_control_group_closes_are_not_counted(tmp_path: Path) -> N
         (driver / f"0000:0{minor}:00.0/information").write_text(f"Model: \t\t H100\nDevice Minor: \t {minor}\n")
         (devices_there / f"nvidia{minor}").touch()
     assert len(job_gpus(driver, devices_there)) == 3
-    assert visible_devices({"CUDA_VISIBLE_DEVICES": "2,0,3"}, driver) == ("2", "0")
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "2,0,3"}, GpuMachine(driver)) == ("2", "0")
 
 
 def test_facts_go_through_json(tmp_path: Path) -> None:
