@@ -46,10 +46,6 @@ class Definition:
     tree: ast.Module | None = None
 
     @property
-    def is_function(self) -> bool:
-        return isinstance(self.statement, ast.FunctionDef)
-
-    @property
     def parameters(self) -> Parameters | None:
         """Returns the parameters of a function or constructor; None if they are not known."""
         if isinstance(self.statement, ast.FunctionDef) and not self.statement.decorator_list:

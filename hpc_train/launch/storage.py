@@ -93,7 +93,7 @@ def check_shared(
     Raises UserError if they cannot see it because it is in memory or in a temporary directory of this machine.
     """
     system = system or file_system_of(path)
-    if system is None or not (system.in_memory or system.on_a_disk_here) or is_exported(path):
+    if system is None or not system.of_one_host or is_exported(path):
         return []
     # the nodes of a test cluster share the kernel of this machine, and thus its boot time, under other names
     booted = psutil.boot_time()

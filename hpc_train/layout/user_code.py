@@ -217,9 +217,9 @@ def check_targets(config: Config, layout: Layout) -> None:
         for name, target in getattr(config, group).items():
             key = f"{group}.{name}"
             # a class gets only args; a metric function also gets outputs and targets
-            function = find_definition(target._target_, f"{key}._target_").is_function
-            positional = batch if function else 0
             where = f"{key}._target_"
+            definition = find_definition(target._target_, where)
+            positional = batch if isinstance(definition.statement, ast.FunctionDef) else 0
             args = target.args
             check_call(target._target_, where, positional=positional, arguments=args, arguments_key=f"{key}.args")
     for name, hook in config.hooks.items():

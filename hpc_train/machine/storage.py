@@ -35,14 +35,13 @@ class FileSystem:
 
     @property
     def in_memory(self) -> bool:
-        """Returns whether the file system is in memory, so that no other host can access it."""
         return self.kind in MEMORY
 
     @property
-    def on_a_disk_here(self) -> bool:
-        """Returns whether only one host can mount this kind of file system; other hosts can access it only if this host
-        exports it."""
-        return self.kind in DISKS
+    def of_one_host(self) -> bool:
+        """Returns whether the file system is in memory or on a disk of this host, so that other hosts can access it
+        only if this host exports it."""
+        return self.kind in MEMORY | DISKS
 
     @property
     def copies_to_rename(self) -> bool:

@@ -84,7 +84,7 @@ def test_what_a_directory_lies_on(path: str, kind: str, shared: bool, tmp_path: 
     found = file_system_of(Path(path), mounts)
     assert found is not None
     assert found.kind == kind
-    assert (found.in_memory or found.on_a_disk_here) is not shared
+    assert found.of_one_host is not shared
 
 
 def test_a_directory_that_this_host_exports(tmp_path: Path) -> None:
