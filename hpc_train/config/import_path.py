@@ -9,14 +9,12 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from hpc_train.errors import UserError, closest, nearest
 
@@ -220,28 +218,21 @@ def how_to_install(package: str, extra: str | None = None) -> str:
 
 
 def install_extra(extra: str) -> str:
-    """Returns the command that installs an extra in the way in which hpc_train is installed here.
-
-    The command installs from the clone or from the wheel file, or else installs the packages of the extra, since no
-    package index has hpc_train.
-    """
+    """Returns the command that installs an extra: from the clone, or else the packages of the extra, since no package
+    index has hpc_train."""
     from importlib.metadata import PackageNotFoundError, distribution  # slow, and needed for a message only
 
     clone = Path(__file__).resolve().parents[2]
     if (clone / ".git").exists():
         return f"pip install -e '{clone}[{extra}]'"
     try:
-        installed = distribution("hpc_train")
+        requirements = distribution("hpc_train").requires or ()
     except PackageNotFoundError:
         return f"install the packages of the extra {extra} in pyproject.toml"
-    url = str(json.loads(installed.read_text("direct_url.json") or "{}").get("url"))
-    wheel = Path(unquote(url.removeprefix("file://")))
-    if wheel.suffix == ".whl" and wheel.is_file():
-        return f"pip install '{wheel}[{extra}]'"
     needed = []
     extras = [extra]
     for name in extras:
-        for requirement in installed.requires or ():
+        for requirement in requirements:
             package, _, marker = requirement.partition(";")
             if re.search(rf"extra == .{re.escape(name)}\W", marker):
                 other = re.fullmatch(r"hpc[-_]train\[(.+)\]", package.strip())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -206,10 +205,6 @@ def test_advice_to_install_an_extra_is_as_hpc_train_is_installed(
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: hpc_train\nVersion: 9\n{text}")
     monkeypatch.syspath_prepend(tmp_path)
     assert install_extra("lora") == "pip install 'peft>=0.21' 'safetensors>=0.4'"
-    wheel = tmp_path / "hpc_train-9-py3-none-any.whl"
-    wheel.touch()
-    (metadata / "direct_url.json").write_text(json.dumps({"url": f"file://{wheel}", "archive_info": {}}))
-    assert install_extra("lora") == f"pip install '{wheel}[lora]'"
 
 
 def test_no_page_and_no_message_installs_from_an_index() -> None:
