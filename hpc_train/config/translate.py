@@ -387,25 +387,14 @@ SWEEPERS = {  # name -> package
     "ax": "hydra-ax-sweeper",
     "nevergrad": "hydra-nevergrad-sweeper",
 }
-# hydra.launcher.KEY of the submitit launcher -> the key that replaces it
+# hydra.launcher.KEY of the submitit launcher -> the key that replaces it, if cluster has no key of this name
 SUBMITIT_KEYS = {
-    "account": "cluster.account",
     "additional_parameters": "cluster.extra",
     "array_parallelism": "launch.array_parallelism",
-    "comment": "cluster.comment",
-    "constraint": "cluster.constraint",
-    "cpus_per_gpu": "cluster.cpus_per_gpu",
-    "exclude": "cluster.exclude",
-    "gpus_per_node": "cluster.gpus_per_node",
     "mail_type": "cluster.extra",
     "mail_user": "cluster.extra",
     "max_num_timeout": "elastic.max_requeues",
     "mem_gb": "cluster.mem",
-    "nodelist": "cluster.nodelist",
-    "nodes": "cluster.nodes",
-    "partition": "cluster.partition",
-    "qos": "cluster.qos",
-    "setup": "cluster.setup",
     "n_jobs": "launch.array_parallelism",  # of the joblib launcher
     "submitit_folder": "run.root",
     "timeout_min": "cluster.time",
@@ -428,6 +417,7 @@ def instead_of_key(key: str) -> str | None:
         return f"+cluster.env.{name}=VALUE"
     if group != "hydra.launcher":
         return None
-    if name in SUBMITIT_KEYS:
-        return f"{SUBMITIT_KEYS[name]}=VALUE"
+    replacement = SUBMITIT_KEYS.get(name, f"cluster.{name}")
+    if default_of(replacement) is not ABSENT:
+        return f"{replacement}=VALUE"
     return "remove it; the groups cluster and launch configure the jobs"

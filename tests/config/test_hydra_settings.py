@@ -176,6 +176,7 @@ def test_what_replaces_other_launchers_is_told() -> None:
     wanted = {
         "hydra/launcher=submitit_slurm": "cluster=slurm -m",
         "hydra.launcher.timeout_min=60": "cluster.time=VALUE",
+        "hydra.launcher.partition=short": "cluster.partition=VALUE",
         "hydra/sweeper=ax": "pip install hydra-ax-sweeper",
     }
     for argument, fix in wanted.items():
