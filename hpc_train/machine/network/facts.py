@@ -284,29 +284,20 @@ class NodeFacts:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> NodeFacts:
-        return cls(
-            gpus=tuple(Gpu(**_tuples(gpu)) for gpu in value["gpus"]),
-            nics=tuple(
+        nested = {
+            "gpus": tuple(Gpu(**_tuples(gpu)) for gpu in value["gpus"]),
+            "nics": tuple(
                 Nic(**_tuples(nic) | {"ports": tuple(Port(**p) for p in nic["ports"])}) for nic in value["nics"]
             ),
-            interfaces=tuple(Interface(**interface) for interface in value["interfaces"]),
-            links=tuple(GpuLink(**link) for link in value["links"]),
-            cores=_nested(value["cores"]),
-            numa=_nested(value["numa"]),
-            versions=_nested(value["versions"]),
-            settings=tuple(Setting(**setting) for setting in value["settings"]),
-            limits=NodeLimits(**value.get("limits", {})),
-            allowed=tuple(value["allowed"]),
-            visible=tuple(value["visible"]),
-            unknown=tuple(value["unknown"]),
-            **{name: value.get(name) for name in _PLAIN},
-        )
-
-
-_PLAIN = (
-    *("node", "allocated_cpus", "route", "automatic", "site", "topology_file", "gpu_direct"),
-    *("net_plugin", "imex_channels", "nvlink_domain"),
-)
+            "interfaces": tuple(Interface(**interface) for interface in value["interfaces"]),
+            "links": tuple(GpuLink(**link) for link in value["links"]),
+            "cores": _nested(value["cores"]),
+            "numa": _nested(value["numa"]),
+            "versions": _nested(value["versions"]),
+            "settings": tuple(Setting(**setting) for setting in value["settings"]),
+            "limits": NodeLimits(**value.get("limits", {})),
+        }
+        return cls(**_tuples(value) | nested)
 
 
 def distance(path_type: str) -> int:
