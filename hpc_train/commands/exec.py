@@ -27,7 +27,7 @@ from hpc_train.commands.batch import frozen_run
 from hpc_train.config.arguments import override_value
 from hpc_train.config.options import OptionParser
 from hpc_train.config.roles import nodes_of_roles, roles_of
-from hpc_train.config.values import command_text
+from hpc_train.config.values import command_text, parse_range
 from hpc_train.elastic.rendezvous.addresses import ServerAddress
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import select_executor
@@ -75,7 +75,6 @@ UNNEEDED = {
     "no-python": "leave it out; write the program and its arguments after --",
     "run-path": "leave it out; write the program and its arguments after --",
 }
-NODES = re.compile(r"(\d+)(?:[:-](\d+))?")
 POLL_S = 0.5
 GPUS = re.compile(r"(?:(\w[\w.-]*):)?(\d+)")
 
@@ -250,13 +249,11 @@ def _refuse_missing_command(arguments: Sequence[str]) -> NoReturn:
 
 
 def _node_range(text: str) -> tuple[int, int]:
-    match = NODES.fullmatch(text)
-    if match is not None:
-        fewest = int(match[1])
-        most = int(match[2] or match[1])
-        if 1 <= fewest <= most:
-            return fewest, most
-    raise UserError(f"--nnodes does not accept {text}", where="--nnodes", fix="a number from 1, or a range: 2-4, 2:4")
+    numbers = parse_range(text.replace(":", "-"))
+    if numbers is None:
+        fix = "a number from 1, or a range: 2-4, 2:4"
+        raise UserError(f"--nnodes does not accept {text}", where="--nnodes", fix=fix)
+    return numbers
 
 
 def _process_count(text: str) -> int | None:

@@ -28,8 +28,16 @@ from hpc_train.errors import UserError, nearest
 from hpc_train.units import counted, parse_bytes
 
 PREFLIGHT_ACTIONS = ("warn", "stop", "exclude")
-NUMBER_OR_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_range(text: str) -> tuple[int, int] | None:
+    """Returns the first and the last number of ``N`` or ``N-M``; None if ``text`` is neither, or the range is empty or
+    begins below 1."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+        return None
+    return int(match[1]), int(match[2] or match[1])
 
 
 @dataclass(frozen=True)
@@ -87,22 +95,18 @@ def parse_profile(config: ProfileConfig) -> Profiled | None:
     """
     if config.steps is None:
         return None
-    match = NUMBER_OR_RANGE.fullmatch(config.steps.strip())
-    first = last = 0
-    if match is not None:
-        first = int(match[1])
-        last = int(match[2] or first)
-    if not 1 <= first <= last:
+    steps = parse_range(config.steps.strip())
+    if steps is None:
         raise UserError(
             f"telemetry.profile.steps is {config.steps!r}, which is neither a step nor a range of steps",
             where="telemetry.profile.steps",
             fix="one step such as 10, or a range such as 10-12",
         )
     if config.ranks == "all":
-        return Profiled(first, last, None)
+        return Profiled(*steps, None)
     ranks = list(config.ranks) if isinstance(config.ranks, list) else [config.ranks]
     if ranks and all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks):
-        return Profiled(first, last, frozenset(ranks))
+        return Profiled(*steps, frozenset(ranks))
     raise UserError(
         f"telemetry.profile.ranks is {config.ranks!r}, which is neither a rank nor a list of ranks",
         where="telemetry.profile.ranks",
@@ -190,17 +194,14 @@ def node_range(cluster: ClusterConfig) -> tuple[int, int]:
     """Returns the fewest and the most nodes of ``cluster.nodes``: ``4`` or ``2-4``. Raises UserError if the value is
     neither a number nor a range, or the range is empty.
     """
-    match = NUMBER_OR_RANGE.fullmatch(str(cluster.nodes))
-    if match is not None:
-        fewest = int(match[1])
-        most = int(match[2] or fewest)
-        if 1 <= fewest <= most:
-            return fewest, most
-    raise UserError(
-        f"cluster.nodes is {cluster.nodes}, but must be a number from 1 or a range",
-        where="cluster.nodes",
-        fix="cluster.nodes=N, or on Slurm a range such as cluster.nodes=2-4",
-    )
+    numbers = parse_range(str(cluster.nodes))
+    if numbers is None:
+        raise UserError(
+            f"cluster.nodes is {cluster.nodes}, but must be a number from 1 or a range",
+            where="cluster.nodes",
+            fix="cluster.nodes=N, or on Slurm a range such as cluster.nodes=2-4",
+        )
+    return numbers
 
 
 def asked_nodes(config: Config) -> tuple[int, int]:
