@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from hpc_train.config.schema import ClusterConfig, Config
@@ -79,7 +80,14 @@ def roles_of(config: Config) -> tuple[Role, ...]:
         with mistakes.collected():
             roles.append(_parse(name, values, names, before))
     mistakes.report()
-    _refuse_cycle(roles)
+    try:
+        TopologicalSorter({role.name: role.after for role in roles}).prepare()
+    except CycleError as error:
+        raise UserError(
+            f"the roles {', '.join(error.args[1][:-1])} wait for each other, so none of them starts",
+            where="run.roles, after",
+            fix="after: [] for one of them",
+        ) from error
     return tuple(roles)
 
 
@@ -128,21 +136,6 @@ def _parse(name: str, values: Any, names: Sequence[str], before: Sequence[str]) 
             fix='started, port, port:8000, or "output:TEXT" for a line of its output that contains TEXT',
         )
     return role
-
-
-def _refuse_cycle(roles: Sequence[Role]) -> None:
-    waiting = list(roles)
-    while waiting:
-        left = {role.name for role in waiting}
-        blocked = [role for role in waiting if left.intersection(role.after)]
-        if len(blocked) == len(waiting):
-            names = ", ".join(role.name for role in blocked)
-            raise UserError(
-                f"the roles {names} wait for each other, so none of them starts",
-                where="run.roles, after",
-                fix="after: [] for one of them",
-            )
-        waiting = blocked
 
 
 def commands_of(config: Config) -> dict[str, Sequence[str]]:
