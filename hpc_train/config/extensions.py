@@ -12,7 +12,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -45,7 +45,6 @@ SOURCES: dict[str, str] = {
     "stream": "hpc_train.data.sources:STREAM",
     "mixture": "hpc_train.data.sources:MIXTURE",
 }
-_MISSING: Any = object()  # the default of a fact that must be stated, even if as None
 
 
 @dataclass(frozen=True)
@@ -204,14 +203,14 @@ class ModelFamily:
         check: takes the configs of model and data; raises ``UserError`` for sizes that do not fit together.
     """
 
-    schema: type = _MISSING
-    learns_from: str | None = _MISSING
-    builder: str = _MISSING
-    parameters: Callable[[Any], int | None] | None = _MISSING
-    activations: Callable[[Any, Any], Activations] | None = _MISSING
-    flops_per_sample: Callable[[Any, tuple[int, ...]], float | None] | None = _MISSING
-    tensor_parallel: TensorParallel | None = _MISSING
-    hugging_face: HuggingFaceFormat | None = _MISSING
+    schema: type
+    learns_from: str | None
+    builder: str
+    parameters: Callable[[Any], int | None] | None
+    activations: Callable[[Any, Any], Activations] | None
+    flops_per_sample: Callable[[Any, tuple[int, ...]], float | None] | None
+    tensor_parallel: TensorParallel | None
+    hugging_face: HuggingFaceFormat | None
     chunked_loss: bool | Callable[[Any], bool] = False
     context_heads: tuple[str, str] | None = None
     fused_loss: bool | Callable[[Any], bool] = False
@@ -246,10 +245,10 @@ class DataSource:
             ``data.vocab_size`` if that is null. None: the source has no tokenizer.
     """
 
-    schema: type = _MISSING
-    gives: str | Callable[[Any], str | None] | None = _MISSING
-    builder: str = _MISSING
-    check_inputs: Callable[[Any], None] | None = _MISSING
+    schema: type
+    gives: str | Callable[[Any], str | None] | None
+    builder: str
+    check_inputs: Callable[[Any], None] | None
     vocabulary: Callable[[str], int] | None = None
 
     def sample_kind(self, config: Any) -> str | None:
@@ -387,16 +386,6 @@ def load_row(path: str, key: str, kind: type[Row]) -> Row:
             f"{path} is of type {type(row).__name__}, but must be a {kind.__name__}",
             where=location(path),
             fix=f"{attribute} = {kind.__name__}(...) from {kind.__module__}",
-        )
-    facts_of_row: Any = row
-    facts_of_class = fields(facts_of_row) if is_dataclass(row) else ()
-    missing = [field.name for field in facts_of_class if getattr(row, field.name) is _MISSING]
-    if missing:
-        facts = ", ".join(f"{name}=..." for name in missing)
-        raise UserError(
-            f"{path} does not state {', '.join(missing)}",
-            where=location(path),
-            fix=f"{kind.__name__}({facts}); see {kind.__name__} in hpc_train/config/extensions.py",
         )
     return row
 
