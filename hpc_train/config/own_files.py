@@ -51,7 +51,7 @@ def refuse_unreadable_files(line: CommandLine) -> None:
         if root is not None and not isinstance(root, yaml.MappingNode):
             raise UserError(f"{name} must be NAME: VALUE pairs", where=name, fix="one line NAME: VALUE for each key")
         if defaults is not None:
-            where = f"{name}:{defaults.start_mark.line + 1}"
+            where = place_of(path, defaults)
             if not isinstance(defaults, yaml.SequenceNode):
                 raise UserError("defaults must be a list", where=where, fix="defaults: [NAME, _self_]")
             if path.stem in [node.value for node in defaults.value]:
@@ -152,7 +152,7 @@ def _check(schema: Any, path: Path) -> None:
             number = yaml.safe_load(node.value)
             raise UserError(
                 f"{key} is {node.value} without quotes, which YAML reads as the number {number}",
-                where=f"{relative(path)}:{node.start_mark.line + 1}",
+                where=place_of(path, node),
                 fix=f'{key}: "{node.value}"',
             )
     for key, kind in _tables_and_lists(schema):
@@ -162,8 +162,7 @@ def _check(schema: Any, path: Path) -> None:
         if isinstance(node, yaml.ScalarNode) and (node.tag.endswith(":null") or "${" in node.value):
             continue
         must, fix = KINDS_OF_NODES[kind]
-        where = f"{relative(path)}:{node.start_mark.line + 1}"
-        raise UserError(f"{key} must be {must}", where=where, fix=fix)
+        raise UserError(f"{key} must be {must}", where=place_of(path, node), fix=fix)
 
 
 def _check_missing(chosen: Mapping[str, Path], line: CommandLine) -> None:
@@ -173,7 +172,7 @@ def _check_missing(chosen: Mapping[str, Path], line: CommandLine) -> None:
     for path, key, node in values:
         is_packaged = path.is_relative_to(config_directory())
         if node.value == MISSING and key not in present and not is_packaged and not _is_overridden(key, line):
-            where = f"{key} in {relative(path)}:{node.start_mark.line + 1}"
+            where = f"{key} in {place_of(path, node)}"
             raise UserError(f"{key} has no value", where=where, fix=f"{key}=VALUE on the command line, or in that file")
 
 
@@ -190,12 +189,12 @@ def _check_hydra(chosen: Mapping[str, Path], line: CommandLine) -> None:
             of_hydra = HYDRA_GROUP.fullmatch(name.value)
             if of_hydra is not None and value.value != "hpc_train":
                 choice = f"{of_hydra[1]}={value.value}"
-                where = f"{relative(path)}:{name.start_mark.line + 1}"
+                where = place_of(path, name)
                 fix = instead_of(of_hydra[1], value.value) or f"remove the line, and put {choice} on the command line"
                 raise UserError(f"{choice} has no effect in the defaults of this file", where=where, fix=fix)
         for key, node in _full_leaves(group, path):
             if key.startswith("hydra.launcher.") and not _is_overridden("hydra/launcher", line):
-                where = f"{key} in {relative(path)}:{node.start_mark.line + 1}"
+                where = f"{key} in {place_of(path, node)}"
                 raise UserError(f"{key} has no effect", where=where, fix=instead_of_key(key) or "remove it")
 
 
