@@ -13,7 +13,6 @@ import hashlib
 import os
 import re
 import socket
-import stat
 import tempfile
 import time
 import traceback
@@ -27,6 +26,7 @@ import psutil
 from hpc_train.errors import UserError
 from hpc_train.machine.amd_gpus import NODES
 from hpc_train.machine.temporary import JOB_CACHES, TemporaryDirectory
+from hpc_train.run.owner import make_private
 from hpc_train.users import user_cache
 
 
@@ -185,7 +185,8 @@ def remove_shared_memory(directory: Path = SHARED_MEMORY) -> None:
 
 
 def _parent(environment: Mapping[str, str]) -> Path | None:
-    """Returns the directory of this user and this node in node-local space; None if another user owns it.
+    """Returns the directory of this user and this node in node-local space; None if another user owns it, since other
+    users can write to /tmp.
 
     Its path contains the name of the node, because all nodes may share TMPDIR.
     """
@@ -194,20 +195,10 @@ def _parent(environment: Mapping[str, str]) -> Path | None:
     base = next((base for base in named if base and Path(base).is_dir()), None) or tempfile.gettempdir()
     user_directory = Path(base) / f"hpc_train-{os.getuid()}"
     parent = user_directory / os.uname().nodename
-    if _belongs_to_user(user_directory) and _belongs_to_user(parent):
-        return parent
+    with contextlib.suppress(OSError):
+        if make_private(user_directory) and make_private(parent):
+            return parent
     return None
-
-
-def _belongs_to_user(directory: Path) -> bool:
-    """Creates the directory if it is missing. Returns whether this user owns it, since other users can write to
-    /tmp."""
-    try:
-        directory.mkdir(mode=0o700, exist_ok=True)
-        status = directory.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
 READ_BY_TORCH = ("TORCH", "PYTORCH", "GLOO_", "TP_", "NCCL_", "CUDA_", "HIP_", "OMP_", "MKL_", "KMP_", "ATEN_")
