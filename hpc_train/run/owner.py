@@ -218,9 +218,7 @@ def make_private(directory: Path) -> bool:
     with suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     status = directory.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        return False
-    if status.st_uid != os.geteuid() and status.st_uid not in _owner_of_new_files(directory):
+    if not stat.S_ISDIR(status.st_mode) or not is_own(directory):
         return False
     if status.st_mode & 0o077:
         directory.chmod(0o700)
