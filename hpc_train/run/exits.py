@@ -308,7 +308,7 @@ def classify(error: BaseException, run: Path | None = None) -> Failure:
     for type_, failure in _TYPES.items():
         if isinstance(error, type_):
             return failure
-    # torch 2.8 raises AcceleratorError, which has a CUDA error code
+    # torch.AcceleratorError has a CUDA error code
     if any(type_.__name__ == "AcceleratorError" for type_ in type(error).__mro__):
         for failure, codes in _CUDA_CODES.items():
             if getattr(error, "error_code", None) in codes:

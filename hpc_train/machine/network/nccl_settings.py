@@ -172,12 +172,12 @@ _FILES = (
 )
 _WHEELS = (
     ("torch", ("torch",)),
-    ("nccl", ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")),
+    ("nccl", ("nvidia-nccl-cu13", "nvidia-nccl-cu12")),
     ("hpc_train", ("hpc_train",)),
 )
 _LIBRARIES = (("libfabric", "libfabric.so.1.*"), ("rdma_core", "libibverbs.so.1.*"))
 # the oldest driver for each major version of CUDA ("CUDA Compatibility", minor version compatibility)
-OLDEST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+OLDEST_DRIVERS = {12: "525.60.13", 13: "580.65.06"}
 _FOLDERS = ("usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "opt/amazon/efa/lib64")
 
 

@@ -115,8 +115,7 @@ def test_gpus_ports_and_versions() -> None:
     ("driver", "cuda", "fix"),
     [
         ("535.129.03", "13.0", "580.65.06 or newer, or install a build of torch for CUDA 12"),
-        ("470.57", "12.8", "525.60.13 or newer, or install a build of torch for CUDA 11"),
-        ("440.33.01", "12.8", "ask the site for driver 525.60.13 or newer"),
+        ("470.57", "12.8", "ask the site for driver 525.60.13 or newer"),
         ("535.129.03", "12.8", None),
         ("580.65.06", "13.0", None),
         ("580.65.06", "14.0", None),  # a version that the table does not have
