@@ -244,7 +244,7 @@ def _restored() -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic)
     torch.set_grad_enabled(grad)
     made = _groups() - groups - _KEPT_GROUPS
-    made = {group for group in made if group.group_desc != "mesh_alone"}  # they keep the names of groups apart
+    made = {group for group in made if group.group_desc != "names"}  # these keep the names of groups apart
     for thread in _threads() - threads:
         thread.join(1)  # it may be about to end
     left = [*(group.group_desc for group in made if "mesh" in group.group_desc), *(_threads() - threads)]

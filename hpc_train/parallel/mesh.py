@@ -209,7 +209,7 @@ def host_group(ranks: list[int], timeout: timedelta | None, description: str) ->
     calls it, since with a GPU bound to the default group it would wait for them to split NCCL's communicator."""
     # The name of a group is a hash of its ranks and the number of groups. The name of a group of the same ranks that
     # was destroyed would lead to the addresses of that group, so a group that stays is added first.
-    _silent_group(dist.get_rank())
+    _silent_group(dist.get_rank(), "names")
     group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True, group_desc=description)
     assert isinstance(group, dist.ProcessGroup), "this rank is in it"
     return group
@@ -330,12 +330,12 @@ def split_world(
     return next((group for group in made if isinstance(group, dist.ProcessGroup)), None)
 
 
-def _silent_group(rank: int) -> dist.ProcessGroup:
+def _silent_group(rank: int, description: str = "mesh_alone") -> dist.ProcessGroup:
     """Returns a group of this rank alone, without connections. Other ranks need not call it."""
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.OFF)  # DETAIL adds checks to each group, which this backend does not support
     try:
-        return dist.new_group([rank], backend="fake", use_local_synchronization=True, group_desc="mesh_alone")
+        return dist.new_group([rank], backend="fake", use_local_synchronization=True, group_desc=description)
     finally:
         dist.set_debug_level(level)
 

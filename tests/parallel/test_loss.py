@@ -146,12 +146,13 @@ def test_a_vocabulary_that_leaves_a_rank_without_words_is_refused() -> None:
 def with_an_incomplete_plan(rank: int, world_size: int) -> str:
     """The refusal of a plan of the GPT without the norm of a branch."""
     cell = Cell(world_size, "gpt", strategy={"tp": world_size})
-    whole = tensor.imported
+    whole = tensor.locate
 
-    def incomplete(path: str) -> Any:
-        return lambda model: {name: style for name, style in whole(path)(model).items() if name != "layers.0.ffn_norm"}
+    def incomplete(path: str, where: str) -> Any:
+        plan = whole(path, where)
+        return lambda model: {name: style for name, style in plan(model).items() if name != "layers.0.ffn_norm"}
 
-    with mock.patch.object(tensor, "imported", incomplete), pytest.raises(UserError) as raised:
+    with mock.patch.object(tensor, "locate", incomplete), pytest.raises(UserError) as raised:
         build_engine(cell.config(), mesh_of(cell, rank))
     return raised.value.what
 
