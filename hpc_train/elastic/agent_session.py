@@ -133,7 +133,8 @@ class Session:
             with closing(self._idle_gpus(agent.gpu_errors)):
                 return agent.work()
         except ServerLost as lost:
-            code = requeue_after_server_loss(run, config, allocation, end, lost, self.events)
+            decided = None if server is None else server.code
+            code = requeue_after_server_loss(run, config, allocation, end, lost, self.events, decided)
             return Exit.DONE if self.is_guest else code
         finally:
             if stores is not None:

@@ -307,9 +307,22 @@ PATIENCE_S = 600.0  # how long a Slurm controller may be unavailable
 
 
 def requeue_after_server_loss(
-    run: RunDirectory, config: Config, allocation: Allocation, end: JobEnd | None, lost: ServerLost, log: EventLog
+    run: RunDirectory,
+    config: Config,
+    allocation: Allocation,
+    end: JobEnd | None,
+    lost: ServerLost,
+    log: EventLog,
+    decided: int | None = None,
 ) -> Exit:
-    """Requeues or ends the job after its workers are dead; every remaining agent calls it. Returns the exit code."""
+    """Requeues or ends the job after its workers are dead; every remaining agent calls it. Returns the exit code.
+
+    Args:
+        decided: the exit code if the server of this process has ended the job, for example because of a stop request
+            before its agent joined.
+    """
+    if decided is not None:
+        return Exit(decided)
     if end is None:  # the job does not own the run
         print(f"{allocation.node_name} leaves the run: {lost}", file=sys.stderr, flush=True)
         return Exit.STOPPED

@@ -146,6 +146,9 @@ class RendezvousServer:
         begin: prepares an attempt; returns the start message.
         leave: records how the job ended; returns the exit code of all agents.
         is_suspended: asks Slurm whether the job is suspended; None without Slurm.
+
+    Attributes:
+        code: the exit code of all agents, once the job is over.
     """
 
     def __init__(
@@ -174,6 +177,7 @@ class RendezvousServer:
         self._attempt: int | None = None
         self._preparation: Preparation | None = None
         self._over = False
+        self.code: int | None = None
         self._thread = threading.Thread(target=self._serve, name="rendezvous-server", daemon=True)
 
     def start(self) -> None:
@@ -392,6 +396,7 @@ class RendezvousServer:
         else:
             code = self._while_beating(lambda: self._leave(order))
             self._broadcast({"kind": "leave", "action": order.decision.action, "code": code})
+            self.code = code
             self._over = True
 
     def _dismiss(self, numbers: Collection[int]) -> None:
