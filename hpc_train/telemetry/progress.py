@@ -317,7 +317,7 @@ def final_result(record: Mapping[str, Any]) -> dict[str, Any] | None:
     A run that continues with more steps has the result of the shorter one until it is done.
     """
     result: dict[str, Any] | None = record.get("result")
-    if result is None or result["steps"] < record.get("total_steps", 0):
+    if result is None or result["steps"] < (record.get("total_steps") or 0):
         return None
     return result
 
